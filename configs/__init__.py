@@ -1,1 +1,1 @@
-"""The keys of a run: `base.py` has every key with its meaning, each other file is the record of one experiment."""
+"""The configs of runs: `base.py` explains every key, and each other file records one experiment."""

@@ -1,29 +1,30 @@
 """Every config key with its meaning and its default.
 
 A config file returns `get_config()`. On the command line `--config=FILE` chooses the file and `--config.KEY=VALUE`
-overrides a key; `bytescope keys` lists all keys. The comment at a key is its documentation; a key that is not here is
-refused.
+overrides a key. `bytescope keys` lists all keys. The comment at a key is its documentation. Keys that are not listed
+in this file are refused.
 """
 
 from ml_collections import ConfigDict
 
-# Architectures as rows of `model` values.
+# Values of the group `model` for two families of architectures.
 GPT2 = {"norm": "layernorm", "mlp": "gelu", "position": "learned", "bias": True, "tie_embeddings": True}
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False}
 
 
 def get_config() -> ConfigDict:
-    """The base config, a small Llama-like model on bytes; an experiment changes the keys that differ."""
+    """Returns the base config, a small Llama-like model on bytes. An experiment changes the keys that differ."""
     config = ConfigDict({name: group() for name, group in GROUPS.items()})
     config.seed = 0  # random seed of parameters, data order and dropout
     return config
 
 
 def _model() -> ConfigDict:
-    """The architecture. With mlp_chunk no remat policy keeps mlp_norm, gate, up, act or mlp_out.
+    """The architecture.
 
-    With experts the MLP of a block is a mixture (model/experts); dense_layers and moe_every say which blocks keep the
-    dense MLP of width d_ff. The auxiliary losses have their coefficients in the group loss.
+    With experts the MLP of a block is a mixture of experts (model/experts). dense_layers and moe_every choose the
+    blocks that keep a dense MLP of width d_ff. The coefficients of the auxiliary losses are in the group loss. With
+    mlp_chunk no remat policy saves mlp_norm, gate, up, act or mlp_out.
     """
     model = ConfigDict()
     model.d_model = 256  # width of the residual stream
@@ -63,7 +64,7 @@ def _model() -> ConfigDict:
     model.attention_kind = "gqa"  # gqa: grouped queries | mla: multi-head latent attention (DeepSeek-V2)
     model.mla_q_rank = 0  # mla: width of the query latent; 0: queries are projected from the input directly
     model.mla_kv_rank = 512  # mla: width of the key-value latent
-    model.mla_d_rope = 64  # mla: rotary dimensions of a head; all heads share those of the key
+    model.mla_d_rope = 64  # mla: rotary dimensions of a head; all heads share the rotary part of the key
     model.mla_d_value = 128  # mla: width of a value head; d_head is then the width of the dimensions without rotation
     model.experts = 0  # routed experts of a block; 0: none, every MLP is dense
     model.experts_per_token = 2  # routed experts per token
@@ -78,7 +79,9 @@ def _model() -> ConfigDict:
     model.router_groups = 1  # groups of experts; a token chooses experts only from its best router_top_groups groups
     model.router_top_groups = 1  # number of groups that a token may choose from
     model.moe_kernel = "auto"  # auto | grouped (Pallas kernels) | capacity | ragged | scan | dense (the reference)
-    model.capacity_factor = 0.0  # rows per expert over the mean, the rest is dropped; 0: none dropped (capacity: 1.25)
+    model.capacity_factor = (
+        0.0  # maximum rows per expert relative to the mean, more are dropped; 0: no limit (capacity: 1.25)
+    )
     model.mlp_chunk = 0  # positions whose MLP is computed at a time, per device; always recomputed; 0: all
     return model
 
@@ -117,12 +120,13 @@ def _loss() -> ConfigDict:
 
 
 def _precision() -> ConfigDict:
-    """Dtypes by role (model/precision.py); "" means the dtype of the preset.
+    """Dtypes by role (model/precision.py). "" means the dtype of the preset.
 
-    Presets: bf16 computes over float32 master parameters. bf16_grads has gradients and a copy of the parameters in
-    bf16 too, 16 bytes per parameter; fp32_grads the same with float32 sums over micro-batches, 20 bytes. bf16_params
-    has no float32 master and rounds stochastically. fp16 scales the loss dynamically. fp8 is bf16, but products of the
-    blocks have float8_e4m3fn operands, one scale per 1x128 of an activation and per 128x128 of a weight.
+    bf16 computes in bf16 with float32 master parameters. bf16_grads also has gradients and a copy of the parameters in
+    bf16, 16 bytes per parameter with Adam. fp32_grads is bf16_grads with float32 sums over micro-batches, 20 bytes.
+    bf16_params has no float32 master parameters and rounds updates stochastically. fp16 scales the loss dynamically.
+    fp8 is bf16 with float8_e4m3fn operands in the weight matmuls of the blocks: one scale per 1x128 of an activation
+    and per 128x128 of a weight.
     """
     precision = ConfigDict()
     precision.preset = "bf16"  # a row of dtypes: bf16 | fp32 | bf16_grads | fp32_grads | bf16_params | fp16 | fp8
@@ -141,7 +145,8 @@ def _precision() -> ConfigDict:
 
 
 def _remat() -> ConfigDict:
-    """What blocks save for the backward pass. `bytescope policies` and `bytescope names` list the choices."""
+    """The tensors that blocks save for the backward pass. `bytescope policies` and `bytescope names` list the
+    choices."""
     remat = ConfigDict()
     # none | full | selective | megatron | minimal | dots | dots_no_batch | sqrt | offload | offload_dots | custom
     # (remat.save, remat.offload) | auto (the least recomputation within remat.budget)
@@ -151,7 +156,7 @@ def _remat() -> ConfigDict:
     remat.auto_offload = True  # auto: may offload tensors to pinned host memory, if the device has it
     remat.save = ()  # custom: checkpoint names to save (model/names.py)
     remat.offload = ()  # custom: checkpoint names to save in pinned host memory; all others are recomputed
-    remat.layers = ()  # a policy, or names to save, per range of layers: 0-8:none,8-12:q_rot+v+block_in@host; (): none
+    remat.layers = ()  # another policy, or names to save, for ranges of layers: 0-8:none,8-12:q_rot+v+block_in@host
     remat.granularity = "block"  # block: attention and MLP are checkpointed together | parts: separately
     remat.xla_pass = False  # enable XLA's own rematerialization pass, which acts if a program exceeds the device
     return remat
@@ -190,11 +195,12 @@ def _batch() -> ConfigDict:
 
 
 def _optimizer() -> ConfigDict:
-    """The update.
+    """The optimizer.
 
-    The best learning rate depends on the optimizer: about a tenth of adamw's for lion, ten times as much for adagrad,
-    a hundred times or more for momentum; muon, adafactor and the other adamw rows use adamw's. A fused backward pass
-    does not know the global norm when it updates a layer: set clip_norm to 0 or clip to "layer".
+    The best learning rate depends on the optimizer: about a tenth of the one for adamw for lion, ten times as much for
+    adagrad, a hundred times or more for momentum. muon, adafactor and the other adamw variants use the one for adamw.
+    A fused backward pass does not know the global norm when it updates a layer, so it needs clip_norm=0 or
+    clip="layer".
     """
     optimizer = ConfigDict()
     # adamw | adamw_bf16 (first moment) | adamw_8bit (both) | adafactor | adagrad | rmsprop | momentum | lion | muon
@@ -243,7 +249,7 @@ def _mesh() -> ConfigDict:
 
 
 def _pipeline() -> ConfigDict:
-    """How the stages of mesh.stage run the micro-batches of batch.accumulation, with batch.mode=scan."""
+    """The order in which the stages of mesh.stage run the micro-batches of batch.accumulation, with batch.mode=scan."""
     pipeline = ConfigDict()
     pipeline.schedule = "1f1b"  # gpipe | 1f1b | interleaved | v | zero_bubble: bytescope pipeline draws them
     pipeline.virtual = 1  # chunks of layers per stage: several for interleaved, two for v
@@ -251,10 +257,10 @@ def _pipeline() -> ConfigDict:
 
 
 def _xla() -> ConfigDict:
-    """Options of XLA's GPU compiler (train/parallel/xla_options.py), refused elsewhere; "" is the default of XLA.
+    """Options of XLA's GPU compiler (train/parallel/xla_options.py), for GPUs only. "" is the default of XLA.
 
-    From O1 on collectives are pipelined and scheduled by latency. That is refused over several GPUs with
-    model.attention=chunked: XLA itself (0.10 to 0.12) aborts then.
+    From O1 on XLA pipelines collectives and schedules by latency. These levels are refused on several GPUs with
+    model.attention=chunked, because XLA itself (0.10 to 0.12) aborts then.
     """
     xla = ConfigDict()
     xla.optimization_level = ""  # O0 | O1 | O2 | O3: effort that XLA spends on speed
@@ -266,7 +272,7 @@ def _xla() -> ConfigDict:
 
 
 def _train() -> ConfigDict:
-    """Length of a run, and what it evaluates, saves and records."""
+    """The length of a run, and when it evaluates, saves and logs."""
     train = ConfigDict()
     train.steps = 1000  # optimizer updates
     train.log_every = 10  # updates between log lines

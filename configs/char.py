@@ -1,4 +1,4 @@
-"""The small character-model shape everyone compares on, in float32.
+"""A small character-level model that is often used for comparisons, in float32.
 
     bytescope train --config=char
     bytescope report char cpu
@@ -8,8 +8,8 @@ Hardware: any CPU. On two cores a step takes 0.82x the time of eager PyTorch 2.1
 Memory: peak 453.64 MiB, allocated 471.64 MiB, predicted in use 471.66 MiB per device;
   CPU, jax 0.10.2, jaxlib 0.10.2, 2026-11-22.
 Loss: 2.11 nats per byte on 473,854 held-out bytes of Python 3.11's library after 300 updates of 3,072 tokens;
-  two CPU cores, 41 min beside other work, compile and evaluations included; jax 0.10.2, 2026-11-22. All 2,000 updates
-  have not been run yet.
+  two CPU cores, 41 min while other programs ran, compile and evaluations included; jax 0.10.2, 2026-11-22. The full
+  2,000 updates have not been run yet.
 
     bytescope train --config=char --config.train.steps=300
 """
@@ -22,7 +22,7 @@ def get_config():
     config.model.update(base.GPT2)
     config.model.update(d_model=384, n_layers=6, n_heads=6, n_kv_heads=6, d_head=64, d_ff=1536, max_seq_len=256)
     config.precision.preset = "fp32"
-    # What a CPU recomputes faster than it takes fresh pages: everything but the attention's inputs and output.
+    # A CPU recomputes everything but the inputs and output of attention faster than it allocates memory pages for it.
     config.remat.update(policy="custom", save=("q_rot", "k_rot", "v", "attn_out"))
     config.data.seq_len = 256
     config.batch.micro = 12

@@ -3,15 +3,15 @@
     bytescope train --config=deepseek_v3 --config.data.source=SHARDS
     bytescope report deepseek_v3 h100:256x8
 
-Hardware: 2048 H100 on 256 hosts (described; nothing measured on a card yet).
+Hardware: 2048 H100 on 256 hosts (described device; not yet measured on hardware).
 Memory: peak 25.01 GiB, allocated 25.13 GiB, predicted in use 25.16 GiB per device, of 72.32 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
 Loss: not trained yet.
 
-Sizes, routing, optimizer settings and initial values are the paper's (its sections 4.2 and 2.1.2); its layout and
-precision (sections 3.2 and 3.3) beside those here:
+Sizes, routing, optimizer settings and initial values are those of the paper (sections 4.2 and 2.1.2). Its layout and
+precision (sections 3.2 and 3.3) compare with this config as follows:
 
-                 the paper                                            here
+                                  the paper                                            this config
     devices      2048 H800                                            2048 H100, described
     pipeline     16 stages, DualPipe                                  none: every device has all 61 layers
     experts      over 64 devices of 8 hosts                           over 64 devices
@@ -20,10 +20,10 @@ precision (sections 3.2 and 3.3) beside those here:
     recomputed   RMSNorms, up-projections of latent attention         the whole block
     products     FP8, block-scaled                                    bfloat16
     state in     masters and gradients float32, both moments bf16     the same, the second moment in float32
-    tokens       none dropped                                         of an expert over 1.25 times the mean, dropped
+        tokens       none dropped                                         dropped above 1.25 times the mean of an expert
 
-Left out: multi-token prediction, YaRN (the first stage of training has none: it is 4096 tokens long), the schedules of
-batch size and learning rate, and experts of at most 4 hosts per token otherwise than by `router_groups`.
+Not included: multi-token prediction, YaRN (the first training stage has sequences of 4096 tokens without it), the
+schedules of batch size and learning rate, and the limit of 4 hosts per token other than by `router_groups`.
 """
 
 from bytescope.configs import base

@@ -3,7 +3,7 @@
     bytescope train --config=gpt2_medium --config.data.source=SHARDS
     bytescope report gpt2_medium h200
 
-Hardware: one H200 (described; nothing measured on a card yet).
+Hardware: one H200 (described device; not yet measured on hardware).
 Memory: peak 33.26 GiB, allocated 33.26 GiB, predicted in use 33.30 GiB per device, of 128.17 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
 Loss: not trained yet.

@@ -1,9 +1,9 @@
-"""Llama 3.2 1B: the shape of the 8B scaled down, embeddings tied, at 8192 tokens.
+"""Llama 3.2 1B: the 8B architecture scaled down, with tied embeddings, at 8192 tokens.
 
     bytescope train --config=llama_1b --config.data.source=SHARDS
     bytescope report llama_1b h200
 
-Hardware: one H200 (described; nothing measured on a card yet).
+Hardware: one H200 (described device; not yet measured on hardware).
 Memory: peak 20.83 GiB, allocated 20.83 GiB, predicted in use 20.86 GiB per device, of 128.17 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
 Loss: not trained yet.

@@ -3,10 +3,10 @@
     bytescope train --config=llama_8b_qlora --config.data.source=SHARDS
     bytescope report llama_8b_qlora rtx4090
 
-With init.folder, a folder of Hugging Face's with config.json and weights, training begins from those: they are
-quantized while they are read.
+With init.folder, a Hugging Face folder with config.json and weights, training starts from its weights, which are
+quantized while they are loaded.
 
-Hardware: one RTX 4090 (described; nothing measured on a card yet).
+Hardware: one RTX 4090 (described device; not yet measured on hardware).
 Memory: peak 7.80 GiB, allocated 7.81 GiB, predicted in use 7.81 GiB per device, of 21.19 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
 Loss: not trained yet.

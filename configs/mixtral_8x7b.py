@@ -1,15 +1,15 @@
-"""Mixtral 8x7B (Jiang et al. 2024, arXiv 2401.04088) at 4096 tokens, experts shared out over the GPUs of a host.
+"""Mixtral 8x7B (Jiang et al. 2024, arXiv 2401.04088) at 4096 tokens, experts sharded over the GPUs of a host.
 
     bytescope train --config=mixtral_8x7b --config.data.source=SHARDS
     bytescope report mixtral_8x7b h100:8
 
 46,702,792,704 parameters, 12,879,925,248 of them active for a token. Float32 masters and gradients and 8-bit moments
-are 10 bytes a parameter; a device holds rows for twice the mean of its experts, more are dropped and counted.
-Hardware: 8 H100 of one host (described; nothing measured on a card yet).
+are 10 bytes per parameter. A device has room for twice the mean rows of its experts; more are dropped and counted.
+Hardware: 8 H100 of one host (described device; not yet measured on hardware).
 Memory: peak 61.59 GiB, allocated 61.59 GiB, predicted in use 61.62 GiB per device, of 72.32 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
-Speed: predicted 35,700 tokens/s; 38,080 with what `bytescope fit mixtral_8x7b h100:8` keeps (64.26 GiB), 56,571 on
-  h100:2x8 (62.33 GiB); nobody has measured the experts' kernels.
+Speed: predicted 35,700 tokens/s; 38,080 with the settings of `bytescope fit mixtral_8x7b h100:8` (64.26 GiB), 56,571
+  on h100:2x8 (62.33 GiB). The experts' kernels have not been measured.
 Loss: not trained yet.
 """
 

@@ -1,15 +1,15 @@
-"""Qwen3-30B-A3B (Qwen team 2025, arXiv 2505.09388) at 4096 tokens, 128 experts shared out over the GPUs of a host.
+"""Qwen3-30B-A3B (Qwen team 2025, arXiv 2505.09388) at 4096 tokens, 128 experts sharded over the GPUs of a host.
 
     bytescope train --config=qwen3_30b_a3b --config.data.source=SHARDS
     bytescope report qwen3_30b_a3b h100:8
 
-30,532,122,624 parameters, 3,353,032,704 of them active for a token. A device holds rows for twice the mean of its
-experts, more are dropped and counted.
-Hardware: 8 H100 of one host (described; nothing measured on a card yet).
+30,532,122,624 parameters, 3,353,032,704 of them active for a token. A device has room for twice the
+mean rows of its experts; more are dropped and counted.
+Hardware: 8 H100 of one host (described device; not yet measured on hardware).
 Memory: peak 52.17 GiB, allocated 52.17 GiB, predicted in use 52.20 GiB per device, of 72.32 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
-Speed: predicted 61,700 tokens/s; 64,973 with what `bytescope fit qwen3_30b_a3b h100:8` keeps (66.78 GiB); nobody has
-  measured the experts' kernels.
+Speed: predicted 61,700 tokens/s; 64,973 with the settings of `bytescope fit qwen3_30b_a3b h100:8` (66.78 GiB). The
+  experts' kernels have not been measured.
 Loss: not trained yet.
 """
 

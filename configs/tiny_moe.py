@@ -7,7 +7,7 @@ Hardware: any CPU.
 Memory: peak 137.05 MiB, allocated 137.06 MiB, predicted in use 137.07 MiB per device;
   CPU, jax 0.10.2, jaxlib 0.10.2, 2026-11-23. The process peaked at 0.99 GiB, compiler included.
 Loss: 1.70 nats per byte on 473,854 held-out bytes of Python 3.11's library after 300 updates of 2,048 tokens;
-  two CPU cores, 2 min 7 s when nothing else runs, compile and evaluations included; jax 0.10.2, 2026-11-23.
+  two CPU cores, 2 min 7 s without other programs, compile and evaluations included; jax 0.10.2, 2026-11-23.
   The busiest expert of the worst layer took 4.0 times the mean at update 20, 1.7 times at the end.
 """
 

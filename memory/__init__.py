@@ -1,20 +1,22 @@
-"""Reads any compiled JAX program, down to the buffer: what every byte of its device memory is.
+"""Reports what every byte of device memory holds in a compiled JAX program.
 
     from bytescope import memory
     report = memory.analyze(step, state, batch, target="h200", donate_argnums=0)
-    report                                                    # in a notebook or at a prompt: what it holds
+    report                                                    # in a notebook or at a prompt: shows a summary
     memory.assert_fits(step, state, batch, target="h200", donate_argnums=0)
 
-`bytescope report --help` is the same as a command. Importing this package imports nothing else; each name is fetched at
-its first use, and none of them brings jax or what draws before it needs them.
+`bytescope report --help` describes the same function as a command. Importing this package imports none of its modules.
+Each public name is imported at its first use, and jax and the drawing libraries are imported only when they are
+needed.
 
-Folders, each importing only the ones before it: records (what a report lists), hlo (protos to records), formulas
-(published arithmetic), devices (what a program is compiled for), program (anyone's function and arguments, lowered for
-a target), peak (what every buffer is and when it lives), cost (what a step computes, moves and sends), seconds (how
-long it takes), remat (the least recomputation under a budget), findings (what an expert would point at), view (tables,
-charts and pages), report (the object that users hold, its pages, differences and guards), watching (steps that run),
-profile (a profiler's trace), compare (many programs side by side), commands.
-Start at `analysis.py:report_of`: a compiled program in, a `records.report_record.ReportRecord` out.
+Folders, each importing only from the folders before it: records (the parts of a report), hlo (readers of the
+compiler's protos), formulas (published arithmetic), devices (compile targets), program (the user's function and
+arguments, lowered for a target), peak (the content and live range of every buffer), cost (FLOPs, bytes and collectives
+of a step), seconds (predicted step time), remat (the least recomputation under a memory budget), findings (problems
+with their remedies), view (tables, charts and pages), report (the `Report` object with its pages, differences and
+guards), watching (running steps), profile (profiler traces), compare (many programs side by side), commands.
+
+Start at `analysis.py:report_of`. It takes a compiled program and returns a `records.report_record.ReportRecord`.
 """
 
 import importlib
@@ -38,10 +40,10 @@ if TYPE_CHECKING:
     from bytescope.memory.watching.device_tables import live, target, targets
     from bytescope.memory.watching.executable import Executable, compile
     from bytescope.memory.watching.watched import Watched, watch
-else:  # with it, no type checker would find a misspelt name
+else:  # hidden from type checkers, which would accept any name of the module with it
 
     def __getattr__(name: str) -> Any:
-        """A public name at its first use (PEP 562)."""
+        """Imports a public name at its first use (PEP 562)."""
         package = sys.modules[__name__]
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=package)
@@ -50,7 +52,7 @@ else:  # with it, no type checker would find a misspelt name
         return value
 
 
-# Public name -> the module of this package that it comes from.
+# Public name -> the module that defines it, relative to this package.
 _HOMES = {
     **dict.fromkeys(("Report", "analyze", "assert_fits", "load"), "report.report_object"),
     **dict.fromkeys(("live", "target", "targets"), "watching.device_tables"),
@@ -105,5 +107,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What an editor or a prompt completes."""
+    """Returns the names that an editor or a prompt completes."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,6 +1,6 @@
-"""`python -m bytescope.memory COMMAND` is `bytescope COMMAND`, and `worker` is a worker process of a comparison.
+"""Runs `python -m bytescope.memory COMMAND` as `bytescope COMMAND`. `worker` starts a worker process of `compare`.
 
-The commands are registered in train/commands/registry.py, the one module of the trainer that this package starts.
+The commands are registered in train/commands/registry.py.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-# Started by the pool of a comparison: a worker of its own, not a command for people.
+# The internal command by which `compare` starts its worker processes.
 WORKER = "worker"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a command line; returns the exit code."""
+    """Runs a command line and returns the exit code."""
     if list(argv) == [WORKER]:
         from bytescope.memory.compare import worker
 

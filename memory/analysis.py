@@ -1,10 +1,10 @@
-"""`report_of`: any compiled JAX program in, a report out.
+"""Builds the report of any compiled JAX program (`report_of`).
 
-Each stage returns a record of its own, complete when it is returned: `ReadProgram`, `PeakAccount`, `Verdict`,
-`JudgedProgram`, `FormulaRows`, `StepSeconds`. The last statement of `report_of` builds the report from them.
+Each stage returns a complete record: `ReadProgram`, `PeakAccount`, `Verdict`, `JudgedProgram`, `FormulaRows`,
+`StepSeconds`. The last statement of `report_of` builds the report from these records.
 
-The report of a `jax.stages.Traced` or `Lowered`, and of an HloProto, is exact: it is read from the compiler's own
-buffers and heap trace. A finished `Compiled` keeps neither on most backends. Then lifetimes are derived from its
+The report of a `jax.stages.Traced` or `Lowered`, and of an HloProto, is exact, because it is read from the compiler's
+own buffers and heap trace. A finished `Compiled` keeps neither on most backends. Then live ranges are derived from its
 schedule, totals are XLA's, and the report's `method` and `notes` say so.
 """
 
@@ -39,9 +39,9 @@ from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.seconds import rates, reading, schedule_walk, step_prediction, step_schedule
 from bytescope.memory.seconds.reading import CompiledSchedule
 
-# Above this share of the limit a program fits, but tightly.
+# Above this fraction of the limit, the verdict of a program that fits is "tight".
 TIGHT = 0.95
-# Rows of the breakdown, those first that a derivation most probably counts too high.
+# Rows of the breakdown, beginning with the rows whose derived bytes are most probably too high.
 _DOUBTFUL = (
     "workspace",
     "logits_loss",
@@ -76,31 +76,33 @@ def report_of(
     """Returns the report of a finished compilation (`memory.devices.compiler`), without compiling anything.
 
     Args:
-        config, facts, roles, names: as `memory.analyze` takes them.
-        loop: what the loop around the program keeps on the device.
-        subject: what the trainer calls the program; its calls, tokens and model FLOPs decide the predicted seconds.
-        seconds: whether the seconds of an update are predicted. measure: for a CPU too, as `with_seconds` does.
+        config, facts, roles, names: the arguments of `memory.analyze` with these names.
+        loop: arrays that the loop around the program keeps on the device.
+        subject: the trainer's description of the program; its calls, tokens and model FLOPs are used for the predicted
+            seconds.
+        seconds: whether to predict the seconds of an update.
+        measure: whether to measure the rates of a CPU for this prediction (see `with_seconds`).
 
     Raises ReportError for a damaged program.
     """
     per_host = target.devices_per_host if target else 0
     read = _read_program(compilation, facts, checked_roles(roles), names, per_host)
     module = read.placed.module
-    stats = compilation.stats or _stats_of(compilation.program)
+    stats = compilation.stats or _stats_from_allocations(compilation.program)
     account = read.account
     if account.method == "schedule":
         account = _with_xla_totals(account, compilation.program, stats)
 
     transfers = host_transfers.find(module, target.host_link_bytes_per_s if target else 0.0)
-    unseen = runtime_overheads.find(_runtime_facts(account, read, stats, target, loop))
-    predicted = account.allocated_bytes + overhead_bytes(unseen, POOL)
+    overheads = runtime_overheads.find(_runtime_facts(account, read, stats, target, loop))
+    predicted = account.allocated_bytes + overhead_bytes(overheads, POOL)
     judged = JudgedProgram(
         **vars(account),
         **vars(_verdict(predicted, target.limit_bytes if target else None)),
         collectives=read.collectives,
         work=_work(read, transfers, per_host),
         target=target.to_json() if target else {},
-        unseen=unseen,
+        runtime_overheads=overheads,
     )
     subject = subject or Subject()
     step_seconds = StepSeconds()
@@ -126,12 +128,16 @@ def report_of(
 
 @dataclasses.dataclass(frozen=True)
 class ReadProgram:
-    """What the compiled module alone says, before XLA's totals, the target and the formulas.
+    """The results of reading the compiled module, before XLA's totals, the target and the formulas are added.
 
     Fields:
-        placed: the module with its mesh. roles: number of an entry parameter -> its role.
-        kernel_bytes: phase -> bytes that kernels move (`cost.kernel_costs`). counted: FLOPs of the jaxpr, None for a
-            program that was not traced.
+        placed: the module with its mesh.
+        roles: number of an entry parameter -> its role.
+        account: the bytes at the peak and the live range of every buffer.
+        collectives: every collective of the step.
+        kernel_bytes: phase -> bytes that kernels move in device memory (`cost.kernel_costs`).
+        counted: FLOPs of the jaxpr; None for a program that was not traced.
+        schedule: the kernels, collectives and transfers that one device runs, in order.
     """
 
     placed: PlacedProgram
@@ -145,7 +151,8 @@ class ReadProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Bytes that are available on one device, whether the program fits, and the same as a word."""
+    """The verdict of a report: the limit in bytes of one device, whether the program fits, and the verdict as a
+    word."""
 
     limit_bytes: int | None = None
     fits: bool | None = None
@@ -154,7 +161,8 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class FormulaRows:
-    """Counted parameters, and what published formulas expect of collectives and state beside what was compiled."""
+    """Parameter counts, and published formulas for collectives and training state compared with the compiled
+    program."""
 
     parameters: Mapping[str, int]
     communication: tuple[Communication, ...]
@@ -163,7 +171,7 @@ class FormulaRows:
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
-    """The roofline's bound and the predicted seconds of an update, as JSON values; {} if unknown."""
+    """The roofline bound and the predicted seconds of an update as JSON objects; {} if unknown."""
 
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -176,34 +184,33 @@ def _read_program(
     names: Iterable[str],
     per_host: int,
 ) -> ReadProgram:
-    """Reads a compilation. Raises ReportError for a damaged program."""
     program, jaxpr = compilation.program, compilation.jaxpr
     known = Names(names, named_places(jaxpr) if jaxpr is not None else None)
-    # Allocations of a proto are complete with or without a heap trace; those of a Compiled lack the trace.
+    # The allocations of a proto are complete with or without a heap trace. A Compiled has allocations without a trace.
     derived = not program.traces and not (program.allocations and (compilation.proto or _needs_no_trace(program)))
     try:
         source = derive(program.module) if derived else program
         flow = Flow(source.module)
         inputs = program_arguments.read(source, flow, compilation.signature, roles)
         placed = place(source, compilation, facts, inputs)
-        attribution = assemble.attribution_of(source, inputs, known, flow)
+        attribution = assemble.attribute_program(source, inputs, known, flow)
         counted = flops.count(jaxpr) if jaxpr is not None else None
         return ReadProgram(
             placed=placed,
             roles=attribution.roles,
-            account=assemble.account_of(attribution, "schedule" if derived else "heap_trace", compilation.notes),
+            account=assemble.build_account(attribution, "schedule" if derived else "heap_trace", compilation.notes),
             collectives=collectives.find(attribution, placed.mesh, per_host),
             kernel_bytes=kernel_costs.find(attribution),
             counted=counted,
             schedule=reading.read_schedule(attribution, placed.mesh, per_host, counted, source.module.devices),
         )
     except RecursionError as error:
-        raise ReportError("a program nested too deeply to read: dump it again") from error
+        raise ReportError("the program is nested too deeply to be read: the dump is damaged, write it again") from error
 
 
 def _formula_rows(account: PeakAccount, read: ReadProgram) -> FormulaRows:
     placed = read.placed
-    state = ledger.state_of(account, placed, read.roles)
+    state = ledger.read_state(account, placed, read.roles)
     parameters = state.parameters * state.tensor
     expected = communication_volume.expected_collectives(placed.facts, dict(placed.mesh), parameters)
     return FormulaRows(
@@ -214,10 +221,10 @@ def _formula_rows(account: PeakAccount, read: ReadProgram) -> FormulaRows:
 
 
 def _work(read: ReadProgram, transfers: Iterable[Transfer], per_host: int) -> Mapping[str, Any]:
-    """Returns the work of a program for the roofline; {} if the program was not traced, because a module does not give
-    the FLOPs of foreign kernels.
+    """Returns the work of a program for the roofline, by phase; {} if the program was not traced, because a compiled
+    module does not contain the FLOPs of foreign kernels.
 
-    Counts the FLOPs of the scheduled kernels. Without a schedule, each device is assumed to compute an equal share.
+    FLOPs are those of the scheduled kernels. Without a schedule, each device is assumed to compute an equal share.
     """
     if read.counted is None:
         return {}
@@ -235,7 +242,7 @@ def _runtime_facts(
     target: Target | None,
     loop: runtime_overheads.LoopOverhead | None,
 ) -> runtime_overheads.Facts:
-    """Returns what the table of runtime overheads asks of a program; without a target no allocator is known."""
+    """Returns the inputs of the formulas of runtime overheads. Without a target, no allocator is assumed."""
     module = read.placed.module
     arguments = [b.bytes for b in account.buffers if b.phase == "argument" and b.memory == "device"]
     outputs = [b for b in account.buffers if b.phase == "output" and b.category == "outputs"]
@@ -278,8 +285,8 @@ def _untuned_product(module: Module) -> int:
 
 
 def judge(report: ReportRecord, limit: int | None) -> ReportRecord:
-    """Returns the report with the verdict on its predicted bytes: fits, tight (above 95 % of the limit) or exceeds.
-    Without a limit, returns it unchanged.
+    """Returns the report with the verdict on its predicted bytes: fits, tight (above 95 % of the limit) or exceeds. If
+    the limit is None, returns the report unchanged.
 
     `limit`: bytes that are available on one device.
     """
@@ -300,16 +307,16 @@ def _verdict(predicted: int, limit: int | None) -> Verdict:
 
 
 def with_seconds(report: ReportRecord, measure: bool = False) -> ReportRecord:
-    """Returns the report with the predicted seconds of an update and the roofline's bound, if program and target are
+    """Returns the report with the predicted seconds of an update and the roofline bound, if its target and program are
     known well enough. The report's `subject` gives the calls and tokens of an update.
 
-    `measure`: whether the rates of a CPU are measured, which takes time and differs from one process to the next. If
-    not, the seconds of a CPU are predicted only from a file of rates (`rates.use`), without a bound.
+    `measure`: whether to measure the rates of a CPU. This takes time and differs between processes. If False, the
+    seconds of a CPU are predicted only from a measured rates file (`rates.use`), and without a bound.
     """
     if not _has_rates(report.target, measure):
         return report
-    found = _seconds(report.work, report.target, report.schedule, report.subject, measure)
-    return dataclasses.replace(report, **vars(found))
+    step_seconds = _seconds(report.work, report.target, report.schedule, report.subject, measure)
+    return dataclasses.replace(report, **vars(step_seconds))
 
 
 def _has_rates(target: Mapping[str, Any], measure: bool) -> bool:
@@ -322,20 +329,20 @@ def _seconds(
     if not _has_rates(target, measure):
         return StepSeconds()
     bound = step_prediction.bound({"work": work, "target": target})
-    found = None
+    prediction = None
     if target:
         tokens, model_flops = subject.tokens or None, subject.model_flops or None
-        found = step_prediction.of(schedule, target, subject.calls, tokens, model_flops)
-    return StepSeconds(bound.to_json() if bound else {}, found.to_json() if found else {})
+        prediction = step_prediction.predict(schedule, target, subject.calls, tokens, model_flops)
+    return StepSeconds(bound.to_json() if bound else {}, prediction.to_json() if prediction else {})
 
 
 def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Mapping[str, Any]) -> tuple[float, ...]:
-    """Returns `ReportRecord.point_seconds`. A point whose instruction takes no time, or is not in the schedule, begins
-    with the point before it."""
-    found = rates.of(target)
-    if found is None:
+    """Returns `ReportRecord.point_seconds`. If the instruction of a point takes no time or is not in the schedule, the
+    point begins at the same time as the point before it."""
+    device_rates = rates.select(target)
+    if device_rates is None:
         return ()
-    starts, whole = schedule_walk.start_seconds(schedule.order, schedule.settle, found)
+    starts, whole = schedule_walk.start_seconds(schedule.order, schedule.settle, device_rates)
     out, now = [], 0.0
     for point in account.timeline:
         now = max(now, starts.get(point.instruction, now))
@@ -344,14 +351,15 @@ def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Map
 
 
 def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:
-    """Whether allocations alone give every lifetime: no temporary allocation is shared by several values."""
+    """Returns whether the allocations alone give every live range, because no temporary allocation is shared by
+    several values."""
     return bool(program.allocations) and all(
         a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations
     )
 
 
-def _stats_of(program: hlo_buffers.HloProgram) -> XlaStats:
-    """Returns the statistics that follow from the allocations of a proto without a Compiled."""
+def _stats_from_allocations(program: hlo_buffers.HloProgram) -> XlaStats:
+    """Returns the statistics that follow from the allocations of a proto, for a proto without an executable."""
     main = [a for a in program.allocations if not a.thread_local and a.color == 0]
     alias = sum(a.size for a in main if a.entry_parameter and a.live_out)
     return XlaStats(
@@ -366,11 +374,10 @@ def _stats_of(program: hlo_buffers.HloProgram) -> XlaStats:
 
 
 def _with_xla_totals(account: PeakAccount, program: hlo_buffers.HloProgram, stats: XlaStats) -> PeakAccount:
-    """Returns a derived account with the totals that XLA states. Bytes that the derivation lacks become the
-    unattributed row.
+    """Returns an account whose totals are XLA's, from an account with derived live ranges.
 
-    Bytes that it has too many of, because XLA puts several values in one place, are taken off the rows in the order of
-    `_DOUBTFUL`.
+    If the derived peak is too low, the missing bytes are the unattributed row. If it is too high, because XLA lets
+    several values share memory, the excess is subtracted from rows in the order of `_DOUBTFUL`.
     """
     allocated = sum(a.size for a in program.allocations if not a.thread_local and a.color == 0)
     if not allocated and stats.argument_bytes is not None:
@@ -379,12 +386,14 @@ def _with_xla_totals(account: PeakAccount, program: hlo_buffers.HloProgram, stat
         )
     if not allocated:
         return account
-    held = sum(
+    argument_and_output_bytes = sum(
         b.bytes for b in account.buffers if b.memory == "device" and b.start == 0 and b.phase in ("argument", "output")
     )
-    # A peak that leaves temporaries out (the CPU's) or counts host memory in is not one.
-    stated = stats.peak_bytes if stats.peak_bytes and held < stats.peak_bytes <= allocated else None
-    if stats.temp_bytes and stated is not None and stated <= held + stats.temp_bytes // 100:
+    # XLA's peak is not used if it leaves out temporaries (as on the CPU) or includes host memory.
+    stated = (
+        stats.peak_bytes if stats.peak_bytes and argument_and_output_bytes < stats.peak_bytes <= allocated else None
+    )
+    if stats.temp_bytes and stated is not None and stated <= argument_and_output_bytes + stats.temp_bytes // 100:
         stated = None
     peak = min(stated if stated is not None else account.peak_bytes, allocated)
     rows = dict(account.breakdown)

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all."""
+"""Writes files so that readers never see a partial file."""
 
 import contextlib
 import os
@@ -7,14 +7,16 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes `text` to a temporary file beside `path` and renames it: a reader sees the old file or the new.
+    """Writes `text` to a temporary file beside `path` and renames it, so that a reader sees the old file or the new
+    file.
 
-    Devices and pipes, such as /dev/null, are written to directly. Raises OSError with the path; leaves no partial file.
+    Devices and pipes, such as /dev/null, are written to directly. Raises OSError with the path, and leaves no partial
+    file.
     """
     if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
         return
-    path = Path(os.path.realpath(path))  # a link stays one
+    path = Path(os.path.realpath(path))  # replaces the target of a symbolic link, not the link
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -27,5 +29,5 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError):
-            error.filename = str(path)  # a full disk does not tell it
+            error.filename = str(path)  # the error of a full disk has no file name
         raise

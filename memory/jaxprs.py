@@ -1,9 +1,8 @@
-"""Jaxprs within jaxprs: what a scan, a call or a checkpoint runs; checkpoints and checkpoint names. Imports no jax.
+"""Finds the jaxprs inside the equations of a jaxpr, and recognizes checkpoints and checkpoint names. Imports no jax.
 
-`jax.checkpoint` and `checkpoint_name` make equations of two kinds. By default they are the primitives `remat2` (before
-jax 0.10 `checkpoint`) and `name`, whose parameters are the equation's. With `jax_remat3` they are objects `RematTraced`
-and `CheckpointName` in the parameter `_prim` of a `call_hi_primitive`, which has the parameters. Only this module knows
-the difference: `parameters`, `checkpoint_of` and `checkpoint_name_of` read both kinds.
+`jax.checkpoint` and `checkpoint_name` make equations of two kinds. By default the equations have the primitives `remat2`
+and `name`. With `jax_remat3` they have the primitive `call_hi_primitive`, and an object `RematTraced` or `CheckpointName`
+in the parameter `_prim` holds their parameters. Only this module distinguishes the two kinds.
 """
 
 from __future__ import annotations
@@ -12,35 +11,44 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-# The primitive as which jax asks a remat policy about a checkpoint name, whatever the kind of its equation.
+# The primitive with which jax asks a remat policy about a checkpoint name, for equations of both kinds.
 NAME = "name"
 _HIGH = "call_hi_primitive"
 
 
 class Checkpoint(NamedTuple):
-    """A `jax.checkpoint` in a jaxpr. jaxpr: what it runs, a Jaxpr or ClosedJaxpr; policy: None for nothing saveable."""
+    """A `jax.checkpoint` in a jaxpr.
+
+    Fields:
+        jaxpr: the Jaxpr or ClosedJaxpr that it runs.
+        policy: its remat policy; None if nothing is saveable.
+    """
 
     jaxpr: Any
     policy: Any
 
 
-def opened(jaxpr: Any) -> Any:
-    """The Jaxpr of a ClosedJaxpr, and of itself: from jax 0.12 on they are one type, its own `jaxpr`."""
+def inner_jaxpr(jaxpr: Any) -> Any:
+    """Returns the Jaxpr of a ClosedJaxpr; a Jaxpr is returned unchanged.
+
+    From jax 0.12 on, both are one type whose `jaxpr` is itself.
+    """
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def parameters(equation: Any) -> Mapping[str, Any]:
-    """Returns the parameters of an equation, of either kind."""
+    """Returns the parameters of an equation of either kind."""
     high = _high(equation)
     return equation.params if high is None else high.params
 
 
 def bodies(equation: Any) -> Iterator[Any]:
-    """The jaxprs that an equation runs, opened, in the order of its parameters; branches of a conditional each."""
+    """Yields the jaxprs that an equation runs, in the order of its parameters, including every branch of a
+    conditional."""
     for value in parameters(equation).values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(item, "eqns"):
-                yield opened(item)
+                yield inner_jaxpr(item)
 
 
 def checkpoint_of(equation: Any) -> Checkpoint | None:
@@ -60,7 +68,7 @@ def checkpoint_name_of(equation: Any) -> str:
 
 def checkpoint_names_in(jaxpr: Any) -> set[str]:
     """Returns the checkpoint names in a Jaxpr or ClosedJaxpr and its inner jaxprs."""
-    names, seen, pending = set(), {}, [opened(jaxpr)]
+    names, seen, pending = set(), {}, [inner_jaxpr(jaxpr)]
     while pending:
         inside = pending.pop()
         if id(inside) in seen:
@@ -75,17 +83,17 @@ def checkpoint_names_in(jaxpr: Any) -> set[str]:
 def with_parameters(
     equation: Any, change: Callable[[str, Any], Any], change_type: Callable[[Any], Any] = lambda aval: aval
 ) -> dict[str, Any]:
-    """Returns changed parameters for `equation.replace(params=...)`, of either kind.
+    """Returns changed parameters of an equation of either kind, for `equation.replace(params=...)`.
 
     Args:
-        change: (key, value) to the new value.
-        change_type: type of an operand or result to the new type, for equations that state their types themselves.
+        change: returns the new value of a parameter, from its key and its value.
+        change_type: returns the new type of an operand or result, for equations whose parameters include these types.
     """
     high = _high(equation)
     changed = {key: change(key, value) for key, value in parameters(equation).items()}
     if high is None:
         return changed
-    if checkpoint_of(equation):  # which takes its types and effects from its jaxpr
+    if checkpoint_of(equation):  # its types and effects follow from its jaxpr
         return {"_prim": type(high)(**changed)}
     moved = copy.copy(high)
     vars(moved).update(changed, params=changed)
@@ -95,7 +103,7 @@ def with_parameters(
 
 
 def _high(equation: Any) -> Any:
-    """The object with the parameters of an equation of `jax_remat3`; None for other equations."""
+    """Returns the object with the parameters of an equation of `jax_remat3`; None for other equations."""
     return equation.params.get("_prim") if equation.primitive.name == _HIGH else None
 
 

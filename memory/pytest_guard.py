@@ -1,4 +1,5 @@
-"""Fixtures for other people's tests of memory. pytest finds them where this package is installed (`pytest11`).
+"""Pytest fixtures that test the memory of a step. pytest loads them in every environment that has this package
+(`pytest11`).
 
     def test_step_fits(assert_fits):
         assert_fits(step, state, batch, target="h100:8", donate_argnums=0)      # or size="72GiB"
@@ -7,9 +8,9 @@
         report = memory_report(step, state, batch, target="h100:8")
         assert report.breakdown["logits_loss"] < 2**30
 
-Where such a test fails, pytest shows the memory report among its captured sections. This module is loaded in every run
-of pytest of whoever has installed the package: it imports nothing but pytest, has no hooks and prints nothing. Leave
-it out with `-p no:bytescope.memory.pytest_guard`.
+If such a test fails, pytest shows the memory report in a section of its output. Because pytest loads this module in
+every run, the module imports only pytest, has no hooks and prints nothing. `-p no:bytescope.memory.pytest_guard`
+disables it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import pytest
 if TYPE_CHECKING:
     from bytescope.memory.report.report_object import Report
 
-# The width of a report in a log.
+# Width of a report in the test log, in columns.
 _WIDTH = 100
 
 
 @pytest.fixture
 def memory_report(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """`memory.analyze`, for a test to call: its report is shown where the test fails."""
+    """Returns `memory.analyze` for a test to call. If the test fails, pytest shows the report."""
 
     def analyze(program: Any, *args: Any, **options: Any) -> Report:
         __tracebackhide__ = True
@@ -46,20 +47,21 @@ def memory_report(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
 @pytest.fixture
 def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """`memory.assert_fits`, for a test to call: it raises GuardError, an AssertionError, where a program's predicted
-    bytes are more than a size or than its target has; the report is shown where the test fails."""
+    """Returns `memory.assert_fits` for a test to call. If the test fails, pytest shows the report.
+
+    The function raises GuardError, an AssertionError, if the predicted bytes of a program exceed a size or the memory
+    of its target.
+    """
     return _guard(request.node)
 
 
 @pytest.fixture
 def memory_guard(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """The older name of `assert_fits`."""
+    """Returns the same function as the fixture `assert_fits`. This is the fixture's former name."""
     return _guard(request.node)
 
 
 def _guard(item: pytest.Item) -> Callable[..., Report]:
-    """`memory.assert_fits`, which shows its report with a test."""
-
     def guard(program: Any, *args: Any, **options: Any) -> Report:
         __tracebackhide__ = True
         from bytescope import memory
@@ -69,7 +71,7 @@ def _guard(item: pytest.Item) -> Callable[..., Report]:
         except memory.GuardError as error:
             _attach(item, error.report)
             raise
-        except memory.ReportError as error:  # what the test's author can mend is not mended in here
+        except memory.ReportError as error:  # hides the frames of this package: the test has the mistake
             raise error.with_traceback(None) from None
         _attach(item, report)
         return report
@@ -78,7 +80,7 @@ def _guard(item: pytest.Item) -> Callable[..., Report]:
 
 
 def _attach(item: pytest.Item, report: Any) -> None:
-    """Adds a report to what pytest shows of a test that fails."""
+    """Adds a report to the sections that pytest shows if the test fails."""
     from bytescope.memory.report import report_text
     from bytescope.memory.view.console import plain_text
 

@@ -1,4 +1,4 @@
-"""Bytes as text and text as bytes. Units are binary (GiB = 2**30); people may write decimal ones too. Pure."""
+"""Converts bytes to text and text to bytes. Output units are binary (GiB = 2**30); input may use decimal units too."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from bytescope.memory.errors import ReportError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
-# No size is as large.
-MOST = 2**63
+# Sizes from here on are refused.
+MAX_BYTES = 2**63
 # (name, bytes), the largest first.
 BINARY = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
-# The units that a column of figures is written in: terabytes are left in GiB, which is what devices have.
+# Units for columns of figures. TiB is left out because device memory is commonly given in GiB.
 COLUMN = BINARY[1:]
 
 _SCALES = {
@@ -27,7 +27,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
 def human(count: float | None) -> str:
-    """Bytes as people read them: "21.44 GiB", "3.00 KiB", "17 B"; "-" for None."""
+    """Returns a number of bytes as text: "21.44 GiB", "3.00 KiB", "17 B"; "-" for None."""
     if count is None:
         return "-"
     for unit, scale in BINARY[:-1]:
@@ -36,18 +36,19 @@ def human(count: float | None) -> str:
     return f"{count:.0f} B"
 
 
-def column_unit(least: float, share: float = 0.1) -> tuple[str, int]:
-    """(name, bytes) of the unit for a column of figures: the largest one of which `least`, the smallest figure in
-    bytes, makes at least `share`."""
-    return next(((name, scale) for name, scale in COLUMN if least >= scale * share), COLUMN[-1])
+def column_unit(figure: float, share: float = 0.1) -> tuple[str, int]:
+    """Returns (name, bytes) of the unit for a column of figures.
+
+    It is the largest unit in which `smallest`, the smallest figure of the column in bytes, is at least `share`.
+    """
+    return next(((name, scale) for name, scale in COLUMN if figure >= scale * share), COLUMN[-1])
 
 
 def parse_bytes(size: int | str) -> int:
-    """Returns the bytes of a size as people write it: "512 MB", "72GiB", or a number of bytes, 1 MiB or more.
+    """Returns the number of bytes of a size such as "512 MB", "72GiB", or a plain number of bytes from 1 MiB up.
 
-    Raises:
-      ReportError: anything else, with the value and how to write it. A smaller number without a unit is refused, since
-          it most likely lacks its unit: 72 for 72GiB.
+    Raises: ReportError: the size is not valid; the message has the value and the valid forms. A plain number below 1
+    MiB is refused because its unit was most likely forgotten (72 for 72GiB).
     """
     unit = ""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
@@ -58,8 +59,8 @@ def parse_bytes(size: int | str) -> int:
             raise ReportError(f"{size!r} is not a valid size: write it as 72GiB, 512MB or a number of bytes")
         unit = match[2].lower()
         scaled = float(match[1]) * _SCALES[unit]
-        if not scaled < MOST:  # true for infinity too
-            raise ReportError(f"{match[0][:40]!r} is not a valid size: no memory has {MOST // TIB:,} TiB")
+        if not scaled < MAX_BYTES:  # true for infinity too
+            raise ReportError(f"{match[0][:40]!r} is not a valid size: no memory has {MAX_BYTES // TIB:,} TiB")
         count = int(scaled)
     if not unit and 0 < count < MIB:
         number = str(size).strip()
@@ -70,6 +71,6 @@ def parse_bytes(size: int | str) -> int:
 
 
 def reads_as_size(text: str) -> bool:
-    """Returns whether text can only mean a size above 0, with or without its unit."""
+    """Returns whether a text can only mean a size above 0, with or without a unit."""
     match = _SIZE.match(text)
     return bool(match and match[2].lower() in _SCALES and float(match[1]) > 0)

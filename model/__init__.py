@@ -1,16 +1,16 @@
-"""A Flax NNX transformer whose every tensor worth saving has a name.
+"""A Flax NNX transformer in which every tensor that may be saved for the backward pass has a name.
 
 Shape letters, the same in every file and einsum string:
 
-    B  sequences in the micro-batch      H  query heads           F  MLP width
-    L  positions of the queries          G  key/value heads       V  vocabulary
-    S  positions of the keys             R  query heads per G     N  layers
+    B  sequences in the micro-batch      H  query heads                   F  MLP width
+    L  query positions                   G  key/value heads               V  vocabulary size
+    S  key positions                     R  query heads per key head      N  layers
     D  model width                       K  width of one head
     r  rank of adapters                  E  experts
-    c  width of a latent of attention
-    T  tokens of a device                X  rows of experts on a device: a token and one of its experts each
+    c  width of a latent in multi-head latent attention
+    T  tokens on one device              X  expert rows on one device: one row per pair of a token and its expert
 
-Start with `block.py`, whose forward pass fits one screen; `transformer.py` puts N of them into the model.
+Start with `block.py`, whose forward pass fits one screen. `transformer.py` stacks N blocks into the model.
 """
 
 from bytescope.model.model_config import ModelConfig

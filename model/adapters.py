@@ -1,9 +1,10 @@
-"""Low-rank adapters beside the products of a block, LoRA (Hu et al. 2021, arXiv 2106.09685).
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) for the weight matrices of a block.
 
-Beside a frozen matrix W, `w_q` say, lie A, `w_q_a` [inputs, r], and B, `w_q_b` [r, outputs]; the product is
-y = x W + alpha / r * dropout(x) A B. A starts as peft's, uniform within 1 / sqrt(inputs), and B at zero, so that the
-model starts as the base. Both are kept in `precision.param` and multiplied in the compute dtype, x A first: no product
-of the two is ever made. All adapters that read the same input share its dropout mask.
+The frozen matrix W, for example `w_q`, has the adapter matrices A, `w_q_a` [inputs, r], and B, `w_q_b` [r, outputs].
+The layer computes y = x W + alpha / r * dropout(x) A B. A is initialized as in peft, uniform within 1 / sqrt(inputs),
+and B is zero, so that the model starts as the base model. A and B are stored in `precision.param` and multiplied in
+the compute dtype. x A is computed first, and the product A B is never formed. All adapters that read the same input
+share one dropout mask.
 """
 
 import dataclasses
@@ -21,21 +22,25 @@ from bytescope.model.layers import dropout, enter, leave, multiply
 from bytescope.model.names import tag
 from bytescope.model.placement import Placement
 
-# Target, which is the matrix `w_<target>` -> how many of its axes are inputs.
+# Target name -> number of leading input axes of the matrix `w_<target>`.
 TARGETS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 _ADAPTER = re.compile(rf"\.w_(?:{'|'.join(TARGETS)})_[ab]$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The adapters of a model.
+    """The configuration of LoRA adapters.
 
-    rank: r. alpha: the products of adapters are multiplied by alpha / r. targets: keys of TARGETS. dropout: rate, on
-    what adapters read. shared: whether the rank divides over the devices that share state; then the halves that have no
-    model width are sharded along it.
+    Fields:
+      rank: r, at least 1.
+      alpha: adapter outputs are multiplied by alpha / rank.
+      targets: the matrices that get adapters, keys of TARGETS.
+      dropout: dropout rate of the adapters' input, 0 to below 1.
+      shared: True if the devices that share optimizer state can divide the rank evenly. Then adapter matrices without
+        a model-width axis are sharded along the rank.
 
     Raises:
-      ValueError: a rank below 1, an unknown target, or a rate outside of [0, 1).
+      ValueError: the rank is below 1, a target is unknown, or the dropout rate is outside [0, 1).
     """
 
     rank: int
@@ -54,7 +59,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
+        """The factor of the adapter outputs: alpha / rank."""
         return self.alpha / self.rank
 
 
@@ -63,18 +68,19 @@ class Adaptable(Protocol):
 
     lora: Lora | None
     place: Placement
-    again: bool
+    regather: bool
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the dotted path names a parameter of an adapter."""
+    """Returns True if `name`, a dotted parameter path, is a parameter of an adapter."""
     return bool(_ADAPTER.search(name))
 
 
 def add_adapters(module: Adaptable, lora: Lora, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-    """Gives `module`, attention or MLP, the adapters of those targets that it has.
+    """Adds the adapters in `lora.targets` to `module`. Targets that the module does not have are skipped.
 
-    After all parameters of the block, so that these have the values that they have without adapters.
+    Call it after all other parameters of the block are created: then they get the same initial values as without
+    adapters.
     """
     module.lora = lora
     for target in lora.targets:
@@ -89,15 +95,20 @@ def add_adapters(module: Adaptable, lora: Lora, dtype: DTypeLike, rngs: nnx.Rngs
             ("a", drawn, (*axes[:inputs], _rank(lora, axes[:inputs]))),
             ("b", jnp.zeros((lora.rank, *after), dtype), (_rank(lora, axes[inputs:]), *axes[inputs:])),
         ):
-            setattr(module, f"w_{target}_{half}", nnx.Param(value, axes=own, contracted=True, wide=False, frozen=False))
+            setattr(
+                module,
+                f"w_{target}_{half}",
+                nnx.Param(value, axes=own, contracted=True, always_float32=False, frozen=False),
+            )
 
 
 def _rank(lora: Lora, others: Sequence[str]) -> str:
-    """The logical axis of the rank in a matrix with these other axes: ZeRO shards it where none is the model width."""
+    """Returns the logical axis name of the rank in a matrix whose other axes are `others`. ZeRO shards the rank of
+    matrices without a model-width axis."""
     return "adapter_state" if lora.shared and "d_model" not in others else "adapter"
 
 
-def adapted(
+def add_adapter_outputs(
     module: Adaptable,
     spec: str,
     x: jax.Array,
@@ -106,11 +117,13 @@ def adapted(
     key_B: jax.Array | None,
     mask: str,
 ) -> list[jax.Array]:
-    """`outs`, the products of `x` with the matrices `targets` of `module`, each with that of its adapter added.
+    """Adds the output of each adapter to `outs`, the products of `x` with the matrices `targets` of `module`.
 
     Args:
-      spec: the einsum of the products with the matrices; the inputs of a matrix are the letters it shares with `x`.
-      key_B: dropout keys, None for no dropout. mask: the checkpoint name of the mask.
+      spec: the einsum of the products of `x` with the matrices. The input axes of a matrix are the letters it shares
+        with `x`.
+      key_B: dropout keys, None for no dropout.
+      mask: the checkpoint name of the dropout mask.
     """
     lora, place = module.lora, module.place
     own = [target for target in targets if lora and target in lora.targets]
@@ -124,15 +137,15 @@ def adapted(
     halves = {f"lora_{target}": getattr(module, f"w_{target}_a") for target in own}
     down = f"{left},{contracted}r->blr"
     if len(contracted) == 1 and left == "bld":
-        low = enter(down, x, halves, place, again=module.again)
+        low = enter(down, x, halves, place, regather=module.regather)
     else:
-        low = [multiply(down, x, half, place, again=module.again, name=name) for name, half in halves.items()]
+        low = [multiply(down, x, half, place, regather=module.regather, name=name) for name, half in halves.items()]
     added = {}
     for target, x_BLr in zip(own, low):
         x_BLr = tag(place(x_BLr, ("batch", "length", None)), f"lora_{target}") * lora.scale
         up, half = f"blr,r{kept}->{out}", getattr(module, f"w_{target}_b")
-        # The branch that leads back into the residual stream ends with the layout of it.
+        # The branch whose output is added to the residual stream ends in the stream's layout.
         product = leave if kept == "d" else multiply
         named = {"out": f"lora_{target}"} if kept == "d" else {"name": f"lora_{target}"}
-        added[target] = product(up, x_BLr, half, place, again=module.again, **named)
+        added[target] = product(up, x_BLr, half, place, regather=module.regather, **named)
     return [y + added[target] if target in added else y for target, y in zip(targets, outs)]

@@ -1,4 +1,4 @@
-"""One transformer block: attention, and an MLP or experts, each behind a norm and added to the residual stream."""
+"""One transformer block: attention and then an MLP or experts, each normed first and added to the residual stream."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +20,16 @@ from bytescope.model.precision import Precision
 from bytescope.model.remat.tile import count_tiles, tiled
 from bytescope.model.segments import Packed
 
-# model.attention_kind -> the module that makes queries, keys and values.
+# model.attention_kind -> the module that computes queries, keys and values.
 KINDS = {"gqa": Attention, "mla": LatentAttention}
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` what is added is normed too.
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)). With `config.post_norms` each branch is normed again
+    before it is added.
 
-    `routed`: whether experts take the place of the MLP, with the experts that every token goes to as one MLP
-    (`shared`). `pooled`: see `Experts`.
+    `routed`: True to use experts instead of the MLP. The experts that every token visits are then one MLP, `shared`.
+    `pooled`: see `Experts`.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Block(nnx.Module):
         return x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask"), load
 
     def _dense_mlps(self) -> list[Mlp]:
-        """The MLPs that every token goes through."""
+        """Returns the MLPs that every token goes through."""
         if not self.routed:
             return [self.mlp]
         return [self.shared] if self.config.shared_experts else []
@@ -134,36 +135,40 @@ class Block(nnx.Module):
             return x_BCD + y_BCD if key_B is None else y_BCD
 
         y_BLD = tiled(run, (self.norm_mlp, self.mlp, *post), x_BLD, tiles, self.place, self.precision.compute)
-        # The mask is drawn for whole sequences, so that tiles do not change it.
+        # The mask is generated for whole sequences, so that tiles do not change it.
         return y_BLD if key_B is None else x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask")
 
     def cached(
         self, x_BTD: jax.Array, packed: Packed, core: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
     ) -> jax.Array:
-        """The block's output [B, T, D] with attention over what is kept of earlier tokens: `core` is given queries, and
-        the keys and values to keep, as of `Attention.cached_inputs`. `packed`: the tokens' positions."""
+        """Returns the block's output [B, T, D] with attention over cached earlier tokens.
+
+        `core` receives the results of `Attention.cached_inputs` (queries and the keys and values to store) and returns
+        the context. `packed`: the tokens' positions.
+        """
         with jax.named_scope("attention"):
             context = core(*self.attention.cached_inputs(self.norm_attention(x_BTD), packed))
             context_BTHK = self.attention.from_cache(context)
         return self._feed(self._join(x_BTD, context_BTHK, None), None, packed.real_BL)[0]
 
-    def set(self, layer: jax.Array | int, again: bool) -> "Block":
-        """This block as the layer of this number, from 0, set to gather its parameters again in the backward pass or
-        not (`again` of `layers.enter`)."""
-        self.attention.again = again
+    def set(self, layer: jax.Array | int, regather: bool) -> "Block":
+        """Sets this block's layer index (from 0) and whether it gathers its parameters again in the backward pass
+        (`regather` of `layers.enter`). Returns the block."""
+        self.attention.regather = regather
         for mlp in self._dense_mlps():
-            mlp.again = again
+            mlp.regather = regather
         if self.routed:
-            self.experts.again = again
+            self.experts.regather = regather
         self.attention.layer = layer
         return self
 
     def __call__(
         self, x_BLD: jax.Array, key_B: jax.Array | None = None, packed: Packed | None = None
     ) -> tuple[jax.Array, Load | None]:
-        """(the block's output [B, L, D] for the residual stream `x_BLD`, what its router did, None without experts).
+        """Returns the block's output [B, L, D] for the residual stream `x_BLD` and its router's load (None without
+        experts).
 
-        `key_B`: dropout keys, None for no dropout. `packed`: examples and padding of the rows.
+        `key_B`: dropout keys, None for no dropout. `packed`: segment ids and padding of the rows.
         """
         return self._feed(self._attend(x_BLD, key_B, packed), key_B, _real(packed))
 
@@ -172,12 +177,12 @@ def _real(packed: Packed | None) -> jax.Array | None:
     return None if packed is None else packed.real_BL
 
 
-Read = Callable[[], Block]  # gives the block; its parameters are read where it is called
+Read = Callable[[], Block]  # returns the block; its parameters are read at the place of the call
 Out = tuple[jax.Array, Load | None]
 
 
 def _whole(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> Out:
-    # The name is inside the checkpoint: outside it would be an input, and no policy can move those.
+    # The name is inside the checkpoint: outside it would be an input, which no policy can offload.
     return wrap(lambda x, key, packed: read()(tag(x, "block_in"), key, packed))(x_BLD, key_B, packed)
 
 
@@ -187,8 +192,8 @@ def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None
 
 
 def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> Out:
-    # A kernel whose residuals have no names (cuDNN's) stays outside the checkpoints: else it would run again even
-    # where its output is kept.
+    # A kernel whose residuals have no names (cuDNN's) stays outside the checkpoints. Otherwise it would run again even
+    # if its output is saved.
     x_BLD = tag(x_BLD, "block_in")
     inputs: tuple[jax.Array, jax.Array, jax.Array] = wrap(lambda x, packed, key: read()._inputs(x, packed, key))(
         x_BLD, packed, key_B
@@ -202,5 +207,5 @@ def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array 
     return wrap(rest)(x_BLD, context_BLHK, key_B, _real(packed))
 
 
-# How a block is cut into pieces, each with a `wrap`, such as a checkpoint, around it.
+# How a block is cut into pieces; `wrap`, for example a checkpoint, is applied to each piece.
 CUTS = {"block": _whole, "parts": _parts, "around_core": _around_core}

@@ -1,13 +1,13 @@
-"""Matrix products of block-scaled 8-bit operands, forward and backward (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+"""Matrix products of block-scaled fp8 operands, forward and backward (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 
-Operands are float8_e4m3fn with one float32 scale for every 128 elements of the contracted dimension in a row (1x128:
-activations, and gradients of outputs) or for every block of 128x128 (weights); 128 products at a time are summed by the
-matrix unit, the sums are scaled and added in float32. The gradient of the weights contracts over tokens, so both its
-operands have tiles of 128 tokens of one feature: the activation kept for it, in tiles of 128 features, is read wide
-and quantized again, as in the paper. A last short tile has a scale of its own. Tiles never cross a shard: each device
-quantizes its own shard.
+Operands are float8_e4m3fn with float32 scales. Activations and output gradients have one scale for every 128 elements
+of the contracted dimension in a row (1x128), weights one scale for every block of 128x128. The matrix unit sums 128
+products at a time; these sums are scaled and added in float32. The weight gradient contracts over tokens, so both of
+its operands have tiles of 128 tokens of one feature. The activation was saved in tiles of 128 features; it is
+dequantized and quantized again for the weight gradient, as in the paper. A short last tile has its own scale. Tiles
+never cross a shard: each device quantizes its own shard.
 
-The residuals of the backward pass are the quantized activation and its scales, under checkpoint names.
+The residuals of the backward pass are the quantized activation and its scales, tagged with checkpoint names.
 """
 
 import dataclasses
@@ -32,16 +32,18 @@ from bytescope.model.precision import Precision
 TILE = 128
 DTYPE = jnp.float8_e4m3fn
 MAX = float(jnp.finfo(DTYPE).max)  # 448
-# Below this the scale would be a subnormal float32; so small a value counts as zero.
+# Below this magnitude the scale would be a subnormal float32. Such values are treated as zero.
 SMALL = MAX * float(jnp.finfo(jnp.float32).tiny)
-# (major, minor) compute capability of the first NVIDIA GPUs with fp8 units: Ada, and Hopper after it.
+# Minimum (major, minor) compute capability of NVIDIA GPUs with fp8 units: Ada. Hopper and newer GPUs have them too.
 FIRST_WITH_UNITS = (8, 9)
 
 
 class BlockScaled(NamedTuple):
-    """A quantized array: each element is its value times the scale of its tile.
+    """A quantized array. Each element is its value times the scale of its tile.
 
-    values: float8_e4m3fn of any shape. scale: float32, the same shape with one element per tile.
+    Fields:
+      values: float8_e4m3fn of any shape.
+      scale: float32, with the same number of dimensions and one element per tile.
     """
 
     values: jax.Array
@@ -49,29 +51,31 @@ class BlockScaled(NamedTuple):
 
 
 def tiles(size: int) -> int:
-    """Returns the number of tiles of a dimension of `size` elements; a last short tile counts."""
+    """Returns the number of tiles of a dimension of `size` elements. A short last tile counts."""
     return -(-size // TILE)
 
 
 def quantize(x: jax.Array, tile: Sequence[int]) -> BlockScaled:
     """Quantizes `x` (floats, any shape) with one scale per tile of `tile` elements along each dimension.
 
-    The scale is the largest magnitude in the tile over 448, or 1 where that is zero. The error of an element is at most
-    2^-4 of itself, or 2^-10 of the scale where that is more. NaN and infinity stay in their tile, as NaN.
+    The scale is the largest magnitude in the tile divided by 448, or 1 if all elements of the tile are zero. The error
+    of an element is at most 2^-4 of its magnitude or 2^-10 of the scale, whichever is larger. NaN and infinity become
+    NaN and do not affect other tiles.
     """
     counts = [-(-size // width) for size, width in zip(x.shape, tile, strict=True)]
-    wide = jnp.pad(x.astype(jnp.float32), [(0, n * width - size) for n, width, size in zip(counts, tile, x.shape)])
-    cut = wide.reshape([size for pair in zip(counts, tile) for size in pair])
+    padded = jnp.pad(x.astype(jnp.float32), [(0, n * width - size) for n, width, size in zip(counts, tile, x.shape)])
+    cut = padded.reshape([size for pair in zip(counts, tile) for size in pair])
     within = tuple(range(1, cut.ndim, 2))
     largest = jnp.abs(cut).max(within, keepdims=True)
-    # Primitives of lax, not functions of jnp that are calls: a report finds a name by the operation that makes it.
+    # Uses primitives of lax instead of jnp functions that are calls, because a report finds a name by the operation
+    # that computes the named value.
     scale = jax.lax.select(largest < SMALL, jnp.ones_like(largest), largest / MAX)
-    values = jax.lax.clamp(-MAX, cut / scale, MAX).astype(DTYPE).reshape(wide.shape)
+    values = jax.lax.clamp(-MAX, cut / scale, MAX).astype(DTYPE).reshape(padded.shape)
     return BlockScaled(values[tuple(map(slice, x.shape))], scale.reshape(counts))
 
 
 def dequantize(q: BlockScaled, tile: Sequence[int]) -> jax.Array:
-    """Returns the float32 numbers of `q`, which was quantized in tiles of this size."""
+    """Returns `q` in float32. `tile`: the tile size that `q` was quantized with."""
     scale = q.scale
     for axis, width in enumerate(tile):
         scale = jnp.repeat(scale, width, axis) if width > 1 else scale
@@ -90,17 +94,18 @@ def blocks(w_RC: jax.Array) -> BlockScaled:
 
 
 def emulated(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
-    """The product over C of rows with rows, [M, N] in `dtype`: dequantized, multiplied and summed in float32."""
-    a_wide_MC, b_wide_NC = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
-    return jnp.einsum("mc,nc->mn", a_wide_MC, b_wide_NC, preferred_element_type=jnp.float32).astype(dtype)
+    """Returns the product a b^T over C, [M, N] in `dtype`: operands are dequantized, multiplied and summed in
+    float32."""
+    a32_MC, b32_NC = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
+    return jnp.einsum("mc,nc->mn", a32_MC, b32_NC, preferred_element_type=jnp.float32).astype(dtype)
 
 
 def native(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
-    """Returns the product of `emulated`, computed by the GPU's fp8 units."""
+    """Returns the same product as `emulated`, computed by the GPU's fp8 units."""
     return scaled_product(a_MC.values, a_MC.scale, b_NC.values, b_NC.scale, dtype)
 
 
-# Precision.matmul of a program in fp8 (`choose_matmul`) -> the function that multiplies quantized rows.
+# Precision.matmul of an fp8 program (`choose_matmul`) -> the function that multiplies quantized rows.
 PRODUCTS: Mapping[str, Callable[[BlockScaled, BlockScaled, jnp.dtype], jax.Array]] = {
     "fp8_native": native,
     "fp8_emulated": emulated,
@@ -108,13 +113,14 @@ PRODUCTS: Mapping[str, Callable[[BlockScaled, BlockScaled, jnp.dtype], jax.Array
 
 
 def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
-    """Returns (how the device computes the products of the blocks: "wide" or a row of PRODUCTS, reason)."""
+    """Returns how `device` computes the weight matmuls of the blocks, and the reason. The first is "wide"
+    (unquantized) or a row of PRODUCTS."""
     if precision.matmul == "wide":
         return "wide", f"in {jnp.dtype(precision.compute).name}"
     emulation = "same quantization, multiplied in float32"
     if device.platform not in ("gpu", "cuda"):
         return "fp8_emulated", f"{emulation}: no kernel for {device.platform}"
-    nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))  # AMD's are words
+    nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))  # AMD's capabilities are names
     if not nvidia or tuple(map(int, nvidia.groups())) < FIRST_WITH_UNITS:
         return "fp8_emulated", f"{emulation}: {device.device_kind} is not known to have fp8 units"
     return "fp8_native", f"{device.device_kind} has fp8 units"
@@ -122,15 +128,17 @@ def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Describes the products of one activation with several weights: the static argument of `linear`.
+    """Static description of the products of one activation with several weights, the argument of `linear`.
 
-    spec: the einsum of each, "activation,weight->out"; contracted letters end the activation and begin the weight.
-    weights: the logical axes of each weight.
-    kept, within, back: logical axes of the activation where it is kept, where it is multiplied, and of its gradient.
-    name: checkpoint name of the activation; "" keeps it as it is, for one that is kept wide anyway.
-    outs: names of the products.
-    again: weights come as stored, and are gathered and cast here and once more in the backward pass.
-    product: a row of PRODUCTS.
+    Fields:
+      spec: the einsum of each product, "activation,weight->out". Contracted letters end the activation and begin the
+        weight.
+      weights: the logical axes of each weight.
+      kept, within, back: logical axes of the activation as saved, as multiplied, and of its gradient.
+      name: checkpoint name of the activation; "" saves it unquantized, for an activation that is saved anyway.
+      outs: names of the products.
+      regather: True if weights are passed as stored, and gathered and cast in both the forward and the backward pass.
+      product: a row of PRODUCTS.
     """
 
     spec: str
@@ -140,30 +148,32 @@ class Linear:
     back: Axes
     name: str
     outs: tuple[str, ...]
-    again: bool
+    regather: bool
     product: str
 
     @property
     def contracted(self) -> int:
-        """Number of dimensions that a product contracts."""
+        """The number of dimensions that a product contracts."""
         left, right = self.spec.split("->")[0].split(",")
         return len(set(left) & set(right))
 
     def sums(self, weight: Axes) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
-        """Logical axes of a weight: those contracted in the forward pass, and in the gradient of the activation."""
+        """Returns two groups of logical axes of a weight: axes contracted in the forward pass, and axes contracted in
+        the gradient of the activation."""
         return weight[: self.contracted], weight[self.contracted :]
 
     def out(self, weight: Axes) -> Axes:
-        """Logical axes of a product."""
+        """Returns the logical axes of the product with a weight that has the logical axes `weight`."""
         return (*self.within[:2], *self.sums(weight)[1])
 
     def read(self, w: jax.Array, axes: Axes, dtype: jnp.dtype, place: Placement) -> jax.Array:
-        """Returns a weight as a product reads it: cast and gathered if it comes as stored (`again`), else `w`."""
-        return place.weight(w.astype(dtype), axes) if self.again else w
+        """Returns the weight as a product reads it: cast and gathered if it is passed as stored (`regather`), else
+        unchanged."""
+        return place.weight(w.astype(dtype), axes) if self.regather else w
 
 
 def _keep(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
-    """The activation quantized and its scales."""
+    """Returns the quantized activation and its scales, tagged with their checkpoint names."""
     x = place(jax.lax.stop_gradient(x), how.kept)
 
     def quantize_rows(x):
@@ -176,7 +186,7 @@ def _keep(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _axes(how: Linear, kept: tuple[jax.Array, ...]) -> tuple[Axes, ...]:
-    """Logical axes, where they are multiplied, of the kept values and, if there are any, of their scales."""
+    """Returns the logical axes, as multiplied, of the saved values and, if there are any, of their scales."""
     return (how.within, how.within[:3])[: len(kept)]
 
 
@@ -185,14 +195,14 @@ def _move(how: Linear, place: Placement, kept: tuple[jax.Array, ...]) -> tuple[j
 
 
 def _features(kept: tuple[jax.Array, ...]) -> BlockScaled:
-    """The kept activation in tiles of features: [tokens, features], scales [tokens, features / 128]."""
+    """Returns the saved activation in tiles of features: [tokens, features], scales [tokens, features / 128]."""
     values, *scale = kept
     x_RC = values.reshape(math.prod(values.shape[:2]), -1)
     return BlockScaled(x_RC, scale[0].reshape(x_RC.shape[0], -1)) if scale else rows(x_RC)
 
 
 def _tokens(kept: tuple[jax.Array, ...]) -> BlockScaled:
-    """The kept activation in tiles of tokens: [features, tokens], scales [features, tokens / 128]."""
+    """Returns the saved activation in tiles of tokens: [features, tokens], scales [features, tokens / 128]."""
     if len(kept) == 1:
         return rows(kept[0].reshape(math.prod(kept[0].shape[:2]), -1).T)
     return rows(dequantize(_features(kept), (1, TILE)).T)
@@ -203,19 +213,21 @@ def _flat(w: jax.Array, contracted: int) -> jax.Array:
 
 
 def linear(how: Linear, place: Placement, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """`einsum(how.spec, x, w)` for each weight, block-scaled, in the dtype of `x`.
+    """Returns `einsum(how.spec, x, w)` for each weight, computed with block-scaled fp8 operands, in the dtype of `x`.
 
     Args:
       x: [B, L, ...] in the compute dtype, logical axes `how.kept`.
-      weights: in the compute dtype, or as stored where `how.again`.
+      weights: in the compute dtype, or as stored if `how.regather`.
     """
-    # Quantized and named outside the custom gradient: inside it the two names would share one source line.
+    # Quantized and tagged outside the custom gradient: inside it both tags would be attributed to the same source
+    # line.
     return _linear(how, place, x, _keep(how, place, x) if how.name else None, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear(how, place, x, quantized, weights):
-    """The products; `x` is here to receive the gradient, its values are read only where nothing is quantized."""
+    """Returns the products. `x` is an argument so that it receives the gradient. Its values are read only if
+    `quantized` is None."""
     return _products(how, place, quantized or (place(x, how.kept),), weights, x.dtype)
 
 
@@ -225,18 +237,18 @@ def _products(how, place, kept, weights, dtype):
     def own(weights, *within):
         features, outs = _features(within), []
         for name, w in zip(how.outs, weights):
-            with jax.named_scope(name):  # by which a report knows the result of a kernel
+            with jax.named_scope(name):  # reports identify the result of a kernel by this name
                 y_RN = PRODUCTS[how.product](features, blocks(_flat(w, how.contracted).T), dtype)
                 outs.append(y_RN.reshape(*within[0].shape[:2], *w.shape[how.contracted :]))
         return tuple(outs)
 
-    wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
+    operands = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
     return place.own(
         own,
         (how.weights, *_axes(how, within)),
         tuple(map(how.out, how.weights)),
         sums=tuple(how.sums(axes)[0] for axes in how.weights),
-    )(wide, *within)
+    )(operands, *within)
 
 
 def _forward(how, place, x, quantized, weights):
@@ -256,15 +268,15 @@ def _backward(how, place, residuals, d_outs):
             d_weights.append(product(tokens, rows(d_out_RN.T), dtype).reshape(w.shape))
         return sum(dx).reshape(within[0].shape), *d_weights
 
-    wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
+    operands = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
     features = tuple(dict.fromkeys(axis for axes in how.weights for axis in how.sums(axes)[1]))
     dx, *d_weights = place.own(
         own,
         (tuple(map(how.out, how.weights)), how.weights, *_axes(how, within)),
         (how.within, *how.weights),
         sums=(features, *[how.within[:2]] * len(weights)),
-    )(d_outs, wide, *within)
-    if how.again:
+    )(d_outs, operands, *within)
+    if how.regather:
         d_weights = [place.gradient(dw, axes).astype(w.dtype) for dw, axes, w in zip(d_weights, how.weights, weights)]
     return place(dx, how.back), None, tuple(d_weights)
 
@@ -274,15 +286,15 @@ _linear.defvjp(_forward, _backward)
 
 # ---- the product as one GPU kernel (Pallas, Triton): operands in, scaled and summed in registers ---------------------
 #
-# As a chain of XLA's own products, one per 128 of the contracted dimension, every partial product would go through
-# memory in float32. Here a partial product stays in registers until it is scaled and added. From jax 0.11 on a
-# DeprecationWarning of Pallas says that it will drop its Triton backend; there it still works.
+# With one XLA matmul per 128 elements of the contracted dimension, every partial product would go through memory in
+# float32. In this kernel a partial product stays in registers until it is scaled and added. From jax 0.11 on a
+# DeprecationWarning of Pallas announces the removal of its Triton backend, which still works in that version.
 
 CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 # A product of two tiles [M, 128] and [N, 128] whose 128 terms are summed at the matrix unit's own precision. The usual
-# product asks for float32 sums, and for those Triton widens 8-bit floats to 16 bits on Hopper. The unit keeps about 14
-# bits of a sum, which is enough where sums of 128 terms are added in float32 (DeepSeek-V3, 3.3.2).
+# product asks for float32 sums, for which Triton converts 8-bit floats to 16 bits on Hopper. The unit keeps about 14
+# bits of a sum, which is enough if the sums of 128 terms are added in float32 (DeepSeek-V3, 3.3.2).
 tile_product = Primitive("fp8_tile_product")
 
 
@@ -293,7 +305,7 @@ def _(a, b, *, dimension_numbers):
 
 
 def _anywhere(a, b, *, dimension_numbers):
-    """Off the GPU, where the kernel is interpreted."""
+    """Computes the tile product when the kernel is interpreted, on any backend."""
     return jax.lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), dimension_numbers)
 
 
@@ -321,17 +333,18 @@ def scaled_product(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """sum over tiles t of (a_t b_t^T) a_scale_t b_scale_t, [M, N] in `dtype`.
+    """Returns the sum over tiles t of (a_t b_t^T) a_scale_t b_scale_t, [M, N] in `dtype`, from one GPU kernel.
 
     Args:
-      a_MC, b_NC: float8_e4m3fn; a_scale, b_scale: float32 [M, C / 128], [N, C / 128], a last short tile included.
-      dtype: of the result; the sums are float32.
-      interpret: run as plain jax, for tests without a GPU.
+      a_MC, b_NC: float8_e4m3fn operands.
+      a_scale, b_scale: float32 [M, C / 128] and [N, C / 128], a short last tile included.
+      dtype: dtype of the result. The sums are float32.
+      interpret: True to run as plain jax, for tests without a GPU.
     """
     (M, C), N = a_MC.shape, b_NC.shape[0]
     padded = [-(-size // TILE) * TILE for size in (M, N, C)]
     a_MC, b_NC = _padded(a_MC, padded[0], padded[2]), _padded(b_NC, padded[1], padded[2])
-    # Scales lead with the tile: a program reads those of its rows side by side.
+    # The tile index is the first axis of the scales, so that a program reads adjacent scales for its rows.
     tiles = padded[2] // TILE
     a_scale, b_scale = _padded(a_scale.T, tiles, padded[0]), _padded(b_scale.T, tiles, padded[1])
     out = pl.pallas_call(

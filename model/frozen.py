@@ -1,8 +1,8 @@
-"""Parameters that are read and never trained: which ones, how they are marked, and the two halves of a tree of them.
+"""Frozen parameters, which are read and never trained: selecting and marking them, and splitting a parameter tree.
 
-A frozen parameter is stored in the compute dtype, since nothing is ever added to it; those of routers in float32. Its
-mark is metadata of the variable, so that a product with it (`model/layers.py`) computes no gradient of it and keeps no
-activation for one.
+A frozen parameter is stored in the compute dtype, because no update is added to it. Frozen router parameters stay
+float32. The mark is metadata of the variable: a product with a frozen parameter (`model/layers.py`) computes no
+gradient for it and saves no activation for that gradient.
 """
 
 from collections.abc import Collection
@@ -14,54 +14,63 @@ from jax.typing import DTypeLike
 
 from bytescope.model.transformer import Transformer
 
-# The last key of a parameter that no gradient trains: the step moves it after each update (train/step/routing.py).
+# The last key of a parameter that has no gradient: the step moves it after each update (train/step/routing.py).
 ROUTER_BIAS = "router_bias"
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """The path of a parameter as text, such as `blocks.attention.w_q`; of unrolled layers `blocks.3.attention.w_q`."""
+    """Returns the path of a parameter as text, such as `blocks.attention.w_q`, or `blocks.3.attention.w_q` if layers
+    are unrolled."""
     return ".".join(str(getattr(key, "key", key)) for key in path)
 
 
 def freeze(model: Transformer, names: Collection[str], dtype: DTypeLike) -> Transformer:
-    """The model with the parameters `names` (dotted paths) marked as frozen and cast to `dtype`; in place."""
+    """Marks the parameters `names` (dotted paths) as frozen and casts them to `dtype`, in place. Returns the model."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param) and dotted(path) in names and not node.get_metadata()["frozen"]:
             node.set_metadata("frozen", True)
-            if not node.get_metadata()["wide"]:
+            if not node.get_metadata()["always_float32"]:
                 node.set_value(node[...].astype(dtype))
     return model
 
 
 def names_of(model: Transformer) -> list[str]:
-    """The dotted path of every parameter."""
+    """Returns the dotted path of every parameter."""
     return [dotted(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
 
 
 def router_biases(tree: Any) -> list[str]:
-    """The dotted paths of the routers' biases in a tree of parameters: what changes though it is frozen."""
+    """Returns the dotted paths of the router biases in a tree of parameters. They have no gradient, but the step
+    updates them."""
     paths = [dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return [path for path in paths if path.endswith(ROUTER_BIAS)]
 
 
-def parted(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
-    """(the rest, what `names` lists) of nested dicts like the parameters, empty dicts left out; (tree, None) if there
-    are no names."""
+def split_parameters(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
+    """Splits nested dicts of parameters by `names`, dotted paths: returns (parameters not in `names`, parameters in
+    `names`).
+
+    The results contain no empty dicts. Returns (tree, None) if `names` is empty.
+    """
     if not names:
         return tree, None
 
     def part(node: Any, path: tuple[Any, ...], inside: bool) -> Any:
         if not isinstance(node, dict):
             return node if (dotted(path) in names) == inside else None
-        found = {key: part(value, (*path, key), inside) for key, value in node.items()}
-        return {key: value for key, value in found.items() if value is not None} or None
+        kept_children = {key: part(value, (*path, key), inside) for key, value in node.items()}
+        return {key: value for key, value in kept_children.items() if value is not None} or None
 
     return part(tree, (), False) or {}, part(tree, (), True)
 
 
-def joined(trained: Any, frozen: Any) -> Any:
-    """The tree of all parameters from its halves; `frozen`: None where all are trained."""
+def merge_parameters(trained: Any, frozen: Any) -> Any:
+    """Merges two parts of a parameter tree that `split_parameters` returned. `frozen` is None if all parameters
+    are trained."""
     if frozen is None:
         return trained
     keys = {**trained, **frozen}
-    return {key: joined(trained[key], frozen[key]) if key in trained and key in frozen else keys[key] for key in keys}
+    return {
+        key: merge_parameters(trained[key], frozen[key]) if key in trained and key in frozen else keys[key]
+        for key in keys
+    }

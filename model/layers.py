@@ -1,4 +1,5 @@
-"""Parameters on their way into products, activations, dropout; tables where there is a choice."""
+"""Building blocks of layers: parameters, weight matmuls with custom gradients, embedding look-up, activations and
+dropout."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +13,10 @@ from jax.typing import DTypeLike
 
 from bytescope.model.fp8 import Linear, linear
 from bytescope.model.names import tag
-from bytescope.model.placement import HERE, Axes, Placement
+from bytescope.model.placement import ONE_DEVICE, Axes, Placement
 from bytescope.model.quantized.quantized_formats import Matrix, dequantize
 from bytescope.model.quantized.weight import Quantized
-from bytescope.model.remat.offload import here, stored_like
+from bytescope.model.remat.offload import stored_like, to_device
 
 
 def param(
@@ -28,30 +29,32 @@ def param(
     fill: float = 0.0,
     pad: tuple[int, ...] = (),
     contracted: bool = False,
-    wide: bool = False,
+    always_float32: bool = False,
 ) -> nnx.Param:
-    """A parameter with its logical axes in the metadata: normal with `std` if there is a key, else constant `fill`.
+    """Returns a parameter with its logical axes in the metadata: normal with `std` if there is a key, else constant
+    `fill`.
 
     Args:
-      pad: zeros to append to each dimension of `shape`.
-      contracted: whether nothing but matrix products in the compute dtype reads it.
-      wide: whether it is float32 in every precision, frozen or not.
+      pad: number of zeros to append to each dimension of `shape`.
+      contracted: True if only matrix products in the compute dtype read the parameter.
+      always_float32: True if the parameter is float32 in every precision preset, frozen or not.
 
     Raises:
-      ValueError: as many axes as dimensions are needed.
+      ValueError: the number of axes differs from the number of dimensions.
     """
     if len(shape) != len(axes):
         raise ValueError(f"parameter of shape {shape} with logical axes {axes}: give one axis per dimension")
-    # Drawn in float32, so that every precision starts from the same values.
+    # Sampled in float32, so that every precision preset starts from the same values.
     value = jnp.full(shape, fill, dtype) if key is None else (std * jax.random.normal(key, shape)).astype(dtype)
     if any(pad):
         value = jnp.pad(value, [(0, after) for after in pad])
-    return nnx.Param(value, axes=axes, contracted=contracted, wide=wide, frozen=False)
+    return nnx.Param(value, axes=axes, contracted=contracted, always_float32=always_float32, frozen=False)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gathered(value: jax.Array, place: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """A parameter's value with logical `axes` as a layer computes with it; its gradient as gradients are kept."""
+    """Returns a parameter's value with the sharding that a layer computes with. Its gradient gets the sharding and
+    dtype that gradients are stored in."""
     return place.weight(value, axes)
 
 
@@ -61,8 +64,8 @@ def _gather_forward(value, place, axes):
 
 def _gather_backward(place, axes, residual, d_value):
     del residual
-    # A sharding constraint's own transpose would ask for the whole gradient on every device; asking
-    # for the layout it is kept in lets the compiler reduce-scatter.
+    # A sharding constraint's own transpose would ask for the whole gradient on every device. Asking for the layout
+    # that gradients are stored in lets the compiler reduce-scatter.
     return (place.gradient(d_value, axes).astype(d_value.dtype),)
 
 
@@ -70,25 +73,30 @@ gathered.defvjp(_gather_forward, _gather_backward)
 
 
 def read(p: nnx.Param | Quantized, dtype: DTypeLike, place: Placement) -> jax.Array:
-    """The parameter in `dtype`, gathered for the computation: cast first, so that the gather moves the narrow dtype."""
+    """Returns the parameter in `dtype`, gathered for the computation. It is cast first, so that the gather moves the
+    smaller dtype."""
     if isinstance(p, Quantized):
         return p.read(dtype, place)
-    return gathered(here(p[...]).astype(dtype), place, p.get_metadata()["axes"])
+    return gathered(to_device(p[...]).astype(dtype), place, p.get_metadata()["axes"])
 
 
 def _read_for(p: nnx.Param | Quantized, x: jax.Array, place: Placement) -> jax.Array:
-    """`read` in the dtype of `x`, which the parameter is multiplied with. Where layers are unrolled the compiler would
-    decode quantized weights as early as it can, many layers' at once: not before `x` is there."""
+    """Returns `read(p)` in the dtype of `x`, which the parameter is multiplied with.
+
+    If layers are unrolled, the compiler would dequantize the weights of many layers as early as it can. The result for
+    quantized weights therefore depends on `x`, so that dequantization waits for `x`.
+    """
     if not isinstance(p, Quantized):
         return read(p, x.dtype, place)
-    # A 0 that the compiler cannot know to be one. It drops a barrier before it fuses loops of several layers.
+    # A zero that the compiler cannot prove to be zero. An optimization barrier would be dropped before XLA fuses the
+    # loops of several layers.
     zero = jnp.minimum(jnp.abs(x[(0,) * x.ndim].astype(jnp.int32)), 0)
     arrays = p.arrays()
     arrays["codes"] = arrays["codes"] | zero.astype(arrays["codes"].dtype)
     return dequantize(p.base, p.matrix, jax.lax.stop_gradient(arrays), x.dtype, place)
 
 
-# The logical axes of the tokens whose rows of the table are looked up.
+# The logical axes of the tokens whose table rows are looked up.
 ROWS = ("table_batch", "table_length")
 
 
@@ -105,7 +113,8 @@ def _narrow_rows_backward(place, residuals, d_BLD):
     table_VD, tokens_BL = residuals
 
     def sums(d_BLD, tokens_BL, rows_V):
-        """The float32 sum over a device's own tokens of its own rows; narrowed after that, if devices send less."""
+        """Returns the float32 sums over a device's own tokens of its own table rows, cast down if devices exchange a
+        smaller dtype."""
         row_BL = jnp.clip(tokens_BL, 0, table_VD.shape[0] - 1) - rows_V[0]
         row_BL = jnp.where(row_BL < 0, rows_V.size, row_BL)  # a negative index would count from the end
         zeros_VD = jnp.zeros((rows_V.size, d_BLD.shape[-1]), jnp.float32)
@@ -113,48 +122,51 @@ def _narrow_rows_backward(place, residuals, d_BLD):
 
     sums = place.own(sums, ((*ROWS, "table_width"), ROWS, ("vocab",)), (("vocab", "table_width"),), sums=(ROWS,))
     (sums_VD,) = sums(d_BLD, tokens_BL, jnp.arange(table_VD.shape[0]))
-    # Narrow from here on: without the barrier the compiler keeps the wide sum until the update reads it.
+    # The barrier makes the cast happen here. Otherwise the compiler stores the float32 sum until the update reads it.
     return jax.lax.optimization_barrier(sums_VD.astype(table_VD.dtype)), None
 
 
 _narrow_rows.defvjp(_narrow_rows_forward, _narrow_rows_backward)
 
 
-def look_up(table_VD: jax.Array, tokens_BL: jax.Array, place: Placement = HERE) -> jax.Array:
-    """Rows of the table for int32 tokens, [B, L, D] in the table's dtype.
+def look_up(table_VD: jax.Array, tokens_BL: jax.Array, place: Placement = ONE_DEVICE) -> jax.Array:
+    """Returns the table rows of int32 tokens, [B, L, D] in the table's dtype.
 
-    The gradient of a row is summed in float32 whatever that dtype: a frequent token adds to it thousands of times.
+    The gradient of a row is summed in float32 for any table dtype, because a frequent token adds to its row thousands
+    of times.
     """
     if jnp.dtype(table_VD.dtype).itemsize < 4:
         return _narrow_rows(table_VD, tokens_BL, place)
     return jnp.take(table_VD, tokens_BL, axis=0, mode="clip")
 
 
-# The residual stream between the tensor-parallel parts, and within them (model/placement.py): under sequence
-# parallelism an all-gather leads in and a reduce-scatter out, and the other way round in the backward pass.
+# The layouts of the residual stream between tensor-parallel regions (STREAM) and within them (WITHIN), see
+# model/placement.py. Under sequence parallelism an all-gather enters a region and a reduce-scatter leaves it; in the
+# backward pass it is the reverse.
 STREAM, WITHIN = ("batch", "stream", None), ("batch", "length", None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def move(x_BLD: jax.Array, place: Placement, here: Axes, back: Axes) -> jax.Array:
-    """Returns `x` with the sharding of the axes `here`; its gradient has the sharding of the axes `back`."""
-    return place(x_BLD, here)
+def move(x_BLD: jax.Array, place: Placement, axes: Axes, gradient_axes: Axes) -> jax.Array:
+    """Returns `x` with the sharding of `axes`. Its gradient gets the sharding of `gradient_axes`."""
+    return place(x_BLD, axes)
 
 
-def _move_forward(x_BLD, place, here, back):
-    return move(x_BLD, place, here, back), None
+def _move_forward(x_BLD, place, axes, gradient_axes):
+    return move(x_BLD, place, axes, gradient_axes), None
 
 
-def _move_backward(place, here, back, residual, d_BLD):
-    del here, residual
-    return (place(d_BLD, back),)
+def _move_backward(place, axes, gradient_axes, residual, d_BLD):
+    del axes, residual
+    return (place(d_BLD, gradient_axes),)
 
 
 move.defvjp(_move_forward, _move_backward)
 
 
 def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """A product per (name, spec), each in a scope of that name: by it a report tells the compiled products apart."""
+    """Returns one product per (name, spec), each in a named scope, by which a report identifies the compiled
+    product."""
     out = []
     for (name, spec), weight in zip(specs, weights):
         with jax.named_scope(name):
@@ -164,10 +176,15 @@ def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """One product of an activation: `name` of its scope, `spec` of its einsum, logical `axes` of the weight.
+    """Static description of one product of an activation with a weight.
 
-    frozen: whether the weight is; then the product has no gradient of it, and keeps no activation for one.
-    stored: how a quantized weight is stored, a row of FORMATS and its matrix; None of others.
+    Fields:
+      name: the named scope of the product.
+      spec: its einsum.
+      axes: logical axes of the weight.
+      frozen: True if the weight is frozen. The product then computes no weight gradient and saves no activation for
+        it.
+      stored: the row of FORMATS and the matrix of a quantized weight, None for an unquantized weight.
     """
 
     name: str
@@ -177,17 +194,17 @@ class _Product:
     stored: tuple[str, Matrix] | None = None
 
     @classmethod
-    def of(cls, name: str, spec: str, p: nnx.Param | Quantized) -> "_Product":
-        """The product with a parameter."""
+    def from_param(cls, name: str, spec: str, p: nnx.Param | Quantized) -> "_Product":
+        """Returns the description of the product with the parameter `p`."""
         if isinstance(p, Quantized):
             return cls(name, spec, p.matrix.axes, True, (p.base, p.matrix))
         return cls(name, spec, p.get_metadata()["axes"], p.get_metadata()["frozen"])
 
     def read(self, w: Any, dtype: DTypeLike, place: Placement) -> jax.Array:
-        """The weight of `_value`, in `dtype` and gathered for the computation."""
+        """Returns the weight whose stored value is `w` (see `_value`) in `dtype`, gathered for the computation."""
         if self.stored:
             return dequantize(*self.stored, w, dtype, place)
-        return place.weight(here(w).astype(dtype), self.axes)
+        return place.weight(to_device(w).astype(dtype), self.axes)
 
 
 def _value(p: nnx.Param | Quantized) -> Any:
@@ -195,30 +212,33 @@ def _value(p: nnx.Param | Quantized) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _again(
+def _regathered(
     products: tuple[_Product, ...],
     place: Placement,
     moves: tuple[Axes, Axes] | None,
     x: jax.Array,
     weights: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Products of `x`, moved to the first layout of `moves` before and its gradient to the second after."""
+    """Returns the products of `x` with stored weights, which are read again in the backward pass.
+
+    `x` is moved to the first layout of `moves` before the products, and its gradient to the second layout afterwards.
+    """
     within = place(place(x, moves[1]), moves[0]) if moves else x
     read_weights = [one.read(w, x.dtype, place) for one, w in zip(products, weights)]
     return _products([(one.name, one.spec) for one in products], within, read_weights)
 
 
-def _again_forward(products, place, moves, x, weights):
+def _regathered_forward(products, place, moves, x, weights):
     kept = None if all(one.frozen for one in products) else x
-    return _again(products, place, moves, x, weights), (kept, weights)
+    return _regathered(products, place, moves, x, weights), (kept, weights)
 
 
-def _again_backward(products, place, moves, residuals, d_outs):
+def _regathered_backward(products, place, moves, residuals, d_outs):
     x, weights = residuals
     within, dx, d_weights = x if x is None or not moves else place(place(x, moves[1]), moves[0]), [], []
     for one, w, dy in zip(products, weights, d_outs):
         (left, right), out = one.spec.split("->")[0].split(","), one.spec.split("->")[1]
-        if one.stored:  # else the compiler would keep what unrolled layers dequantized in the forward pass
+        if one.stored:  # otherwise the compiler would store what unrolled layers dequantized in the forward pass
             w, dy = jax.lax.optimization_barrier((w, dy))
         dx.append(jnp.einsum(f"{out},{right}->{left}", dy, one.read(w, dy.dtype, place)))
         if one.frozen:
@@ -229,7 +249,7 @@ def _again_backward(products, place, moves, residuals, d_outs):
     return place(sum(dx), moves[1]) if moves else sum(dx), tuple(d_weights)
 
 
-_again.defvjp(_again_forward, _again_backward)
+_regathered.defvjp(_regathered_forward, _regathered_backward)
 
 
 def enter(
@@ -238,29 +258,30 @@ def enter(
     params: Mapping[str, nnx.Param],
     place: Placement,
     *,
-    again: bool,
+    regather: bool,
     matmul: str = "wide",
     name: str = "",
 ) -> tuple[jax.Array, ...]:
-    """`einsum(spec, x, p)` of the residual stream with each named parameter, in the dtype of `x`: one gather for all.
+    """Returns `einsum(spec, x, p)` of the residual stream with each named parameter, in the dtype of `x`. One gather
+    of `x` serves all products.
 
     Args:
-      again: keep for the gradient `x` and the parameters as they are stored, and gather and cast them again in the
-        backward pass. Autodiff would keep the gathered ones of every layer. Inside a checkpoint it keeps them for one
-        layer only, and one gather serves the recomputation and the gradient.
-      matmul: "wide", or a row of PRODUCTS (model/fp8.py): such products keep `x` quantized.
-      name: with what the checkpoint names of the quantized `x` begin.
+      regather: True to save `x` and the parameters as stored for the gradient, and to gather and cast them again in the
+        backward pass. Autodiff would save the gathered parameters of every layer. Inside a checkpoint, which keeps
+        them for only one layer, pass False: one gather then serves the recomputation and the gradient.
+      matmul: "wide" for unquantized operands, or a row of PRODUCTS (model/fp8.py), whose products save `x` quantized.
+      name: prefix of the checkpoint names of the quantized `x`.
     """
     if matmul != "wide":
         axes = tuple(p.get_metadata()["axes"] for p in params.values())
-        how = Linear(spec, axes, STREAM, WITHIN, STREAM, name, tuple(params), again, matmul)
+        how = Linear(spec, axes, STREAM, WITHIN, STREAM, name, tuple(params), regather, matmul)
         return linear(
-            how, place, x_BLD, tuple(p[...] if again else read(p, x_BLD.dtype, place) for p in params.values())
+            how, place, x_BLD, tuple(p[...] if regather else read(p, x_BLD.dtype, place) for p in params.values())
         )
-    if again:
-        products = tuple(_Product.of(each, spec, p) for each, p in params.items())
-        return _again(products, place, (WITHIN, STREAM), x_BLD, tuple(map(_value, params.values())))
-    # Sharded as the stream first: what a policy keeps is the shard, not the result of the gather.
+    if regather:
+        products = tuple(_Product.from_param(each, spec, p) for each, p in params.items())
+        return _regathered(products, place, (WITHIN, STREAM), x_BLD, tuple(map(_value, params.values())))
+    # Sharded like the stream first: a remat policy then saves the shard, not the result of the gather.
     within_BLD = move(place(x_BLD, STREAM), place, WITHIN, STREAM)
     specs = [(each, spec) for each in params]
     return _products(specs, within_BLD, [_read_for(p, within_BLD, place) for p in params.values()])
@@ -272,30 +293,32 @@ def leave(
     p: nnx.Param,
     place: Placement,
     *,
-    again: bool,
+    regather: bool,
     matmul: str = "wide",
     name: str = "",
     out: str = "out",
 ) -> jax.Array:
-    """`einsum(spec, x, p)` [B, L, D] in the dtype of `x`, back into the residual stream; keywords as in `enter`.
+    """Returns `einsum(spec, x, p)` [B, L, D] in the dtype of `x`, moved back into the layout of the residual stream.
 
-    Without a `name` products in fp8 keep `x` as it is, which is right where something else keeps it anyway. `out`: the
-    name of the scope that the product is in.
+    Args:
+      regather, matmul: as in `enter`.
+      name: as in `enter`. If it is "", fp8 products save `x` unquantized; use that if `x` is saved anyway.
+      out: the named scope of the product.
     """
     if matmul != "wide":
         axes = p.get_metadata()["axes"]
         own = ("batch", "length", *axes[: x.ndim - 2])
-        how = Linear(spec, (axes,), own, own, own, name, (out,), again, matmul)
-        (y_BLD,) = linear(how, place, x, (p[...] if again else read(p, x.dtype, place),))
+        how = Linear(spec, (axes,), own, own, own, name, (out,), regather, matmul)
+        (y_BLD,) = linear(how, place, x, (p[...] if regather else read(p, x.dtype, place),))
     else:
-        y_BLD = multiply(spec, x, p, place, again=again, name=out)
+        y_BLD = multiply(spec, x, p, place, regather=regather, name=out)
     return move(y_BLD, place, STREAM, WITHIN)
 
 
-def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool, name: str) -> jax.Array:
-    """`einsum(spec, x, p)` in the dtype of `x`, wherever that is; `again` as in `enter`."""
-    if again:
-        return _again((_Product.of(name, spec, p),), place, None, x, (_value(p),))[0]
+def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, regather: bool, name: str) -> jax.Array:
+    """Returns `einsum(spec, x, p)` in the dtype of `x`, without moving `x` or the result. `regather`: as in `enter`."""
+    if regather:
+        return _regathered((_Product.from_param(name, spec, p),), place, None, x, (_value(p),))[0]
     return jnp.einsum(spec, x, _read_for(p, x, place))
 
 
@@ -304,22 +327,24 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "silu": jax.nn.silu,
 }
-# kind -> (gated, activation): GELU in its tanh form as in GPT-2, or by the error function (Hendrycks & Gimpel 2016,
-# arXiv 1606.08415); SwiGLU, and GeGLU with the tanh form as in Gemma, after Shazeer 2020 (arXiv 2002.05202)
+# kind -> (gated, activation). GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) in its tanh form as in GPT-2 or with
+# the error function. SwiGLU, and GeGLU with the tanh form as in Gemma, after Shazeer 2020 (arXiv 2002.05202).
 MLPS = {"gelu": (False, "gelu"), "gelu_exact": (False, "gelu_exact"), "swiglu": (True, "silu"), "geglu": (True, "gelu")}
 POSITIONS = ("learned", "rope", "none")
 
 
 def soft_cap(x: jax.Array, cap: float) -> jax.Array:
-    """`x` bent to lie within -cap and cap, by cap tanh(x / cap) (Bello et al. 2016, arXiv 1611.09940); `x` for 0."""
+    """Limits `x` to the range -cap to cap by cap tanh(x / cap) (Bello et al. 2016, arXiv 1611.09940). Returns `x` if
+    cap is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 
 def dropout(x: jax.Array, key_B: jax.Array | None, rate: float, mask_name: str) -> jax.Array:
-    """Inverted dropout of `x` [B, ...] with one key per sequence; `x` itself without keys or at rate 0.
+    """Applies inverted dropout to `x` [B, ...] with one key per sequence. Returns `x` unchanged without keys or at
+    rate 0.
 
-    The mask of a sequence does not depend on how the global batch is split into micro-batches. It is kept with one
-    byte per element under the checkpoint name `mask_name`.
+    The mask of a sequence does not depend on how the global batch is split into micro-batches. It takes one byte per
+    element and has the checkpoint name `mask_name`.
     """
     if key_B is None or rate == 0.0:
         return x
@@ -330,5 +355,5 @@ def dropout(x: jax.Array, key_B: jax.Array | None, rate: float, mask_name: str) 
 
 
 def fold(key_B: jax.Array | None, salt: int | jax.Array) -> jax.Array | None:
-    """The keys [B] of one use or layer, derived from the keys of the sequences; None stays None."""
+    """Derives keys [B] for one use or one layer from the keys of the sequences. Returns None for None."""
     return None if key_B is None else jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_B)

@@ -5,7 +5,7 @@ import math
 import jax
 from flax import nnx
 
-from bytescope.model.adapters import Lora, adapted
+from bytescope.model.adapters import Lora, add_adapter_outputs
 from bytescope.model.layers import ACTIVATIONS, MLPS, enter, fold, leave, param, read
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
@@ -14,11 +14,11 @@ from bytescope.model.precision import Precision
 
 
 class Mlp(nnx.Module):
-    """Feed-forward layer, gated or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D]; `width`: F, 0 for
+    """Feed-forward layer, gated or not by `config.mlp` (a row of MLPS): [B, L, D] to [B, L, D]. `width`: F, 0 for
     `config.d_ff`."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, width: int = 0, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.config, self.precision, self.place, self.regather = config, precision, place, False
         self.lora: Lora | None = None
         self.gated, self.activation = MLPS[config.mlp]
         D, F, std, dtype = config.d_model, width or config.d_ff, config.init_std, precision.param
@@ -36,9 +36,15 @@ class Mlp(nnx.Module):
         dtype, act = self.precision.compute, ACTIVATIONS[self.activation]
         weights = {"up": self.w_up, **({"gate": self.w_gate} if self.gated else {})}
         up_BLF, *gate = enter(
-            "bld,df->blf", x_BLD, weights, self.place, again=self.again, matmul=self.precision.matmul, name="mlp_norm"
+            "bld,df->blf",
+            x_BLD,
+            weights,
+            self.place,
+            regather=self.regather,
+            matmul=self.precision.matmul,
+            name="mlp_norm",
         )
-        up_BLF, *gate = adapted(
+        up_BLF, *gate = add_adapter_outputs(
             self, "bld,df->blf", x_BLD, (up_BLF, *gate), tuple(weights), fold(key_B, 2), "mlp_norm_mask"
         )
         if self.config.bias:
@@ -55,12 +61,12 @@ class Mlp(nnx.Module):
             act_BLF,
             self.w_down,
             self.place,
-            again=self.again,
+            regather=self.regather,
             matmul=self.precision.matmul,
             name="act",
             out="mlp_out",
         )
-        (y_BLD,) = adapted(self, "blf,fd->bld", act_BLF, (y_BLD,), ("down",), fold(key_B, 3), "act_mask")
+        (y_BLD,) = add_adapter_outputs(self, "blf,fd->bld", act_BLF, (y_BLD,), ("down",), fold(key_B, 3), "act_mask")
         if self.config.bias:
             y_BLD = y_BLD + read(self.b_down, dtype, self.place)[None, None]
         return tag(self.place(y_BLD, ("batch", "stream", None)), "mlp_out")

@@ -1,4 +1,4 @@
-"""The shape of a transformer. GPT-2 and Llama are values of these fields, not classes."""
+"""The shape of a transformer. GPT-2, Llama and other models are values of these fields, not classes."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ NOT_NEGATIVE = ("experts", "d_expert", "shared_experts", "dense_layers", "mla_q_
 
 @dataclasses.dataclass(frozen=True)
 class ModelKeys:
-    """The group `model` of a config, not yet checked; configs/base.py says what each key means."""
+    """The group `model` of a config before it is checked. configs/base.py explains each key."""
 
     d_model: int
     n_layers: int
@@ -48,7 +48,7 @@ class ModelKeys:
     mlp: str
     position: str
     rope_theta: float
-    # The `scaling` of rotary.rope_frequencies; () for no scaling.
+    # The `scaling` argument of rotary.rope_frequencies; () for no scaling.
     rope_scaling: tuple[float, ...]
     rope_local_theta: float
     global_every: int
@@ -89,44 +89,44 @@ class ModelKeys:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(ModelKeys):
-    """Frozen description of the architecture, checked.
+    """The checked, immutable description of a model's architecture.
 
     Raises:
-      ValueError: sizes that cannot be built, with the value and the remedy.
+      ValueError: the sizes cannot be built. The message has the value and the remedy.
     """
 
     @classmethod
-    def of(cls, keys: ModelKeys) -> "ModelConfig":
-        """Returns the checked architecture of these keys."""
+    def from_keys(cls, keys: ModelKeys) -> "ModelConfig":
+        """Returns the checked architecture for the config group `keys`."""
         return cls(**{**vars(keys), "rope_scaling": tuple(keys.rope_scaling)})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
-        """From `config.model`: exactly the fields above.
+        """Builds the architecture from the dictionary `config.model`, which must have exactly the fields of this
+        class.
 
         Raises:
-          ValueError: a key too many or too few, or sizes that cannot be built.
+          ValueError: a key is missing or unknown, or the sizes cannot be built.
         """
         names = {f.name for f in dataclasses.fields(cls)}
         if set(values) != names:
             odd = ", ".join(sorted(set(values) ^ names))
-            raise ValueError(f"config.model and ModelConfig disagree on: {odd}")
+            raise ValueError(f"config.model has missing or unknown keys: {odd}; give exactly the fields of ModelConfig")
         return cls(**{**values, "rope_scaling": tuple(values["rope_scaling"])})
 
     def is_global(self, layer: Any) -> Any:
-        """Whether a layer, numbered from 0, rotates by `rope_theta`: the last of every `global_every` layers."""
+        """Returns True if layer `layer` (from 0) rotates by `rope_theta`: the last of every `global_every` layers."""
         return (layer + 1) % self.global_every == 0
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, numbered from 0, has experts: after the dense layers, the last of every `moe_every`
-        layers.
-        """
+        """Returns True if layer `layer` (from 0) has experts: after the dense layers, the last of every `moe_every`
+        layers."""
         routed = layer - self.dense_layers
         return self.experts > 0 and routed >= 0 and (routed + 1) % self.moe_every == 0
 
     @property
     def score_width(self) -> int:
-        """Width of a head's queries and keys as the attention core reads them."""
+        """Width of a head's queries and keys in the attention kernel."""
         return self.d_head + (self.mla_d_rope if self.attention_kind == "mla" else 0)
 
     @property
@@ -136,22 +136,22 @@ class ModelConfig(ModelKeys):
 
     @property
     def expert_layers(self) -> int:
-        """Layers that have experts."""
+        """The number of layers that have experts."""
         return sum(map(self.has_experts, range(self.n_layers)))
 
     @property
     def routed(self) -> tuple[int, int] | None:
-        """(layers that have experts, experts of each); None without experts."""
+        """(number of layers that have experts, number of experts in each); None without experts."""
         return (self.expert_layers, self.experts) if self.experts else None
 
     @property
     def expert_width(self) -> int:
-        """Width of one expert."""
+        """The MLP width of one expert."""
         return self.d_expert or self.d_ff
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token table: the vocabulary, rounded up to `vocab_multiple`."""
+        """Rows of the token table: the vocabulary size rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def __post_init__(self):
@@ -168,7 +168,7 @@ class ModelConfig(ModelKeys):
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}: "
-                "every key/value head serves the same number of query heads"
+                "give a multiple, because every key/value head serves the same number of query heads"
             )
         if self.unroll > 1 and not self.scan:
             raise ValueError(
@@ -186,21 +186,20 @@ class ModelConfig(ModelKeys):
         local = f"model.rope_local_theta={self.rope_local_theta} with"
         if bool(self.rope_local_theta) != bool(self.global_every):
             raise ValueError(
-                f"{local} model.global_every={self.global_every}: one is the base of local layers, the "
-                "other says which are not local; give both, or 0 for both"
+                f"{local} model.global_every={self.global_every}: the first is the rotary base of local layers, and "
+                "the second selects the layers that are not local; give both, or 0 for both"
             )
         if self.rope_local_theta and self.position != "rope":
             raise ValueError(
-                f"{local} model.position={self.position}: it is a base of rotary positions; set "
-                "model.position=rope, or it and model.global_every to 0"
+                f"{local} model.position={self.position}: rope_local_theta is a base of rotary positions; set "
+                "model.position=rope, or model.rope_local_theta and model.global_every to 0"
             )
         numbers = [value for value in self.rope_scaling if isinstance(value, int | float) and 0 < value < math.inf]
         if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 1, 4, 5):
             raise ValueError(
-                f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, one positive number, which "
-                "slows all pairs alike, four positive numbers: "
-                "factor,low_frequency_factor,high_frequency_factor,original_positions, or YaRN's five: "
-                "factor,beta_fast,beta_slow,original_positions,attention_factor"
+                f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, or positive numbers: "
+                "factor (linear), factor,low_frequency_factor,high_frequency_factor,original_positions (Llama 3.1), or "
+                "factor,beta_fast,beta_slow,original_positions,attention_factor (YaRN)"
             )
         if len(numbers) == 5 and self.rope_theta <= 1:
             raise ValueError(f"model.rope_theta={self.rope_theta} with YaRN's model.rope_scaling: give a base above 1")
@@ -211,7 +210,7 @@ class ModelConfig(ModelKeys):
             )
 
     def _check_latent(self) -> None:
-        """Raises ValueError for latent attention that cannot be built."""
+        """Raises ValueError if latent attention cannot be built."""
         kind = "model.attention_kind=mla"
         for name in ("bias", "qkv_bias", "qk_norm"):
             if getattr(self, name):
@@ -222,12 +221,12 @@ class ModelConfig(ModelKeys):
         if self.n_kv_heads != self.n_heads:
             raise ValueError(
                 f"model.n_kv_heads={self.n_kv_heads} with {kind}: the latent gives every head its own "
-                f"keys; set model.n_kv_heads={self.n_heads}, as many as model.n_heads"
+                f"keys; set model.n_kv_heads={self.n_heads}, the same number as model.n_heads"
             )
         if self.position != "rope":
             raise ValueError(
-                f"model.position={self.position} with {kind}: a part of its heads carries the rotary "
-                "position; set model.position=rope"
+                f"model.position={self.position} with {kind}: latent attention needs rotary "
+                "positions; set model.position=rope"
             )
         if self.mla_d_rope % 2:
             raise ValueError(
@@ -236,41 +235,41 @@ class ModelConfig(ModelKeys):
             )
 
     def _check_experts(self) -> None:
-        """Raises ValueError for experts that cannot be built."""
+        """Raises ValueError if the experts cannot be built."""
         if self.experts_per_token > self.experts:
             raise ValueError(
                 f"model.experts_per_token={self.experts_per_token} of model.experts={self.experts}: give "
-                "at most as many as there are"
+                "at most the number of experts"
             )
         if not self.expert_layers:
             raise ValueError(
                 f"model.experts={self.experts} with model.dense_layers={self.dense_layers} and "
-                f"model.moe_every={self.moe_every}: none of model.n_layers={self.n_layers} has experts; "
-                "lower one of them, or set model.experts=0"
+                f"model.moe_every={self.moe_every}: none of the {self.n_layers} layers (model.n_layers) has experts; "
+                "lower dense_layers or moe_every, or set model.experts=0"
             )
         if self.bias:
             raise ValueError(
-                "model.bias=true with model.experts: experts have no biases; set model.bias=false, "
-                "model.qkv_bias=true has those of queries, keys and values"
+                "model.bias=true with model.experts: experts have no biases; set model.bias=false, or "
+                "model.qkv_bias=true for biases of queries, keys and values only"
             )
         if self.experts % self.router_groups:
             raise ValueError(
                 f"model.experts={self.experts} is not divisible by model.router_groups="
-                f"{self.router_groups}: every group has the same number of experts"
+                f"{self.router_groups}: every group has the same number of experts; give a divisor of model.experts"
             )
         if self.router_top_groups > self.router_groups:
             raise ValueError(
                 f"model.router_top_groups={self.router_top_groups} of model.router_groups="
-                f"{self.router_groups}: give at most as many as there are"
+                f"{self.router_groups}: give at most the number of groups"
             )
         open_to_token = self.experts // self.router_groups * self.router_top_groups
         if self.experts_per_token > open_to_token:
             raise ValueError(
                 f"model.experts_per_token={self.experts_per_token} of the {open_to_token} experts in "
-                f"model.router_top_groups={self.router_top_groups}: raise router_top_groups"
+                f"model.router_top_groups={self.router_top_groups} groups: raise router_top_groups"
             )
         if self.mlp_chunk:
             raise ValueError(
-                f"model.mlp_chunk={self.mlp_chunk} with model.experts={self.experts}: experts take the "
-                "rows of a whole micro-batch; set model.mlp_chunk=0, and a smaller batch.micro for memory"
+                f"model.mlp_chunk={self.mlp_chunk} with model.experts={self.experts}: experts process the "
+                "rows of a whole micro-batch; set model.mlp_chunk=0, and a smaller batch.micro to save memory"
             )

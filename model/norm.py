@@ -1,6 +1,6 @@
-"""Norms over the model width or the width of a head, and how devices sum the gradients of their vectors.
+"""Norms over the model width or the width of a head, and the sums of their scale and bias gradients over devices.
 
-The suffix D is the width that is normed; the dimensions before it may be any.
+The suffix D is the normed dimension. Any dimensions may precede it.
 """
 
 from typing import NamedTuple
@@ -48,8 +48,8 @@ def _shifted_backward(place, axes, residuals, dy_D):
     return dy_D, _sum_others(place, axes, dy_D)
 
 
-# The same, but the gradient of the vector is summed over a device's own tokens and heads and then narrowed to
-# `place.reduce`: left to the partitioner, devices would sum in the wide dtype.
+# `_scale` and `_shift` with a custom gradient of the vector: it is summed over a device's own tokens and heads and
+# then cast to `place.reduce`. The partitioner would sum over devices in the larger dtype.
 _scaled = jax.custom_vjp(_scale, nondiff_argnums=(2, 3))
 _shifted = jax.custom_vjp(_shift, nondiff_argnums=(2, 3))
 _scaled.defvjp(_scaled_forward, _scaled_backward)
@@ -57,18 +57,22 @@ _shifted.defvjp(_shifted_forward, _shifted_backward)
 
 
 def _sum_others(place: Placement, axes: Axes, dy_D: jax.Array) -> jax.Array:
-    """Sums over all dimensions but the last; devices send the sums in `place.reduce`. axes: logical axes of `dy_D`."""
+    """Sums over all dimensions but the last. Devices exchange the sums in `place.reduce`. `axes`: logical axes of
+    `dy_D`."""
     others = tuple(range(dy_D.ndim - 1))
     own = place.own(lambda dy_D: (place.reduced(dy_D.sum(others)),), (axes,), ((None,),), sums=(axes[:-1],))
     return own(dy_D)[0].astype(dy_D.dtype)
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the model width, in `precision.norm`.
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) of the last dimension, computed in
+    `precision.norm`.
 
     Args:
-      width: the field of `config` with the width that is normed. Over any width but `d_model` the norm is RMSNorm.
-      axes: logical axes of the input. axis: logical axis of the scale, "" for `width`.
+      width: the field of `config` that gives the size of the normed dimension. For any field but `d_model` the norm is
+        RMSNorm.
+      axes: logical axes of the input.
+      axis: logical axis of the scale, "" for `width`.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class Norm(nnx.Module):
         self.bias = param(None, (size,), (width,), precision.param) if self.center and config.bias else None
 
     def __call__(self, x_D: jax.Array) -> jax.Array:
-        """Returns `x_D` [..., D] normed, in the compute dtype."""
+        """Returns the norm of `x_D` [..., D] in the compute dtype."""
         with jax.named_scope("norm"):
             y_D = x_D.astype(self.precision.norm)
             if self.center:
@@ -103,7 +107,12 @@ class Norm(nnx.Module):
 
 
 class NormKind(NamedTuple):
-    """A row of NORMS. center: subtract the mean. offset: the stored scale is the scale less 1, as in Gemma."""
+    """A row of NORMS.
+
+    Fields:
+      center: True to subtract the mean.
+      offset: True if the stored scale is the scale minus 1, as in Gemma.
+    """
 
     center: bool = False
     offset: bool = False

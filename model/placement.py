@@ -1,6 +1,6 @@
-"""Where the model's arrays lie: which shard on which device, and in which order in memory.
+"""Placement of the model's arrays: their sharding over devices and their layout in memory.
 
-On one device every request is granted by changing nothing.
+The base class is for one device and changes nothing.
 """
 
 import dataclasses
@@ -18,19 +18,21 @@ Axes = tuple[str | None, ...]
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """`x` [...] with its last dimension contiguous in memory, as arguments are: for where the compiler must not choose
-    another order."""
+    """Returns `x` [...] with its last dimension contiguous in memory, like the arguments of a program, so that the
+    compiler cannot choose another layout."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The ring of devices that share a sequence (model/attention/ring.py), and what else is sharded there.
+    """The devices that share a sequence in ring attention (model/attention/ring.py), and the sharding of the arrays
+    there.
 
     Fields:
+      mesh: all devices.
       axis: the mesh axis over which the sequence is sharded.
-      batch, heads: the mesh axes over which batch, and query and key-value heads, are sharded; may be empty.
-        On an axis that is not named here every device does the same work.
+      batch, heads: the mesh axes over which the batch and the heads are sharded; may be empty. Devices along any other
+        axis do the same work.
     """
 
     mesh: Mesh
@@ -40,7 +42,7 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """Ranks C."""
+        """The number of ranks, C."""
         return self.mesh.shape[self.axis]
 
     @property
@@ -50,7 +52,7 @@ class Ring:
 
     @property
     def ids(self) -> P:
-        """The partition of the segment ids of packed rows, [B, L], whole along the row."""
+        """The partition of the segment ids of packed rows, [B, L]: every device has whole rows."""
         return P(self.batch, None)
 
     @property
@@ -61,9 +63,12 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """The devices that share the experts, as each of them sees the others; by default one device.
+    """The devices that share the experts, as seen from one of them. The default is one device.
 
-    axis: the mesh axis. emulated: whether the backend has no ragged all-to-all.
+    Fields:
+      axis: the mesh axis of the devices.
+      size: the number of devices.
+      emulated: True if the backend has no ragged all-to-all.
     """
 
     axis: str = "expert"
@@ -71,29 +76,30 @@ class Peers:
     emulated: bool = False
 
     def index(self) -> jax.Array | int:
-        """The number of this device among them."""
+        """Returns the index of this device among the peers."""
         return jax.lax.axis_index(self.axis) if self.size > 1 else 0
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """`x` [n, ...] of all peers one after the other, [peers * n, ...]."""
+        """Concatenates `x` [n, ...] of all peers to [peers * n, ...]."""
         return jax.lax.all_gather(x, self.axis, tiled=True) if self.size > 1 else x
 
     def scatter(self, x: jax.Array) -> jax.Array:
-        """The transpose of `gather`: sums over the peers, of which each keeps its part."""
+        """Sums `x` over the peers and returns this peer's part of the sum: the transpose of `gather`."""
         return jax.lax.psum_scatter(x, self.axis, tiled=True) if self.size > 1 else x
 
     def exchange(self, x: jax.Array) -> jax.Array:
-        """Part p of `x` [peers, ...] to peer p; in its place what that one sends."""
+        """Sends part p of `x` [peers, ...] to peer p. Part p of the result is what peer p sent."""
         return jax.lax.all_to_all(x, self.axis, 0, 0) if self.size > 1 else x
 
 
 class Placement:
-    """Shards arrays over a mesh by their logical axes. This one is for a program on one device: it changes nothing.
+    """Shards arrays over a mesh by their logical axes. This base class is for one device and changes nothing.
 
-    Subclasses are hashable (they are static arguments of custom gradients) and equal when they place alike.
+    Subclasses are hashable, because they are static arguments of custom gradients, and equal if they place arrays
+    equally.
     """
 
-    #: Dtype in which gradients are summed over devices and kept, None for that of each product.
+    # : Dtype in which gradients are summed over devices and stored; None for the dtype of each product.
     reduce: DTypeLike | None = None
 
     @property
@@ -103,7 +109,7 @@ class Placement:
 
     @property
     def stream_parts(self) -> int:
-        """Number of devices that share the sequence in the residual stream."""
+        """The number of devices that share the sequence in the residual stream."""
         return 1
 
     @property
@@ -112,61 +118,67 @@ class Placement:
         return Peers()
 
     def exchange(self, slots: bool) -> str:
-        """How rows reach their experts, a row of EXCHANGES (model/experts/exchange.py); `slots`: each expert has a
-        fixed number of them."""
+        """Returns the row of EXCHANGES (model/experts/exchange.py) that moves rows to their experts. `slots`: True if
+        each expert has a fixed number of slots."""
         return "slots" if slots else "local"
 
     def positions(self, length: int) -> jax.Array:
-        """int32 [L]: for each index along the length its position in the sequence."""
+        """Returns the position in the sequence of each index along the length, int32 [L]."""
         return jnp.arange(length)
 
     def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """An activation `x` with the sharding of its logical axes; values and shape stay."""
+        """Returns the activation `x` with the sharding of its logical axes. Values and shape do not change."""
         del axes
         return x
 
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
-        """`function(place, *arrays [B, L, D], weights)` -> ([B, L, D], a gradient of each weight).
+        """Runs `function(place, *arrays [B, L, D], weights)`, which returns a result [B, L, D] and a gradient of each
+        weight.
 
-        Each rank computes on the tokens that it holds; the gradients are summed over the ranks.
+        Each rank computes on the tokens that it holds, and the gradients are summed over the ranks.
         """
         return function(self, *arrays, weights)
 
     def stream(self, x_BLD: jax.Array) -> jax.Array:
-        """The residual stream entering a layer, as loops stack it."""
+        """Returns the residual stream `x_BLD` that enters a layer, with the sharding in which the loop over layers
+        stacks it."""
         return x_BLD
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter as a layer computes with it: gathered along the axes that it is sharded over only in storage
-        (ZeRO-3)."""
+        """Returns a parameter gathered along the axes that are sharded only in storage (ZeRO-3), as a layer computes
+        with it."""
         del axes
         return w
 
     def reduced(self, d_w: jax.Array) -> jax.Array:
-        """A gradient in the dtype in which devices sum it."""
+        """Casts a gradient to the dtype in which devices sum gradients."""
         return d_w if self.reduce is None else d_w.astype(self.reduce)
 
     def narrows(self, dtype: DTypeLike) -> bool:
-        """Whether devices sum gradients in a narrower dtype than `dtype`."""
+        """Returns True if devices sum gradients in a smaller dtype than `dtype`."""
         return self.reduce is not None and jnp.dtype(self.reduce).itemsize < jnp.dtype(dtype).itemsize
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """The gradient of a parameter with logical `axes` as it is kept until the update: its dtype and sharding."""
+        """Returns the gradient `d_w` of a parameter with the dtype and sharding that gradients have until the update.
+
+        `axes`: the logical axes of the parameter.
+        """
         del axes
         return d_w
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
-        """`function` applied to the shard of each array that a device holds.
+        """Returns a function that applies `function` to the shard of each array that a device holds.
 
         Args:
-          inputs, outputs: trees of logical axes, like the arguments and like the result.
+          inputs, outputs: trees of logical axes, with the structure of the arguments and of the result.
           sums: for each output the logical axes over which the devices' partial results are summed.
         """
         del inputs, outputs, sums
         return function
 
     def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
-        """`function`, a foreign kernel that comes with a partitioner of its own, as it is called here.
+        """Returns `function`, a third-party kernel with its own partitioner, in a form that can be called on sharded
+        arrays.
 
         Args:
           inputs, outputs: as for `own`.
@@ -175,4 +187,4 @@ class Placement:
         return function
 
 
-HERE = Placement()
+ONE_DEVICE = Placement()

@@ -1,9 +1,9 @@
 """Dtypes by role, one row per preset.
 
-Mixed precision as in Micikevicius et al. 2018 (arXiv 1710.03740): compute is narrow, the master parameters and
-all sums are wide. bfloat16 has float32's exponents and needs no loss scaling; float16 does. Two rows count bytes as
-Rajbhandari et al. 2020 (arXiv 1910.02054, section 3.1) do, with a narrow copy of all parameters: 16 bytes per parameter
-with Adam, 20 where gradients are summed in float32 besides.
+Mixed precision as in Micikevicius et al. 2018 (arXiv 1710.03740): matmuls use 16 bits, the master parameters and all
+sums float32. bfloat16 has the exponent range of float32 and needs no loss scaling; float16 does. Two presets keep a
+16-bit copy of all parameters, like the byte counts of Rajbhandari et al. 2020 (arXiv 1910.02054, section 3.1): 16
+bytes per parameter with Adam, and 20 if gradients are also summed in float32.
 """
 
 import dataclasses
@@ -18,18 +18,21 @@ F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """What numbers are kept and computed in, by role.
+    """The dtypes that numbers are stored and computed in, by role.
 
-    param: the parameters between steps; the optimizer updates them in float32 whatever their dtype.
-    compute: matrix products and activations; norm: norms; logits: the logits as they are held, summed in float32.
-    reduce: gradients from the backward pass to the update, and so what devices send; None: each in the dtype of the
-      product that makes it.
-    accumulator: the sum of gradients over micro-batches.
-    rounding: of updated parameters to `param`: a row of ROUNDINGS.
-    cast: to `compute`: as each `layer` reads a matrix, or once a `step` all parameters.
-    matmul: products of the blocks, `wide` in `compute` or `fp8` of block-scaled operands. In a program's own precision
-      `fp8` is replaced by the row of PRODUCTS (model/fp8.py) that its device runs.
-    loss_scale: `none` or `dynamic` (train/step/optimizer/loss_scale.py).
+    Fields:
+      param: parameters between steps. The optimizer updates them in float32 for any stored dtype.
+      compute: matrix products and activations.
+      norm: norms.
+      logits: the stored logits, which are summed in float32.
+      reduce: gradients from the backward pass to the update, and thus what devices send. None: each gradient has the
+        dtype of the product that computes it.
+      accumulator: the sum of gradients over micro-batches.
+      rounding: how updated parameters are rounded to `param`, one of ROUNDINGS.
+      cast: when parameters are cast to `compute`: each matrix as a `layer` reads it, or all of them once per `step`.
+      matmul: operands of the blocks' weight matmuls: `wide` (unquantized, in `compute`) or `fp8` (block-scaled). In a
+        program `fp8` is replaced by the row of PRODUCTS (model/fp8.py) that its device runs.
+      loss_scale: `none` or `dynamic` (train/step/optimizer/loss_scale.py).
     """
 
     param: DTypeLike = F32
@@ -45,45 +48,45 @@ class Precision:
 
     @property
     def copied(self) -> bool:
-        """Whether a step computes with a copy of all parameters that it casts first."""
+        """True if a step casts all parameters first and computes with the copy."""
         return self.cast == "step"
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Precision":
-        """Reads `config.precision`: the roles of the preset, replaced by the keys that are not "".
+    def from_config(cls, values: Mapping[str, Any]) -> "Precision":
+        """Returns the precision for `config.precision`: the roles of the preset, replaced by the keys that are not "".
 
         Raises:
-          ValueError: a value that is not in its table, or values that cannot be combined.
+          ValueError: a value is not in its table, or the values cannot be combined.
         """
         _choose("preset", values["preset"], PRECISIONS)
         chosen = {role: _choose(role, values[role], table) for role, table in ROLES.items() if values[role] != ""}
         precision = dataclasses.replace(PRECISIONS[values["preset"]], **chosen)
         for wrong, remedy in CLASHES:
             if wrong(precision):
-                raise ValueError(f"precision.preset={values['preset']} with {precision.shown()}: {remedy}")
+                raise ValueError(f"precision.preset={values['preset']} with {precision.describe()}: {remedy}")
         return precision
 
-    def shown(self) -> str:
-        """The roles that differ from the default preset's, as keys."""
-        usual = Precision()
+    def describe(self) -> str:
+        """Returns the roles that differ from the default preset, as config keys in text."""
+        default = Precision()
         rows = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(usual, field.name)
+            if getattr(self, field.name) != getattr(default, field.name)
         }
         return ", ".join(f"{role}={_name(role, value)}" for role, value in rows.items()) or "default roles"
 
 
-# What is written to the config -> what it means.
-WIDE, NARROW = {"float32": F32, "bfloat16": BF16}, {"float32": F32, "bfloat16": BF16, "float16": F16}
+# Values in the config -> dtypes or values of the fields.
+STORED_DTYPES, COMPUTED_DTYPES = {"float32": F32, "bfloat16": BF16}, {"float32": F32, "bfloat16": BF16, "float16": F16}
 ROUNDINGS, CASTS, LOSS_SCALES = ("nearest", "stochastic"), ("layer", "step"), ("none", "dynamic")
 ROLES: Mapping[str, Mapping[str, Any]] = {
-    "param": WIDE,
-    "compute": NARROW,
-    "reduce": {"as_made": None, **NARROW},
-    "accumulator": WIDE,
-    "norm": WIDE,
-    "logits": NARROW,
+    "param": STORED_DTYPES,
+    "compute": COMPUTED_DTYPES,
+    "reduce": {"as_made": None, **COMPUTED_DTYPES},
+    "accumulator": STORED_DTYPES,
+    "norm": STORED_DTYPES,
+    "logits": COMPUTED_DTYPES,
     "rounding": {name: name for name in ROUNDINGS},
     "cast": {name: name for name in CASTS},
     "loss_scale": {name: name for name in LOSS_SCALES},
@@ -110,11 +113,11 @@ CLASHES = (
         lambda p: p.rounding == "stochastic" and p.param != BF16,
         "stochastic rounding is to bfloat16 only; set precision.param=bfloat16 or precision.rounding=nearest",
     ),
-    (lambda p: p.copied and p.param == p.compute, "there is nothing to cast; set precision.cast=layer"),
+    (lambda p: p.copied and p.param == p.compute, "param and compute are the same dtype; set precision.cast=layer"),
     (
         lambda p: p.reduce is not None and not p.copied and _bytes(p.reduce) < _bytes(p.param),
         "gradients have the dtype of the parameters that a step differentiates; set precision.cast=step, which "
-        "differentiates a narrow copy",
+        "differentiates a copy in the compute dtype",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of a head's pairs, and the rotation of queries and keys."""
+"""Rotary position embeddings: the frequencies of a head's element pairs, and the rotation of queries and keys."""
 
 import math
 
@@ -7,15 +7,16 @@ import jax.numpy as jnp
 
 
 def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> jax.Array:
-    """Angle per position of each pair, [d_head / 2] float32 (Su et al. 2021, arXiv 2104.09864).
+    """Returns the angle per position of each pair of elements, [d_head / 2] float32 (Su et al. 2021, arXiv
+    2104.09864).
 
-    `scaling` has one of three forms. (factor,): all pairs are slowed by `factor`, which interpolates positions (Chen et
-    al. 2023, arXiv 2306.15595). (factor, low, high, original), Llama 3.1: wavelengths above original/low are stretched
-    by `factor`, wavelengths below original/high are kept, and the others are blended (Grattafiori et al. 2024, arXiv
-    2407.21783). (factor, fast, slow, original, amplitude), YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2):
-    pairs with more than `fast` rotations within the original length keep their frequency, pairs with fewer than `slow`
-    are slowed by `factor`, and the others are blended linearly by the pair's number. `amplitude` is not read here; it
-    is an argument of `rotate`.
+    `scaling` has one of three forms. (factor,): all pairs are slowed by `factor`, which interpolates positions (Chen
+    et al. 2023, arXiv 2306.15595). (factor, low, high, original), Llama 3.1: wavelengths above original/low are
+    stretched by `factor`, wavelengths below original/high are unchanged, and the others are blended (Grattafiori et
+    al. 2024, arXiv 2407.21783). (factor, fast, slow, original, amplitude), YaRN (Peng et al. 2023, arXiv 2309.00071,
+    section 3.2): pairs with more than `fast` rotations within the original length keep their frequency, pairs with
+    fewer than `slow` are slowed by `factor`, and the others are blended linearly by the index of the pair. `amplitude`
+    is not used here; it is an argument of `rotate`.
     """
     frequency = theta ** -(jnp.arange(0, d_head, 2, dtype=jnp.float32) / d_head)
     if not scaling:
@@ -33,15 +34,18 @@ def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> j
         slowed = jnp.clip((pairs - first) / max(last - first, 0.001), 0.0, 1.0)
         return frequency * (1 - slowed + slowed / factor)
     factor, low, high, original = scaling
-    rotations = original * frequency / (2 * math.pi)  # of a pair, within the original length
+    rotations = original * frequency / (2 * math.pi)  # of each pair, within the original length
     blend = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
     return frequency * (blend + (1 - blend) / factor)
 
 
 def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array, amplitude: float = 1.0) -> jax.Array:
-    """Rotary positions in float32, halves paired (x[i], x[i + K/2]); the result in `x`'s dtype.
+    """Applies rotary positions in float32 to pairs (x[i], x[i + K/2]). Returns the dtype of `x_BLHK`.
 
-    positions: int32 [L], or [B, L] if rows differ. amplitude: factor of the result (YaRN's attention factor).
+    Args:
+      positions: int32 [L], or [B, L] if rows differ.
+      frequency: result of `rope_frequencies`.
+      amplitude: factor of the result (YaRN's attention factor).
     """
     positions = positions.astype(jnp.float32)
     positions = positions[None, :, None, None] if positions.ndim == 1 else positions[:, :, None, None]
@@ -55,14 +59,14 @@ def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array, amplit
 
 @jax.custom_vjp
 def rotate_by_layer(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array) -> jax.Array:
-    """`rotate` by frequencies that depend on the layer, to which there is no gradient.
+    """Computes `rotate` with frequencies that depend on the layer and get no gradient.
 
-    What it keeps of a layer for its gradient are these, not the sines and cosines of all positions.
+    The residuals of a layer are the positions and frequencies, not the sines and cosines of all positions.
     """
     return rotate(x_BLHK, positions, frequency)
 
 
-# The transpose of a rotation is the rotation back.
+# The transpose of a rotation is the rotation by the negative angle.
 rotate_by_layer.defvjp(
     lambda x_BLHK, positions, frequency: (rotate(x_BLHK, positions, frequency), (positions, frequency)),
     lambda kept, d_BLHK: (rotate(d_BLHK, kept[0], -kept[1]), None, None),

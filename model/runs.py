@@ -1,4 +1,4 @@
-"""Runs of layers: consecutive ones of one kind under one remat policy, and where their parameters are stacked."""
+"""Runs of consecutive layers with the same structure and remat policy, and the stacks that hold their parameters."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,16 +11,18 @@ from bytescope.model.experts.expert_layer import Load
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.remat.policies import Segment
 
-# The stack of all layers, or of those that have experts; and of dense layers where others have experts.
+# Names of the stacks. BLOCKS: all layers, or the layers with experts. DENSE: the dense layers of a model with experts.
 BLOCKS, DENSE = "blocks", "dense_blocks"
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerRun:
-    """Layers [start, stop) of `segment`, of one kind.
+    """Layers [start, stop) of `segment`, all dense or all with experts.
 
-    stack: BLOCKS or DENSE, the stack of parameters that they are part of where layers are scanned; first: the place of
-    the first of them in it.
+    Fields:
+      segment: the range of layers and its policy.
+      stack: BLOCKS or DENSE, the parameter stack that contains these layers if layers are scanned.
+      first: the index of the first of these layers in the stack.
     """
 
     segment: Segment
@@ -29,27 +31,31 @@ class LayerRun:
 
     @property
     def size(self) -> int:
-        """Layers."""
+        """The number of layers."""
         return self.segment.stop - self.segment.start
 
     @property
     def offset(self) -> int:
-        """The number of a layer, less this, is its place in the stack."""
+        """The difference between a layer's index in the model and its index in the stack."""
         return self.segment.start - self.first
 
 
 def stack_of(config: ModelConfig, layer: int) -> str:
-    """The stack that a layer is part of."""
+    """Returns the name of the stack that contains a layer."""
     return BLOCKS if not config.experts or config.has_experts(layer) else DENSE
 
 
 def layers_of(config: ModelConfig, stack: str) -> list[int]:
-    """The numbers of the layers of a stack, in order."""
+    """Returns the indices of the layers of a stack, in order."""
     return [layer for layer in range(config.n_layers) if stack_of(config, layer) == stack]
 
 
 def runs_of(config: ModelConfig, segments: Sequence[Segment]) -> list[LayerRun]:
-    """The runs of all layers, in order; `segments`: ranges of layers with their policies, which cover all layers."""
+    """Returns the runs of all layers, in order: consecutive layers with the same policy that are all dense or all with
+    experts.
+
+    `segments`: ranges of layers with their remat policies, which cover all layers.
+    """
     runs: list[LayerRun] = []
     done = {BLOCKS: 0, DENSE: 0}
     for segment in segments:
@@ -64,30 +70,32 @@ def runs_of(config: ModelConfig, segments: Sequence[Segment]) -> list[LayerRun]:
     return runs
 
 
-def stacked(loads: Sequence[Load | None]) -> Load | None:
-    """The loads of several runs as one with a leading axis of layers; None without experts."""
-    found = [load for load in loads if load is not None]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found) if found else None
+def stack_loads(loads: Sequence[Load | None]) -> Load | None:
+    """Concatenates the loads of several runs along their axis of layers. Returns None if no run has experts."""
+    present = [load for load in loads if load is not None]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *present) if present else None
 
 
 @jax.custom_vjp
-def of_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array:
-    """`leaf`, read out of the stack of all layers; the gradient goes to `leaf`.
+def read_from_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array:
+    """Reads `leaf` from the stack of all layers, `whole_N`, at index `layer`. The gradient goes to `leaf`.
 
-    The compiler copies the part of a stack that a loop walks through: all parameters once more. A loop that reads the
-    whole stack at an offset copies nothing, and `leaf`, which nothing reads then, is removed.
+    The compiler copies the part of a stack that a loop iterates over, which costs the memory of all parameters once
+    more. A loop that reads the whole stack at an offset copies nothing, and the unused `leaf` is removed.
     """
     del leaf
     return jax.lax.dynamic_index_in_dim(whole_N, layer, keepdims=False)
 
 
-of_stack.defvjp(
-    lambda layer, leaf, whole_N: (of_stack(layer, leaf, whole_N), None), lambda _, gradient: (None, gradient, None)
+read_from_stack.defvjp(
+    lambda layer, leaf, whole_N: (read_from_stack(layer, leaf, whole_N), None),
+    lambda _, gradient: (None, gradient, None),
 )
 
 
 def split_layers(state_N: nnx.State, sizes: list[int]) -> list[nnx.State]:
-    """The stacked state split along its layers; the gradient of a split is one concatenation, not a sum of paddings."""
+    """Splits the stacked state along its layers. The gradient of the split is one concatenation instead of a sum of
+    padded arrays."""
     if len(sizes) == 1:
         return [state_N]
     leaves, tree = jax.tree.flatten(state_N)

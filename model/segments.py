@@ -1,4 +1,4 @@
-"""The examples of packed rows and the padding of rows, which every block reads."""
+"""Segment ids and padding of packed rows, which every block reads."""
 
 import dataclasses
 from functools import partial
@@ -6,23 +6,23 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from bytescope.model.placement import HERE, Placement
+from bytescope.model.placement import ONE_DEVICE, Placement
 from bytescope.model.zigzag import zigzag
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["ids_BL", "positions_BL", "real_BL"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """The examples of packed rows and the padding of rows, which every block reads.
+    """The segment ids, token positions and padding of packed rows. A segment is one example of a row.
 
     Fields:
-      ids_BL: int32, the example of each position: 1, 2, ... in order, 0 for padding at the end of the row. In the order
-        of the row; with a ring, every device of the ring has the whole row: 4 bytes per token. None for rows of one
-        example each.
-      positions_BL: int32, the position of each token in its example. In the order of the tokens, with a ring `zigzag`
-        order. None for rows of one example each.
-      real_BL: bool, True for a token and False for padding, in the order of the tokens. Only routers of experts read
-        it. None if every position counts as a token.
+      ids_BL: int32, the example of each position: 1, 2, ... in order, 0 for padding at the end of the row. Always in
+        the order of the row: with ring attention every device of the ring has the whole row, 4 bytes per token. None
+        if every row is one example.
+      positions_BL: int32, the position of each token in its example, in the order of the tokens, which is `zigzag`
+        order with ring attention. None if every row is one example.
+      real_BL: bool, True for a token and False for padding, in the order of the tokens. Only expert routers read it.
+        None if every position is a token.
     """
 
     ids_BL: jax.Array | None
@@ -30,17 +30,20 @@ class Packed:
     real_BL: jax.Array | None = None
 
     @classmethod
-    def of(
-        cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None, place: Placement = HERE
+    def from_ids(
+        cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None, place: Placement = ONE_DEVICE
     ) -> "Packed | None":
-        """Makes it from segment ids in the order of the row and a mask of tokens in the order of the tokens; returns
-        None if both are None."""
+        """Builds the record from segment ids in the order of the row and a token mask in the order of the tokens.
+
+        Returns None if both are None.
+        """
         if real_BL is not None:
             real_BL = place(real_BL, ("batch", "length"))
         if segments_BL is None:
             return None if real_BL is None else cls(None, None, real_BL)
         with jax.named_scope("segments"):
-            # Whole along the length where it is counted: a running maximum over shards would pass messages.
+            # Not sharded along the length while positions are counted: a running maximum over shards would need
+            # communication.
             ids_BL = place(segments_BL, ("batch", None))
             positions_BL = positions_in_segments(ids_BL)
             if place.ring:
@@ -57,7 +60,7 @@ def token_positions(packed: Packed | None, length: int, place: Placement) -> jax
 
 
 def positions_in_segments(segments_BL: jax.Array) -> jax.Array:
-    """int32 [B, L]: for each position of a row how far it is behind the first of its segment."""
+    """Returns the distance of each position of a row from the start of its segment, int32 [B, L]."""
     index_BL = jax.lax.broadcasted_iota(jnp.int32, segments_BL.shape, 1)
     first_BL = jnp.pad(segments_BL[:, 1:] != segments_BL[:, :-1], ((0, 0), (1, 0)))
     return index_BL - jax.lax.cummax(jnp.where(first_BL, index_BL, 0), axis=1)

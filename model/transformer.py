@@ -16,13 +16,13 @@ from bytescope.model.layers import dropout, fold, look_up, param, read, soft_cap
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
 from bytescope.model.norm import Norm
-from bytescope.model.placement import HERE, Placement
+from bytescope.model.placement import ONE_DEVICE, Placement
 from bytescope.model.precision import Precision
 from bytescope.model.quantized.quantized_formats import FORMATS
 from bytescope.model.quantized.weight import quantized
-from bytescope.model.remat.offload import here, settle
+from bytescope.model.remat.offload import order_offloads, to_device
 from bytescope.model.remat.policies import LayerPolicies, Segment
-from bytescope.model.runs import BLOCKS, DENSE, LayerRun, layers_of, of_stack, runs_of, split_layers, stacked
+from bytescope.model.runs import BLOCKS, DENSE, LayerRun, layers_of, read_from_stack, runs_of, split_layers, stack_loads
 from bytescope.model.segments import Packed, token_positions
 
 KEEP_ALL = LayerPolicies()
@@ -31,23 +31,25 @@ KEEP_ALL = LayerPolicies()
 class Transformer(nnx.Module):
     """Decoder-only transformer.
 
-    Parameters are float arrays in `precision.param`, each with its logical axes in the variable's
-    metadata (`axes`). With `config.scan` the blocks are one Block whose parameters are stacked
-    along a leading `layers` axis, with experts and dense layers besides two, `blocks` and `dense_blocks`; otherwise a
-    list of Blocks. All start from the same values.
+    Parameters are float arrays in `precision.param`, each with its logical axes in the variable's metadata (`axes`).
+    With `config.scan` the blocks are one Block whose parameters are stacked along a leading `layers` axis. Models with
+    experts and dense layers have two such stacks, `blocks` and `dense_blocks`. Without `config.scan` `blocks` is a
+    list of Blocks. The initial values are the same in all these layouts.
 
     Args:
       config: the architecture.
       precision: dtypes by role.
-      remat: what each layer keeps for its backward pass.
+      remat: the tensors that each layer saves for its backward pass.
       place: shards activations, parameters and gradients over the mesh.
-      ahead: layers in one turn of the loop over them, so that it can look ahead; of this and `config.unroll` the
-        larger counts.
-      base: how the weights of the blocks' products are stored, a row of FORMATS; all but bf16 are frozen.
-      lora: adapters of the blocks, None for none; all other parameters have the same values with them.
-      pooled: whether the balance loss of experts pools all layers (`model.experts.expert_layer.pool_balance`).
-      order: of each stack the layer that each of its rows holds, -1 for a row of none; None for all in their order.
-      rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe the model without allocating.
+      ahead: number of layers per step of the loop over layers, so that the compiler can overlap the next layer's
+        communication. The larger of `ahead` and `config.unroll` is used.
+      base: storage format of the blocks' weight matrices, a row of FORMATS. All formats but bf16 are frozen.
+      lora: adapters of the blocks, None for none. All other parameters have the same values with and without adapters.
+      pooled: True if the balance loss of experts pools all layers (`model.experts.expert_layer.pool_balance`).
+      order: stack name -> for each row of the stack the index of the layer it holds, -1 for an unused row. None if
+        stacks hold their layers in order.
+      rngs: its `params` stream initializes the parameters. Build under `nnx.eval_shape` to describe the model without
+        allocating memory.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Transformer(nnx.Module):
         precision: Precision,
         *,
         remat: LayerPolicies = KEEP_ALL,
-        place: Placement = HERE,
+        place: Placement = ONE_DEVICE,
         ahead: int = 1,
         base: str = "bf16",
         lora: Lora | None = None,
@@ -80,7 +82,7 @@ class Transformer(nnx.Module):
         self.final_norm = Norm(config, precision, place)
         key_N = jax.random.split(rngs.params(), config.n_layers)
         if not config.scan:
-            # A list of blocks, or with `scan` one block whose parameters are stacked.
+            # A list of blocks; with `scan` it is one block whose parameters are stacked.
             self.blocks: Any = nnx.List(
                 [self._init_block(key, config.has_experts(layer), base) for layer, key in enumerate(key_N)]
             )
@@ -91,7 +93,7 @@ class Transformer(nnx.Module):
             self.dense_blocks = self._init_stack(key_N[jnp.asarray(layers[DENSE])], False, base)
 
     def _init_block(self, key: jax.Array, routed: bool, base: str) -> Block:
-        made = Block(
+        block = Block(
             self.config,
             self.precision,
             self.place,
@@ -100,21 +102,21 @@ class Transformer(nnx.Module):
             lora=self.lora,
             rngs=nnx.Rngs(params=key),
         )
-        return quantized(made, base) if FORMATS[base] else made
+        return quantized(block, base) if FORMATS[base] else block
 
     def _init_stack(self, key_N: jax.Array, routed: bool, base: str) -> Block:
         def block(key: jax.Array) -> Block:
             return self._init_block(key, routed, base)
 
         graph, _ = nnx.split(nnx.eval_shape(partial(block, key_N[0])))
-        # One layer after the other where they are quantized, so that no more than one is wide.
+        # Quantized layers are initialized one after the other, so that at most one layer is unquantized.
         each = jax.lax.map if FORMATS[base] else lambda one, keys: jax.vmap(one)(keys)
         return nnx.merge(graph, each(lambda key: nnx.split(block(key))[1], key_N))
 
     def hidden(
         self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None, segments_BL: jax.Array | None = None
     ) -> jax.Array:
-        """The first of `hidden_and_load`."""
+        """Returns only the hidden state of `hidden_and_load`."""
         return self.hidden_and_load(tokens_BL, dropout_key_B, segments_BL)[0]
 
     def hidden_and_load(
@@ -124,22 +126,24 @@ class Transformer(nnx.Module):
         segments_BL: jax.Array | None = None,
         real_BL: jax.Array | None = None,
     ) -> tuple[jax.Array, Load | None]:
-        """(normed output of the last block, [B, L, D] in the compute dtype; what the routers of the layers that have
-        experts did, stacked, None without experts).
+        """Returns the normed output of the last block, [B, L, D] in the compute dtype, and the router statistics of
+        all layers.
+
+        The router statistics are stacked over the layers that have experts; None for a model without experts.
 
         Args:
           tokens_BL: int32 token ids, L at most `max_seq_len`.
           dropout_key_B: one key per sequence, or None for no dropout (evaluation, generation).
-          segments_BL: of packed rows the example of each position, int32: 1, 2, ... in order, 0 for padding at the end.
-            Attention and positions then stay within examples. In the order of the row, also where a ring of devices
-            shares it and the tokens are in that of `zigzag`.
-          real_BL: bool, False for padding, which goes to no expert and is not in the load; in the order of the tokens.
-            None: every position is a token.
+          segments_BL: for packed rows the example of each position, int32: 1, 2, ... in order, 0 for padding at the
+            end. Attention and positions then stay within examples. The ids are in the order of the row, also if ring
+            attention has the tokens in `zigzag` order.
+          real_BL: bool, False for padding, which visits no expert and is not counted in the statistics; in the order
+            of the tokens. None: every position is a token.
 
         Raises:
-          ValueError: more positions than `max_seq_len`.
+          ValueError: the sequences are longer than `max_seq_len`.
         """
-        dropout_key_B = dropout_key_B if self.drops else None
+        dropout_key_B = dropout_key_B if self.has_dropout else None
         packed = self.packed(segments_BL, real_BL)
         x_BLD = self.begin(tokens_BL, dropout_key_B, packed)
         with jax.named_scope("blocks"):
@@ -147,22 +151,26 @@ class Transformer(nnx.Module):
         return self.finish(x_BLD), pool_balance(load)
 
     @property
-    def drops(self) -> bool:
-        """Whether anything has dropout."""
+    def has_dropout(self) -> bool:
+        """True if the model or its adapters have dropout."""
         return self.config.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     def packed(self, segments_BL: jax.Array | None, real_BL: jax.Array | None = None) -> Packed | None:
-        """Returns the data of packed or padded rows that `begin` and the blocks read; None for rows of one text each.
-        Arguments as for `hidden_and_load`."""
-        return Packed.of(segments_BL, real_BL, self.place)
+        """Returns the data of packed or padded rows that `begin` and the blocks read. None if every row is one full
+        example.
+
+        Arguments as for `hidden_and_load`.
+        """
+        return Packed.from_ids(segments_BL, real_BL, self.place)
 
     def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
-        """The input of the first block, [B, L, D] in the compute dtype. Arguments and errors as of `hidden`."""
+        """Returns the input of the first block, [B, L, D] in the compute dtype. Arguments and errors as for
+        `hidden_and_load`."""
         config = self.config
         if tokens_BL.shape[1] > config.max_seq_len:
             raise ValueError(
                 f"{tokens_BL.shape[1]} positions are more than model.max_seq_len={config.max_seq_len}: "
-                "shorten the sequences or raise it"
+                "shorten the sequences or raise model.max_seq_len"
             )
         with jax.named_scope("embed"):
             x_BLD = self._embed(tokens_BL, packed)
@@ -171,30 +179,33 @@ class Transformer(nnx.Module):
 
     @property
     def runs(self) -> list[LayerRun]:
-        """The layers by kind and remat policy, in order."""
+        """The layers as runs of consecutive layers with the same structure and remat policy, in order."""
         return runs_of(self.config, self.remat.segments(self.config.n_layers))
 
     def layers(self) -> list[tuple[LayerRun, Callable[..., tuple[jax.Array, Load | None]]]]:
-        """For each run of scanned layers the function block(x_BLD, parameters of a layer, its number, key_B, packed)
-        -> (x_BLD, load) under the run's remat policy."""
+        """Returns for each run of scanned layers a function that computes one layer under the run's remat policy.
+
+        The function is block(x_BLD, parameters of a layer, layer index, key_B, packed) -> (x_BLD, load).
+        """
         return [(run, self._block(run, nnx.split(getattr(self, run.stack))[0])) for run in self.runs]
 
     def at_once(self, segment: Segment) -> int:
-        """Layers in one turn of the loop over a range of layers, or over one group of them."""
+        """Returns the number of layers per iteration of the loop over a range of layers, or over one group of a nested
+        policy."""
         return min(max(self.config.unroll, self.ahead), (segment.stop - segment.start) // segment.groups)
 
     def finish(self, x_BLD: jax.Array) -> jax.Array:
-        """The normed output of the last block, [B, L, D] in the compute dtype."""
+        """Returns the normed output of the last block, [B, L, D] in the compute dtype."""
         with jax.named_scope("final_norm"):
             x_BLD = self.place(self.final_norm(x_BLD), ("batch", "length", None))
             return tag(x_BLD, "final_norm")
 
     def _embed(self, tokens_BL: jax.Array, packed: Packed | None) -> jax.Array:
-        # Under ZeRO-3 the table stays sharded along the width: each device looks up its columns for all sequences
-        # of its fsdp group, then an all-to-all exchanges sequences and columns. Gathering the table instead would
-        # hold V x D on every device, and the gradient besides.
+        # Under ZeRO-3 the table stays sharded along the width: each device looks up its columns for all sequences of
+        # its fsdp group, then an all-to-all exchanges sequences and columns. If the table were gathered, every device
+        # would hold all V x D elements of the table and of its gradient.
         tokens_BL = self.place(tokens_BL, ("table_batch", "table_length"))
-        x_BLD = look_up(here(self.w_token[...]), tokens_BL, self.place)
+        x_BLD = look_up(to_device(self.w_token[...]), tokens_BL, self.place)
         x_BLD = self.place(x_BLD, ("table_batch", "table_length", "table_width")).astype(self.precision.compute)
         if self.config.embed_scale != 1.0:
             x_BLD = x_BLD * jnp.asarray(self.config.embed_scale, x_BLD.dtype)
@@ -203,12 +214,12 @@ class Transformer(nnx.Module):
         return x_BLD
 
     def _position_rows(self, x_BLD: jax.Array, packed: Packed | None) -> jax.Array:
-        """Rows of the table of positions for `x`, [1 or B, L, D]."""
+        """Returns the rows of the position table for `x_BLD`, [1 or B, L, D]."""
         w_position = read(self.w_position, x_BLD.dtype, self.place)
         positions = token_positions(packed, x_BLD.shape[1], self.place)
         if positions.ndim == 1:
             return jnp.take(w_position, positions, axis=0)[None]
-        # Every example reads the first rows, whose gradients are summed in float32.
+        # Every example reads the first rows, so their gradients are summed in float32.
         rows_BLD = jnp.take(w_position.astype(jnp.float32), positions, axis=0).astype(x_BLD.dtype)
         return self.place(rows_BLD, ("batch", "stream", None))
 
@@ -220,7 +231,7 @@ class Transformer(nnx.Module):
             for run in runs:
                 x_BLD, load = self._unroll_run(run, x_BLD, key_B, packed)
                 loads.append(load)
-            return x_BLD, stacked(loads)
+            return x_BLD, stack_loads(loads)
         stacks = {}
         for name in dict.fromkeys(run.stack for run in runs):
             graph, state_N = nnx.split(getattr(self, name))
@@ -229,11 +240,11 @@ class Transformer(nnx.Module):
             stacks[name] = graph, iter(split_layers(state_N, [run.size for run in own])), whole_N
         for run in runs:
             graph, states, whole_N = stacks[run.stack]
-            # Without a checkpoint the parameters read from the stack would be kept for each layer.
+            # Without a checkpoint the parameters that are read from the stack would be saved for each layer.
             whole_N = whole_N if run.segment.policy.saveable else None
             x_BLD, load = self._scan_run(run, graph, next(states), x_BLD, key_B, packed, whole_N)
             loads.append(load)
-        return x_BLD, stacked(loads)
+        return x_BLD, stack_loads(loads)
 
     def _block(
         self,
@@ -241,14 +252,14 @@ class Transformer(nnx.Module):
         graph: nnx.GraphDef,
         whole_N: nnx.State | None = None,
     ) -> Callable[..., tuple[jax.Array, Load | None]]:
-        """block(x_BLD, state of one layer, layer number, key_B, packed) under the run's policy.
+        """Returns block(x_BLD, state of one layer, layer index, key_B, packed) under the run's policy.
 
-        With `whole_N`, the stack of all layers, the state is read out of that stack, inside each checkpoint.
+        With `whole_N`, the stack of all layers, the function reads the state from that stack inside each checkpoint.
         """
         policy, cut = run.segment.policy, self.remat.granularity
         if policy.saveable is not None and self.config.attention == "cudnn" and "context" in policy.names:
             cut = "around_core"
-        # The compiler removes a loop of one turn, and then sees both passes together.
+        # The compiler removes a loop with one step, and then sees both passes together.
         looped = self.at_once(run.segment) < run.size // run.segment.groups
         wrap = partial(policy.wrap, scanned=self.config.scan and looped)
 
@@ -258,8 +269,8 @@ class Transformer(nnx.Module):
             def read_block() -> Block:
                 own = state
                 if whole_N is not None:
-                    own = jax.tree.map(partial(of_stack, layer - run.offset), state, whole_N)
-                return nnx.merge(graph, own).set(layer, again=policy.saveable is None)
+                    own = jax.tree.map(partial(read_from_stack, layer - run.offset), state, whole_N)
+                return nnx.merge(graph, own).set(layer, regather=policy.saveable is None)
 
             return CUTS[cut](read_block, wrap, self.place.stream(x_BLD), fold(key_B, layer), packed)
 
@@ -300,12 +311,12 @@ class Transformer(nnx.Module):
                 with jax.named_scope(f"layer_{layer}"):
                     x_BLD, load = block(x_BLD, state, layer, key_B, packed)
                     loads.append(jax.tree.map(lambda leaf: leaf[None], load))
-            return x_BLD, stacked(loads)
+            return x_BLD, stack_loads(loads)
 
         graph, _ = nnx.split(self.blocks[segment.start])
         block = self._block(run, graph)
         if segment.policy.offloads:
-            block = settle(block)
+            block = order_offloads(block)
         numbers = range(segment.start, segment.stop)
         states = [nnx.split(self.blocks[layer])[1] for layer in numbers]
         if segment.groups == 1:
@@ -315,29 +326,33 @@ class Transformer(nnx.Module):
             group = partial(layers, numbers=numbers[first : first + size])
             x_BLD, load = segment.policy.wrap(group, scanned=False)(x_BLD, states[first : first + size])
             loads.append(load)
-        return x_BLD, stacked(loads)
+        return x_BLD, stack_loads(loads)
 
     def head(self) -> jax.Array:
-        """The matrix from hidden to logits as stored, in `precision.param`: [D, padded V]; tied [padded V, D]."""
-        return here((self.w_token if self.config.tie_embeddings else self.w_head)[...])
+        """Returns the matrix from hidden states to logits in `precision.param`: [D, padded V], or [padded V, D] if
+        tied."""
+        return to_device((self.w_token if self.config.tie_embeddings else self.w_head)[...])
 
     def logits(self, x_BLD: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Logits [B, L, V] of hidden states, multiplied in the dtype of those, held and capped in `dtype`."""
+        """Returns logits [B, L, V] of hidden states. They are multiplied in the dtype of `x_BLD`, and stored and
+        capped in `dtype`."""
         head = "vd" if self.config.tie_embeddings else "dv"
         w_head = self.head().astype(x_BLD.dtype)
         logits_BLV = jnp.einsum(f"bld,{head}->blv", x_BLD, w_head, preferred_element_type=dtype)
         logits_BLV = soft_cap(logits_BLV, self.config.logits_softcap)
-        return logits_BLV[..., : self.config.vocab_size]  # without the padding of the table
+        return logits_BLV[..., : self.config.vocab_size]  # without the padding rows of the table
 
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
-        """Logits [B, L, V] in `precision.logits` of int32 tokens, without dropout. Errors as of `hidden`."""
+        """Returns logits [B, L, V] in `precision.logits` of int32 tokens, without dropout. Errors as for
+        `hidden_and_load`."""
         x_BLD = self.hidden(tokens_BL)
         with jax.named_scope("head"):
             return self.logits(x_BLD, self.precision.logits)
 
 
 def logical_axes(model: Transformer) -> dict:
-    """Returns a tree like the parameters with the logical axes of each; axes of stacked blocks begin with `layers`."""
+    """Returns a tree with the structure of the parameters and the logical axes of each. Axes of stacked blocks begin
+    with `layers`."""
 
     def axes(variable: nnx.Variable) -> tuple[str, ...]:
         own = variable.get_metadata()["axes"]
@@ -347,13 +362,15 @@ def logical_axes(model: Transformer) -> dict:
 
 
 def contracted(model: Transformer) -> dict:
-    """Tree like the parameters: whether nothing but matrix products in the compute dtype reads each."""
+    """Returns a tree of bools with the structure of the parameters: True if only matrix products in the compute dtype
+    read the parameter."""
     return _of_parameters(model, lambda variable: variable.get_metadata()["contracted"])
 
 
-def wide(model: Transformer) -> dict:
-    """Tree like the parameters: whether each is float32 in every precision."""
-    return _of_parameters(model, lambda variable: variable.get_metadata()["wide"])
+def always_float32(model: Transformer) -> dict:
+    """Returns a tree of bools with the structure of the parameters: True if the parameter is float32 in every
+    precision preset."""
+    return _of_parameters(model, lambda variable: variable.get_metadata()["always_float32"])
 
 
 def _of_parameters(model: Transformer, read: Callable[[nnx.Variable], object]) -> dict:

@@ -1,6 +1,6 @@
 """The zigzag order of a sequence that a ring of devices shares: each rank has an early and a late chunk.
 
-Under a causal mask every rank then has the same work.
+With a causal mask every rank then has the same work.
 """
 
 import jax
@@ -8,21 +8,22 @@ import jax.numpy as jnp
 
 
 def chunk_length(length: int, ranks: int, axis: str = "mesh.context") -> int:
-    """Returns the positions of one of the 2 * `ranks` chunks of a sequence.
+    """Returns the number of positions in each of the 2 * `ranks` chunks of a sequence.
 
     Raises:
-      ValueError: the sequence is not divisible by 2 * ranks; `axis` is named in the message.
+      ValueError: the sequence is not divisible by 2 * ranks. `axis` is the config key that the message names.
     """
     if length % (2 * ranks):
         raise ValueError(
-            f"data.seq_len={length} does not divide into 2 x {axis} = {2 * ranks} chunks: "
+            f"data.seq_len={length} cannot be split into 2 x {axis} = {2 * ranks} chunks: "
             f"make it a multiple of {2 * ranks}, or change {axis}"
         )
     return length // (2 * ranks)
 
 
 def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """`x` with its sequence, `axis`, reordered: rank r's part holds chunks r and 2*ranks-1-r of the 2*ranks.
+    """Reorders the sequence dimension `axis` of `x` so that rank r's part holds chunks r and 2*ranks-1-r of 2*ranks
+    chunks.
 
     Raises:
       ValueError: the sequence is not divisible by 2*ranks.
@@ -33,7 +34,7 @@ def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
 
 
 def unzigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """The inverse of `zigzag`."""
+    """Inverts `zigzag`."""
     n = chunk_length(x.shape[axis], ranks)
     pairs = x.reshape(*x.shape[:axis], ranks, 2, n, *x.shape[axis + 1 :])
     early, late = (jax.lax.index_in_dim(pairs, half, axis + 1, keepdims=False) for half in (0, 1))
@@ -41,8 +42,9 @@ def unzigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
 
 
 def zigzag_positions(length: int, ranks: int) -> jax.Array:
-    """int32 [L]: the position in the sequence of each element after `zigzag`, which says what is raised."""
-    # Arithmetic on an iota: no constant of L entries, and every device computes its own part.
+    """Returns the original position of each element of a sequence after `zigzag`, int32 [L]. Raises ValueError like
+    `zigzag`."""
+    # Computed from an iota: the program has no constant of L elements, and every device computes its own part.
     n = chunk_length(length, ranks)
     place = jax.lax.iota(jnp.int32, length)
     rank = place // (2 * n)

@@ -1,2 +1,2 @@
-"""The trainer: from a command line to a trained model. Start at `cli.py`, which finds the command; `program/` makes the
-step that runs, `run/` runs it. train/README.md lists the folders from the lowest layer up."""
+"""The trainer: turns a command line into a trained model. Start at `cli.py`, which finds the command; `program/`
+builds the training step and `run/` runs it. train/README.md lists the folders from the lowest layer to the highest."""

@@ -1,4 +1,4 @@
-"""`python -m bytescope.train` is `bytescope train`."""
+"""Runs the `bytescope train` command for `python -m bytescope.train`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command line `bytescope`: finds each command, runs it, and turns its errors into exit codes."""
+"""The command line `bytescope`: finds the command, runs it, and turns its errors into exit codes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ USAGE = "usage: bytescope COMMAND [CONFIG [TARGET]] [--config.KEY=VALUE ...] [..
 EXIT_CODES = """\
 exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command,
 config or data, 3 does not fit, 4 non-finite loss, 5 a process is missing or
-died, 130 ended by Ctrl-C. The first Ctrl-C in train saves and exits 0."""
+died, 130 ended by Ctrl-C. The first Ctrl-C in train saves a checkpoint and
+exits 0."""
 
 
 def overview() -> str:
-    """What `bytescope --help` prints: every command in one line."""
+    """Returns the text of `bytescope --help`, which lists every command in one line each."""
     lines = [USAGE, "", SUMMARY, ""]
     for group, names in GROUPS.items():
         lines.append(f"{group}:")
@@ -46,23 +47,27 @@ def overview() -> str:
 
 
 def version() -> str:
-    """The versions of this package and of the libraries that decide its figures, in one line."""
-    found = []
+    """Returns the versions of this package, of jax, jaxlib, flax and optax, and of Python, in one line."""
+    versions = []
     for name in ("bytescope", "jax", "jaxlib", "flax", "optax"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return ", ".join([*found, f"Python {sys.version.split()[0]}"])
+    return ", ".join([*versions, f"Python {sys.version.split()[0]}"])
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of any command line; see `registry.parse`."""
+    """Parses the arguments of a command and returns them. Delegates to `registry.parse`."""
     return registry.parse(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line, that of the process by default; returns the exit code."""
+    """Runs a command line and returns its exit code.
+
+    Args:
+        argv: the arguments, without the program name; None for the arguments of this process.
+    """
     if argv is None:
         return run_process(sys.argv[1:])
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -75,9 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_process(argv: Sequence[str]) -> int:
-    """Runs a command line in a process that does nothing else."""
+    """Runs a command line as the only work of this process and returns its exit code.
+
+    Characters that the terminal cannot encode are printed as escapes.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a name without encoding is shown as Python writes it
+        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot encode are printed as escapes
             stream.reconfigure(errors="backslashreplace")
     code = main(argv)
     end_quietly()
@@ -85,11 +93,12 @@ def run_process(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one command; returns its exit code. What a user can mend is printed in one line, with advice below it."""
+    """Runs one command and returns its exit code. An error that the user can fix is printed in one line, followed by
+    advice."""
     try:
         args = registry.parse(argv)
         command = COMMANDS[args.command]
-        if command.group != "train":  # figures and tables stay in their columns
+        if command.group != "train":  # commands other than training print tables, which need a fixed width
             settle_stdout()
         with chosen_rates(args):
             return command.load().run(args)
@@ -104,16 +113,17 @@ def run(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:
             raise
-        for line in getattr(error, "advice", ()):  # what to try where memory does not suffice
+        for line in getattr(error, "advice", ()):  # the changes to try if memory does not suffice
             print(line, file=sys.stderr)
         return code
 
 
 def _reader_left() -> bool:
-    """Returns whether nobody reads standard output any more, as after `| head`."""
+    """Returns whether the process that reads standard output has closed it, as `head` does in `bytescope ... |
+    head`."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
-    except (AttributeError, OSError, ValueError):  # a system without poll; no real stream
+    except (AttributeError, OSError, ValueError):  # the system has no poll, or standard output is no real stream
         return True

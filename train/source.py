@@ -1,7 +1,7 @@
-"""Recognizes what a path or a name is: a run of `bytescope train`, a folder of weights, or a config.
+"""Recognizes whether a path or name is a run of `bytescope train`, a folder of weights, or a config.
 
-Every command that takes one of the three asks `find_source`, so that all commands answer the same way. Only names and
-config.json are looked at here; SavedRun, Folder and config_files.load read what was recognized.
+Every command that accepts one of the three calls `find_source`, so that all commands recognize a name in the same way.
+This module reads only file names and config.json. SavedRun, Folder and config_files.load read the contents.
 
 This module is below train/weights and train/program, whose readers need the file names and config names declared here.
 """
@@ -20,21 +20,22 @@ from bytescope.memory.errors import did_you_mean
 from bytescope.memory.records.report_record import IN_RUN
 from bytescope.train.user_errors import UserError
 
-# Files of a run, of a folder of weights and of an adapter; the first two have a config.json, with different keys.
+# File names in a run directory, a folder of weights and an adapter folder. Run directories and folders of weights both
+# have a config.json, with different keys.
 CONFIG = "config.json"
 CHECKPOINTS, METRICS, MEMORY = "checkpoints", "metrics.jsonl", IN_RUN
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-IDENTITY_KEYS = {"config", "global_rows"}  # in the config.json of a run, and of no folder of weights
-MAX_JSON_BYTES = 64 * 2**20  # of a JSON file that is read; the largest published index has 8 MB
-# Begins the name of a config that is made from a folder of weights.
+IDENTITY_KEYS = {"config", "global_rows"}  # only the config.json of a run has these keys
+MAX_JSON_BYTES = 64 * 2**20  # larger JSON files are not read; the largest published index has 8 MB
+# Prefix of the name of a config that is derived from a folder of weights, as in `hf:FOLDER`.
 WEIGHTS = "hf:"
 SHIPPED = Path(base.__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
 class SourcePath:
-    """A path whose kind was recognized."""
+    """A path whose content was recognized. Its subclass says what the path is."""
 
     path: Path
 
@@ -46,14 +47,16 @@ class RunPath(SourcePath):
 
 @dataclasses.dataclass(frozen=True)
 class WeightsPath(SourcePath):
-    """A folder of weights as Hugging Face publishes it, or at least its config.json."""
+    """A folder of weights in Hugging Face's format. The folder may contain only a config.json."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfigPath(SourcePath):
-    """A config file, or with the name `hf:FOLDER` the config to fine-tune a folder of weights.
+    """A config file, or a folder of weights that `hf:FOLDER` names as a config to fine-tune.
 
-    weights: FOLDER of `hf:FOLDER` as the user wrote it, which is then the path too; None for a config file.
+    Attributes:
+        path: the config file, or FOLDER with `~` expanded.
+        weights: FOLDER of `hf:FOLDER` as the user wrote it; None for a config file.
     """
 
     weights: str | None = None
@@ -63,26 +66,27 @@ Kind = TypeVar("Kind", bound=SourcePath)
 
 
 def find_source(name: str | Path, *kinds: type[Kind]) -> Kind:
-    """Returns what `name` is: the first of `kinds` that it can be.
+    """Returns the path for `name`, as the first of `kinds` that matches it.
 
-    name: as the user wrote it, or a path in which `~` is expanded already.
-    kinds: the kinds that the caller accepts, of RunPath, WeightsPath and ConfigPath.
+    Args:
+        name: a path or a config name, as the user wrote it. In a str `~` is expanded, in a Path it is not.
+        kinds: the classes that the caller accepts: RunPath, WeightsPath, ConfigPath.
 
     Raises:
-      UserError: `name` is none of them.
+        UserError: `name` matches none of `kinds`.
     """
     for kind in kinds:
-        found = _FINDERS[kind](name)
-        if found is not None:
-            return cast(Kind, found)
-    raise UserError(_refusal(name, kinds))
+        source = _FINDERS[kind](name)
+        if source is not None:
+            return cast(Kind, source)
+    raise UserError(_not_found_message(name, kinds))
 
 
 def is_run(folder: str | Path) -> bool:
     """Returns whether `folder` is the directory of a run.
 
-    A run is recognized by its checkpoints; by its other files if there are no weights beside them; or by a config.json
-    with the keys of a run's identity.
+    A directory is a run if it contains checkpoints, if it contains a run's metrics or memory report and no weights, or
+    if its config.json has the keys of a run.
     """
     path = _expand(folder)
     if os.path.isdir(path / CHECKPOINTS):
@@ -90,19 +94,21 @@ def is_run(folder: str | Path) -> bool:
     has_weights = any(os.path.isfile(path / name) for name in (SINGLE, INDEX))
     if not has_weights and any(os.path.isfile(path / name) for name in (METRICS, MEMORY)):
         return True
-    return _holds_identity(path / CONFIG)
+    return _is_run_config(path / CONFIG)
 
 
 def holds_model(folder: Path) -> bool:
-    """Returns whether a folder has the config and the weights of a model or an adapter, so that --force replaces it."""
+    """Returns whether a folder contains the config and the weights of a model or an adapter. `--force` replaces only
+    such a folder."""
     names = {path.name for path in folder.iterdir()}
     return bool(names & {CONFIG, ADAPTER_CONFIG}) and any(name.endswith(".safetensors") for name in names)
 
 
 def title_of(name: str) -> str:
-    """Returns the title of a config in reports and run directories: the stem of a file, or the folder of `hf:FOLDER`.
+    """Returns the title of a config for reports and run directories.
 
-    If the folder is a snapshot in Hugging Face's cache, whose own name is a digest, the title is the model's name.
+    The title is the stem of a config file, or the name of FOLDER for `hf:FOLDER`. If FOLDER is a snapshot in Hugging
+    Face's cache, which is named by a digest, the title is the name of the model.
     """
     if not name.startswith(WEIGHTS):
         return Path(name).stem
@@ -113,7 +119,7 @@ def title_of(name: str) -> str:
 
 
 def shipped() -> list[Path]:
-    """Returns the files of the shipped configs, sorted by name."""
+    """Returns the paths of the configs that come with the package, sorted by name."""
     return sorted(path for path in SHIPPED.glob("*.py") if path.stem not in ("__init__", "base"))
 
 
@@ -134,7 +140,7 @@ def _find_config(name: str | Path) -> ConfigPath | None:
     if not text:
         return None
     for path in (_expand(name), SHIPPED / text, SHIPPED / f"{text}.py", SHIPPED.parent / text):
-        if os.path.isfile(path):  # False for a name that is too long for the system
+        if os.path.isfile(path):  # isfile returns False for a name that is too long for the file system
             return ConfigPath(path)
     return None
 
@@ -147,12 +153,11 @@ _FINDERS: dict[type[SourcePath], Callable[[str | Path], SourcePath | None]] = {
 
 
 def _expand(name: str | Path) -> Path:
-    """The path of a name. A Path stays as it is: a folder of one's own may be called `~`."""
+    """Returns `name` as a path and expands `~` in a str. A Path stays as it is, because a folder may be called `~`."""
     return Path(os.path.expanduser(name)) if isinstance(name, str) else name
 
 
-def _holds_identity(path: Path) -> bool:
-    """Whether a file is the config.json of a run."""
+def _is_run_config(path: Path) -> bool:
     if not os.path.isfile(path):
         return False
     try:
@@ -164,25 +169,25 @@ def _holds_identity(path: Path) -> bool:
     return isinstance(value, dict) and value.keys() >= IDENTITY_KEYS
 
 
-def _refusal(name: str | Path, kinds: tuple[type[SourcePath], ...]) -> str:
-    """The message for a name that is none of the kinds that a caller accepts."""
+def _not_found_message(name: str | Path, kinds: tuple[type[SourcePath], ...]) -> str:
+    """Returns the error message for a name that matches none of the accepted `kinds`."""
     text, is_folder = str(name), os.path.isdir(_expand(name))
     if ConfigPath not in kinds:
         if WeightsPath not in kinds:
             return f"{text} holds no run: give the folder that bytescope train wrote, with its config.json"
         return (
             f"{text} is neither a run nor a folder of weights: give the folder that bytescope train wrote, "
-            "or one with a config.json as transformers has it"
+            "or a folder with a config.json in the format of transformers"
         )
     if not text:
         return "the name of the config is empty: give a file, or a name that bytescope configs lists"
     if is_folder and len(kinds) > 1:
         return (
             f"{text} is neither a run, a folder of weights nor a config: give the folder that bytescope train wrote, "
-            "one with a config.json as transformers has it, or a name that bytescope configs lists"
+            "a folder with a config.json in the format of transformers, or a name that bytescope configs lists"
         )
     if is_folder:
-        hint = f", or {WEIGHTS}{text} for the weights there" if _find_weights(name) else ""
+        hint = f", or {WEIGHTS}{text} to use the weights in the folder" if _find_weights(name) else ""
         return f"config {text!r} is a folder: give a file in it{hint}"
     names = [path.stem for path in shipped()]
     hint = did_you_mean(_expand(name).stem, names)

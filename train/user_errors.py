@@ -1,21 +1,25 @@
-"""Errors that a user can mend, each with the exit code that every command uses for it.
+"""Errors that a user can fix, each with the exit code that every command returns for it.
 
 Exit codes: 0 done, 1 a check that the user asked for failed, 2 a mistake in the command, config or data, 3 does not
-fit, 4 non-finite loss, 5 a process of several is missing or died, 130 ended by Ctrl-C. A message is one line: the
-value, then the remedy.
+fit in memory, 4 non-finite loss, 5 another process of the run is missing or died, 130 ended by Ctrl-C. A message is
+one line: the wrong value, then the remedy.
 """
 
 from collections.abc import Sequence
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend: printed as one line, without a traceback."""
+    """A mistake in the command, config or data. It is printed as one line without a traceback."""
 
     exit_code = 2
 
 
 class DoesNotFit(UserError):
-    """The step needs more memory than a device has available; `advice`: lines on what to do, to print below."""
+    """The training step needs more memory than a device has available.
+
+    Attributes:
+        advice: lines to print below the message, with changes that the user can try.
+    """
 
     exit_code = 3
 
@@ -25,12 +29,12 @@ class DoesNotFit(UserError):
 
 
 class NonFinite(UserError):
-    """The loss or a gradient is no longer finite."""
+    """The loss or a gradient is NaN or infinite."""
 
     exit_code = 4
 
 
 class Lost(UserError):
-    """Another process of the run is missing, or died."""
+    """Another process of the run is missing or died."""
 
     exit_code = 5

@@ -1,6 +1,6 @@
-"""Commands that need no trainer: report and compare of any program, diff, trace, calibrate, targets.
+"""Commands that need no trainer: report and compare for any program, diff, trace, calibrate and targets.
 
-In: the parsed command line. Out: text on the terminal, the files that flags ask for, and an exit code. A command is a
-file with `add_arguments(parser)` and `run(args)`; `arguments` has what several share. The registry of all commands is
-train/commands/registry.py; it adds configs to report and compare.
+In: the parsed command line. Out: text on the terminal, the files named by flags, and an exit code. Each command is a
+file with `add_arguments(parser)` and `run(args)`; `arguments.py` contains what several commands share. The registry of
+all commands is train/commands/registry.py, which adds configs to report and compare.
 """

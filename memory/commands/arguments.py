@@ -1,4 +1,4 @@
-"""What the commands share: the parser, arguments, and checks before a compile."""
+"""The argument parser, arguments and checks that the commands share."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from bytescope.memory.errors import ReportError, disk_remedy, nearest, one_of, remedy_for
+from bytescope.memory.errors import ReportError, disk_remedy, nearest, remedy_for, suggestion
 from bytescope.memory.files import write_whole
 
-# Exit codes besides 0 (done), 1 (a check failed) and 2 (a mistake). That of Ctrl-C is what shells give: 128 + SIGINT.
+# Exit codes in addition to 0 (success), 1 (a check failed) and 2 (user error). INTERRUPTED is 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line and exit with 2.
+    """Parses arguments and raises ReportError, a one-line message with exit code 2, if they are wrong.
 
-    keys_named: returns the config keys that have a name, for commands that take --config.KEY.
+    keys_named: returns the config keys that end in a given name, for commands that take --config.KEY.
     """
 
     keys_named: Callable[[str], Sequence[str]] | None = None
 
     def error(self, message: str) -> NoReturn:
-        """Raises ReportError with argparse's message, the flag or config key that was probably meant, and the help
-        command."""
+        """Raises ReportError with argparse's message, the nearest known flags or config keys, and the help command."""
         near: Sequence[str] = ()
         if flag := _UNKNOWN_FLAG.match(message):
             if self.keys_named and "--config.KEY" in self._option_string_actions:
                 near = [f"--config.{key}" for key in self.keys_named(flag[1].lstrip("-").replace("-", "_"))]
             known = [name for name, action in self._option_string_actions.items() if not isinstance(action, OldFlag)]
             near = near or nearest(flag[1], known)
-        raise ReportError(f"{message}{': ' if near else ''}{one_of(near)}; see {self.prog} --help")
+        raise ReportError(f"{message}{': ' if near else ''}{suggestion(near)}; see {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        """Raises argparse.ArgumentError for a value that is not among the choices of its flag."""
+        """Raises argparse.ArgumentError if a value is not one of the choices of its flag."""
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"{value!r}: {remedy_for(str(value), map(str, action.choices))}")
 
 
 class OldFlag(argparse.Action):
-    """The previous spelling of a flag: it is not in the help, and prints the present spelling."""
+    """The action of a renamed flag's old spelling, which is hidden in the help and prints the new spelling when
+    used."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, renamed: argparse.Action) -> None:
         super().__init__(
@@ -67,7 +67,7 @@ class OldFlag(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Prints the present name of the flag, then runs its action."""
+        """Prints the new name of the flag, then runs the action of the new flag."""
         print(
             f"note: {option_string} is now {self.renamed.option_strings[0]}; the next version no longer has the old "
             "name",
@@ -77,51 +77,61 @@ class OldFlag(argparse.Action):
 
 
 def keep_old_flag(parser: argparse.ArgumentParser, old: str, now: str) -> None:
-    """Makes `parser` accept the flag `now` under its previous spelling `old` too, for one version."""
+    """Makes `parser` accept `old` as another spelling of the flag `now`, for one version."""
     parser.add_argument(old, action=OldFlag, renamed=parser._option_string_actions[now])
 
 
 def user_path(text: str) -> Path:
-    """The path of a flag's value; `~` is expanded here, since no shell does that behind an equals sign.
+    """Returns a flag's value as a path with `~` expanded. No shell expands `~` after an equals sign.
 
-    Raises argparse.ArgumentTypeError for no name at all, and for a user that does not exist.
+    Raises argparse.ArgumentTypeError if the value is empty or names an unknown user.
     """
     path = os.path.expanduser(text)
     if not path:
-        raise argparse.ArgumentTypeError("no name of a file or folder is given")
+        raise argparse.ArgumentTypeError("the name is empty; give a file or folder")
     if path.startswith("~"):
-        raise argparse.ArgumentTypeError(f"{text}: there is no such user; write ./{text} for a name with a ~")
+        raise argparse.ArgumentTypeError(
+            f"{text}: the user does not exist; write ./{text} for a name that begins with ~"
+        )
     return Path(path)
 
 
 def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
-    """Adds how a command compiles and where its `result`, in words, goes."""
-    parser.add_argument("--no-cache", action="store_true", help="compile everything: neither read nor write the cache")
+    """Adds the flags for compiling (--no-cache, --rates, --jobs) and for output files (--json, --html).
+
+    result: names the output in the help lines, such as "the comparison".
+    """
+    parser.add_argument("--no-cache", action="store_true", help="compile every program again, without the cache")
     add_rates(parser)
     parser.add_argument(
         "--jobs",
         metavar="N",
         type=int,
-        help="compile N programs at once (default: one per core, as far as 20 GiB of host memory allow)",
+        help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
     )
     parser.add_argument("--json", metavar="FILE", type=user_path, help=f"write {result} as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
 
 
 def add_rates(parser: argparse.ArgumentParser) -> None:
-    """Adds where the rates of predictions are from."""
+    """Adds --rates, the file of measured device rates for predictions."""
     parser.add_argument(
-        "--rates", metavar="FILE", type=user_path, help="predict seconds at the rates of bytescope calibrate"
+        "--rates",
+        metavar="FILE",
+        type=user_path,
+        help="predict seconds from the rates in this file, written by bytescope calibrate --out (default: the built-in "
+        "table of device rates)",
     )
 
 
 @contextmanager
 def chosen_rates(args: argparse.Namespace) -> Iterator[None]:
-    """A context in which all predictions of this process, and of the workers that it starts, take the rates of
-    --rates=FILE; without the flag those of the table.
+    """Uses the rates of --rates=FILE for all predictions of this process and its workers inside the context.
+
+    Without the flag, the built-in table of rates is used.
 
     Raises:
-      ReportError: the file cannot be read, is damaged, or is of another kind of device than the target that is named.
+        ReportError: the file cannot be read, is damaged, or was measured on another kind of device than the target.
     """
     if vars(args).get("rates") is None:
         yield
@@ -137,8 +147,10 @@ def chosen_rates(args: argparse.Namespace) -> Iterator[None]:
 
 
 def check_rates(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises ReportError where --rates is of another kind of device than a target of these names; the devices of this
-    machine, which only jax knows, are told apart when they are predicted."""
+    """Raises ReportError if --rates was measured on another kind of device than one of the named targets.
+
+    The target `local` is not checked here, because only jax knows this machine's devices: predictions check it.
+    """
     from bytescope.memory.devices.chips import CHIPS
 
     if vars(args).get("rates") is None:
@@ -152,10 +164,10 @@ def check_rates(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def check(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Checks targets, files and the number of workers before anything is compiled.
+    """Checks targets, output files and --jobs before anything is compiled.
 
     Raises:
-      ReportError: a target that does not exist or cannot be measured, a file that cannot be written, no worker.
+        ReportError: a target does not exist or cannot be measured, a file cannot be written, or --jobs is below 1.
     """
     from bytescope.memory.devices import targets
 
@@ -165,34 +177,34 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
         if base not in ("local", "cpu"):  # those need jax, which only the workers start
             targets.parse(name)
             if args.measure:
-                raise ReportError(f"--measure on {name}, which is not this machine: leave the target out to run here")
+                raise ReportError(f"--measure with target {name}, which is not this machine: leave the target out")
     check_files(args)
     if args.jobs is not None and args.jobs < 1:
         raise ReportError(f"--jobs={args.jobs}: give 1 or more")
 
 
 def check_files(args: argparse.Namespace, flags: Sequence[str] = ("json", "html")) -> None:
-    """Raises ReportError for a file of these flags that cannot be written, before anything long begins."""
+    """Raises ReportError if an output file of one of these flags cannot be written, before a long command begins."""
     for path in filter(None, (vars(args).get(flag) for flag in flags)):
         if not os.path.isdir(path.absolute().parent):
-            raise ReportError(f"cannot write {path}: there is no folder {path.parent}")
+            raise ReportError(f"cannot write {path}: there is no folder {path.parent}; create it or give another file")
         if os.path.isdir(path):
             raise ReportError(f"cannot write {path}: it is a folder; give a file in it")
 
 
 def shares_accelerator(names: Sequence[str]) -> bool:
-    """Whether compiling for these targets opens the accelerator of this machine: then one worker at a time, since all
-    would share its memory."""
+    """Returns whether compiling for these targets opens this machine's accelerator. Then only one worker may run at a
+    time, because all workers would share the accelerator's memory."""
     from bytescope.memory.devices.platform import choose_platform
 
     return "local" in names and choose_platform() != "cpu"
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file completely or not at all.
+    """Writes a text file completely or not at all.
 
     Raises:
-      ReportError: it cannot be written.
+        ReportError: the file cannot be written.
     """
     try:
         write_whole(path, text)
@@ -201,7 +213,7 @@ def write(path: Path, text: str) -> None:
 
 
 def show_written(*paths: Path | None) -> None:
-    """Prints the files that a command wrote; pipes and devices, such as /dev/stdout, are left out."""
+    """Prints the names of the files that a command wrote, without pipes and devices such as /dev/stdout."""
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
 

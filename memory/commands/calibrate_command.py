@@ -1,4 +1,4 @@
-"""bytescope calibrate: measures what the devices of this machine reach, for --rates=FILE of other commands."""
+"""bytescope calibrate: measures the rates of this machine's devices, for --rates=FILE of other commands."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument(
         "--out",
         metavar="FILE",
         type=user_path,
-        help="write the rates as JSON, for --rates=FILE of the commands that predict seconds",
+        help="write the measured rates as JSON, for --rates=FILE of other commands",
     )
     parser.add_argument(
         "--seconds",
         metavar="S",
         type=float,
         default=SECONDS,
-        help="measure for about so long "
-        f"(default: {SECONDS:g}), on a busy machine at most a quarter longer, or 30 s; with little "
-        "time only what predictions cannot do without",
+        help=f"approximate duration in seconds (default: {SECONDS:g}); on a busy machine the measurement may take a "
+        "quarter longer, or 30 s; a short duration measures only the rates that predictions require",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints the table and writes the file asked for."""
+    """Measures the devices, prints the table of rates and writes the requested file."""
     if not 0 < args.seconds < math.inf:
         raise ReportError(f"--seconds={args.seconds:g}: give a number above 0, such as {SECONDS:g}")
     check_files(args, ("out",))
@@ -44,12 +43,14 @@ def run(args: argparse.Namespace) -> int:
 
     choose_platform()
     target = targets.parse("local")
-    here = [device for device in target.devices() if device.process_index == device.client.process_index()]
-    todo = cases.cases_of(here, target, cases.sizes_of(target))
-    with progress(math.ceil(args.seconds), "measuring") as tell:
-        found = measure.measure(todo, target, len(here), args.seconds, tell)
-    calibration_text.show(found, target)
+    devices = [device for device in target.devices() if device.process_index == device.client.process_index()]
+    todo = cases.list_cases(devices, target, cases.choose_sizes(target))
+    with progress(math.ceil(args.seconds), "measuring") as report_progress:
+        calibration = measure.measure(todo, target, len(devices), args.seconds, report_progress)
+    calibration_text.show(calibration, target)
     if args.out:
-        rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in found.rates.to_json().items())
+        rows = ",\n".join(
+            f" {json.dumps(name)}: {json.dumps(value)}" for name, value in calibration.rates.to_json().items()
+        )
         write(args.out, f"{{\n{rows}\n}}\n")
     return 0

@@ -1,4 +1,5 @@
-"""What `bytescope calibrate` measured, each kernel beside the data sheet and the share of it."""
+"""The table that `bytescope calibrate` prints: the measured rate of each kernel and its share of the data sheet's
+rate."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, label
 
 _T, _G = 1e12, 1e9
-# HLO's dtype of a unit's operands, and their bytes.
+# Compute unit -> (HLO dtype of its operands, bytes per operand element).
 _OPERANDS = {
     "bf16": ("bfloat16", 2),
     "fp16": ("float16", 2),
@@ -44,25 +45,28 @@ _OPERANDS = {
     "tf32": ("tf32", 4),
     "fp32": ("float32", 4),
 }
-_MOST_LEFT_OUT = 3
-# A spread, in the middle of all, above which something else ran on the devices or the host.
+_MAX_LEFT_OUT = 3
+# A median spread above this fraction means that other programs ran on the devices or the host.
 _BUSY = 0.2
 
 
-def show(found: Calibration, target: Target, console: Any = None) -> None:
-    """Prints what was measured, to stdout when no console is given. target: with its data sheet, where it has one."""
-    put(render(found, target), console)
+def show(calibration: Calibration, target: Target, console: Any = None) -> None:
+    """Prints the measured samples, to stdout by default. target: the measured device, with its data sheet if it has
+    one."""
+    put(render(calibration, target), console)
 
 
-def render(found: Calibration, target: Target) -> Group:
-    """The samples as a table, in the order of `PARTS`, and what was left out.
+def render(calibration: Calibration, target: Target) -> Group:
+    """Returns the samples as a table in the order of `PARTS`, then the cases that were not measured.
 
-    A rate is the work over the seconds, the floor of the kernel included; those of the data sheet are of one device.
+    A rate is work divided by seconds, including the kernel's fixed cost. Data sheet rates are for one device.
     """
     table = FigureTable(
-        label("kernel", least=17), label("size", least=12), *map(figure, ("time", "spread", "rate", "sheet", "share"))
+        label("kernel", min_width=17),
+        label("size", min_width=12),
+        *map(figure, ("time", "spread", "rate", "sheet", "share")),
     )
-    for sample in sorted(found.samples, key=_order):
+    for sample in sorted(calibration.samples, key=_order):
         name, size = _NAMES[sample.part](sample)
         rate, sheet = _rate(sample), _sheet(sample, target)
         table.add(
@@ -70,27 +74,32 @@ def render(found: Calibration, target: Target) -> Group:
             size,
             _time(sample.seconds),
             "" if sample.spread is None else f"{sample.spread:.0%}",
-            _shown(rate, sample) if rate else "",
-            _shown(sheet, sample).partition(" ")[0] if rate and sheet else "",
+            _rate_text(rate, sample) if rate else "",
+            _rate_text(sheet, sample).partition(" ")[0] if rate and sheet else "",
             f"{rate / sheet:.0%}" if rate and sheet else "",
         )
-    return Group(Prose(f"what one device reaches: {found.rates.source}", "bold"), table, *_thin(found), *_notes(found))
+    return Group(
+        Prose(f"measured rates of one device: {calibration.rates.source}", "bold"),
+        table,
+        *_thin(calibration),
+        *_notes(calibration),
+    )
 
 
-def _thin(found: Calibration) -> Iterator[Any]:
-    """What the rates of cubes, by which all products are predicted, say of the thin ones."""
-    thin = sorted((sample for sample in found.samples if sample.part == THIN), key=_order)
+def _thin(calibration: Calibration) -> Iterator[Any]:
+    """Compares measured thin matrix products with predictions, which use rates that were measured on cubes."""
+    thin = sorted((sample for sample in calibration.samples if sample.part == THIN), key=_order)
     if not thin:
         return
     table = FigureTable(label("thin products, there and back"), *map(figure, ("measured", "predicted by cubes")))
     for sample in thin:
-        table.add("x".join(map(str, sample.key[1:])), _time(sample.seconds), _by_cubes(sample, found.rates))
+        table.add("x".join(map(str, sample.key[1:])), _time(sample.seconds), _by_cubes(sample, calibration.rates))
     yield Text()
     yield table
 
 
 def _order(sample: Sample) -> tuple:
-    """By part, then by what it is, then by size; numbers of a key as numbers."""
+    """Returns the sort key of a sample: part, then kernel, then size. Numbers in a key sort as numbers."""
     return (
         PARTS.index(sample.part),
         tuple((str(part), 0) if isinstance(part, str) else ("", part) for part in sample.key),
@@ -98,33 +107,34 @@ def _order(sample: Sample) -> tuple:
     )
 
 
-def _notes(found: Calibration) -> Iterator[Any]:
+def _notes(calibration: Calibration) -> Iterator[Any]:
     yield Prose(
-        "spread: the distance of the quartiles over the median; sheet: the data sheet, in the unit of the rate", "dim"
+        "spread: interquartile range / median; sheet: rate of the data sheet, in the unit of the measured rate", "dim"
     )
-    spreads = [sample.spread for sample in found.samples if sample.spread is not None]
+    spreads = [sample.spread for sample in calibration.samples if sample.spread is not None]
     if spreads and (middle := statistics.median(spreads)) > _BUSY:
         yield Prose(
-            f"half of the spreads are above {middle:.0%}: something else ran here; measure again when nothing does",
+            f"half of the spreads are above {middle:.0%}: other programs ran on this machine; measure without them",
             "yellow",
         )
     reasons: dict[str, list[str]] = defaultdict(list)
-    for name, why in found.left_out.items():
+    for name, why in calibration.left_out.items():
         reasons[why].append(name)
     for why, names in reasons.items():
-        more = f" and {len(names) - _MOST_LEFT_OUT} more" if len(names) > _MOST_LEFT_OUT else ""
-        yield Prose(f"not measured: {', '.join(names[:_MOST_LEFT_OUT])}{more}: {why}", "yellow")
+        more = f" and {len(names) - _MAX_LEFT_OUT} more" if len(names) > _MAX_LEFT_OUT else ""
+        yield Prose(f"not measured: {', '.join(names[:_MAX_LEFT_OUT])}{more}: {why}", "yellow")
 
 
 def _rate(sample: Sample) -> float:
-    """FLOP/s, or bytes per second; of collectives those on the wire of one device; 0 for what is latency alone."""
+    """Returns FLOP/s or bytes/s; for collectives, the bytes/s that one device sends; 0 for samples that measure
+    latency."""
     if not sample.work or (sample.part in (COLLECTIVES, HOST_LINK) and sample.size <= SHORT):
         return 0.0
     share = WIRE[sample.key[0]](sample.key[1]) if sample.part == COLLECTIVES else 1.0
     return share * sample.work / sample.seconds
 
 
-# Part -> the data sheet's figure, 0 where it has none. Attention is computed in bfloat16 where there are units for it.
+# Part -> the data sheet's rate, 0 if it has none. Attention runs in bfloat16 on devices with bfloat16 units.
 _SHEET: Mapping[str, Callable[[Sample, Target], float]] = {
     PRODUCTS: lambda sample, target: target.peak_flops.get(sample.key[0], 0.0),
     THIN: lambda sample, target: target.peak_flops.get(sample.key[0], 0.0),
@@ -139,11 +149,11 @@ def _sheet(sample: Sample, target: Target) -> float:
     return _SHEET[sample.part](sample, target) if sample.part in _SHEET else 0.0
 
 
-def _shown(rate: float, sample: Sample) -> str:
-    of = "FLOP/s" if sample.part in (PRODUCTS, THIN, ATTENTION) else "B/s"
+def _rate_text(rate: float, sample: Sample) -> str:
+    unit = "FLOP/s" if sample.part in (PRODUCTS, THIN, ATTENTION) else "B/s"
     if sample.part in (COLLECTIVES, HOST_LINK) or rate < _T:
-        return f"{rate / _G:,.3g} G{of}"
-    return f"{rate / _T:,.4g} T{of}"
+        return f"{rate / _G:,.3g} G{unit}"
+    return f"{rate / _T:,.4g} T{unit}"
 
 
 def _time(value: float) -> str:
@@ -151,11 +161,11 @@ def _time(value: float) -> str:
 
 
 def _by_cubes(sample: Sample, rates: DeviceRates) -> str:
-    """The time of a pair of thin products by the rates that were measured on cubes."""
+    """Returns the predicted time of a pair of thin products, from the rates that were measured on cubes."""
     unit, m, k, n = sample.key
-    dtype, wide = _OPERANDS[unit]
+    dtype, operand_bytes = _OPERANDS[unit]
     pair = (
-        ScheduledKernel(PRODUCT, "forward", wide * (m * k + k * n + m * n), 2 * m * k * n, dtype, size)
+        ScheduledKernel(PRODUCT, "forward", operand_bytes * (m * k + k * n + m * n), 2 * m * k * n, dtype, size)
         for size in ((1, m, n, k), (1, m, k, n))
     )
     return _time(sum(kernel_seconds(kernel, rates) for kernel in pair))

@@ -1,6 +1,6 @@
-"""bytescope compare: combinations of the keys of any program, compared.
+"""bytescope compare: compares combinations of the keys of any program.
 
-Here is the comparison of a `ProgramFactory`'s programs; `train.commands.compare_configs` adds the config.
+This module compares the programs of a `ProgramFactory`; `train.commands.compare_configs` adds configs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from bytescope.memory.view.progress_bar import progress
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag that names a program."""
+    """Adds --program, the flag that names a program."""
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="compare programs of your own instead of a config: the function of bytescope report --program, whose "
+        help="compare your own programs instead of a config: a function as for bytescope report --program; its "
         "parameters with defaults are the keys of --grid",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares the programs of --program; returns the exit code."""
+    """Compares the programs of --program. Returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
     choose_platform()  # before the user's module imports jax
@@ -48,13 +48,14 @@ def compare(
     source: str,
     given: str = "",
 ) -> int:
-    """Compiles every combination, prints the table and writes the files asked for.
+    """Compiles every combination, prints the table and writes the requested files.
 
-    Returns the exit code: 130 when Ctrl-C stopped it, with what was finished.
+    Returns the exit code. If Ctrl-C stopped the comparison, the finished rows are shown and the exit code is 130.
 
     Args:
-        fixed: overrides of every combination. asked: the grid, (key, values). source: the program's name in the JSON.
-        given: the keys of the command line, as its flags.
+        fixed: overrides of every combination. asked: the grid, as (key, values).
+        source: the name of the program in the JSON.
+        given: the keys that the command line sets, as flags.
     """
     jobs = make_jobs(args, Jobs(factory), fixed, asked)
     names = [job.target for job in jobs]
@@ -65,9 +66,14 @@ def compare(
     workers = 1 if args.measure or shares_accelerator(names) else worker_pool.worker_count(len(jobs), args.jobs)
     place = row_cache.folder()
     known = sum(1 for job in jobs if not args.no_cache and row_cache.read(place, job.name))
-    with progress(len(jobs)) as tell:
+    with progress(len(jobs)) as report_progress:
         answers, interrupted = worker_pool.run(
-            jobs, workers=workers, env=env, measure=args.measure, progress=tell, cache=None if args.no_cache else place
+            jobs,
+            workers=workers,
+            env=env,
+            measure=args.measure,
+            progress=report_progress,
+            cache=None if args.no_cache else place,
         )
     rows = compare_rows.mark_pareto(
         [row_of(job, answers[job.name], factory, args.formulas) for job in jobs if job.name in answers]
@@ -94,12 +100,13 @@ def compare(
 def make_jobs(
     args: argparse.Namespace, jobs: Jobs, fixed: Mapping[str, Any], asked: Sequence[tuple[str, Sequence[str]]]
 ) -> list[worker_pool.Job]:
-    """The combinations as jobs, in the order of the grid; combinations that resolve to the same program are one job.
+    """Returns the combinations as jobs, in the order of the grid. Combinations that resolve to the same program are
+    one job.
 
     Raises:
-      ValueError: the factory's, for an unknown key, a value of the wrong type or one that is in no table.
+        ValueError: the factory does not know a key, or a value has the wrong type or is not a known name.
     """
-    factory, found = jobs.factory, dict[str, worker_pool.Job]()
+    factory, unique = jobs.factory, dict[str, worker_pool.Job]()
     for combination in grids.expand(asked):
         target = combination.get(TARGET, args.target).strip().lower()
         chosen = factory.spell_out(combination, fixed)
@@ -109,12 +116,13 @@ def make_jobs(
         values = {key: _plain(job.resolved.get(key, text)) for key, text in chosen.items()}
         row = factory.row(values)
         label = ", ".join(row.value_text(key) for key in values if key not in row.policy_parts)
-        found.setdefault(job.name, dataclasses.replace(job, chosen=values, label=label))
-    return list(found.values())
+        unique.setdefault(job.name, dataclasses.replace(job, chosen=values, label=label))
+    return list(unique.values())
 
 
 def row_of(job: worker_pool.Job, answer: Mapping[str, Any], factory: ProgramFactory, formulas: bool) -> Row:
-    """The row of a worker's answer; with `formulas`, also what the published formulas predict where they apply."""
+    """Returns the row of a worker's answer. If `formulas`, the row also has the figures of published formulas that
+    apply."""
     row = factory.row.from_answer(job.chosen, answer)
     if not formulas or not row.ok:
         return row
@@ -134,11 +142,11 @@ def finish(
     source: str,
     given: str,
 ) -> None:
-    """Prints the rows and writes the files asked for.
+    """Prints the rows and writes the requested files.
 
     Args:
-      names: the targets of all jobs. cached: rows that were in the cache. missing: jobs without an answer.
-      source, given: as in `compare`.
+        names: the targets of all jobs. cached: number of rows that were in the cache.
+        missing: number of jobs without an answer. source, given: as in `compare`.
     """
     from bytescope.memory.compare import compare_text
     from bytescope.memory.devices.compiler import versions

@@ -1,4 +1,4 @@
-"""bytescope diff: the JSON files of two reports compared."""
+"""bytescope diff: compares the JSON files of two reports."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from bytescope.memory.view.text_layout import Prose
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument(
         "before",
         metavar="BEFORE.json",
-        help="the report to compare with, written by bytescope report --json, or a run directory",
+        help="first report: a file written by bytescope report --json, or a run directory",
     )
-    parser.add_argument("after", metavar="AFTER.json", help="the report to compare, or a run directory")
+    parser.add_argument("after", metavar="AFTER.json", help="second report: a file or a run directory, as above")
     parser.add_argument(
         "--fail-above",
         metavar="PERCENT",
         type=_percent,
         default=None,
-        help="exit with 1 if peak or allocated bytes grew by more than this",
+        help="exit with 1 if peak or allocated bytes grew by more than PERCENT (default: never)",
     )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     parser.add_argument(
         "--html",
         metavar="FILE",
         type=user_path,
-        help="write the difference as a page that opens offline: both timelines, and what grew",
+        help="write the difference as a page that opens offline: both memory timelines, and the buffers that grew",
     )
 
 
@@ -44,12 +44,12 @@ def _percent(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:  # nor nan
-        raise argparse.ArgumentTypeError(f"{text}: give a number of per cent, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text}: give a percentage, 0 or more")
     return value
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 1 when memory grew by more than --fail-above, else 0."""
+    """Prints the differences. Returns 1 if memory grew by more than --fail-above, else 0."""
     check_files(args)
     before, after = (report_record.load(name) for name in (args.before, args.after))
     changes = report_diff.diff(before, after)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         write(args.html, diff_view.render_page(before, after, _names(args.before, args.after)))
     failed = report_diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
     if args.github:
-        github.tell(github.of_difference(before, after, changes, failed, args.fail_above or 0.0))
+        github.print_annotations(github.difference_annotations(before, after, changes, failed, args.fail_above or 0.0))
         github.add_summary(github.summary_of_difference(before, after, changes, _names(args.before, args.after)))
     for change in failed:
         percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _names(before: str, after: str) -> tuple[str, str]:
-    """What the page calls two files: their names, with the folder where those are the same."""
+    """Returns the names of two files on the page: the file names, with their folders if the file names are equal."""
     paths = Path(before), Path(after)
     if paths[0].name != paths[1].name:
         return paths[0].name, paths[1].name

@@ -1,4 +1,4 @@
-"""What a workflow of GitHub shows: annotations at lines of the user's code, and a table in the summary of its job."""
+"""Output for GitHub Actions: annotations at lines of the user's code, and tables in the job summary."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from bytescope.memory.records.report_diff import Change
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 
-# Where a job's summary goes, and the root that the files of annotations are told from.
+# Environment variables of GitHub Actions: the file of the job summary, and the root of the repository.
 SUMMARY, WORKSPACE = "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"
-# GitHub shows ten annotations of a kind and step; of what grew, so many are told, and rows of a summary's tables.
+# Maximum annotations of buffers that grew (GitHub shows ten annotations per kind and step), and maximum table rows.
 _GREW, _ROWS = 5, 12
-FLAG_HELP = (
-    "print annotations for a workflow of GitHub, and add a table to its job's summary where $GITHUB_STEP_SUMMARY is set"
-)
+FLAG_HELP = "print annotations for GitHub Actions, and add a table to the job summary if $GITHUB_STEP_SUMMARY is set"
 
 
 def annotation(kind: str, title: str, message: str, source: str = "", environ: Mapping[str, str] | None = None) -> str:
-    """A workflow command: `::warning file=train.py,line=12,title=...::message`.
+    """Returns a workflow command: `::warning file=train.py,line=12,title=...::message`.
 
     Args:
-        kind: "error", "warning" or "notice". source: "file.py:line" of the user's code, "" where it is not known.
+        kind: "error", "warning" or "notice".
+        source: "file.py:line" of the user's code, "" if unknown.
     """
     file, line = _place(source, os.environ if environ is None else environ)
     given = {"file": file, "line": line, "title": title}
@@ -34,14 +33,20 @@ def annotation(kind: str, title: str, message: str, source: str = "", environ: M
     return f"::{kind} {properties}::{_message(message)}"
 
 
-def of_difference(
-    before: ReportRecord, after: ReportRecord, changes: Sequence[Change], failed: Iterable[Change], bar: float
+def difference_annotations(
+    before: ReportRecord, after: ReportRecord, changes: Sequence[Change], failed: Iterable[Change], limit_percent: float
 ) -> list[str]:
-    """The annotations of two reports: an error for each total above the bar (per cent), a warning for all that makes
-    them hard to compare, and where the peak grew, for the buffers that grew most."""
+    """Returns the annotations of a comparison of two reports.
+
+    Each total in `failed`, which grew by more than `limit_percent`, is an error. Differences that make the two reports
+    hard to compare are warnings. If the peak grew, the buffers that grew most are warnings too.
+    """
     lines, grown = report_diff.sources(after), report_diff.grown_buffers(changes)
     worst = lines.get(grown[0].name, "") if grown else ""
-    out = [annotation("error", "device memory grew", f"{_words(change)}, above {bar:g} %", worst) for change in failed]
+    out = [
+        annotation("error", "device memory grew", f"{_words(change)}, above {limit_percent:g} %", worst)
+        for change in failed
+    ]
     out += [
         annotation("warning", "memory reports of different programs", text)
         for text in report_diff.warnings(before, after)
@@ -59,8 +64,8 @@ def of_difference(
     return out
 
 
-def of_report(report: ReportRecord) -> list[str]:
-    """The annotations of a report: an error where it does not fit, a warning for each finding."""
+def report_annotations(report: ReportRecord) -> list[str]:
+    """Returns the annotations of a report: an error if the program does not fit, and a warning for each finding."""
     out = []
     if report.fits is False:
         largest = max((b for b in report.alive_at(report.peak_index) if b.source), key=lambda b: b.bytes, default=None)
@@ -93,7 +98,7 @@ def _limit(report: ReportRecord) -> str:
 def summary_of_difference(
     before: ReportRecord, after: ReportRecord, changes: Sequence[Change], names: Sequence[str]
 ) -> str:
-    """The table of a difference for the summary of a job, as Markdown."""
+    """Returns the table of differences for a job summary, as Markdown."""
     rows = [change for change in changes if change.kind == "total" and (change.before or change.after)]
     rows += [change for change in changes if change.kind in ("category", "residual")][:_ROWS]
     notes = [f"> **Warning:** {_cell(text)}" for text in report_diff.warnings(before, after)]
@@ -114,8 +119,8 @@ def summary_of_difference(
 
 
 def summary_of_report(report: ReportRecord) -> str:
-    """The table of a report for the summary of a job, as Markdown."""
-    said = (
+    """Returns the table of a report for a job summary, as Markdown."""
+    sentence = (
         f"predicted **{human(report.predicted_bytes)}**{_limit(report)} per device: **{report.verdict}**; peak "
         f"{human(report.peak_bytes)}, allocated {human(report.allocated_bytes)}"
     )
@@ -126,17 +131,18 @@ def summary_of_report(report: ReportRecord) -> str:
     )
     notes = [f"- {_cell(finding.message)}: {_cell(finding.remedy)}" for finding in report.findings]
     head = f"### Device memory: {_cell(_name(report))}"
-    return "\n\n".join(filter(None, (head, said, table, "\n".join(notes)))) + "\n"
+    return "\n\n".join(filter(None, (head, sentence, table, "\n".join(notes)))) + "\n"
 
 
-def tell(annotations: Iterable[str]) -> None:
-    """Prints annotations, each as a line of its own, from which GitHub reads them."""
+def print_annotations(annotations: Iterable[str]) -> None:
+    """Prints annotations to stdout, one per line; GitHub reads them from the log."""
     for line in annotations:
         print(line, flush=True)
 
 
 def add_summary(text: str, environ: Mapping[str, str] | None = None) -> None:
-    """Adds to the summary of a job, where there is one. Raises ReportError where it cannot be written."""
+    """Appends text to the job summary; does nothing outside GitHub Actions. Raises ReportError if the file cannot be
+    written."""
     path = (os.environ if environ is None else environ).get(SUMMARY)
     if not path:
         return
@@ -144,7 +150,7 @@ def add_summary(text: str, environ: Mapping[str, str] | None = None) -> None:
         with open(path, "a", encoding="utf-8") as summary:
             summary.write(text + "\n")
     except OSError as error:
-        raise ReportError(f"cannot write {path} (${SUMMARY}): {error.strerror}") from error
+        raise ReportError(f"cannot write {path}: {error.strerror}; set ${SUMMARY} to a writable file") from error
 
 
 def _name(report: ReportRecord) -> str:
@@ -171,7 +177,7 @@ def _percent(change: Change) -> str:
 
 
 def _place(source: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """(file, line) of a source, the file told from the root of the repository where it lies in it."""
+    """Returns (file, line) of a source. The file is relative to the root of the repository if it is inside it."""
     file, colon, line = source.rpartition(":")
     if not colon or not line.isdigit():
         return source, ""
@@ -182,7 +188,7 @@ def _place(source: str, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _message(text: str) -> str:
-    """Text as a workflow command takes it: a per cent sign begins what it escapes, an end of line would end it."""
+    """Returns text escaped for a workflow command: "%" and line ends have a meaning there."""
     return in_one_line(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
@@ -196,5 +202,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text as a cell of a Markdown table: no end of it, and no HTML, the names of buffers being anybody's."""
+    """Returns text that is safe in a cell of a Markdown table. Buffer names are arbitrary text and may contain
+    HTML."""
     return in_one_line(text).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

@@ -1,6 +1,6 @@
-"""bytescope report: the memory report of one program, on the terminal, as JSON, as a page or for other viewers.
+"""bytescope report: prints the memory report of one program, and writes it as JSON, as a page or for other viewers.
 
-This module reports on a user's program and on an HLO dump; `train.commands.report_config` adds configs.
+This module reports on a user's program or an HLO dump; `train.commands.report_config` adds configs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from bytescope.memory.records.report_record import ReportRecord, Subject
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that name a program."""
+    """Adds the flags that name a program: --program and --hlo."""
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="report on a step of your own instead of a "
-        "config: a function of a module, or of path/to/file.py, that returns (step, (state, batch)), "
-        "with options of jax.jit as a third, or jax.jit(step).trace(...)",
+        help="report on your own step instead of a config. FUNCTION, in a module or in path/to/file.py, returns "
+        "(step, (state, batch)), optionally followed by a dict of options of jax.jit, or it returns "
+        "jax.jit(step).trace(...)",
     )
     parser.add_argument(
         "--hlo",
         metavar="FILE",
         type=user_path,
-        help="report on any program instead of a "
-        "config: XLA's dump of it, *after_optimizations.hlo.pb, also as .gz, or the dump's "
-        "folder, of which the largest program is taken",
+        help="report on an XLA dump instead of a config: a file *after_optimizations.hlo.pb (or .gz), or the folder "
+        "of a dump, whose largest program is used",
     )
 
 
@@ -42,7 +41,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="print timeline, largest buffers, state and traffic too, and why each choice was made",
+        help="also print the timeline, the largest buffers, state, traffic, and the reason for each choice",
     )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
@@ -52,7 +51,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reports on the program of --program or --hlo; returns the exit code."""
+    """Reports on the program of --program or --hlo. Returns the exit code."""
     from bytescope.memory.devices import targets
 
     start_platform(args)
@@ -72,22 +71,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def start_platform(args: argparse.Namespace) -> None:
-    """Chooses the platform and the number of simulated devices, before jax is imported."""
+    """Chooses the platform and the number of simulated devices. Must run before jax is imported."""
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
     platform = choose_platform()
     simulate_devices([args.target])
     if args.program and platform == "cpu" and args.target.partition(":")[0] not in ("local", "cpu"):
-        simulate_devices([f"cpu:{targets.parse(args.target).n_devices}"])  # for the mesh that the program makes itself
+        simulate_devices([f"cpu:{targets.parse(args.target).n_devices}"])  # for a mesh that the program builds
 
 
 def make_report(
     program: PreparedProgram, subject_of: Callable[[int], Subject] | None = None
 ) -> tuple[ReportRecord, Compilation]:
-    """Compiles a program; returns its report and the compilation.
+    """Compiles a program. Returns its report and the compilation.
 
-    subject_of: model FLOPs of one call -> what the report calls the program.
+    subject_of: returns the report's subject (the name and size of the program), given the model FLOPs of one call.
     """
     from bytescope.memory.analysis import report_of
     from bytescope.memory.cost import flops
@@ -113,14 +112,14 @@ def make_report(
 
 
 def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
-    """Prints a report. choices: `PreparedProgram.choices`."""
+    """Prints a report. choices: what the program chose for its devices and why, one choice per line."""
     from bytescope.memory.report import report_text
 
     report_text.show(report, choices=choices, verbose=verbose)
 
 
 def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
-    """Writes the files that the flags name; `more`: keys of the JSON beside those of a report."""
+    """Writes the files named by flags. more: JSON keys to add to the keys of the report."""
     if args.json:
         write(args.json, json.dumps({**report.to_json(), **more}, indent=1) + "\n")
     if args.html:
@@ -135,15 +134,16 @@ def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, mo
 
 
 def verdict(args: argparse.Namespace, report: ReportRecord) -> int:
-    """Writes annotations for --github; returns the exit code, DOES_NOT_FIT for a program that exceeds its target."""
+    """Returns the exit code: DOES_NOT_FIT if the program exceeds its target's memory, else 0. With --github, also
+    prints annotations."""
     if args.github:
-        github.tell(github.of_report(report))
+        github.print_annotations(github.report_annotations(report))
         github.add_summary(github.summary_of_report(report))
     return DOES_NOT_FIT if report.fits is False else 0
 
 
 def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
-    """Prints by how many bytes a program exceeds the target, then the advice, which are renderables of rich."""
+    """Prints by how many bytes a program exceeds its target, then the advice (rich renderables)."""
     from rich.console import Group
     from rich.text import Text
 
@@ -156,7 +156,7 @@ def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
 
 
 def _advise(report: ReportRecord) -> None:
-    """Prints the changes by which a user's program may fit."""
+    """Prints changes that may make a user's program fit."""
     from bytescope.memory.findings.post_mortem import ways_out
     from bytescope.memory.units import human
     from bytescope.memory.view.text_layout import Prose

@@ -1,4 +1,4 @@
-"""bytescope targets: what programs can be compiled for, without starting jax."""
+"""bytescope targets: lists the devices that programs can be compiled for, without starting jax."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Rows = Iterable[Sequence[str]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every listing: --grep=WORD."""
-    parser.add_argument("--grep", metavar="WORD", default="", help="list only what mentions WORD; case does not matter")
+    """Adds --grep=WORD, which every listing command has."""
+    parser.add_argument("--grep", metavar="WORD", default="", help="list only rows that contain WORD, ignoring case")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the devices of this machine, and the chips that are compiled for without one.
+    """Prints the devices of this machine, and the chips that can be compiled for without being present.
 
-    Memory in GiB, bandwidth in TB/s and the compute rate in TFLOP/s are of one device.
+    Columns are per device: memory in GiB, bandwidth in TB/s, compute rate in TFLOP/s.
     """
     from bytescope.memory.watching import device_tables
 
@@ -31,15 +31,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_listing(args: argparse.Namespace, headings: Sequence[str], rows: Rows) -> None:
-    """Prints the rows that mention --grep's word. Raises ReportError where none does."""
-    found = [row for row in rows if args.grep.lower() in " ".join(row).lower()]
-    if not found:
-        raise ReportError(f"--grep={args.grep}: nothing in bytescope {args.command} mentions it")
-    show(headings, found)
+    """Prints the rows that contain the word of --grep. Raises ReportError if no row contains it."""
+    matches = [row for row in rows if args.grep.lower() in " ".join(row).lower()]
+    if not matches:
+        raise ReportError(f"--grep={args.grep}: no row of bytescope {args.command} contains this word; give another")
+    show(headings, matches)
 
 
 def show(headings: Sequence[str], rows: Rows, console: Console | None = None) -> None:
-    """Prints a table, to stdout when no console is given: columns of numbers to the right, a last one of words
+    """Prints a table, to stdout by default. Columns of numbers are right-aligned; text in the last column is
     wrapped."""
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_table import FigureTable, figure, fixed, words

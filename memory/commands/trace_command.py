@@ -1,4 +1,4 @@
-"""bytescope trace: where the time of traced updates went, from the files of a profiler."""
+"""bytescope trace: shows where the time of profiled updates went, from a profiler's trace files."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from bytescope.memory.seconds import step_prediction
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument(
         "trace",
         metavar="DIR",
-        help="a folder that bytescope train --profile or jax.profiler wrote, "
-        "whose newest trace is read, or one file *.xplane.pb",
+        help="folder written by bytescope train --profile or jax.profiler, whose newest trace is read, or one file "
+        "*.xplane.pb",
     )
     parser.add_argument(
         "--report",
         metavar="FILE",
         type=user_path,
-        help="the program's report, which a run "
-        "writes as memory.json: compare the measured time with the predicted one",
+        help="compare the measured time with the prediction in this memory report of the traced program, which a run "
+        "writes as memory.json",
     )
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the breakdown as JSON")
@@ -33,18 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         metavar="FILE",
         type=user_path,
-        help="write it as a page that opens offline: phases, components, the host, the longest operations",
+        help="write the breakdown as a page that opens offline: phases, components, host, longest operations",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints where the time went, without starting jax, and writes the file asked for."""
+    """Prints the time breakdown without starting jax, and writes the requested files."""
     check_files(args)
-    found = breakdown.find(xplane.read(xplane.find(args.trace)))
+    measured = breakdown.find(xplane.read(xplane.find(args.trace)))
     report = report_record.load(args.report) if args.report else None
     predicted = prediction(report) if report else None
-    profile_text.show(found, predicted=predicted)
-    answer = to_json(found, predicted)
+    profile_text.show(measured, predicted=predicted)
+    answer = to_json(measured, predicted)
     if args.json:
         write(args.json, json.dumps(answer, indent=1) + "\n")
     if args.html:
@@ -55,32 +55,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _name(trace: str) -> str:
-    """What the page calls a trace: its run directory, else its own name."""
+    """Returns the name of a trace on its page: the run directory, or the name of the file or folder."""
     path = Path(trace).absolute()
     return path.parent.name if path.name == "profile" else path.name
 
 
 def prediction(report: report_record.ReportRecord) -> dict | None:
-    """What one call of the step was predicted to take: `seconds`, `low`, `high`, the source of the `rates`, and the
-    bound of the data sheet, `at_least`; None where too little is known of program or target.
+    """Returns the predicted time of one call of the step, or None if neither a prediction nor a bound is available.
 
-    Each is None where that alone is not known. Rates are those of this process, else what the report states.
+    Keys: `seconds`, `low` and `high`, in seconds; `rates`, the source of the rates; `at_least`, the lower bound in
+    seconds from the data sheet; `bound`, the source of the bound. A key is None if its value is not available. The
+    rates are those of this process; if it has none for the target, the prediction stated in the report is used.
     """
-    found = step_prediction.of_report(report) or step_prediction.StepPrediction.stated(report)
+    predicted = step_prediction.predict_report(report) or step_prediction.StepPrediction.stated(report)
     bound = step_prediction.bound({"work": report.work, "target": report.target})
-    if found is None and bound is None:
+    if predicted is None and bound is None:
         return None
     calls = max(report.subject.calls, 1)
-    seconds = {name: getattr(found, name) / calls if found else None for name in ("seconds", "low", "high")}
+    seconds = {name: getattr(predicted, name) / calls if predicted else None for name in ("seconds", "low", "high")}
     return {
         **seconds,
-        "rates": found.rates if found else None,
+        "rates": predicted.rates if predicted else None,
         "at_least": bound.total if bound else None,
         "bound": bound.source if bound else None,
     }
 
 
-# Key of a trace's JSON -> key of a prediction of one call.
+# Key in the JSON of a trace -> key of `prediction`.
 _PREDICTED = {
     "predicted_seconds": "seconds",
     "predicted_seconds_low": "low",
@@ -89,8 +90,8 @@ _PREDICTED = {
 }
 
 
-def to_json(found: breakdown.Breakdown, predicted: dict | None) -> dict:
-    """The breakdown as a JSON object, with the predicted seconds of an update, their interval and their bound, null
-    where not known."""
+def to_json(measured: breakdown.Breakdown, predicted: dict | None) -> dict:
+    """Returns the breakdown as a JSON object, with predicted seconds per update, their interval and their lower bound;
+    null if not available."""
     once = {key: (predicted or {}).get(name) for key, name in _PREDICTED.items()}
-    return {**found.to_json(), **{key: value and value * found.calls for key, value in once.items()}}
+    return {**measured.to_json(), **{key: value and value * measured.calls for key, value in once.items()}}

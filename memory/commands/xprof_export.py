@@ -1,7 +1,7 @@
-"""Reports for other viewers: XProf and TensorBoard (the compiler's own proto), and pprof.
+"""Exports reports for other viewers: XProf and TensorBoard (XLA's own proto), and pprof.
 
-The pprof profile is encoded here, with the field numbers of github.com/google/pprof/proto/profile.proto: a few dozen
-lines in the place of a dependency.
+The pprof profile is encoded here, with the field numbers of github.com/google/pprof/proto/profile.proto. A few dozen
+lines replace a dependency.
 """
 
 import gzip
@@ -15,13 +15,13 @@ MODULE = "m"  # the name under which XProf lists the program
 
 
 def export(directory: str | Path, report: ReportRecord | None = None, hlo_proto: bytes = b"") -> list[Path]:
-    """Writes files for other viewers into `directory`, created if it is missing; returns their paths.
+    """Writes files for other viewers into `directory`, which is created if missing. Returns their paths.
 
-    - `m.hlo_proto.pb` and an empty `h.xplane.pb`, when there is a serialized HloProto: XProf and TensorBoard's
-      profile plugin show their memory viewer for the pair.
-    - `memory.pprof.gz`, when there is a report: one sample per buffer alive at the peak.
+    - `m.hlo_proto.pb` and an empty `h.xplane.pb`, if `hlo_proto` (a serialized HloProto) is given: the memory viewer
+      of XProf and of TensorBoard's profile plugin opens the pair.
+    - `memory.pprof.gz`, if a report is given: one sample per buffer that is live at the peak.
 
-    Raises ReportError when there is neither, or the directory cannot be written.
+    Raises ReportError if neither is given, or if the directory cannot be written.
     """
     files: dict[str, bytes] = {}
     if hlo_proto:
@@ -38,16 +38,16 @@ def export(directory: str | Path, report: ReportRecord | None = None, hlo_proto:
         for name, content in files.items():
             (folder / name).write_bytes(content)
     except OSError as error:
-        raise ReportError(f"cannot write to {folder}: {error.strerror or error}") from error
+        raise ReportError(f"cannot write to {folder}: {error.strerror or error}; give another folder") from error
     return [folder / name for name in files]
 
 
 def pprof(report: ReportRecord) -> bytes:
-    """The buffers alive at the peak as a pprof profile (uncompressed protobuf).
+    """Returns the buffers that are live at the peak as a pprof profile (uncompressed protobuf).
 
-    Sample value: bytes on one device. Stack, root first: category, each named scope of the module path, the
-    operation, the buffer with its source line. Labels: phase, dtype, shape, checkpoint name, parameter. `go tool pprof
-    -http=: memory.pprof.gz` draws it as a flame graph of the peak.
+    The value of a sample is bytes on one device. The stack is, root first: category, each named scope of the module
+    path, operation, buffer with its source line. Labels: phase, dtype, shape, checkpoint name, parameter. `go tool
+    pprof -http=: memory.pprof.gz` draws the profile as a flame graph of the peak.
     """
     table = _Table()
     samples = []
@@ -68,7 +68,7 @@ def pprof(report: ReportRecord) -> bytes:
 
 
 def _stack(buffer: Buffer) -> list[tuple[str, str, int]]:
-    """(name, file, line) from the root to the buffer itself."""
+    """Returns (name, file, line) of each frame, from the root to the buffer."""
     file, _, line = buffer.source.rpartition(":")
     scopes = [scope for scope in buffer.module.split("/") if scope]
     names = [buffer.category, *scopes]
@@ -95,7 +95,7 @@ def _comments(report: ReportRecord) -> list[str]:
 
 
 class _Table:
-    """Strings, functions and locations of a profile, each stored once and referred to by index."""
+    """The strings, functions and locations of a profile. Each is stored once and referred to by its index."""
 
     def __init__(self) -> None:
         self.strings: dict[str, int] = {"": 0}  # pprof requires the empty string first
@@ -104,12 +104,12 @@ class _Table:
         self._ids: dict[tuple[str, str, int], int] = {}
 
     def string(self, text: str) -> int:
-        """The index of a string; 0 is that of ""."""
-        # Unpaired surrogates, which a damaged name may hold, cannot be encoded.
+        """Returns the index of a string; "" has index 0."""
+        # Unpaired surrogates, which a damaged name may contain, cannot be encoded.
         return self.strings.setdefault(text.encode("utf-8", "replace").decode(), len(self.strings))
 
     def location(self, name: str, file: str, line: int) -> int:
-        """The id of a stack frame, from 1 on."""
+        """Returns the id of a stack frame; ids start at 1."""
         key = (name, file, line)
         if key not in self._ids:
             number = self._ids[key] = len(self._ids) + 1

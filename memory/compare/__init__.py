@@ -1,7 +1,7 @@
-"""Variants of any program, compiled by worker processes and compared as rows.
+"""Compiles variants of any program in worker processes and compares them as rows.
 
-In: a function from overrides and a target to a program (`program_factory.py` says what it may return), and a grid of
-overrides. Out: rows of figures. A variant is a job (`jobs.py`); `worker_pool.py` hands jobs to processes that run
-`worker.py`, and `row_cache.py` keeps finished rows on disk. Start at `worker_pool.py` for how a program is compiled,
-and at `compare_rows.py` for what is kept of it.
+In: a factory, which is a function from overrides and a target to a program (`program_factory.py`), and a grid of
+overrides. Out: rows of figures. Each variant is a job (`jobs.py`). `worker_pool.py` sends jobs to processes that run
+`worker.py`, and `row_cache.py` keeps finished rows on disk. Start at `worker_pool.py` for how programs are compiled,
+and at `compare_rows.py` for the figures of a row.
 """

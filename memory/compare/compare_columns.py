@@ -1,7 +1,7 @@
-"""The columns of a comparison, for the terminal and for the page, which both show the rows of its JSON.
+"""The columns of a comparison, for the terminal table and for the page.
 
-A record is one of `rows` of that JSON: the fields of a `compare_rows.Row`. Levers, fronts and fits have the same fields
-and take the columns that they share from here.
+A record is one entry of `rows` in the JSON of a comparison: the fields of a `compare_rows.Row`. The tables of levers,
+frontiers and fits have records with the same fields, and share some of these columns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ NO_FORMULA = "no formula"
 
 
 class CostAxis(NamedTuple):
-    """What a picture draws against bytes: a key of the records, the title of its axis, whether it is a share."""
+    """The axis of a chart that shows the cost of rows against their bytes.
+
+    key: the record's key with the cost. title: the title of the axis. is_share: whether the cost is a fraction, 0 to
+    1.
+    """
 
     key: str
     title: str
     is_share: bool = False
 
 
-# What rows are ranked by -> its axis.
+# The figure by which rows are ranked -> its axis in charts.
 COST_AXES = {
     MEASURED: CostAxis(MEASURED, "seconds per update, measured"),
     PREDICTED: CostAxis(PREDICTED, "seconds per update, predicted"),
@@ -40,57 +44,60 @@ COST_AXES = {
 
 
 def record_of(row: Row, keys: Sequence[str]) -> dict[str, Any]:
-    """A row as a record, with the text of its `keys` in the grid."""
+    """Returns a row as a record: the fields of the row, and the texts of its values for these keys of the grid."""
     return {**vars(row), "texts": [row.value_text(key) for key in keys]}
 
 
 def key_columns(keys: Sequence[str]) -> list[ColumnView]:
-    """A column for each key of the grid that varies, under the last part of its name."""
+    """Returns a column for each of these keys of the grid. Its title is the last part of the key's name."""
     return [ColumnView(key, key.rsplit(".", 1)[-1], "value", path=f"texts.{number}") for number, key in enumerate(keys)]
 
 
 def hfu_over_mfu(record: Record) -> float | None:
-    """Hardware FLOPs over model FLOPs; None where either is not known."""
+    """Returns hardware FLOPs / model FLOPs of a record; None if either is missing or 0."""
     hardware, model = record["hardware_flops"], record["model_flops"]
     return hardware / model if hardware and model else None
 
 
 def formula_hfu_over_mfu(record: Record) -> float | None:
-    """Hardware FLOPs over model FLOPs by the published formulas; None where they have none."""
+    """Returns hardware FLOPs / model FLOPs by the published formulas; None if the formulas do not give both."""
     hardware, model = value_at(record, "formula.hardware_flops"), value_at(record, "formula.model_flops")
     return hardware / model if hardware and model else None
 
 
 def gap(record: Record, key: str) -> float | None:
-    """By what share the compiler's bytes exceed the formula's: infinite where the formula has 0, None without one."""
+    """Returns the fraction by which the compiler's bytes exceed the formula's bytes. It is infinite if the formula
+    gives 0, and None if there is no formula."""
     return share(record[key], value_at(record, f"formula.{key}"))
 
 
 def fits(record: Record) -> str:
-    """Whether a program compiled and fits, as a verdict that colours a cell; "" where no limit is known."""
+    """Returns the verdict that colours a cell: "exceeds" if the program exceeds its limit or failed to compile, "fits"
+    if it is within the limit, "" if no limit is known."""
     if record.get("status", "ok") != "ok":
         return "exceeds"
     return {True: "fits", False: "exceeds", None: ""}[record["fits"]]
 
 
 def verdict(record: Record) -> str:
-    """Whether a program compiled and fits, in a word; "ok" where no limit is known."""
+    """Returns the verdict of a row in one word: "failed", "fits", "exceeds", or "ok" if no limit is known."""
     return "failed" if record.get("status", "ok") != "ok" else fits(record) or "ok"
 
 
 def verdict_with_star(record: Record) -> Text:
-    """The verdict, with a star for a Pareto-optimal row."""
+    """Returns the verdict as coloured text; a star marks a Pareto-optimal row."""
     return Text.assemble((verdict(record), VERDICT_STYLES[fits(record)]), (" ★" if record["pareto"] else "", "yellow"))
 
 
 def predicted_with_spread(record: Record) -> str:
-    """Predicted seconds with their spread: "0.721, 0.65 to 0.81"; "" where nothing is predicted."""
+    """Returns predicted seconds with their interval, such as "0.721, 0.65 to 0.81"; "" if there is no prediction."""
     ends = record.get("predicted_seconds_low"), record.get("predicted_seconds_high")
     return with_spread(record["predicted_seconds"], *ends)
 
 
 def command_column(command: Callable[[Any], str]) -> ColumnView:
-    """The last column of a page: a button that copies the command of a row."""
+    """Returns the last column of a page: a button that copies the command of a row. command: returns a record's
+    command."""
     return ColumnView("command", "command", "command", read=command, only=PAGE, css="command", rank=10)
 
 
@@ -117,7 +124,7 @@ PREDICTED_MFU = ColumnView("predicted_mfu", "MFU, predicted", "share", short="MF
 MEASURED_STEP = ColumnView("step_seconds", "step, measured", "seconds", short="step s", path="measured.step_seconds")
 RESIDUALS = ColumnView("residual_bytes", "residuals", "bytes", short="resid", rank=5)
 
-# In the order of the terminal, after the keys of the grid and the verdict.
+# The columns after the keys of the grid and the verdict, in terminal order.
 COLUMNS = (
     PEAK,
     ALLOCATED,
@@ -139,7 +146,7 @@ COLUMNS = (
     ColumnView("kernel_recompute_flops", "recomputed in kernels", "flops", only=PAGE, rank=9),
 )
 
-# With --formulas, a table of its own on the terminal.
+# The columns that --formulas adds: on the terminal they are in a separate table.
 _RESIDUALS_BY_FORMULA = (
     ColumnView(
         "formula_residuals",

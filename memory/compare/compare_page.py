@@ -1,6 +1,7 @@
-"""A comparison as one HTML file that opens offline: growth curves, Pareto picture, breakdown bars, table.
+"""Renders a comparison as one HTML file that opens offline: growth curves, Pareto chart, breakdown bars and table.
 
-The header and "what fits" are prepared here for `templates/compare.html`; the rest is drawn by `static/compare.js`.
+The header and the feasibility table are prepared here for `templates/compare.html`; `static/compare.js` draws the
+rest.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ from bytescope.memory.view.frame import page
 from bytescope.memory.view.table_model import PAGE, ColumnView, TableView
 from bytescope.memory.view.table_views import page_table
 
-# The columns of the table that the script draws, beside the keys of the grid; a narrow page folds high ranks away.
-PAGE_COLUMNS = TableView((*COLUMNS, *BY_FORMULA), ()).shown(PAGE)
+# The columns that the script draws after the keys of the grid. A narrow page hides columns of high rank.
+PAGE_COLUMNS = TableView((*COLUMNS, *BY_FORMULA), ()).columns_for(PAGE)
 
-# What of a target the page tells; a report has all of it.
+# The target's fields on the page. A report shows all fields.
 TARGET_FIELDS = (
     "name",
     "platform",
@@ -77,21 +78,21 @@ TARGET_FIELDS = (
 )
 
 
-# What the page says of itself.
+# The page's explanations of its figures.
 NOTES = (
-    "Allocated: what the runtime takes on one device, arguments and packed temporaries included. Peak: what is live at "
-    "once.",
-    "At least: seconds per update by the data sheet's rates, which no program reaches.",
-    "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs. HFU/MFU counts them, and what attention "
-    "and loss kernels recompute in their own gradients.",
-    "Compile seconds are taken while other combinations compile in parallel.",
-    "Rows are rivals when they differ only in how the same task runs: remat, mesh, loss, precision, kernel. Another "
-    "model, sequence length or batch is another task. The highlighted row is the best of its task that fits: the "
-    "fastest measured, else the fastest predicted; of a tie the least recomputation, then the fewest bytes.",
+    "Allocated: bytes that the runtime allocates on one device, including arguments and packed temporaries. Peak: "
+    "maximum bytes that are live at the same time.",
+    "At least: lower bound of seconds per update from the data sheet's rates, which no program reaches.",
+    "Recomputed: FLOPs that jax.checkpoint runs again, divided by model FLOPs. HFU/MFU also counts FLOPs that "
+    "attention and loss kernels recompute in their gradients.",
+    "Compile seconds are measured while other combinations compile in parallel.",
+    "Rows compete if they differ only in how the same task runs: remat, mesh, loss, precision, kernel. A different "
+    "model, sequence length or batch is a different task. The highlighted row is the best of its task that fits: the "
+    "fastest by measurement, otherwise by prediction. Ties are decided by less recomputation, then by fewer bytes.",
 )
 FORMULA_NOTE = (
-    "By formula: what the published formulas give for the same step, and by how much the compiler's figure "
-    "exceeds it; empty where no formula says what a policy keeps."
+    "By formula: the figures of published formulas for the same step, and by how much the compiler's figure exceeds "
+    "them. Empty if no formula covers the remat policy."
 )
 
 
@@ -110,9 +111,9 @@ BEST_COLUMNS = (
 
 
 def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
-    """The page of a comparison's JSON (`memory.compare.compare_rows.to_json`), as text.
+    """Returns the HTML page of a comparison, given its JSON (`memory.compare.compare_rows.to_json`).
 
-    row_type: the factory's rows, which know its keys.
+    row_type: the factory's subclass of Row, which knows the keys of the grid.
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     subject, target, several = _subject(rows, comparison["config"]), comparison["target"], len(_tasks(rows)) > 1
@@ -127,7 +128,7 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
         facts=facts(comparison["rows"], comparison["given"]),
         versions=versions(comparison["versions"]),
         figures=_figures(rows, winner),
-        best=(how_of(winner), _command(comparison, winner)) if winner else None,
+        best=(describe_method(winner), _command(comparison, winner)) if winner else None,
         each=_best_of_each(comparison, rows) if several else None,
         none_fits=bool(rows) and not any(row.fits is not False for row in rows if row.ok),
         interrupted=comparison.get("interrupted", False),
@@ -144,12 +145,13 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
 
 
 def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[str, Any]:
-    """Everything the script draws, as JSON values. row_type: as in `render`.
+    """Returns the data that the page's script draws, as JSON values. row_type: as in `render`.
 
-    `rows` hold their label, the text of each key in `keys`, the columns that any row fills, and the command that runs
-    it; of the label, `group` is all but the policy, `section` what of it is the model and the target, `short` the
-    rest; `rival` is what tells it from the rest of its task and `task_label` what it shares with them. Growth is drawn
-    along one of `axes`.
+    Each of `rows` has the texts of its `keys`, the values of all columns that any row fills, and its command. Its
+    texts are: `label`, the whole combination; `group`, the combination without policy, config and target; `section`,
+    config and target; `short`, the combination without config and target; `rival`, the keys that distinguish the row
+    from others of its task; `task_label`, the keys that the rows of a task share. `axes` are the keys along which
+    growth can be drawn.
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)
@@ -158,10 +160,10 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
         _line(row, entry, keys, row.overrides in best) | {"command": _command(comparison, row)}
         for row, entry in zip(rows, comparison["rows"])
     ]
-    columns = [column for column in PAGE_COLUMNS if any(_says(column, line["values"]) for line in lines)]
+    columns = [column for column in PAGE_COLUMNS if any(_has_figure(column, line["values"]) for line in lines)]
     drawn = {column.key for column in columns} | {MEASURED, PREDICTED, RECOMPUTED, "allocated_bytes"}
     tasks = {task: number for number, task in enumerate(_tasks(rows))}
-    for line in lines:  # hundreds of rows: what is not drawn, or is long and only told apart, is left out
+    for line in lines:  # there may be hundreds of rows: omit values that are not drawn, and replace long task keys
         line["values"] = {name: value for name, value in line["values"].items() if name in drawn}
         line["task"] = str(tasks[line["task"]])
     policies = list(dict.fromkeys(line["policy"] for line in lines))
@@ -180,34 +182,36 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
     }
 
 
-def _says(column: ColumnView, values: Mapping[str, float | None]) -> bool:
-    """Whether a row has something to say in a column: a figure that is not 0, or any difference."""
+def _has_figure(column: ColumnView, values: Mapping[str, float | None]) -> bool:
+    """Returns whether a row's value in a column is worth showing: not None, and not 0 unless the column shows a
+    gap."""
     value = values[column.key]
     return value is not None if column.kind == "gap" else bool(value)
 
 
-def how_of(row: Row) -> str:
-    """How a row runs its task, in words: its policy and what else of its combination is no part of the task."""
+def describe_method(row: Row) -> str:
+    """Describes how a row runs its task: its remat policy and its other keys that do not define the task."""
     keys = [key for key in row.overrides if row.is_how(key) and key not in row.policy_parts]
     return label(row, keys) if keys else row.policy or "as configured"
 
 
 def _tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    tasks: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(workload(row), []).append(row)
-    return found
+        tasks.setdefault(workload(row), []).append(row)
+    return tasks
 
 
 def _command(comparison: Mapping[str, Any], row: Row) -> str:
-    """The command that runs a row; its own keys come last, where they win."""
+    """Returns the command that runs a row. The row's own keys come last, so that they take precedence."""
     source = "" if CONFIG in row.overrides else comparison["config"]
     target = row.overrides.get(TARGET) or comparison["target"].get("name", "")
     return row.command(source, target, comparison["given"])
 
 
 def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTable:
-    """A row for each task, in their order: tasks are not ranked against each other."""
+    """Returns a table with the best row of each task, in the order of the tasks, which are not ranked against each
+    other."""
     keys, records = task_keys(rows), []
     for members in _tasks(rows).values():
         best = next(iter(best_of_each(members)), None)
@@ -215,7 +219,7 @@ def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTab
             record_of(best or type(members[0])({}), ())
             | {
                 "task": label(members[0], keys),
-                "how": how_of(best) if best else "none of them fits",
+                "how": describe_method(best) if best else "none fits",
                 "verdict": "" if best else "exceeds",
                 "command": _command(comparison, best) if best else "",
             }
@@ -224,7 +228,7 @@ def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTab
 
 
 def axes(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
-    """Keys of three or more values, positive numbers in every row: what a curve on a logarithmic axis takes."""
+    """Returns the keys that can be the logarithmic axis of a curve: at least three values, all positive numbers."""
 
     def number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
@@ -265,29 +269,28 @@ def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -
 
 
 def _finite(value: float | None) -> float | None:
-    """A figure for the script, which has no infinity: None for it."""
-    return None if value is None or math.isinf(value) else value
+    return None if value is None or math.isinf(value) else value  # JSON has no infinity
 
 
 def _subject(rows: Sequence[Row], config: str) -> str:
-    """What is compared: the config, or those of the grid."""
+    """Returns the name of the compared program: the given config, or the configs of the grid."""
     names = list(dict.fromkeys(str(row.overrides[CONFIG]) for row in rows if CONFIG in row.overrides))
     return (", ".join(names) if len(names) <= 4 else f"{len(names)} configs") or config or "Combinations"
 
 
 def _figures(rows: Sequence[Row], best: Row | None) -> list[HeaderFigure]:
-    """`best`: the best row, None where none fits, and where rows of several tasks have none in common."""
+    """Returns the header figures. best: the best row; None if no row fits, or if the rows are of several tasks."""
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     limit = f"of {human(limits.pop())}" if len(limits) == 1 else "each within its own limit"
-    found = [
+    figures = [
         HeaderFigure("combinations", str(len(rows)), f"{sum(not row.ok for row in rows)} failed"),
         HeaderFigure("fit", str(sum(row.fits is True for row in rows)), limit),
     ]
     if best is None:
-        return found
+        return figures
     return [
-        *found,
-        figure("best that fits", best.allocated_bytes, how_of(best)),
+        *figures,
+        figure("best that fits", best.allocated_bytes, describe_method(best)),
         *predictions(dataclasses.asdict(best)),
     ]
 

@@ -1,14 +1,14 @@
-"""Combinations of a config's keys compared: rows, the Pareto-optimal ones and the best one. Pure.
+"""The rows of a comparison: one per combination of keys. Finds the Pareto-optimal rows and the best row. Pure.
 
-The JSON of a comparison has these keys (sizes are bytes on ONE device, null where nothing is known):
+The JSON of a comparison has these keys (sizes are bytes on ONE device, null if unknown):
 
-- `rows`: one object per combination, the fields of `Row`.
-- `best`: the best row that fits, with `flags`, what to add to the command line to use it; null for none, and where the
-  rows are of several tasks, which cannot be compared.
-- `best_of_each`: the same for each task of which a row fits, with `task`, what tells it from the others.
-- `config`, `given`: the config's name, and the keys of the command line as its flags.
-- `target`: what it was compiled for; `versions`: name -> version of what compiled it.
-- `interrupted`: whether combinations are missing because the run was stopped.
+- `rows`: one object per combination, with the fields of `Row`.
+- `best`: the best row that fits, with `flags`, the command-line flags that select it. It is null if no row fits, or if
+  the rows are of several tasks, because rows of different tasks cannot be compared.
+- `best_of_each`: the best row of each task that has a fitting row, with `task`, the keys that identify the task.
+- `config`, `given`: the name of the config, and the keys set on the command line, as flags.
+- `target`: the devices that were compiled for; `versions`: package name -> version used for compiling.
+- `interrupted`: whether combinations are missing because the run was interrupted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from bytescope.memory.compare.grids import CONFIG, TARGET, as_text
 from bytescope.memory.seconds import ranking
 from bytescope.memory.units import column_unit
 
-# What rows are ranked by -> the field that a picture shows of it.
+# The figures by which rows can be ranked: keys of the JSON.
 MEASURED, PREDICTED, RECOMPUTED = "step_seconds", "predicted_seconds", "recompute_flops_fraction"
 
 
-# Terms of predicted seconds that need more words than their names.
+# Terms of predicted seconds whose names need explanation -> explanation.
 TERM_WORDS = {
     "collectives": "waiting for collectives",
     "host_link": "waiting for host memory",
@@ -37,39 +37,46 @@ TERM_WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One combination. Sizes are bytes on one device; FLOPs are of one call of the step, all devices together.
+    """One combination of keys with its figures. Sizes are bytes on one device. FLOPs are per call of the step, over
+    all devices.
 
-    A factory that knows more of its keys has a subclass (`train.plan.config_row.ConfigRow`); it sets the class
-    attributes and the methods that are about keys.
+    A factory may use a subclass that knows more about its keys (`train.plan.config_row.ConfigRow`). The subclass sets
+    the class attributes and overrides the methods about keys.
 
     Class attributes:
-        how: prefixes of keys that say how a program runs, not what it computes. Rows that differ only in these compete.
-        policy_key: the key that charts draw as one line per value; "" for none.
-        policy_parts: keys whose values are shown as a part of the policy's.
+        how: prefixes of keys that determine how a program runs, not what it computes. Rows that differ only in these
+            keys compete.
+        policy_key: the key that charts draw as one line per value, "" for none.
+        policy_parts: keys whose values are shown as part of the policy's value.
 
     Fields:
-        overrides: dotted key -> value, the keys of the grid; `config` and `target` among them if they vary.
-        status: "ok", or in one line why there are no figures.
+        overrides: dotted key of the grid -> value. Includes `config` and `target` if they vary.
+        status: "ok", or a one-line reason why the row has no figures.
         peak_bytes, allocated_bytes, temp_bytes, host_bytes, to_host_bytes, to_device_bytes, breakdown: as in a report.
-        residual_bytes: of `breakdown`; where the peak holds none, residuals at the highest point that does.
-        recompute_flops_fraction: FLOPs recomputed by jax.checkpoint, over model FLOPs.
+        residual_bytes: residuals in `breakdown`; if no residual is live at the peak, the residuals at the highest
+            point of the timeline that has any.
+        recompute_flops_fraction: FLOPs recomputed by jax.checkpoint / model FLOPs.
         kernel_recompute_flops: FLOPs recomputed inside the gradients of attention and loss kernels.
-        model_flops, hardware_flops: without and with everything that is recomputed.
-        compile_seconds: from tracing to the executable, while other workers compile too.
-        tokens_per_update: per optimizer update, over all devices.
-        predicted_seconds: per update, all its calls of the step (`memory.seconds.step_prediction`), and with
-            predicted_seconds_low and predicted_seconds_high its spread; predicted_tokens_per_s, over all devices, and
-            predicted_mfu: at these seconds. predicted_by_term: term of `seconds.schedule_walk.TERMS` -> seconds,
-            which add up to predicted_seconds. rates: where those of the target's devices are from, in one line.
-        unpredicted: the reason why a row with figures has no predicted seconds; "" otherwise.
-        least_seconds: per update, by the data sheet's peaks (`memory.cost.roofline`): a bound, not a prediction.
-        batch, policy: what an update is made of, and what the layers keep for the backward pass, in words.
-        limit_bytes: what the device has available; fits: whether the allocated bytes are within it.
-        pareto: Pareto-optimal: it fits, and no row of the same workload that fits has fewer bytes at no more time: as
-            measured, else as predicted; recomputation where nothing is known of time.
-        formula: the same by the published formulas, a `formulas.reconcile.Formula` as JSON; None without --formulas, or
-            where there are none.
-        measured: {"step_seconds": median of one update, "tokens_per_s", "peak_bytes" or None}, None without --measure.
+        model_flops, hardware_flops: FLOPs without and with all recomputation.
+        compile_seconds: time from tracing to the executable, while other workers compile too.
+        tokens_per_update: tokens per optimizer update, over all devices.
+        predicted_seconds, predicted_seconds_low, predicted_seconds_high: predicted time of one optimizer update with
+            all its calls of the step (`memory.seconds.step_prediction`), and the ends of its interval.
+        predicted_tokens_per_s, predicted_mfu: tokens/s over all devices, and model FLOPs utilization (fraction, 0 to
+            1), at the predicted time.
+        predicted_by_term: term of `seconds.schedule_walk.TERMS` -> seconds; their sum is predicted_seconds.
+        rates: the source of the device rates behind the prediction, in one line.
+        unpredicted: the reason why a row with figures has no predicted seconds, "" otherwise.
+        least_seconds: lower bound in seconds per update from the data sheet's peak rates (`memory.cost.roofline`).
+        batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
+            pass.
+        limit_bytes: memory available on the device. fits: whether the allocated bytes are within the limit.
+        pareto: whether the row is Pareto-optimal: it fits, and no fitting row of the same workload has fewer bytes at
+            equal or less time. Time is measured, otherwise predicted; if neither is known, recomputation replaces it.
+        formula: figures of the published formulas, a `formulas.reconcile.Formula` as JSON. None without --formulas or
+            if no formula applies.
+        measured: {"step_seconds": median seconds of one update, "tokens_per_s", "peak_bytes" or None}. None without
+            --measure.
     """
 
     how: ClassVar[tuple[str, ...]] = ()
@@ -111,61 +118,64 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the row has figures."""
+        """True if the program compiled, so that the row has figures."""
         return self.status == "ok"
 
     @classmethod
     def from_answer(cls, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> Self:
-        """The row of a worker's answer, fresh or cached; keys that are not fields are left out."""
+        """Returns the row of a worker's answer, new or cached. Keys of the answer that are not fields are ignored."""
         known = {f.name for f in dataclasses.fields(cls)} - {"overrides", "pareto"}
         row = cls(dict(overrides), **{key: value for key, value in values.items() if key in known})
         return dataclasses.replace(row, **ranking.fields(values))
 
     @classmethod
     def is_how(cls, key: str) -> bool:
-        """Returns whether a key says how a program runs, not what it computes: rows that differ only in such keys
-        compete."""
+        """Returns whether a key determines how a program runs, not what it computes. Rows that differ only in such
+        keys compete."""
         return key.startswith(cls.how) if cls.how else False
 
     @classmethod
     def flag(cls, key: str, value: Any) -> str:
-        """The flag that gives a key of the grid this value, not quoted."""
+        """Returns the command-line flag that sets a key of the grid to this value, without shell quotes."""
         return f"--grid={key}={as_text(value)}"
 
     def command(self, source: str, target: str, given: str) -> str:
-        """The command that shows this row again.
+        """Returns the command that reproduces this row.
 
-        source: the program, as --program takes it. target: its name. given: flags of the comparison.
+        source: the program, as in --program=MODULE:FUNCTION. target: the name of the target. given: flags of the
+        comparison.
         """
         words = ["bytescope", "compare", f"--program={source}", *([f"--target={target}"] if target else [])]
         return " ".join(filter(None, (shlex.join(words), given, flags(self))))
 
     def value_text(self, key: str) -> str:
-        """The value of a grid key as people read it."""
+        """Returns the text of a grid key's value, "" if the row does not have the key."""
         return as_text(self.overrides.get(key, ""))
 
     def names_a_policy(self) -> bool:
-        """Returns whether one policy with a name says how the program runs. Of equal rows such a row is preferred."""
+        """Returns whether a single named policy determines how the program runs. Among equal rows, such a row is
+        preferred."""
         return True
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Override keys with more than one value; the policy when nothing varies. Parts of the policy's value are not keys
-    of their own."""
+    """Returns the override keys that have more than one value; if nothing varies, the policy key. Keys whose values
+    are part of the policy's value are excluded."""
     keys = list(dict.fromkeys(key for row in rows for key in row.overrides))
     if any(row.policy_key in keys for row in rows):
         keys = [key for key in keys if not any(key in row.policy_parts for row in rows)]
-    found = [key for key in keys if len({(key in row.overrides, row.value_text(key)) for row in rows}) > 1]
-    return found or [key for key in keys if any(key == row.policy_key for row in rows)]
+    varied = [key for key in keys if len({(key in row.overrides, row.value_text(key)) for row in rows}) > 1]
+    return varied or [key for key in keys if any(key == row.policy_key for row in rows)]
 
 
 def unit_of(rows: Sequence[Row]) -> tuple[str, int]:
-    """(name, bytes) of the unit for the bytes of these rows: the largest of which every row has a tenth."""
+    """Returns (name, bytes) of the unit for the bytes of these rows: the largest unit of which every row has at least
+    a tenth."""
     return column_unit(min((row.allocated_bytes for row in rows if row.allocated_bytes), default=0))
 
 
 def label(row: Row, keys: Sequence[str]) -> str:
-    """What distinguishes a row from the others: "full, seq_len=4096"."""
+    """Returns the text that distinguishes a row by these keys, such as "full, seq_len=4096"."""
     parts = []
     for key in (key for key in keys if key in row.overrides):
         name = "" if key in (row.policy_key, CONFIG, TARGET) else f"{key.rpartition('.')[2]}="
@@ -174,11 +184,8 @@ def label(row: Row, keys: Sequence[str]) -> str:
 
 
 def mark_pareto(rows: Sequence[Row]) -> list[Row]:
-    """The rows with `pareto` set: no other of the same workload is as good in both bytes and cost and better in one.
-    Rows that exceed their limit are not candidates.
-
-    The cost is that of `cost_of` the workload.
-    """
+    """Returns the rows with `pareto` set: no other row of the same workload is better in bytes or cost without being
+    worse in the other. Rows that exceed their limit are excluded. `cost_of` chooses the cost."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         if row.ok and row.fits is not False and row.allocated_bytes is not None:
@@ -190,25 +197,25 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
 
 
 def _pareto_optimal(rows: Sequence[Row]) -> set[int]:
-    """`id` of the Pareto-optimal rows of one workload: from the smallest up, each that is faster than all before it."""
+    """Returns the `id` of each Pareto-optimal row of one workload. Rows are visited by increasing bytes, and a row is
+    optimal if its cost is below the cost of all rows before it."""
     _, cost = cost_of(rows)
     out: set[int] = set()
-    least, last = math.inf, None
+    min_cost, last = math.inf, None
     for row in sorted(rows, key=lambda row: (row.allocated_bytes, cost(row))):
         point = row.allocated_bytes, cost(row)
-        if last is None or point == last or point[1] < least:
+        if last is None or point == last or point[1] < min_cost:
             out.add(id(row))
-            least, last = min(least, point[1]), point
+            min_cost, last = min(min_cost, point[1]), point
     return out
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Of the rows that fit, the one that is fastest: as measured, else as predicted, and of those that tie
-    (`ranking.TIE`) the one that recomputes least, then takes least memory. Where nothing is known of time, the one that
-    recomputes least, then the smallest.
+    """Returns the best row that fits; None if no row fits, or if the rows have several workloads (use `best_of_each`).
 
-    None where none fits, and for rows of several workloads: a larger model is not a better way to train a smaller one.
-    `best_of_each` has those.
+    The best row is the fastest by measurement. Without measurements it is the fastest by prediction; ties
+    (`ranking.TIE`) are decided by less recomputation, then by less memory. Without predictions it is the row with the
+    least recomputation, then with the fewest bytes.
     """
     if len({workload(row) for row in rows}) > 1:
         return None
@@ -220,7 +227,7 @@ def best(rows: Sequence[Row]) -> Row | None:
 
 
 def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
-    """The rows that fit and are predicted to be as fast as the best one, `winner`: ties, itself left out."""
+    """Returns the fitting rows that are predicted to be as fast as `winner`, the best row. `winner` is excluded."""
     fitting = [
         row
         for row in rows
@@ -231,10 +238,10 @@ def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
 
 
 def why_slower(rows: Sequence[Row]) -> dict[str, str]:
-    """Explains rows that recompute no more than the best row and are predicted to be slower all the same.
+    """Explains rows that recompute no more than the best row but are predicted to be slower.
 
-    Returns the label of such a row -> the term that costs it the most more seconds than the best row, for example
-    "0.31 s slower than full: waiting for collectives 0.142 s instead of 0.021 s". Rows that do not fit are included.
+    Returns the label of each such row -> the term with the largest increase over the best row, for example "0.31 s
+    slower than full: waiting for collectives 0.142 s instead of 0.021 s". Rows that do not fit are included.
     """
     winner = best(rows)
     if winner is None or not winner.predicted_by_term or winner.predicted_seconds is None:
@@ -258,8 +265,8 @@ def why_slower(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def thrift(row: Row) -> tuple[float, int, bool]:
-    """Returns the sort key of rows that are predicted to be equally fast: less recomputation, in whole per cent of the
-    model's FLOPs, then less device and host memory together, then a named policy."""
+    """Returns the sort key for rows that are predicted to be equally fast: less recomputation (in whole percent of the
+    model FLOPs), then less device and host memory in total, then a named policy."""
     return (
         round(row.recompute_flops_fraction or 0.0, 2),
         (row.allocated_bytes or 0) + (row.host_bytes or 0),
@@ -268,7 +275,7 @@ def thrift(row: Row) -> tuple[float, int, bool]:
 
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:
-    """The best row of every workload, where one fits; only rows of one workload can be compared."""
+    """Returns the best row of each workload that has a fitting row. Rows of different workloads are never compared."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(workload(row), []).append(row)
@@ -276,8 +283,8 @@ def best_of_each(rows: Sequence[Row]) -> list[Row]:
 
 
 def flags(row: Row) -> str:
-    """What to add to a command to run this row, quoted for a shell. A run uses the devices that it finds, so the target
-    is left out."""
+    """Returns the flags that select this row, quoted for a shell. The target is left out, because a run uses the
+    devices that are present."""
     return shlex.join(row.flag(key, value) for key, value in row.overrides.items() if key != TARGET)
 
 
@@ -289,7 +296,7 @@ def to_json(
     config: str = "",
     given: str = "",
 ) -> dict[str, Any]:
-    """The comparison as JSON values; see the module for the keys."""
+    """Returns the comparison as JSON values. The module's docstring lists the keys."""
     rows = mark_pareto(rows)
     winner, tasks = best(rows), task_keys(rows)
     return {
@@ -308,21 +315,22 @@ def to_json(
 
 
 def workload(row: Row) -> str:
-    """Returns the overrides that change what a row computes (model, batch, target), in one string; rows with equal
-    strings can be compared."""
+    """Returns a string that identifies what a row computes: its overrides of model, batch and target. Only rows with
+    equal strings can be compared."""
     return repr(sorted((key, as_text(value)) for key, value in row.overrides.items() if not row.is_how(key)))
 
 
 def task_keys(rows: Sequence[Row]) -> list[str]:
-    """The varying keys that change what is computed."""
+    """Returns the varying keys that change what the program computes."""
     return [key for key in varying(rows) if not rows[0].is_how(key)]
 
 
 def cost_of(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float]]:
-    """(name, cost of a row) by which rows of one workload are ranked, infinite for a row of which it is not known.
+    """Returns (name, function) of the cost by which rows of one workload are ranked. The cost of a row is infinite if
+    unknown.
 
-    MEASURED: seconds per token, where any was measured; else PREDICTED: the same as predicted; else RECOMPUTED: the
-    recomputed share of FLOPs.
+    MEASURED: measured seconds per token, if any row was measured. PREDICTED: predicted seconds per token, otherwise.
+    RECOMPUTED: the recomputed fraction of FLOPs, if no time is known.
     """
     if any(row.measured for row in rows):
         return MEASURED, lambda row: _per_token((row.measured or {}).get("tokens_per_s"))

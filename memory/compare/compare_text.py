@@ -1,4 +1,4 @@
-"""A comparison on the terminal: one line per row; what is too wide goes on in a second block."""
+"""Prints a comparison on the terminal, one line per row. Columns that do not fit continue in a second block."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from bytescope.memory.view.table_model import TableView
 from bytescope.memory.view.table_views import terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks
 
-# What rows are ranked by, in words.
+# The figure by which rows are ranked -> its name in messages.
 COSTS = {MEASURED: "step time", PREDICTED: "predicted time", RECOMPUTED: "recomputation"}
-# So many rows that tie with the best one are named.
-MOST_TIES = 3
+# Maximum number of rows named that tie with the best row.
+MAX_TIES = 3
 
 
 def show(
@@ -47,14 +47,19 @@ def show(
     missing: int = 0,
     console: Console | None = None,
 ) -> None:
-    """Prints the table, to stdout when no console is given; rows as `mark_pareto` gives them."""
+    """Prints the comparison, to stdout by default.
+
+    rows: as returned by `mark_pareto`. cached: number of rows that came from the cache. missing: number of
+    combinations without a row because the run was interrupted.
+    """
     put(render(rows, target, versions, cached, missing), console)
 
 
 def render(
     rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], cached: int = 0, missing: int = 0
 ) -> RenderableType:
-    """The table, the failures, the best row, and what the marks mean."""
+    """Returns the printed comparison: table, failures, best row and explanations. The arguments are those of
+    `show`."""
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
     records = [record_of(row, keys) | {"is_best": any(row is winner for winner in winners)} for row in rows]
@@ -66,7 +71,7 @@ def render(
     table = TableView(
         (*key_columns(keys), MARKED_VERDICT, *COLUMNS),
         records,
-        emphasis=lambda found: "winner" if found["is_best"] else "",
+        emphasis=lambda record: "winner" if record["is_best"] else "",
     )
     return blocks(
         Group(*heading(counted, target, common, versions, f"{unit} on each device:"), terminal_table(table, size)),
@@ -77,9 +82,10 @@ def render(
 def heading(
     counted: str | Text, target: Mapping[str, Any], limit: int | None, versions: Mapping[str, str], words: str
 ) -> list[RenderableType]:
-    """What was compiled: how many, on what, within which limit, by which versions; then `words` on the table below.
+    """Returns the lines above a table: the number of programs, the target, the limit and the versions.
 
-    limit: bytes on a device; None if rows have different limits, or if none is known.
+    counted: the number of programs, as text. limit: bytes on one device; None if rows have different limits or none.
+    words: the line before the table, such as its unit.
     """
     name = one_line(str(target.get("name")))
     title = Text.assemble(counted, f" on {name}", f", limit {human(limit)}" if limit else "")
@@ -91,7 +97,8 @@ def heading(
 
 
 def sources_of_rates(words: str, rates: Iterable[str], more: str = "") -> list[RenderableType]:
-    """A line for each source of rates: `words` on what is predicted with them, the source, then `more`."""
+    """Returns a line for each distinct source of device rates: `words` (the figures that depend on it), the source,
+    `more`."""
     return [Prose(f"{words}: {one_line(source)}{more}", "dim") for source in dict.fromkeys(rates) if source]
 
 
@@ -114,34 +121,34 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
             )
         )
     winner = best(rows)
-    if tasks and winner is None:  # rows of several tasks have no best in common
+    if tasks and winner is None:  # rows of several tasks have no common best row
         out.append(Prose("bold: the best of each task that fits", "dim"))
     if winner is not None:
         out += [Text("best that fits:", style="bold"), CopyCommand(flags(winner) or "as configured")]
         if text := as_fast([label(row, keys) for row in tied(rows, winner)]):
             out.append(Prose(text, "dim"))
     elif not tasks and any(row.ok for row in rows):
-        out.append(Text("none of these fits", style="bold red"))
+        out.append(Text("no combination fits", style="bold red"))
     if missing:
-        out.append(Prose(f"stopped: {missing} combinations left; run the same command to continue", "yellow"))
+        out.append(Prose(f"interrupted: {missing} combinations left; run the same command again to continue", "yellow"))
     return Group(*out) if out else None
 
 
 def as_fast(others: Sequence[str]) -> str:
-    """What is said of those that are predicted to be as fast as a choice, by their names; "" for none."""
+    """Returns the line that names the alternatives predicted to be as fast as the chosen row; "" if there are none."""
     if not others:
         return ""
-    named = "; ".join(map(one_line, others[:MOST_TIES])) + (
-        f" and {len(others) - MOST_TIES} more" if len(others) > MOST_TIES else ""
+    named = "; ".join(map(one_line, others[:MAX_TIES])) + (
+        f" and {len(others) - MAX_TIES} more" if len(others) > MAX_TIES else ""
     )
-    return f"a tie, predicted within {TIE:.0%}: {named}; chosen for the least recomputation, then the least memory"
+    return f"tied within {TIE:.0%} of its predicted time: {named}; chosen for less recomputation, then less memory"
 
 
 def _reasons(
     rows: Sequence[Row], keys: Sequence[str], reason: Callable[[Row], str], style: str
 ) -> list[RenderableType]:
-    """Returns a line for each distinct reason, with its first row and the number of other rows; rows whose reason is ""
-    are left out."""
+    """Returns a line for each distinct reason: its first row, the number of other rows, the reason. A row whose reason
+    is "" is skipped."""
     failed: dict[str, list[Row]] = {}
     for row in rows:
         if reason(row):

@@ -1,6 +1,6 @@
-"""What fits, as one table: tasks down, ways to run them across, a cell for each combination.
+"""The feasibility table of a comparison: a line per task, a column per way to run it, a cell per combination.
 
-The data of `templates/feasibility_grid.html`.
+`templates/feasibility_grid.html` renders the table.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 from bytescope.memory.compare.compare_rows import Row, best_of_each, label, unit_of, varying
 from bytescope.memory.compare.grids import CONFIG, TARGET
 
-# The share of the limit above which a combination is only just within it.
+# Combinations above this fraction of the limit are marked as near the limit.
 NEAR = 0.9
-# Class of a cell -> what it means, with a limit and where none is known.
+# CSS class of a cell -> its meaning in the legend, with a known limit and without one.
 WITH_LIMIT = {"room": "fits", "near": f"above {NEAR:.0%} of the limit", "over": "exceeds", "failed": "failed"}
 WITHOUT = {"free": "darker: more bytes", "failed": "failed"}
 
@@ -22,7 +22,8 @@ Values = tuple[str, ...]
 
 
 class Square(NamedTuple):
-    """A cell: its figure in the unit of the table, its class, its share of the limit in percent, the text on hover."""
+    """A cell of the table: its figure in the unit of the table, its CSS class, its percentage of the limit, its hover
+    text."""
 
     text: str
     kind: str
@@ -31,7 +32,8 @@ class Square(NamedTuple):
 
 
 class HeadLine(NamedTuple):
-    """Headings of one key across: names over the columns of names, the corner, then (value, columns it spans)."""
+    """The column headings for one key: names above the name columns, the corner cell, then (value, number of columns
+    spanned)."""
 
     left: list[str]
     corner: str
@@ -39,7 +41,8 @@ class HeadLine(NamedTuple):
 
 
 class GridLine(NamedTuple):
-    """A task: its names, its cells (None for a combination that was not run), whether the first name is a new one."""
+    """The line of one task: its names, its cells, and whether its first name differs from the line above. A cell is
+    None if the combination was not run."""
 
     names: list[str]
     squares: list[Square | None]
@@ -47,7 +50,7 @@ class GridLine(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The table: the unit of its figures, (class, meaning) of its cells, its headings and its lines."""
+    """The feasibility table: unit of its figures, legend as (class, meaning), column headings, lines."""
 
     unit: str
     legend: list[tuple[str, str]]
@@ -56,20 +59,20 @@ class Grid(NamedTuple):
 
 
 def grid(rows: Sequence[Row]) -> Grid | None:
-    """The table of a comparison's rows, None where either side would have one line only."""
+    """Returns the feasibility table of the rows; None if it would have only one line or only one column."""
     policy = rows[0].policy_key if rows else ""
-    keys = sorted(varying(rows), key=lambda key: key == policy)  # policies stand side by side
+    keys = sorted(varying(rows), key=lambda key: key == policy)  # the policy is last: its values are adjacent columns
     down, across = ([key for key in keys if rows[0].is_how(key) is how] for how in (False, True))
     cells = {(_values(row, down), _values(row, across)): row for row in rows}
     names, columns = _ordered(rows, down), _ordered(rows, across)
     if min(len(names), len(columns)) < 2:
         return None
     winners = [row.overrides for row in best_of_each(rows)]
-    most = max((row.allocated_bytes or 0 for row in rows), default=0)
+    largest = max((row.allocated_bytes or 0 for row in rows), default=0)
     unit, size = unit_of(rows)
     lines = []
     for before, line in zip([None, *names], names):
-        squares = [_square(cells.get((line, column)), keys, size, most, winners) for column in columns]
+        squares = [_square(cells.get((line, column)), keys, size, largest, winners) for column in columns]
         new = before is not None and len(line) > 1 and before[0] != line[0]
         lines.append(GridLine(_names(line, before), squares, new))
     return Grid(unit, _legend(rows), _heads(down, across, columns, policy), lines)
@@ -86,7 +89,8 @@ def _values(row: Row, keys: Sequence[str]) -> Values:
 
 
 def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
-    """What the rows hold under `keys`, sorted by each key's values in the order of the grid."""
+    """Returns the distinct combinations of the rows' values under `keys`, sorted by the order of the values in the
+    grid."""
     order = [list(dict.fromkeys(row.value_text(key) for row in rows)) for key in keys]
     return sorted(
         {_values(row, keys) for row in rows},
@@ -95,9 +99,9 @@ def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
 
 
 def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values], policy: str) -> list[HeadLine]:
-    """A line of headings for each key across; neighbours that share a value, and all above it, share a heading.
+    """Returns a line of headings for each key of the columns. Adjacent columns with equal values share a heading.
 
-    policy: the key of the policy, whose heading is "policy".
+    policy: the policy key; its heading is "policy".
     """
 
     def short(key: str) -> str:
@@ -120,16 +124,16 @@ def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values]
 
 
 def _names(line: Values, before: Values | None) -> list[str]:
-    """The headings of a line; what the line above has as well is left empty."""
+    """Returns the headings of a line; a heading that repeats the line above is ""."""
     return ["" if before and before[: i + 1] == line[: i + 1] else text for i, text in enumerate(line)]
 
 
-def _square(row: Row | None, keys: Sequence[str], size: int, most: int, winners: Sequence[Mapping]) -> Square | None:
+def _square(row: Row | None, keys: Sequence[str], size: int, largest: int, winners: Sequence[Mapping]) -> Square | None:
     if row is None:
         return None
     if not row.ok or row.allocated_bytes is None:
         return Square("failed", "failed", 0, f"{label(row, keys)}: {row.status}")
-    share = row.allocated_bytes / (row.limit_bytes or most or 1)
+    share = row.allocated_bytes / (row.limit_bytes or largest or 1)
     title = f"{label(row, keys)}: {100 * share:.0f} % of {'the limit' if row.limit_bytes else 'the largest'}"
     if row.recompute_flops_fraction is not None:
         title += f", {100 * row.recompute_flops_fraction:.1f} % recomputed"
@@ -146,7 +150,7 @@ def _kind(row: Row, share: float) -> str:
 
 
 def _figure(value: float, whole: bool) -> str:
-    """Three digits or so: 342, 76.0, 0.38."""
+    """Returns a number with about three digits: 342, 76.0, 0.38."""
     if whole or value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 1 else f"{value:.2f}"

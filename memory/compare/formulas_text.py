@@ -1,4 +1,4 @@
-"""The formulas compared with the compiler on the terminal: a report's figures, or a line per row of a comparison."""
+"""Prints published formulas against the compiler: the figures of one report, or a line per row of a comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bytescope.memory.view.text_table import FigureTable, figure, label
 
 
 def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console | None = None) -> None:
-    """Prints a report's figures compared with the formulas', and what is known of the gaps."""
+    """Prints the figures of a report against the formulas, with notes that explain the gaps."""
     table = FigureTable(label(), figure("compiler"), figure("formula"), figure("gap"), figure())
     for line in lines:
         write = human if line.kind == "bytes" else "{:.3e}".format
@@ -38,10 +38,10 @@ def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console
 
 
 def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Prints residuals, peak and HFU/MFU of each row that compiled, compared with the formulas'."""
+    """Prints residuals, peak and HFU/MFU of each compiled row against the formulas."""
     keys, done = varying(rows), [row for row in rows if row.ok]
     unit, size = unit_of(done)
-    named = key_columns(keys) or [ColumnView("key", kind="value", read=lambda found: "as configured")]
+    named = key_columns(keys) or [ColumnView("key", kind="value", read=lambda record: "as configured")]
     table = TableView((*named, *BESIDE_FORMULAS), [record_of(row, keys) for row in done])
     notes = dict.fromkeys(note for row in done for note in (row.formula or {}).get("notes", ()))
     # This table has no columns for state and its parts.

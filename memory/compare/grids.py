@@ -1,4 +1,4 @@
-"""Combinations of keys as a command line writes them: grids and their values. Pure."""
+"""Parses the grids of a command line (--grid=KEY=V1,V2) and expands them to combinations. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError
 
-# Keys of a grid that are no keys of a program: which config file, and what to compile for.
+# Grid keys that are not keys of a program: the config file, and the target to compile for.
 CONFIG, TARGET = "config", "target"
 
 
 def split_values(text: str) -> list[str]:
-    """`a,(b,c),d` -> ["a", "(b,c)", "d"]: a tuple is one value."""
+    """Splits values at commas outside parentheses, because a tuple is one value: `a,(b,c),d` -> ["a", "(b,c)",
+    "d"]."""
     out, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
@@ -25,7 +26,7 @@ def split_values(text: str) -> list[str]:
 
 
 def parse_grid(text: str) -> tuple[str, list[str]]:
-    """`KEY=V1,V2` -> (key, values). Raises ReportError for anything else."""
+    """Parses `KEY=V1,V2`. Returns (key, values). Raises ReportError if the text has another form."""
     key, equals, values = text.partition("=")
     key = key.strip().removeprefix("--").removeprefix("config.")
     split = split_values(values)
@@ -35,7 +36,8 @@ def parse_grid(text: str) -> tuple[str, list[str]]:
 
 
 def expand(grids: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
-    """Every combination of the values of (key, values); a key that comes twice has the values of both."""
+    """Returns every combination of the values of (key, values) pairs. If a key is given twice, the values of both are
+    used."""
     values: dict[str, list[str]] = {}
     for key, texts in grids:
         values[key] = list(dict.fromkeys([*values.get(key, ()), *texts]))
@@ -43,7 +45,7 @@ def expand(grids: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
 
 
 def as_text(value: Any) -> str:
-    """A value as the command line takes it."""
+    """Returns a value in the form that the command line accepts."""
     if isinstance(value, (list, tuple)):
         return f"({','.join(map(str, value))})"
     return str(value).lower() if isinstance(value, bool) else str(value)

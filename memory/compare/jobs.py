@@ -1,4 +1,4 @@
-"""The jobs of a search: overrides and a target, resolved by the factory and named for the cache."""
+"""Makes the jobs of a comparison: overrides and a target, resolved by the factory and named for the cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from bytescope.memory.seconds import rates
 
 
 class Jobs:
-    """Makes the jobs of one search: the versions and the factory's sources are those at its beginning.
+    """Makes the jobs of one comparison. The versions and the digest of the factory's sources are fixed when it is
+    created.
 
-    A job is named by the key of its row in the cache, so two jobs of one name compile the same program.
+    A job's name is the cache key of its row, so two jobs with the same name compile the same program.
 
     Args:
-        versions: package -> version of what compiles, this environment's by default.
+        versions: package -> version used for compiling (default: the installed versions).
     """
 
     def __init__(self, factory: ProgramFactory, versions: Mapping[str, str] | None = None) -> None:
@@ -26,7 +27,7 @@ class Jobs:
 
         self.factory = factory
         self._versions = compiler.versions() if versions is None else versions
-        self._sources = row_cache.digest_of([*row_cache.source_files(row_cache.making_rows()), *factory.sources()])
+        self._sources = row_cache.digest_files([*row_cache.source_files(row_cache.making_rows()), *factory.sources()])
         self._choosing: dict[tuple[str, ...], str] = {}
 
     def job(
@@ -38,12 +39,12 @@ class Jobs:
         method: str = "",
         measure: bool = False,
     ) -> Job:
-        """Returns the job for a worker process: compile the program of these overrides for a target.
+        """Returns the job for a worker process that compiles the program of these overrides for a target.
 
         Args:
             label: the text shown while the worker compiles.
-            method: a method of the factory that the worker calls instead of compiling; its result is the answer.
-            measure: whether the worker also runs the step; the answer is then kept for this machine only.
+            method: name of a factory method that the worker calls instead of compiling; its result is the answer.
+            measure: whether the worker also runs the step. The answer is then cached for this machine only.
 
         Raises the factory's errors for an unknown key or a wrong value.
         """
@@ -68,20 +69,20 @@ class Jobs:
         )
 
     def _choice(self, resolved: Mapping[str, Any]) -> str:
-        """A digest of what settles what the keys leave open: the modules that choose, and the rates chosen; "" where
-        the keys leave nothing open."""
+        """Returns a digest of everything that decides what the keys leave open: the source files that choose, and the
+        device rates. Returns "" if the keys leave nothing open."""
         files = self.factory.choosing_sources(resolved)
         if not files:
             return ""
         names = tuple(map(str, files))
         if names not in self._choosing:
-            self._choosing[names] = row_cache.digest_of(files)
+            self._choosing[names] = row_cache.digest_files(files)
         return self._choosing[names] + rates.digest()
 
 
 def with_cpu_devices(job: Job) -> Job:
-    """Returns the job with as many simulated CPU devices as its described target has: a user's function makes its mesh
-    of the devices of the worker's process. Raises ReportError for a target that does not exist."""
+    """Returns the job with as many simulated CPU devices as its described target has, because a user's function builds
+    its mesh from the devices of the worker process. Raises ReportError for an unknown target."""
     from bytescope.memory.devices import targets
 
     if job.target.partition(":")[0] in ("local", "cpu"):

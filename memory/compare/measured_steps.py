@@ -1,4 +1,4 @@
-"""A compiled step run on zeros: the seconds of an update, and the highest peak of a device."""
+"""Runs a compiled step on zeros and measures the seconds of an update and the peak memory of a device."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Any
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.errors import ReportError
 
-# Updates run before the clock starts, and how long it runs: at least so many updates and about so many seconds.
-_WARM_UP, _LEAST, _MOST, _SECONDS = 2, 5, 50, 4.0
+# Updates before timing starts; then minimum and maximum timed updates, and the approximate seconds of timing.
+_WARM_UP, _MIN_UPDATES, _MAX_UPDATES, _SECONDS = 2, 5, 50, 4.0
 
 
 def time_updates(update: Callable[[], float], devices: Iterable[Any], tokens: int | None) -> dict[str, float | None]:
-    """Runs updates; returns (median seconds of one, tokens/s over all devices, highest peak of a device in bytes).
+    """Runs updates. Returns the median seconds of one update, tokens/s over all devices, and the peak bytes of a
+    device.
 
-    tokens/s is None if `tokens` is None; the peak is None if the backend does not report it.
+    tokens/s is None if `tokens` is None. The peak is None if the backend does not report it.
 
-    update: runs one update to its end and returns its seconds. tokens: per update, over all devices.
+    update: runs one update to its end and returns its seconds. tokens: tokens per update, over all devices.
     """
     times: list[float] = []
-    for number in range(_WARM_UP + _MOST):
+    for number in range(_WARM_UP + _MAX_UPDATES):
         seconds = update()
         if number >= _WARM_UP:
             times.append(seconds)
-        if len(times) >= _LEAST and sum(times) >= _SECONDS:
+        if len(times) >= _MIN_UPDATES and sum(times) >= _SECONDS:
             break
     median = statistics.median(times)
-    stats = [device.memory_stats() or {} for device in devices]
-    peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
+    stats_by_device = [device.memory_stats() or {} for device in devices]
+    peaks = [stats["peak_bytes_in_use"] for stats in stats_by_device if "peak_bytes_in_use" in stats]
     return {
         "step_seconds": median,
         "tokens_per_s": tokens / median if tokens else None,
@@ -39,17 +40,18 @@ def time_updates(update: Callable[[], float], devices: Iterable[Any], tokens: in
 
 
 def measure_program(compilation: Compilation, tokens: int | None) -> dict[str, float | None]:
-    """Measures the step of a user's program, its arguments being zeros. What a call donates is made again before the
-    next one, off the clock.
+    """Measures the step of a user's program with zeros as arguments. Returns `Row.measured`.
 
-    tokens: of an update, None where that is not known. Raises ReportError for a program without an executable.
+    Donated arguments are created again before each call; that time is not counted.
+
+    tokens: tokens per update, None if unknown. Raises ReportError for a program without an executable.
     """
     import jax
     import jax.numpy as jnp
 
     compiled = compilation.compiled
     if compiled is None:
-        raise ReportError("--measure: the program is no step that can be run here")
+        raise ReportError("--measure: the program has no executable for this machine; run without --measure")
     infos, tree = jax.tree.flatten(compiled.args_info, is_leaf=lambda node: hasattr(node, "donated"))
     places = jax.tree.leaves(compiled.input_shardings)
 
@@ -58,7 +60,7 @@ def measure_program(compilation: Compilation, tokens: int | None) -> dict[str, f
             return lambda: jax.device_put(jnp.broadcast_to(jax.random.key(0), info.shape), place)
         return jax.jit(lambda: jnp.zeros(info.shape, info.dtype), out_shardings=place)
 
-    zeros = [make_zeros(info, place) for info, place in zip(infos, places)]  # each is compiled once
+    zeros = [make_zeros(info, place) for info, place in zip(infos, places)]  # compiled once per argument
     arrays = [make() for make in zeros]
 
     def update() -> float:

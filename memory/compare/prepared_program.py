@@ -1,4 +1,4 @@
-"""A program that is ready to be compiled, with what its author knows of it: what `report` and `compare` are given."""
+"""A program that is ready to be compiled, with facts from its author. `report` and `compare` take such programs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedProgram:
-    """One program. Every field but the first has a default, so that a trainer gives what it knows.
+    """A program that is ready to be compiled. All fields except `compile` have defaults, so a trainer gives only what
+    it knows.
 
     Fields:
-        compile: compiles it; returns the compilation, and the target that it is judged by, None for none.
-        name: what messages call it.
-        config, roles, names: as `memory.analyze` takes them.
-        facts: what the trainer knows of the step, for the formulas and findings of its report; None: nothing.
-        loop: what the training loop keeps on a device besides the program's arguments.
-        calls_per_update: calls of the step per optimizer update. tokens_per_update: tokens of an update, over all
-            devices; None where that is not known.
-        model_flops: FLOPs that were counted in one call of the step -> model FLOPs of that call.
-        settled: what the program made of its config, as JSON values; it is kept with the row.
-        batch, policy: what an update is made of, and what the layers keep for the backward pass, in words.
-        choices: what the program chose for its devices, and why, one choice per line.
-        measure: runs the compilation on this machine's devices; returns `Row.measured`. None: no run is possible.
+        compile: compiles the program. Returns the compilation, and the target whose memory limit applies (None for
+            none).
+        name: the name of the program in messages.
+        config, roles, names: as in `memory.analyze`.
+        facts: facts about the step for the formulas and findings of its report, None if unknown.
+        loop: memory that the training loop holds on a device in addition to the program's arguments.
+        calls_per_update: calls of the step per optimizer update.
+        tokens_per_update: tokens per optimizer update, over all devices; None if unknown.
+        model_flops: converts the FLOPs counted in one call of the step to the model FLOPs of the call.
+        settled: settings that the program derived from its config, as JSON values. They are stored with the row.
+        batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
+            pass.
+        choices: settings that the program chose for its devices and the reasons, one choice per line.
+        measure: runs the compilation on this machine's devices. Returns `Row.measured`. None if it cannot be run.
     """
 
     compile: Callable[[], tuple[Compilation, Target | None]]
@@ -55,17 +58,20 @@ class PreparedProgram:
 
 
 def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
-    """Prepares what a function of the user's returned.
+    """Prepares the program that a user's function returned.
 
-    target: what to compile for, a Target or its name; "local" leaves the choice to the program's own `target`.
+    target: a Target or its name to compile for. With "local", the `target` option of the program is used, if it has
+    one.
 
-    Raises ReportError for tokens that are no positive whole number.
+    Raises ReportError if the program's `tokens` is not a positive integer.
     """
     options = dict(program.options)
     own = {key: options.pop(key, None) for key in user_program.OWN_OPTIONS}
     tokens = own["tokens"]
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-        raise ReportError(f"{program.name} returns tokens={tokens!r}: give the tokens of an update, 1 or more")
+        raise ReportError(
+            f"{program.name} returns tokens={tokens!r}: return the tokens per update, an int of 1 or more"
+        )
     is_local = (target if isinstance(target, str) else target.name) == "local"
     chosen = own["target"] if is_local else target
 
@@ -91,5 +97,5 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
 
 
 def prepare_dump(path: Any, target: Target) -> PreparedProgram:
-    """Prepares a program that XLA dumped."""
+    """Prepares a program from an XLA dump."""
     return PreparedProgram(lambda: compiled_for(path, target=target))

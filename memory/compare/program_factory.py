@@ -1,15 +1,16 @@
-"""Functions from overrides to a program: what `compare` varies, and what names a finished row in the cache.
+"""Factories: functions from overrides to a program, whose parameters are the keys of a comparison.
 
-Any function that `bytescope report --program` takes is a factory: its parameters with defaults are the keys of a grid.
+Any function that `bytescope report --program` accepts is a factory. Its parameters with defaults are the keys of a
+grid.
 
     def program(width=256, layers=4, remat="full"):
         ...
         return step, (state, batch), {"donate_argnums": 0, "tokens": 8192}
 
-    program.how = ("remat",)  # optional: keys that say how the step runs; rows that differ only in these compete
+    program.how = ("remat",)  # optional: keys that change how the step runs; rows that differ only in these compete
 
-A trainer with a config of its own writes a subclass of `ProgramFactory`, which says more of its keys and its programs
-(`train.plan.config_factory.ConfigFactory`), and names an object of it.
+A trainer with its own configs writes a subclass of `ProgramFactory`, which knows more about its keys and programs
+(`train.plan.config_factory.ConfigFactory`), and passes an instance of the subclass as the function.
 """
 
 from __future__ import annotations
@@ -30,65 +31,66 @@ from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.program import user_program
 from bytescope.memory.program.user_program import OVERRIDES, TARGET, UserFunction, parameters_of
 
-# What a command line writes for a boolean.
+# The texts of booleans on the command line.
 _BOOLEANS = {"true": True, "false": False}
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 class ProgramFactory:
-    """Makes programs from overrides, key -> value.
+    """Makes programs from overrides, which map keys to values.
 
     Attributes:
-        reference: `module:function` or `file.py:function`; a worker process finds the factory by it.
-        row: the class of its rows, which knows which keys compete.
+        reference: `module:function` or `file.py:function`, by which a worker process finds the factory.
+        row: the class of the factory's rows, which knows which keys compete.
     """
 
     reference: str
     row: type[Row] = Row
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
-        """The program of these overrides on a target, nothing compiled yet. Raises ValueError with an `exit_code` for a
-        mistake of the user's."""
+        """Returns the program of these overrides for a target, not yet compiled. Raises ValueError with an `exit_code`
+        for a user error."""
         raise NotImplementedError
 
     def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
-        """The keys of one combination of a grid; a factory may write one key as several.
+        """Returns the keys and values of one combination of a grid. A subclass may replace one key by several keys.
 
-        fixed: the overrides of every combination.
+        fixed: the overrides that all combinations share.
         """
         return chosen
 
     def resolve(self, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Every key with its value under these overrides, without starting jax.
+        """Returns every key with its value under these overrides, without starting jax.
 
-        Raises ValueError with an `exit_code` for an unknown key, or a value of the wrong type.
+        Raises ValueError with an `exit_code` for an unknown key or a value of the wrong type.
         """
         raise NotImplementedError
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """Raises ValueError with an `exit_code` for overrides that could run on no target."""
+        """Raises ValueError with an `exit_code` if these overrides cannot run on any target."""
 
     def sources(self) -> Sequence[Path]:
-        """The files that decide what a program computes: a change there makes finished rows invalid."""
+        """Returns the files that decide what a program computes. If one of them changes, cached rows are invalid."""
         raise NotImplementedError
 
     def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
-        """The files that choose a part of a program which its keys leave open; () where the keys say all of it.
+        """Returns the files that choose settings which the keys leave open, () if the keys determine the whole
+        program.
 
-        resolved: what `resolve` returned.
+        resolved: the result of `resolve`.
         """
         return ()
 
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The figures of published formulas for a row, as JSON values; None where there are none.
+        """Returns the figures of published formulas for a row, as JSON values; None if no formula applies.
 
-        resolved: what `resolve` returned. answer: the worker's.
+        resolved: the result of `resolve`. answer: the worker's answer.
         """
         return None
 
 
 class FunctionFactory(ProgramFactory):
-    """A function of anyone's, whose parameters are the keys."""
+    """A factory made from a plain function, whose parameters are the keys."""
 
     def __init__(self, function: UserFunction) -> None:
         self._function = function
@@ -96,16 +98,20 @@ class FunctionFactory(ProgramFactory):
         self._parameters = parameters_of(function.function)
         how = getattr(function.function, "how", ())
         if not isinstance(how, tuple | list) or not all(isinstance(key, str) for key in how):
-            raise ReportError(f"{function.name}.how={how!r:.60}: give a tuple of the names of keys")
+            raise ReportError(f"{function.name}.how={how!r:.60}: give a tuple of parameter names")
         self.row = type("FunctionRow", (Row,), {"how": tuple(how)})
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
-        """See `ProgramFactory.__call__`."""
+        """Returns the program of these overrides for a target, as `ProgramFactory.__call__` describes."""
         resolved = self.resolve(overrides)
         return prepare(self._function.make({key: resolved[key] for key in overrides}, target), target)
 
     def resolve(self, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `ProgramFactory.resolve`: the defaults of the function, and the overrides by the types of these."""
+        """Returns the function's defaults, updated with the overrides. An override is converted to the type of its
+        default.
+
+        Raises ReportError for an unknown key or a value of the wrong type.
+        """
         keys = {
             parameter.name: None if parameter.default is parameter.empty else parameter.default
             for parameter in self._parameters.values()
@@ -117,23 +123,23 @@ class FunctionFactory(ProgramFactory):
         )
         for key in overrides:
             if key not in keys and not takes_any:
-                raise ReportError(f"{self.reference} takes no {key}: {_remedy(key, list(keys))}")
+                raise ReportError(f"{self.reference} has no parameter {key}: {_remedy(key, list(keys))}")
         return keys | {key: _typed(key, value, keys.get(key)) for key, value in overrides.items()}
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """See `ProgramFactory.check`."""
+        """Raises ReportError for an unknown key or a value of the wrong type."""
         self.resolve(overrides)
 
     def sources(self) -> Sequence[Path]:
-        """See `ProgramFactory.sources`: the function's module and its package; without a package the module, and the
-        modules that were imported from the same folder."""
-        return _sources_of(inspect.getmodule(self._function.function) or self._function.module)
+        """Returns the source files of the function's package. A module outside a package counts with the modules that
+        were imported from its folder."""
+        return _list_sources(inspect.getmodule(self._function.function) or self._function.module)
 
 
 def load_factory(reference: str) -> ProgramFactory:
-    """The factory of `module:function` or `file.py:function`: a ProgramFactory object, or any function.
+    """Returns the factory named `module:function` or `file.py:function`: a ProgramFactory object, or any function.
 
-    Raises ReportError, in one line, for a module or function that does not exist or fails.
+    Raises ReportError, a one-line message, if the module or function does not exist or fails.
     """
     function = user_program.load_function(reference)
     return function.function if isinstance(function.function, ProgramFactory) else FunctionFactory(function)
@@ -146,7 +152,8 @@ def _remedy(key: str, known: Sequence[str]) -> str:
 
 
 def _typed(key: str, text: Any, default: Any) -> Any:
-    """A value of the command line, of the type of the parameter's default; without one as Python reads it."""
+    """Converts a command-line value to the type of the parameter's default. Without a default, the value is read as a
+    Python literal if possible."""
     if not isinstance(text, str) or isinstance(default, str):
         return text
     if isinstance(default, bool):
@@ -176,10 +183,11 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _sources_of(module: ModuleType) -> list[Path]:
-    """The .py files of a module's outermost package; of a module without one the files beside it that it imported."""
+def _list_sources(module: ModuleType) -> list[Path]:
+    """Returns the .py files of a module's outermost package. Without a package, returns the module's file and the
+    imported files in its folder."""
     file = getattr(module, "__file__", None)
-    if file is None:  # a notebook, or a module of C
+    if file is None:  # a notebook or an extension module
         return []
     top = sys.modules.get(module.__name__.partition(".")[0])
     if top is not None and "." in module.__name__ and hasattr(top, "__path__"):
@@ -191,5 +199,4 @@ def _sources_of(module: ModuleType) -> list[Path]:
 
 
 def _is_within(file: str, folder: str) -> bool:
-    """Returns whether a file is in the folder or below, and not an installed library's."""
-    return os.path.abspath(file).startswith(folder + os.sep) and "site-packages" not in file
+    return os.path.abspath(file).startswith(folder + os.sep) and "site-packages" not in file  # not installed libraries

@@ -1,10 +1,9 @@
-"""Finished rows on disk, by program, target, versions and sources, so that a search can be resumed.
+"""Caches finished rows on disk, so that an interrupted comparison can be resumed.
 
-`making_rows` lists the modules of bytescope.memory that make a row; a factory adds the files of its own program.
-
-A row is one small file under $XDG_CACHE_HOME/bytescope/compare; its name is a digest of everything that decides its
-figures. Files are written completely or not at all; each holds a digest of its answer, and a damaged one counts as
-absent.
+A row is one small file in $XDG_CACHE_HOME/bytescope/compare. Its name is a digest of everything that decides its
+figures: program, target, versions, environment and sources. `making_rows` lists the modules of bytescope.memory that
+count as sources; a factory adds the files of its program. A file is written completely or not at all and contains a
+digest of its answer; a damaged file is treated as missing.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from typing import Any
 
 from bytescope.memory.files import write_whole
 
-# Rises when a cached answer changes its meaning.
+# Incremented when the meaning of a cached answer changes.
 LAYOUT = 7
 
-# Variables that change what is compiled, or what a device has available.
+# Environment variables that change the compiled program or the available memory.
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
 _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 
 def folder(env: Mapping[str, str] | None = None) -> Path:
-    """The folder of rows; `env` stands for this process's environment."""
+    """Returns the folder of cached rows. env: the environment variables (default: those of this process)."""
     env = os.environ if env is None else env
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "compare"
 
 
 def making_rows() -> tuple[ModuleType, ...]:
-    """The modules, and packages with all their modules, whose code makes a row: what compiles, reads and attributes a
-    program. Modules that show rows, or that predict from a finished row, are not among them."""
+    """Returns the modules whose code computes a row: they compile, read and attribute a program. A package stands for
+    all its modules. Modules that show rows, or that predict from a finished row, are not included."""
     from bytescope.memory import analysis, cost, devices, errors, hlo, jaxprs, peak, program, records, units
     from bytescope.memory.compare import measured_steps, prepared_program, program_factory, row_cache, worker
     from bytescope.memory.seconds import products, reading, step_schedule
@@ -51,7 +50,7 @@ def making_rows() -> tuple[ModuleType, ...]:
 
 
 def source_files(modules: Iterable[ModuleType]) -> list[Path]:
-    """The .py files of modules; of a package those of all its modules."""
+    """Returns the .py files of modules; for a package, the files of all its modules."""
     files: list[Path] = []
     for module in modules:
         if hasattr(module, "__path__"):
@@ -61,8 +60,8 @@ def source_files(modules: Iterable[ModuleType]) -> list[Path]:
     return sorted(files)
 
 
-def digest_of(files: Iterable[Path]) -> str:
-    """A digest, in hex, of files: their names, with that of the folder, and what is in them."""
+def digest_files(files: Iterable[Path]) -> str:
+    """Returns a hex digest of files: their names, the names of their folders, and their contents."""
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.parent.name}/{path.name}".encode() + b"\0" + path.read_bytes() + b"\0")
@@ -79,21 +78,22 @@ def key(
     factory: str = "",
     choice: str = "",
 ) -> str:
-    """The name of a row: a digest, in hex, of the resolved keys, the target, versions, sources and environment.
+    """Returns the file name of a row: a hex digest of its resolved keys, target, versions, sources and environment.
 
-    factory: the factory's reference. choice: a digest of what chooses a part of the program, "" where the keys say all
-    of it. Rows that are measured, or compiled for this machine's devices, carry its name too.
+    config: the resolved keys. sources: the digest of the source files. factory: the factory's reference. choice: a
+    digest of everything that decides what the keys leave open, "" for nothing. The digest also includes this machine's
+    name if the row is measured or compiled for this machine's devices.
     """
     env = os.environ if env is None else env
     settings = {name: value for name, value in env.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
-    # A home folder may be shared by machines, and `local` is other devices on each.
+    # Several machines may share a home folder, and `local` means different devices on each.
     machine = platform.node() if measure or target.partition(":")[0] in ("local", "cpu") else ""
     parts = [LAYOUT, factory, dict(config), target, dict(versions), sources, measure, settings, machine, choice]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read(place: Path, name: str) -> dict[str, Any] | None:
-    """The answer of a finished row in the folder `place`, None when there is none that can be read."""
+    """Returns the answer of a finished row in the folder `place`; None if it is missing, damaged or not "ok"."""
     try:
         digest, _, text = (place / f"{name}.json").read_text(encoding="utf-8").partition("\n")
         if digest != _digest(text):
@@ -109,7 +109,7 @@ def _digest(text: str) -> str:
 
 
 def write(place: Path, name: str, answer: Mapping[str, Any]) -> None:
-    """Keeps an answer in the folder `place`. Where that cannot be written, nothing is kept and nothing raised."""
+    """Stores an answer in the folder `place`. Does nothing if the folder cannot be written."""
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
         text = json.dumps(answer)

@@ -1,8 +1,8 @@
-"""A worker process of a search: jobs as JSON lines on standard input, answers as JSON lines on standard output.
+"""The worker process of a comparison: reads jobs as JSON lines from stdin, writes answers as JSON lines to stdout.
 
-The pool starts it as `python -m bytescope.memory worker`: one process per core, so that jax and the compiler are
-loaded once for many programs. A job names its factory, which is imported once. Standard output is kept for answers:
-what libraries print goes to stderr.
+The pool starts workers as `python -m bytescope.memory worker`, one per core, so that jax and the compiler are loaded
+once for many programs. A worker imports the factory of a job once. Stdout is reserved for answers: anything that
+libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Answers the jobs on standard input until it ends; a job that fails is answered with the error as its status."""
+    """Answers the jobs on stdin until it is closed. The answer of a failed job has the error as its status."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from bytescope.memory.devices.platform import choose_platform
@@ -39,20 +39,21 @@ def main() -> None:
             if job["factory"] not in factories:
                 factories[job["factory"]] = load_factory(job["factory"])
             answer = answer_to(job, factories[job["factory"]])
-        except Exception as error:  # whatever one combination runs into, the others go on
-            answer = {"status": status_of(error)}
-        _forget()
+        except Exception as error:  # an error of one combination must not stop the others
+            answer = {"status": describe_error(error)}
+        _free_last_job()
         try:
-            answers.write(json.dumps(answer | {"rss_bytes": _resident()}) + "\n")
+            answers.write(json.dumps(answer | {"rss_bytes": _resident_bytes()}) + "\n")
             answers.flush()
-        except BrokenPipeError:  # nobody waits any more
+        except BrokenPipeError:  # the pool has stopped waiting
             os._exit(0)
 
 
 def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
-    """The figures of one job, the JSON of `worker_pool.Job.message`: the fields of a row.
+    """Compiles the program of one job. Returns the fields of its row.
 
-    A job with a `method` compiles nothing, and the answer is the method's. Raises the factory's errors.
+    job: the JSON of `worker_pool.Job.message`. If the job has a `method`, nothing is compiled and the answer is the
+    result of the factory's method. Raises the factory's errors.
     """
     from bytescope.memory.analysis import report_of
     from bytescope.memory.devices import targets
@@ -69,7 +70,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
     compilation, judged = program.compile()
     seconds = time.perf_counter() - began
     report = report_of(compilation, target=judged, roles=program.roles, loop=program.loop)
-    row = {
+    row: dict[str, Any] = {
         "status": "ok",
         "peak_bytes": report.peak_bytes,
         "allocated_bytes": report.allocated_bytes,
@@ -77,7 +78,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
         "host_bytes": report.host_bytes,
         "to_host_bytes": report.moved("to host"),
         "to_device_bytes": report.moved("to device"),
-        "residual_bytes": residuals_of(report),
+        "residual_bytes": residual_bytes(report),
         "breakdown": dict(report.breakdown),
         "limit_bytes": report.limit_bytes,
         "fits": report.fits,
@@ -88,32 +89,32 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
         "batch": program.batch,
         "policy": program.policy,
         "work": dict(report.work),
-        **flops_of(compilation.jaxpr, program.model_flops),
+        **count_flops(compilation.jaxpr, program.model_flops),
         "schedule": to_json(report.schedule),
         "calls_per_update": program.calls_per_update,
         "tokens_per_update": program.tokens_per_update,
     }
     if job["measure"]:
         if program.measure is None:
-            raise ReportError(f"--measure: {program.name} is not a step that can be run here")
+            raise ReportError(f"--measure: {program.name} cannot be run on this machine; run without --measure")
         row["measured"] = dict(program.measure(compilation))
     return row
 
 
-def residuals_of(report: ReportRecord) -> int:
-    """Bytes of residuals at the highest point of the timeline that holds any: at the peak itself, which may lie in the
-    update, they may all be freed."""
+def residual_bytes(report: ReportRecord) -> int:
+    """Returns the bytes of residuals at the highest point of the timeline where any residual is live, on one device.
+    The peak itself may be in the optimizer update, where all residuals are already freed."""
     steps: Counter[int] = Counter()
     for buffer in report.buffers:
         if buffer.category == "residuals" and buffer.memory == "device":
             steps[buffer.start] += buffer.bytes
             steps[buffer.end + 1] -= buffer.bytes
-    held = itertools.accumulate(steps[point.index] for point in report.timeline)
-    return max(((point.bytes, size) for point, size in zip(report.timeline, held) if size), default=(0, 0))[1]
+    residuals = itertools.accumulate(steps[point.index] for point in report.timeline)
+    return max(((point.bytes, size) for point, size in zip(report.timeline, residuals) if size), default=(0, 0))[1]
 
 
-def flops_of(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, float | None]:
-    """FLOPs of one call of the step over all devices, as fields of a row; {} where the program was not traced.
+def count_flops(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, float | None]:
+    """Returns FLOPs of one call of the step over all devices, as fields of a row; {} if the program was not traced.
 
     model_flops: `PreparedProgram.model_flops`.
     """
@@ -131,21 +132,21 @@ def flops_of(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, flo
     }
 
 
-def status_of(error: BaseException, most: int = 300) -> str:
-    """An error as a row's status: one line of at most `most` characters, with its type unless a user can mend it."""
+def describe_error(error: BaseException, max_length: int = 300) -> str:
+    """Returns an error as the status of a row: one line of up to `max_length` characters. The line begins with the
+    type of the error unless it is a user error."""
     text = message_of(error) or type(error).__name__
-    return one_line(text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}", most)
+    return one_line(text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}", max_length)
 
 
-def _forget() -> None:
-    """Frees the last job's traces and executables."""
+def _free_last_job() -> None:
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     gc.collect()
 
 
-def _resident() -> int:
-    """Bytes of host memory that this process holds, 0 where the system does not say."""
+def _resident_bytes() -> int:
+    """Returns the host memory of this process in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

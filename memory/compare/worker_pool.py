@@ -1,7 +1,7 @@
-"""Jobs compiled by worker processes: in parallel, out of a cache where they can be, through crashes and Ctrl-C.
+"""Runs jobs in worker processes in parallel, reads finished jobs from a cache, and survives crashes and Ctrl-C.
 
-Workers are subprocesses that speak JSON lines (`memory.compare.worker`), each fed by a thread. A worker that dies fails
-the job it was at, and is replaced. Ctrl-C stops the workers; finished rows are kept.
+Workers are subprocesses that exchange JSON lines (`memory.compare.worker`); a thread serves each worker. If a worker
+dies, its current job fails and the worker is replaced. Ctrl-C stops the workers; finished rows are kept.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from bytescope.memory.errors import one_line
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
-# Bytes that all workers together may hold, and that one compile takes at most in the shipped configs.
+# Maximum host bytes of all workers together, and of one compile in the shipped configs.
 CEILING = 20 * 2**30
 PER_WORKER = 3 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One program to compile; `memory.compare.jobs.Jobs` makes it.
+    """One program to compile. `memory.compare.jobs.Jobs` makes jobs.
 
     Fields:
-        factory: `ProgramFactory.reference`. overrides: what the factory gets, key -> value.
-        target: as the command line names it.
-        name: the job's file in the cache. label: what people see while it compiles.
+        factory: `ProgramFactory.reference`. overrides: key -> value, passed to the factory.
+        target: the target's name on the command line.
+        name: the name of the job's file in the cache. label: the text shown while the job compiles.
         resolved: every key with its value.
-        chosen: the values of a comparison's grid, for the row; {} elsewhere.
-        method: a method of the factory that answers in the place of a compilation, from the overrides and the target,
-            in JSON values; "" compiles.
-        rates: the file of --rates, by which a worker chooses what the keys leave open; None for those of the table.
-        cpu_devices: CPU devices that the worker simulates, for the mesh that a user's function makes; 0 for as many as
-            the pool's environment says.
+        chosen: the values of a comparison's grid for the row, {} outside comparisons.
+        method: name of a factory method that the worker calls with the overrides and the target instead of compiling;
+            its result is JSON values. "" compiles.
+        rates: the file of --rates, from which a worker chooses settings that the keys leave open; None for the
+            built-in table.
+        cpu_devices: number of CPU devices that the worker simulates for the mesh of a user's function. 0 means the
+            number in the pool's environment.
     """
 
     factory: str
@@ -62,7 +63,7 @@ class Job:
     cpu_devices: int = 0
 
     def message(self, measure: bool) -> str:
-        """The job as the line of JSON that a worker reads; `measure`: whether it runs the step too."""
+        """Returns the job as the JSON line that a worker reads. measure: whether the worker also runs the step."""
         return (
             json.dumps(
                 {
@@ -79,14 +80,14 @@ class Job:
 
 
 class Worker:
-    """One worker process. `cpu_devices`: as in the jobs that it can do."""
+    """One worker process. cpu_devices: the number of CPU devices that it simulates; its jobs have the same number."""
 
     def __init__(self, env: Mapping[str, str], cpu_devices: int = 0) -> None:
         self.cpu_devices, env = cpu_devices, dict(env)
         if cpu_devices:
             simulate_devices([f"cpu:{cpu_devices}"], env)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
-        # A session of its own: Ctrl-C reaches us alone, and we decide what becomes of it.
+        # The worker has its own session, so that Ctrl-C reaches only this process, which then stops the workers.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bytescope.memory", "worker"],
             stdin=subprocess.PIPE,
@@ -99,7 +100,8 @@ class Worker:
         )
 
     def ask(self, message: str) -> dict[str, Any]:
-        """The answer to a job's message; `{"status": why, "dead": True}` when the process ends first."""
+        """Returns the answer to a job's message. If the process ends first, returns `{"status": reason, "dead":
+        True}`."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None  # both are pipes
         try:
@@ -110,15 +112,15 @@ class Worker:
             line = ""
         if line.endswith("\n"):
             return json.loads(line)
-        return {"status": self._last_words(), "dead": True}
+        return {"status": self._describe_end(), "dead": True}
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Kills the process without waiting for it."""
         with contextlib.suppress(OSError):
             self._process.kill()
 
     def close(self) -> None:
-        """Ends the process and closes its streams."""
+        """Kills the process, waits for it, and closes its streams."""
         self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
@@ -126,14 +128,14 @@ class Worker:
                 if stream is not None:
                     stream.close()
 
-    def _last_words(self) -> str:
-        """Why the process ended: its signal or exit code, and the last line that it wrote to stderr."""
+    def _describe_end(self) -> str:
+        """Returns why the process ended: its signal or exit code, and the last line of its stderr."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "the worker closed its output"
         if code == -signal.SIGKILL:
-            return "the worker was killed: out of host memory? Give --jobs=1"
+            return "the worker was killed, probably for lack of host memory: give --jobs=1"
         self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, self._errors.tell() - 4000))
         last = self._errors.read().decode("utf-8", "replace").strip().splitlines()[-1:]
@@ -141,24 +143,25 @@ class Worker:
         return one_line(" ".join(["the worker died", f"({how}):", *last]), 300)
 
 
-# Called with the labels of the jobs under way and the number of finished ones.
+# Called with the labels of the running jobs and the number of finished jobs.
 Progress = Callable[[Sequence[str], int], None]
 
 
 class Pool:
-    """Threads that each drive a worker, and the queue of their answers. Workers wait for more jobs until `stop`.
+    """A pool of threads that each serve one worker, with a queue of answers. Workers wait for more jobs until `stop`.
 
     Args:
-        count: at most so many workers; one starts with its first job. env: their environment.
-        measure: whether each step is run too, in a process of its own.
+        count: maximum number of workers; a worker starts with its first job. env: environment variables of the
+            workers.
+        measure: whether each step is also run. Each job then gets a new process.
 
     Attributes:
-        answers: (job, None) when a job begins, (job, answer) when it ends.
+        answers: queue of (job, None) when a job begins, and (job, answer) when it ends.
     """
 
     def __init__(self, count: int, *, env: Mapping[str, str], measure: bool = False) -> None:
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._env, self._measure, self._most = env, measure, CEILING // count // 2
+        self._env, self._measure, self._max_rss = env, measure, CEILING // count // 2
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._workers: set[Worker] = set()
         self.answers: queue.SimpleQueue[tuple[Job, dict[str, Any] | None]] = queue.SimpleQueue()
@@ -167,7 +170,7 @@ class Pool:
             thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Adds jobs; `answers` gets what becomes of them."""
+        """Adds jobs to the queue. Their answers appear in `answers`."""
         for job in jobs:
             self._waiting.put(job)
 
@@ -201,13 +204,14 @@ class Pool:
                     worker = None
                 worker = worker or self._hire(job.cpu_devices)
                 answer = worker.ask(job.message(self._measure)) if worker else {}
-            except Exception as error:  # no process could be started, or it does not speak JSON
+            except Exception as error:  # no process could be started, or its answer is not JSON
                 answer = {"status": f"no worker: {error}", "dead": True}
             if self._stopped.is_set():
                 break
             self.answers.put((job, answer))
-            # A measured peak is that of a process, so each job needs a fresh one. One that grew is replaced too.
-            if answer.get("dead") or self._measure or answer.get("rss_bytes", 0) > self._most:
+            # A measured peak is the peak of the whole process, so each measured job needs a new process. A worker
+            # whose memory grew is replaced too.
+            if answer.get("dead") or self._measure or answer.get("rss_bytes", 0) > self._max_rss:
                 self._dismiss(worker)
                 worker = None
         self._dismiss(worker)
@@ -236,7 +240,10 @@ def run(
     cache: Path | None = None,
     progress: Progress = lambda labels, done: None,
 ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """As `ask`, in a pool of its own of at most `workers` workers, with the environment `env`."""
+    """Runs jobs in a new pool of up to `workers` workers with the environment `env`. Returns what `ask` returns.
+
+    measure: whether each step is also run. cache, progress: as in `ask`.
+    """
     with Pool(max(min(workers, len(jobs)), 1), env=env, measure=measure) as pool:
         return ask(pool, jobs, cache=cache, progress=progress)
 
@@ -244,17 +251,17 @@ def run(
 def ask(
     pool: Pool, jobs: Sequence[Job], *, cache: Path | None = None, progress: Progress = lambda labels, done: None
 ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Answers by `Job.name`, and whether Ctrl-C came before the last of them.
+    """Runs jobs in a pool. Returns the answers by `Job.name`, and whether Ctrl-C interrupted the run.
 
     Args:
-        jobs: with different names. cache: the folder of finished rows, None for no reading and no writing.
-        progress: called with the labels of the jobs under way and the number of finished ones.
+        jobs: jobs with distinct names. cache: folder of finished rows; None disables reading and writing.
+        progress: called with the labels of the running jobs and the number of finished jobs.
     """
     answers: dict[str, dict[str, Any]] = {}
     for job in jobs:
-        found = row_cache.read(cache, job.name) if cache else None
-        if found:
-            answers[job.name] = found
+        cached = row_cache.read(cache, job.name) if cache else None
+        if cached:
+            answers[job.name] = cached
     left = [job for job in jobs if job.name not in answers]
     begun: dict[str, str] = {}
     progress((), len(answers))
@@ -278,12 +285,12 @@ def ask(
 def _next(pool: Pool) -> tuple[Job, dict[str, Any] | None]:
     while True:
         with contextlib.suppress(queue.Empty):
-            return pool.answers.get(timeout=0.5)  # a wait without end would not see Ctrl-C everywhere
+            return pool.answers.get(timeout=0.5)  # on some systems Ctrl-C does not interrupt a wait without timeout
 
 
 def worker_count(jobs: int, asked: int | None = None) -> int:
-    """How many workers for so many jobs: as many as `asked`, else one per core of this process, as far as CEILING and
-    the free host memory allow."""
+    """Returns the number of workers for `jobs` jobs: `asked` if given, otherwise one per core of this process, limited
+    by CEILING and the free host memory."""
     if asked:
         return max(1, min(asked, jobs))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -291,10 +298,10 @@ def worker_count(jobs: int, asked: int | None = None) -> int:
 
 
 def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The workers' environment: `env` (this process's by default) with as many simulated CPU devices as the targets
-    name, and without the accelerator where no target is `local`.
+    """Returns the environment variables of workers: `env` (default: of this process), plus as many simulated CPU
+    devices as the targets name. The accelerator is hidden unless a target is `local`.
 
-    Compiling for described devices needs no card; workers that all opened one would fight for its memory.
+    Compiling for described devices needs no accelerator, and workers that all open one compete for its memory.
     """
     out = dict(os.environ if env is None else env)
     simulate_devices(targets, out)
@@ -304,8 +311,9 @@ def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) ->
 
 
 def environment_for(target: Target) -> dict[str, str]:
-    """The environment of workers that compile for one target; for a described one they open no card of this machine."""
-    found = environment([target.name])
+    """Returns the environment variables of workers that compile for one target. If the target is described, the
+    workers do not open this machine's accelerator."""
+    variables = environment([target.name])
     if target.is_described:
-        found["JAX_PLATFORMS"] = "cpu"
-    return found
+        variables["JAX_PLATFORMS"] = "cpu"
+    return variables

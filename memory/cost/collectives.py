@@ -1,8 +1,8 @@
-"""The collectives of a compiled step: number of runs, bytes, and mesh axes of each.
+"""Lists the collectives of a compiled step with their number of runs, bytes and mesh axes.
 
 Bytes are those of one device and one execution. The payload is the unsharded array of a collective: the result of an
-all-gather, the operand of an all-reduce, reduce-scatter, all-to-all or permutation. By the ring algorithm over N
-devices (Patarasuk and Yuan 2009, J. Parallel Distrib. Comput. 69(2)), a device sends the payload times the factor of
+all-gather, and the operand of an all-reduce, reduce-scatter, all-to-all or permutation. By the ring algorithm over N
+devices (Patarasuk and Yuan 2009, J. Parallel Distrib. Comput. 69(2)), a device sends the payload times the factor in
 `WIRE`.
 """
 
@@ -19,7 +19,7 @@ from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.peak.buffer_rules import Attribution
 from bytescope.memory.records.report_record import Collective, Communication
 
-# Kind -> bytes that a device sends per byte of payload, over N devices.
+# Kind of collective -> function from the number of devices N to the bytes that a device sends per byte of payload.
 WIRE: Mapping[str, Callable[[int], float]] = {
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
@@ -33,34 +33,36 @@ WIRE: Mapping[str, Callable[[int], float]] = {
 RAGGED = "ragged-all-to-all"
 
 
-def find(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) -> tuple[Collective, ...]:
-    """Every collective that the step runs over more than one device, in the order of the schedule.
+def find(attribution: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) -> tuple[Collective, ...]:
+    """Returns every collective that the step runs over more than one device, in the order of the schedule.
 
-    `mesh`: names and sizes of the mesh axes, for the axes of a collective; `per_host`: number of devices of a host, for
-    its number of hosts, 0 if unknown.
+    Args:
+        mesh: names and sizes of the mesh axes, by which the axes of a collective are found.
+        per_host: number of devices of a host, by which the number of hosts is computed; 0 if unknown.
     """
-    counts = runs(look.module)
-    found: list[Collective] = []
-    for id in look.order:
-        instruction = look.module.instructions[id]
+    counts = runs(attribution.module)
+    collectives: list[Collective] = []
+    for id in attribution.order:
+        instruction = attribution.module.instructions[id]
         times = counts.get(instruction.computation, 0)
         kind = instruction.opcode.removesuffix("-start")
         if kind in WIRE and times:
-            found += _collective(look, mesh, per_host, instruction, kind, times)
-    return tuple(found)
+            collectives += _collective(attribution, mesh, per_host, instruction, kind, times)
+    return tuple(collectives)
 
 
 def _collective(
-    look: Attribution, mesh: hlo_mesh.Axes, per_host: int, instruction: Instruction, kind: str, times: int
+    attribution: Attribution, mesh: hlo_mesh.Axes, per_host: int, instruction: Instruction, kind: str, times: int
 ) -> Iterator[Collective]:
-    """Yields the record of an instruction that runs `times` in a step, or nothing if the collective sends nothing."""
-    module = look.module
+    """Yields the record of an instruction that runs `times` times in a step, or nothing if the collective sends
+    nothing."""
+    module = attribution.module
     groups = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
     sent, group = share(kind, groups, module.devices)
     if not sent:
         return
-    # An async-start wraps a computation with the collective: the name, place and users of the start apply.
-    callers = [c for c in look.flow.callers.get(instruction.computation, ()) if c.opcode == "async-start"]
+    # An async-start calls a computation that contains the collective. Use the start's name, position and users.
+    callers = [c for c in attribution.flow.callers.get(instruction.computation, ()) if c.opcode == "async-start"]
     start = callers[0] if callers else instruction
     arrays = arrays_of(module, instruction)
     given = sum(shape.bytes for shape in arrays)
@@ -69,8 +71,8 @@ def _collective(
         payload = result = given * group
     elif kind == "reduce-scatter":
         result = given // group
-    named, metadata, scope = look.best_named(start, ())
-    overlapped = overlap.of(look, start) if start.opcode.endswith("-start") else overlap.Overlap(False)
+    named, metadata, scope = attribution.best_named(start, ())
+    overlapped = overlap.find_overlap(attribution, start) if start.opcode.endswith("-start") else overlap.Overlap(False)
     yield Collective(
         name=start.name,
         kind=kind,
@@ -80,7 +82,7 @@ def _collective(
         times=times,
         bytes=payload,
         wire_bytes=round(sent * payload),
-        phase=look.phase(scope, named or start),
+        phase=attribution.phase(scope, named or start),
         component=scope.component,
         module="/".join(scope.path),
         op_name=metadata.op_name,
@@ -93,20 +95,21 @@ def _collective(
 
 
 def arrays_of(module: Module, instruction: Instruction) -> list[HloShape]:
-    """The arrays that a collective sends; a combined collective has several."""
+    """Returns the shapes of the arrays that a collective sends. A combined collective has several."""
     operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
-    found = [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
+    shapes = [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
     if instruction.opcode.removesuffix("-start") != RAGGED:
-        return found
-    # Rows, the buffer that they arrive in, and offsets. At most the smaller of rows and buffer is sent.
-    return [min(found[:2], key=lambda shape: shape.bytes)]
+        return shapes
+    # The operands are rows, the buffer that receives them, and offsets. The device sends at most the smaller array.
+    return [min(shapes[:2], key=lambda shape: shape.bytes)]
 
 
 def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]:
-    """(bytes sent per byte of payload, devices in a group); (0.0, n) for a collective that sends nothing."""
+    """Returns (bytes sent per byte of payload, number of devices in a group). The first is 0.0 if the collective sends
+    nothing."""
     if kind == "collective-permute":
         moving = [pair for pair in groups if len(pair) == 2 and pair[0] != pair[1]]
-        # The group is the cycle or chain of the permutation that the first pair belongs to.
+        # The group is the cycle or chain of the permutation that contains the first pair.
         following = {pair[0]: pair[1] for pair in moving}
         ring: set[int] = set()
         device = moving[0][0] if moving else None
@@ -119,20 +122,21 @@ def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]
 
 
 def _dtype(arrays: Iterable[HloShape]) -> str:
-    """The dtypes of a collective joined by "+", the one with most bytes first."""
+    """Returns the dtypes of a collective joined by "+", the one with the most bytes first."""
     sizes: dict[str, int] = {}
     for shape in arrays:
         sizes[shape.dtype] = sizes.get(shape.dtype, 0) + shape.bytes
     return "+".join(sorted(sizes, key=lambda dtype: -sizes[dtype]))
 
 
-def rows(found: Iterable[Collective], expected: Iterable[Expected] = ()) -> tuple[Communication, ...]:
-    """Bytes per step and device by kind and axes, most wire bytes first, with the bytes that the formulas expect.
+def rows(collectives: Iterable[Collective], expected: Iterable[Expected] = ()) -> tuple[Communication, ...]:
+    """Returns the bytes per step and device by kind and mesh axes, most wire bytes first, with the bytes that formulas
+    expect.
 
-    A formula is a row of its own if the compiler has no collective of its kind over its axes.
+    A formula is a row of its own if the program has no collective of its kind over its axes.
     """
     by_key: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
-    for item in found:
+    for item in collectives:
         by_key.setdefault((item.kind, item.axes), []).append(item)
     formulas: dict[tuple[str, tuple[str, ...]], list[Expected]] = {}
     for entry in expected:

@@ -1,12 +1,12 @@
-"""FLOPs of a program, counted from its jaxpr: all of them, and those that are recomputed.
+"""Counts the FLOPs of a program from its jaxpr: all FLOPs, and the recomputed ones.
 
-A compiler counts the body of a loop once and gives no count for an absent GPU. A jaxpr has the trip counts, and its
-name stacks mark recomputed equations: `jax.checkpoint` marks them with RECOMPUTED, a kernel with its own gradient marks
-them with KERNEL_RECOMPUTED.
+A compiler counts the body of a loop once, and gives no count for a GPU that is absent. A jaxpr has the trip counts,
+and its name stacks mark recomputed equations: `jax.checkpoint` marks them with RECOMPUTED, and a kernel with a custom
+gradient marks them with KERNEL_RECOMPUTED.
 
-Matrix products, convolutions and known attention kernels are counted, a multiply-add as two. Elementwise work,
-reductions and transcendental functions are not, as in MFU (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The
-count is before XLA merges or splits operations.
+The count includes matrix products, convolutions and known attention kernels. A multiply-add counts as two FLOPs.
+Elementwise work, reductions and transcendental functions are not counted, as in MFU (Chowdhery et al. 2022, arXiv
+2204.02311, appendix B). FLOPs are counted before XLA merges or splits operations.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fractions import Fraction
 from typing import Any, cast
 
 from bytescope.memory.hlo.loops import MEAN_TURNS
-from bytescope.memory.jaxprs import bodies, opened
+from bytescope.memory.jaxprs import bodies, inner_jaxpr
 
 RECOMPUTED = re.compile(r"\brematted_computation\b")
 KERNEL_RECOMPUTED = re.compile(r"\bkernel_recompute\b")
-# Mark in a name stack -> phase, first match wins; the forward pass has no mark.
+# (mark in a name stack, phase); the first mark that is found decides. The forward pass has no mark.
 _PHASES = (
     (re.compile(r"\boptimizer\b"), "optimizer"),
     (RECOMPUTED, "recompute"),
@@ -36,16 +36,16 @@ class FlopCount:
     """FLOPs of one call of the global program, over all devices.
 
     Fields:
-        total: all executed FLOPs, recomputed ones included.
+        total: all executed FLOPs, including recomputed ones.
         recomputed: FLOPs that `jax.checkpoint` recomputes.
-        kernel_recomputed: FLOPs recomputed inside the gradient of an attention or loss kernel; not in `recomputed`.
+        kernel_recomputed: FLOPs recomputed inside the gradient of an attention or loss kernel; `recomputed` does not
+            include them.
         notes: a sentence for each operation that could not be counted exactly.
         by: (phase, dtype) -> FLOPs, which add up to `total`; not compared by ==. Phases are forward, recompute,
-        backward
-            and optimizer; dtypes are those of `Target.peak_flops`. A float32 product whose operands may be rounded is
-            "tf32", otherwise "fp32" (see `_PRECISIONS`).
-        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`, also in `by`; not compared by ==. XLA
-            cannot partition a foreign kernel, so each device of the program computes all of these FLOPs.
+            backward and optimizer. Dtypes are keys of `Target.peak_flops`. A float32 product whose operands may be
+            rounded is "tf32", otherwise "fp32" (see `_PRECISIONS`).
+        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`, which are also in `by`; not compared
+            by ==. XLA cannot partition a foreign kernel, so each device of the program computes all of these FLOPs.
     """
 
     total: int = 0
@@ -71,7 +71,8 @@ class FlopCount:
         )
 
     def times(self, trips: int | Fraction) -> FlopCount:
-        """The count of a loop with `trips` iterations, which may be a mean: `count` rounds the sums."""
+        """Returns the count of a loop with `trips` iterations. `trips` may be a fractional mean; `count` rounds the
+        sums."""
         runs = cast(int, trips)
         return FlopCount(
             runs * self.total,
@@ -94,38 +95,41 @@ class FlopCount:
 
     @property
     def recompute_fraction(self) -> float:
-        """FLOPs recomputed by `jax.checkpoint` over model FLOPs; 0 for a program without FLOPs."""
+        """FLOPs recomputed by `jax.checkpoint`, divided by model FLOPs; 0 for a program without FLOPs."""
         return self.recomputed / self.model_flops if self.model_flops else 0.0
 
 
 def count(jaxpr: Any) -> FlopCount:
-    """Counts a ClosedJaxpr, such as `jax.jit(step).trace(*arguments).jaxpr`. Dead equations are not counted.
+    """Counts the FLOPs of a ClosedJaxpr, such as `jax.jit(step).trace(*arguments).jaxpr`. Dead equations are not
+    counted.
 
-    A conditional counts as its most expensive branch. A `while` loop has no known trip count: its body counts once,
-    with a note. The body of a `shard_map` is one shard's and counts for every device of the axes it is sharded over.
+    A conditional counts as its most expensive branch. A `while` loop has no known trip count, so its body counts once,
+    with a note. The body of a `shard_map` is the work of one shard, and is multiplied by the number of devices of the
+    axes over which it is sharded.
     """
     from jax.interpreters import partial_eval
 
     inner = jaxpr.jaxpr
     live, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
-    found = _count(live, "")
+    counted = _count(live, "")
     return FlopCount(
-        round(found.total),
-        round(found.recomputed),
-        round(found.kernel_recomputed),
-        found.notes,
-        {key: round(flops) for key, flops in found.by.items()},
-        {phase: round(flops) for phase, flops in found.replicated.items()},
+        round(counted.total),
+        round(counted.recomputed),
+        round(counted.kernel_recomputed),
+        counted.notes,
+        {key: round(flops) for key, flops in counted.by.items()},
+        {phase: round(flops) for phase, flops in counted.replicated.items()},
     )
 
 
-def of_equation(equation: Any) -> FlopCount:
-    """Counts one equation of a jaxpr, including what it calls."""
+def count_equation(equation: Any) -> FlopCount:
+    """Counts the FLOPs of one equation of a jaxpr, including the jaxprs that it calls."""
     return _equation(equation, str(equation.source_info.name_stack))
 
 
 def _count(jaxpr: Any, stack: str) -> FlopCount:
-    """Counts a jaxpr; `stack`: the name stack around it, because the stacks inside are relative to it."""
+    """Counts the FLOPs of a jaxpr. `stack` is the name stack around it, because the stacks of its equations are
+    relative to it."""
     total = FlopCount()
     for equation in jaxpr.eqns:
         total += _equation(equation, f"{stack}/{equation.source_info.name_stack}")
@@ -143,9 +147,9 @@ def _equation(equation: Any, stack: str) -> FlopCount:
 
 
 def _marked(flops: int, recomputed: int, stack: str, unit: str) -> FlopCount:
-    """The count of a kernel of `flops` in a unit, by the marks of its stack.
+    """Returns the count of a kernel, with the phase by the marks of its name stack.
 
-    `recomputed`: FLOPs that the kernel recomputes itself under any mark.
+    `recomputed`: FLOPs that the kernel itself recomputes, whatever its marks.
     """
     phase = next((phase for mark, phase in _PHASES if mark.search(stack)), "forward")
     by = {(phase, unit): flops}
@@ -154,17 +158,18 @@ def _marked(flops: int, recomputed: int, stack: str, unit: str) -> FlopCount:
     return FlopCount(flops, kernel_recomputed=flops if KERNEL_RECOMPUTED.search(stack) else recomputed, by=by)
 
 
-# dtype of an operand -> unit, the widest operand's counts; every other dtype is taken for float32.
+# dtype of an operand -> compute unit. The operand with the most bits decides; every other dtype counts as float32.
 _UNITS = {"bfloat16": "bf16", "float16": "fp16"}
 _WIDTHS = ("fp8", "bf16", "fp16", "fp32")
-# Word in the precision of a float32 product -> unit, first match wins; without a match TF32. By default, and at "high",
-# XLA gives cuBLAS float32 operands as TF32 on every GPU that has it, and a TPU rounds them to bfloat16; "highest"
-# forbids both (jax.lax.Precision). An algorithm (jax.lax.DotAlgorithmPreset) names its operands.
+# (word in the precision of a float32 product, compute unit); the first word that is found decides, otherwise TF32. By
+# default, and at "high", XLA gives cuBLAS float32 operands as TF32 on every GPU that has it, and a TPU rounds them to
+# bfloat16; "highest" forbids both (jax.lax.Precision). An algorithm (jax.lax.DotAlgorithmPreset) names its operands.
 _PRECISIONS = (("TF32", "tf32"), ("BF16", "bf16"), ("F16", "fp16"), ("HIGHEST", "fp32"), ("F32_F32", "fp32"))
 
 
 def _unit(equation: Any) -> str:
-    """The unit that multiplies, by the wider of the two operands and, in float32, by the precision of the product."""
+    """Returns the compute unit of a product, by the wider of the two operand dtypes and, in float32, by the precision
+    of the product."""
     names = [str(variable.aval.dtype) for variable in equation.invars[:2]]
     units = ["fp8" if name.startswith("float8") else _UNITS.get(name, "fp32") for name in names]
     widest = max(units, key=_WIDTHS.index)
@@ -178,14 +183,15 @@ def _unit(equation: Any) -> str:
 
 
 def _dot(equation: Any) -> tuple[int, int]:
-    """2 x output elements x contracted elements."""
+    """Returns 2 x output elements x contracted elements."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
     return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted), 0
 
 
 def _ragged_dot(equation: Any) -> tuple[int, int]:
-    """A grouped product, in which every row is multiplied by the matrix of one group: 2 x rows x contracted x columns.
+    """Counts a grouped product, in which every row is multiplied by the matrix of one group: 2 x rows x contracted x
+    columns.
 
     The left operand has the batch, the rows and the contracted dimensions.
     """
@@ -198,7 +204,8 @@ def _ragged_dot(equation: Any) -> tuple[int, int]:
 
 
 def _convolution(equation: Any) -> tuple[int, int]:
-    """2 x output elements x input features of a group x window; padding and dilation counted as if dense."""
+    """Returns 2 x output elements x input features of a group x window elements. Padding and dilation count as if
+    dense."""
     shape = equation.invars[1].aval.shape
     features_out = equation.params["dimension_numbers"].rhs_spec[0]
     window = math.prod(size for axis, size in enumerate(shape) if axis != features_out)
@@ -207,19 +214,21 @@ def _convolution(equation: Any) -> tuple[int, int]:
 
 
 def _attention(equation: Any) -> int:
-    """B L S H K of a cuDNN attention call; the masked half of causal attention is counted, as in the literature."""
+    """Returns B L S H K of a cuDNN attention call. The masked half of causal attention is counted, as in the
+    literature."""
     query, key = (variable.aval.shape for variable in equation.invars[:2])
     heads_first = equation.params["layout"] == 1  # jax's AttentionLayout: 0 is B L H K, 1 is B H L K
     return math.prod(query) * key[2 if heads_first else 1]
 
 
 def _attention_forward(equation: Any) -> tuple[int, int]:
-    """Q K^T and P V: 4 B L S H K."""
+    """Counts Q K^T and P V: 4 B L S H K."""
     return 4 * _attention(equation), 0
 
 
 def _attention_backward(equation: Any) -> tuple[int, int]:
-    """dP, dV, dQ, dK: 8 B L S H K, and Q K^T again: 2 (Dao et al. 2022, arXiv 2205.14135, algorithm 4)."""
+    """Counts dP, dV, dQ and dK: 8 B L S H K, and Q K^T again: 2 B L S H K (Dao et al. 2022, arXiv 2205.14135,
+    algorithm 4)."""
     return 10 * _attention(equation), 2 * _attention(equation)
 
 
@@ -242,7 +251,8 @@ OPAQUE = frozenset(("ffi_call", "triton_kernel_call", "tpu_custom_call", "pure_c
 
 
 def _call(equation: Any, stack: str) -> FlopCount:
-    """jit, checkpoint, custom_jvp_call, custom_vjp_call and every other equation with one body that runs once."""
+    """Counts jit, checkpoint, custom_jvp_call, custom_vjp_call and every other equation with one body that runs
+    once."""
     return sum((_count(body, stack) for body in bodies(equation)), FlopCount())
 
 
@@ -259,13 +269,13 @@ def _while(equation: Any, stack: str) -> FlopCount:
 
 
 def _cond(equation: Any, stack: str) -> FlopCount:
-    branches = [_count(opened(branch), stack) for branch in equation.params["branches"]]
+    branches = [_count(inner_jaxpr(branch), stack) for branch in equation.params["branches"]]
     return max(branches, key=lambda branch: branch.total)
 
 
 def _linear_call(equation: Any, stack: str) -> FlopCount:
     """Counts only the callee, because the other jaxpr is the transpose, which does not run."""
-    return _count(opened(equation.params["callee"]), stack)
+    return _count(inner_jaxpr(equation.params["callee"]), stack)
 
 
 def _shard_map(equation: Any, stack: str) -> FlopCount:
@@ -275,14 +285,14 @@ def _shard_map(equation: Any, stack: str) -> FlopCount:
 
 
 def _partitioned(equation: Any, stack: str) -> FlopCount:
-    """A function that defines its own partitioning: none of its kernels is replicated."""
+    """Counts a function that defines its own partitioning, so that none of its kernels is replicated."""
     return dataclasses.replace(_call(equation, stack), replicated={})
 
 
 def _pallas(equation: Any, stack: str) -> FlopCount:
     """Counts the kernel's `cost_estimate`, in the dtype of most products of its body.
 
-    Without an estimate the body counts once for every point of the grid, including parts that it skips by its own
+    Without an estimate, the body counts once for every point of the grid, including parts that it skips by its own
     conditions.
     """
     body, estimate = _call(equation, stack), equation.params["cost_estimate"]

@@ -1,7 +1,8 @@
-"""What a compiled step moves between device and host memory: bytes by direction and phase, and the link's seconds.
+"""Counts the bytes that a compiled step moves between device and host memory, by direction and phase, with their
+seconds.
 
-Reads the scheduled module: every copy, slice and slice update between different memories, times the trip counts of the
-loops around it. A loop without a known trip count (state that is updated only in some calls) counts as one pass over
+Reads the scheduled module: every copy, slice and slice update between different memories counts, times the trip counts
+of the loops around it. A loop without a known trip count updates state only in some calls. It counts as one pass over
 the whole array, as in a call that updates.
 """
 
@@ -18,7 +19,11 @@ TO_DEVICE, TO_HOST = "to device", "to host"
 
 
 def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
-    """Transfers of one step and device, most bytes first; seconds at `bytes_per_s` in each direction, 0 if unknown."""
+    """Returns the transfers of one step and device, most bytes first.
+
+    `bytes_per_s`: rate of the host link in each direction, in bytes per second; 0 if unknown, and then the seconds are
+    0.
+    """
     counts, whole = loops.runs(module), uncounted(module)
     sums: dict[tuple[str, str], int] = {}
     for computation, times in counts.items():
@@ -36,27 +41,28 @@ def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
 
 
 def uncounted(module: Module) -> set[int]:
-    """Computations inside loops without a known trip count."""
+    """Returns the ids of the computations inside loops without a known trip count."""
     pending: list[int] = []
     for instruction in module.instructions.values():
         if instruction.opcode == "while" and not loops.trip_count(module, instruction):
             pending += instruction.called
-    found: set[int] = set()
+    inside: set[int] = set()
     while pending:
         computation = pending.pop()
-        if computation not in found and computation in module.computations:
-            found.add(computation)
+        if computation not in inside and computation in module.computations:
+            inside.add(computation)
             for id in module.computations[computation].instructions:
                 pending += module.instructions[id].called
-    return found
+    return inside
 
 
-# Opcode -> which operand crosses, whole or in part, to the result.
+# Opcode -> index of the operand that is copied, entirely or in part, to the result's memory.
 CROSSING = {"copy": 0, "slice": 0, "dynamic-slice": 0, "dynamic-update-slice": 1}
 
 
 def moved(module: Module, instruction: Instruction) -> Iterator[tuple[str, int, int]]:
-    """Yields (direction, bytes of one execution, bytes of the whole array) if an instruction crosses the host link."""
+    """Yields (direction, bytes of one execution, bytes of the whole array) if an instruction moves bytes over the host
+    link."""
     target = module.shape(instruction)
     if instruction.opcode == "copy-start":
         source, target = target.leaf((1,)), target.leaf((0,))
@@ -66,6 +72,6 @@ def moved(module: Module, instruction: Instruction) -> Iterator[tuple[str, int, 
             return
         source = module.shape(operand)
     if (source.memory_space == HOST_SPACE) != (target.memory_space == HOST_SPACE):
-        # A slice moves its result, an update its operand: the smaller of the two arrays.
+        # A slice moves its result, and an update moves its operand: in both cases the smaller of the two arrays.
         part, whole = sorted((source.bytes, target.bytes))
         yield TO_DEVICE if source.memory_space == HOST_SPACE else TO_HOST, part, whole

@@ -1,10 +1,10 @@
-"""Bytes that the kernels of a compiled step read and write in device memory, by phase.
+"""Counts the bytes that the kernels of a compiled step read and write in device memory, by phase.
 
-Each kernel of the schedule (a fusion, a product, a reduction, a copy ...) reads its operands and writes its results
-once. A kernel that slices an operand reads the slice; a kernel that updates a slice in place writes the slice. A loop
-counts with its trip count, or once if that is unknown; a conditional counts as its largest branch. Reads that a cache
-saves and operands that a kernel reads twice are not modelled. A copy to or from host or on-chip memory counts only
-with the bytes in device memory.
+Each kernel of the schedule (a fusion, a matrix product, a reduction, a copy ...) reads its operands and writes its
+results once. A kernel that slices an operand reads only the slice, and a kernel that updates a slice in place writes
+only the slice. A loop counts with its trip count, or once if that is unknown. A conditional counts as its largest
+branch. Reads that a cache saves, and operands that a kernel reads twice, are not modelled. Of a copy to or from host
+or on-chip memory, only the bytes in device memory count.
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.peak.buffer_rules import Attribution
 
-# Operations that run the computations they name; in other operations a computation only combines two values.
+# Operations that run the computations that they call. In other operations, a computation only combines two values.
 _CALLING = frozenset(("while", "call", "conditional", "async-start"))
 PRODUCTS = frozenset(("dot", "ragged-dot", "convolution"))
 _PRODUCT_CALLS = re.compile(r"gemm|matmul|conv|cublas|cudnn|fmha|attention|triton|tpu_custom_call|mosaic", re.I)
 _MARKERS = frozenset(("AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement", "Sharding"))
-# Operations inside a fusion that compute only the elements that are asked for.
+# Operations inside a fusion that compute only the elements that their readers need.
 _PASSING = frozenset(("bitcast", "convert", "reshape", "transpose", "copy", "negate"))
 _SLICING = frozenset(("slice", "dynamic-slice", "gather"))
-# Opcode -> number of the operand that is written over a part of the first operand.
+# Opcode -> index of the operand that overwrites a part of the first operand.
 _UPDATING = {"dynamic-update-slice": 1, "scatter": 2}
 _WORKSPACE = ("int8", "uint8")
 
 Sums = dict[str, list[int]]
 
 
-def find(look: Attribution) -> dict[str, dict[str, int]]:
-    """Phase -> {"product_bytes", "other_bytes"} of one step and device: kernels with a matrix product, other
-    kernels."""
-    walk = _Walk(look)
-    sums = walk.computation(look.module.entry, "")
+def find(attribution: Attribution) -> dict[str, dict[str, int]]:
+    """Returns phase -> {"product_bytes", "other_bytes"} of one step and device: bytes of kernels with a matrix
+    product, and bytes of other kernels."""
+    walk = _Walk(attribution)
+    sums = walk.computation(attribution.module.entry, "")
     return {phase: dict(zip(("product_bytes", "other_bytes"), both)) for phase, both in sums.items()}
 
 
 class _Walk:
-    """Sums of computations, each counted once for every phase that it is called in."""
+    """Sums the bytes of computations. Each computation is counted once for every phase in which it is called."""
 
-    def __init__(self, look: Attribution):
-        self.look, self.module = look, look.module
+    def __init__(self, attribution: Attribution):
+        self.attribution, self.module = attribution, attribution.module
         self.known: dict[tuple[int, str], Sums] = {}
 
     def computation(self, id: int, around: str) -> Sums:
-        """Phase -> [bytes of products, of others] of one run; `around`: the phase of the call."""
+        """Returns phase -> [bytes of products, bytes of other kernels] of one run. `around` is the phase of the
+        call."""
         if (id, around) not in self.known:
             sums: Sums = {}
-            self.known[id, around] = sums  # a damaged module may call in circles
+            self.known[id, around] = sums  # ends the recursion if a damaged module calls itself
             computation = self.module.computations.get(id)
             for number in computation.instructions if computation else ():
                 instruction = self.module.instructions[number]
-                phase = phase_of(self.look, instruction, around)
+                phase = phase_of(self.attribution, instruction, around)
                 if instruction.opcode in _CALLING:
                     _add(sums, self.called(instruction, phase))
                 else:
@@ -67,7 +68,8 @@ class _Walk:
         return self.known[id, around]
 
     def called(self, call: Instruction, phase: str) -> Sums:
-        """Sums of the computations that an operation calls: the largest branch, all iterations of a loop."""
+        """Returns the sums of the computations that an operation calls: the largest branch, or all iterations of a
+        loop."""
         inner = [self.computation(id, phase) for id in call.called]
         if call.opcode == "conditional":
             return max(inner, key=lambda sums: sum(map(sum, sums.values())), default={})
@@ -78,16 +80,17 @@ class _Walk:
         return out
 
 
-def phase_of(look: Attribution, instruction: Instruction, around: str) -> str:
-    """The phase of an operation; a nameless one, such as the compiler's own copies, has the phase of its caller.
+def phase_of(attribution: Attribution, instruction: Instruction, around: str) -> str:
+    """Returns the phase of an operation. An operation without a name, such as a copy that the compiler added, has the
+    phase of its caller.
 
     `around`: the phase of the caller, "" in the entry computation.
     """
-    scope = look.scope(instruction)
+    scope = attribution.scope(instruction)
     if "optimizer" in scope.path:
         return "optimizer"
-    if scope.phase or not around or look.module.metadata(instruction).op_name:
-        return look.phase(scope, instruction)
+    if scope.phase or not around or attribution.module.metadata(instruction).op_name:
+        return attribution.phase(scope, instruction)
     return around
 
 
@@ -99,7 +102,8 @@ def _add(sums: Sums, other: Sums, times: int = 1) -> None:
 
 
 def is_product(module: Module, instruction: Instruction) -> bool:
-    """Whether a kernel contains a matrix product or a convolution: itself, in its fusion, or by a library's name."""
+    """Returns whether a kernel contains a matrix product or a convolution: in itself, in its fusion, or as a library
+    call."""
     if instruction.opcode == "custom-call":
         return bool(_PRODUCT_CALLS.search(instruction.target))
     if instruction.opcode == "fusion":
@@ -113,7 +117,8 @@ def is_product(module: Module, instruction: Instruction) -> bool:
 
 
 def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
-    """(`moved`, `is_product`) of an operation, cached in the module; (0, False) if it is not a kernel."""
+    """Returns (`moved`, `is_product`) of an operation, cached in the module; (0, False) if the operation is not a
+    kernel."""
     known = module.kernels.get(instruction.id)
     if known is None:
         size = moved(module, instruction)
@@ -122,10 +127,11 @@ def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
 
 
 def moved(module: Module, instruction: Instruction) -> int:
-    """Bytes of device memory that one run of an operation reads and writes; 0 if it is not a kernel."""
+    """Returns the bytes of device memory that one run of an operation reads and writes; 0 if the operation is not a
+    kernel."""
     opcode, result = instruction.opcode, module.shape(instruction)
     if opcode == "copy-start":
-        return _held(result.leaf((0,))) + _held(result.leaf((1,)))
+        return _device_bytes(result.leaf((0,))) + _device_bytes(result.leaf((1,)))
     if opcode in IDLE or is_collective(opcode) or instruction.target in _MARKERS:
         return 0
     operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
@@ -138,28 +144,30 @@ def moved(module: Module, instruction: Instruction) -> int:
     )
     if opcode in _UPDATING:
         return read + _written(module, instruction, result)
-    # A library's product has its workspace as a second result.
+    # The second result of a library's matrix product is its workspace.
     library = opcode == "custom-call" and result.parts is not None and is_product(module, instruction)
     return read + sum(
-        _held(leaf) for index, leaf in leaves(result) if not (library and index != (0,) and leaf.dtype in _WORKSPACE)
+        _device_bytes(leaf)
+        for index, leaf in leaves(result)
+        if not (library and index != (0,) and leaf.dtype in _WORKSPACE)
     )
 
 
-def _held(shape: HloShape) -> int:
-    """Bytes in device memory of an array, or of all arrays of a tuple."""
+def _device_bytes(shape: HloShape) -> int:
+    """Returns the bytes in device memory of an array, or of all arrays of a tuple."""
     return sum(leaf.bytes for _, leaf in leaves(shape) if leaf.memory_space == 0)
 
 
 def _part(module: Module, user: Instruction, position: int, source: HloShape) -> int:
-    """Bytes that an operation reads of its operand at `position`, an array of shape `source`."""
+    """Returns the bytes that an operation reads of its operand at `position`, an array of shape `source`."""
     touched = None
     if position == 0 and user.opcode in _SLICING:
         touched = module.shape(user).elements
     elif position == 0 and user.opcode == "dynamic-update-slice":
         touched = 0
-    elif position == 0 and user.opcode == "scatter":  # it adds to what is there
+    elif position == 0 and user.opcode == "scatter":  # a scatter reads the elements that it adds to
         touched = _elements(module, module.operand(user, _UPDATING["scatter"]))
-    whole = _held(source)
+    whole = _device_bytes(source)
     return whole if touched is None else min(whole, touched * source.bits // 8)
 
 
@@ -168,7 +176,8 @@ def _elements(module: Module, instruction: Instruction | None) -> int:
 
 
 def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]) -> int:
-    """Bytes that a fusion reads and writes; of an operand only the part that the fused operations need."""
+    """Returns the bytes that a fusion reads and writes. Of an operand, only the part counts that the fused operations
+    need."""
     inside = module.computations[fusion.called[0]]
     users: dict[int, list[Instruction]] = {}
     for id in inside.instructions:
@@ -178,15 +187,15 @@ def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]
     for i, argument in enumerate(operands):
         parameter = module.instructions.get(inside.parameters.get(i, -1))
         shape = module.shape(argument)
-        whole = _held(shape)
+        whole = _device_bytes(shape)
         read += min(whole, _needed(module, parameter, shape, users, inside.root)) if parameter else whole
     root = module.instructions.get(inside.root)
     result = module.shape(fusion)
     if root is None or result.parts is None:
         return read + _written(module, root, result)
-    made = [module.instructions.get(id) for id in root.operands] if root.opcode == "tuple" else []
-    made += [None] * (len(result.parts) - len(made))
-    return read + sum(_written(module, maker, part) for maker, part in zip(made, result.parts))
+    makers = [module.instructions.get(id) for id in root.operands] if root.opcode == "tuple" else []
+    makers += [None] * (len(result.parts) - len(makers))
+    return read + sum(_written(module, maker, part) for maker, part in zip(makers, result.parts))
 
 
 def _needed(
@@ -197,25 +206,26 @@ def _needed(
     root: int,
     itself: bool = True,
 ) -> int:
-    """Bytes of a fusion's operand that the fused operations read; `itself`: the value is still the operand."""
+    """Returns the bytes of a fusion's operand that the fused operations read. `itself`: whether `value` is still the
+    unchanged operand."""
     if value.id == root:
-        return _held(source)
+        return _device_bytes(source)
     total = 0
     for user in users.get(value.id, ()):
         if user.opcode in _PASSING:
             total += _needed(module, user, source, users, root, itself and user.opcode == "bitcast")
         elif user.opcode in _UPDATING and user.operands[0] == value.id and not itself:
-            total += _held(source)  # a converted operand is written as a new array
+            total += _device_bytes(source)  # a converted operand is written as a new array
         else:
             total += sum(_part(module, user, i, source) for i, id in enumerate(user.operands) if id == value.id)
     return total
 
 
 def _written(module: Module, maker: Instruction | None, result: HloShape) -> int:
-    """Bytes of a result that are written; for an in-place update, the bytes of the update."""
+    """Returns the bytes of a result that are written; for an in-place update, the bytes of the update."""
     while maker is not None and maker.opcode == "bitcast":
         maker = module.operand(maker, 0)
-    whole = _held(result)
+    whole = _device_bytes(result)
     if maker is None or maker.opcode not in _UPDATING:
         return whole
     return min(whole, _elements(module, module.operand(maker, _UPDATING[maker.opcode])) * result.bits // 8)

@@ -1,4 +1,5 @@
-"""The checkpoint names of a traced program: the tensor of each, its bytes, and the FLOPs of recomputing it."""
+"""Lists the checkpoint names of a traced program, with the tensor of each, its bytes, and the FLOPs of recomputing
+it."""
 
 from __future__ import annotations
 
@@ -11,20 +12,22 @@ from bytescope.memory.cost import flops
 from bytescope.memory.jaxprs import bodies, checkpoint_name_of
 from bytescope.memory.units import human
 
-# Equations that return the elements of their operand.
+# Equations whose result has the same elements as their operand.
 _FORMS = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy", "sharding_constraint"))
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensor:
-    """One name in one place of the program, over all devices.
+    """A checkpoint name in one place of the program, over all devices.
 
     Fields:
-        name: the argument of `checkpoint_name`; shape, dtype: of the tensor.
-        copies: number of tensors with this name: the product of the lengths of the scans around it (layers).
+        name: the argument of `checkpoint_name`.
+        shape, dtype: shape and dtype of the global tensor.
+        copies: number of tensors with this name (for example, one per layer): the product of the lengths of the scans
+            around it.
         flops: matrix-product FLOPs of recomputing one copy if all names before it are saved.
-        read_as: the narrower dtype to which all readers convert the tensor first, "" if a reader does not. Saved under
-            this name, the tensor takes more bytes than are read.
+        read_as: the dtype of fewer bytes to which all readers first convert the tensor, "" if a reader does not. A
+            saved tensor with `read_as` takes more bytes than are read.
         autodiff: whether plain autodiff, without a policy, keeps this tensor for the backward pass.
     """
 
@@ -40,7 +43,7 @@ class NamedTensor:
 
     @property
     def bytes_each(self) -> int:
-        """Bytes of one copy: per layer, over all devices."""
+        """Bytes of one copy, over all devices."""
         return math.prod(self.shape) * self.itemsize
 
     @property
@@ -50,16 +53,16 @@ class NamedTensor:
 
     @property
     def excess(self) -> int:
-        """Bytes of all copies beyond those of the dtype in which the tensor is read."""
+        """Bytes of all copies beyond the bytes in the dtype in which the tensor is read."""
         return self.bytes - math.prod(self.shape) * self.read_itemsize * self.copies if self.read_as else 0
 
 
 def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
-    """The names of a ClosedJaxpr in the order in which they are made; the same name and shape in several
-    unrolled layers is one entry with so many copies.
+    """Returns the names of a ClosedJaxpr in the order of their equations. Equal names and shapes of unrolled layers
+    are one entry with several copies.
 
-    Give the jaxpr of the gradient, without any remat policy: some names are born only where a custom gradient
-    keeps its residuals.
+    `jaxpr`: the jaxpr of the gradient, without any remat policy, because some names appear only where a custom
+    gradient stores its residuals.
     """
     alike: dict[tuple[Any, ...], list[NamedTensor]] = {}
     for tensor in _walk(jaxpr.jaxpr, 1):
@@ -71,8 +74,8 @@ def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
     return tuple(merged)
 
 
-def too_wide(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
-    """One sentence for each name whose saved tensor takes more bytes than are read."""
+def excess_warnings(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
+    """Returns one sentence for each name whose saved tensor takes more bytes than are read."""
     return tuple(
         f"{tensor.name} is kept in {tensor.dtype} and read in {tensor.read_as}: "
         f"{tensor.itemsize / tensor.read_itemsize:g} times what is needed, {human(tensor.excess)} "
@@ -83,7 +86,7 @@ def too_wide(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
 
 
 def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Iterator[NamedTensor]:
-    """The names of one body; `stacked`: the variables that a loop keeps for each of its iterations."""
+    """Yields the names of one body. `stacked` are the variables that a loop stores for each of its iterations."""
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     outputs = _variables(jaxpr.outvars)
     readers: dict[Any, list[Any]] = {}
@@ -110,7 +113,7 @@ def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Ite
             )
         elif equation.primitive.name == "scan":
             for body in bodies(equation):
-                # An output that the loop stacks has one dimension more outside; a carried one has not.
+                # Only outputs that the loop stacks have one dimension more outside of the loop.
                 pairs = zip(body.outvars, equation.outvars)
                 kept = [inner for inner, outer in pairs if len(outer.aval.shape) > len(inner.aval.shape)]
                 yield from _walk(body, copies * equation.params["length"], _variables(kept))
@@ -120,12 +123,12 @@ def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Ite
 
 
 def _variables(atoms: Iterable[Any]) -> frozenset[Any]:
-    """The variables among the atoms of an equation, without literals."""
     return frozenset(atom for atom in atoms if not hasattr(atom, "val"))
 
 
 def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset[Any], list[Any]]:
-    """The variables with the same elements in another form, `variable` included, and the equations that read them."""
+    """Returns the variables that have the same elements as `variable` in another form, including itself, and the
+    equations that read them."""
     same, read, todo = {variable}, [], [variable]
     while todo:
         for equation in readers.get(todo.pop(), ()):
@@ -138,7 +141,8 @@ def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset[Any
 
 
 def _narrow_dtype(own: Any, readers: Iterable[Any]) -> Any:
-    """The widest dtype to which readers convert a value of dtype `own`; None if one reads it as wide as it is."""
+    """Returns the widest dtype to which readers convert a value of dtype `own`; None if one of them reads it
+    unconverted."""
     dtypes = [
         equation.params["new_dtype"] if equation.primitive.name == "convert_element_type" else own
         for equation in readers
@@ -148,9 +152,10 @@ def _narrow_dtype(own: Any, readers: Iterable[Any]) -> Any:
 
 
 def _cost(variable: Any, makers: dict[Any, Any]) -> int:
-    """FLOPs of the equations between `variable` and the names (or inputs of the body) that it is computed from.
+    """Returns the FLOPs of the equations between `variable` and the names (or inputs of the body) from which it is
+    computed.
 
-    A loop or call that contains names is a border too: its names are saved, and so are its results.
+    The walk also stops at a loop or call that contains names: its names are saved, and so are its results.
     """
     needed: dict[int, tuple[Any, set]] = {}
     todo = [variable]
@@ -170,11 +175,11 @@ def _cost(variable: Any, makers: dict[Any, Any]) -> int:
 
 
 def _flops(equation: Any, wanted: set) -> int:
-    """FLOPs of an equation; for a call, FLOPs of the wanted outputs only."""
+    """Returns the FLOPs of an equation; for a call, the FLOPs that the wanted outputs need."""
     from jax.interpreters import partial_eval
 
     inside = list(bodies(equation))
     if equation.primitive.name not in ("pjit", "jit", "closed_call", "custom_vjp_call") or len(inside) != 1:
-        return flops.of_equation(equation).total
+        return flops.count_equation(equation).total
     live, _ = partial_eval.dce_jaxpr(inside[0], [variable in wanted for variable in equation.outvars])
-    return sum(flops.of_equation(inner).total for inner in live.eqns)
+    return sum(flops.count_equation(inner).total for inner in live.eqns)

@@ -1,4 +1,4 @@
-"""The compute that overlaps a collective: operations between its start and its done in the schedule."""
+"""Finds the compute that overlaps a collective: operations between its start and its done in the schedule."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Overlap(NamedTuple):
     """The compute that overlaps a collective.
 
     Fields:
-        asynchronous: the collective has a start and a done, and the runtime does not wait at the start.
-        instructions: number of compute operations scheduled between the two.
-        flops: matrix-product FLOPs of these operations, with all iterations of loops.
+        asynchronous: whether the collective has a start and a done, and the runtime does not wait at the start.
+        instructions: number of compute operations that are scheduled between the two.
+        flops: matrix-product FLOPs of these operations, including all iterations of loops.
     """
 
     asynchronous: bool
@@ -56,16 +56,16 @@ class Overlap(NamedTuple):
     flops: int = 0
 
 
-def of(look: Attribution, start: Instruction) -> Overlap:
-    """The compute scheduled between an asynchronous start and its done, on one device."""
-    module = look.module
+def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
+    """Returns the compute that one device's schedule has between an asynchronous start and its done."""
+    module = attribution.module
     settings = backend_config(module, start).get("collective_backend_config")
     if isinstance(settings, dict) and settings.get("is_sync") is True:
         return Overlap(False)
     computation = module.computations.get(start.computation)
     order = (computation.schedule if computation else None) or []
     positions = {id: position for position, id in enumerate(order)}
-    done = _done(look, start)
+    done = _done(attribution, start)
     if start.id not in positions or done is None or done.id not in positions:
         return Overlap(True)
     count, total = 0, 0
@@ -78,10 +78,10 @@ def of(look: Attribution, start: Instruction) -> Overlap:
     return Overlap(True, count, total)
 
 
-def _done(look: Attribution, start: Instruction) -> Instruction | None:
-    """The done of an asynchronous operation, found through its updates."""
+def _done(attribution: Attribution, start: Instruction) -> Instruction | None:
+    """Returns the done of an asynchronous operation, which is found through its updates."""
     for _ in range(_MAX_UPDATES):
-        after = [user for user in look.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
+        after = [user for user in attribution.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
         if not after:
             return None
         if after[0].opcode.endswith("-done"):
@@ -91,17 +91,18 @@ def _done(look: Attribution, start: Instruction) -> Instruction | None:
 
 
 def flops(module: Module, instruction: Instruction, known: dict[int, int] | None = None) -> int:
-    """Matrix-product FLOPs of one execution: dots, GEMM and attention calls, also inside loops and fusions.
+    """Returns the matrix-product FLOPs of one execution: dots, GEMM and attention calls, also inside loops and
+    fusions.
 
-    A multiply-add counts as two; elementwise work, convolutions and foreign kernels are not counted. `known`: FLOPs of
-    computations already counted.
+    A multiply-add counts as two. Elementwise work, convolutions and foreign kernels are not counted. `known`: FLOPs of
+    computations that have already been counted.
     """
     known = {} if known is None else known
     total = _PRODUCTS[instruction.opcode](module, instruction) if instruction.opcode in _PRODUCTS else 0
     trips = (trip_count(module, instruction) or 1) if instruction.opcode == "while" else 1
     for called in instruction.called:
         if called not in known and called in module.computations:
-            known[called] = 0  # a damaged module may call in circles
+            known[called] = 0  # ends the recursion if a damaged module calls itself
             known[called] = sum(
                 flops(module, module.instructions[id], known) for id in module.computations[called].instructions
             )
@@ -110,7 +111,7 @@ def flops(module: Module, instruction: Instruction, known: dict[int, int] | None
 
 
 def _dot(module: Module, instruction: Instruction) -> int:
-    """2 x result values x contracted values: dot_dimension_numbers 30 {lhs_contracting 1}."""
+    """Returns 2 x result elements x contracted elements (field dot_dimension_numbers 30 {lhs_contracting 1})."""
     contracted: list[int] = []
     for field, value in wire.fields(module.data, instruction.span):
         if field == 30:
@@ -121,15 +122,15 @@ def _dot(module: Module, instruction: Instruction) -> int:
 
 def _product(module: Module, instruction: Instruction, contracted: list[int]) -> int:
     left, result = module.operand(instruction, 0), module.shape(instruction)
-    if result.parts is not None:  # a GEMM call gives its workspace too
+    if result.parts is not None:  # the second result of a GEMM call is its workspace
         result = result.leaf((0,))
     dims = module.shape(left).dims if left else ()
     return 2 * result.elements * math.prod(dims[axis] for axis in contracted if axis < len(dims))
 
 
 def _call(module: Module, instruction: Instruction) -> int:
-    """FLOPs of a library's call; the settings of a GEMM give the contracted axes, those of attention the scores'
-    shape."""
+    """Returns the FLOPs of a library call. The settings of a GEMM give the contracted axes, those of attention the
+    shape of the scores."""
     config = backend_config(module, instruction)
     gemm = _inner(config, "gemm_backend_config", "dot_dimension_numbers")
     if gemm:

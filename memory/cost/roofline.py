@@ -1,22 +1,25 @@
-"""The minimum seconds of a step by a roofline: its work over the peak rates of the target (Williams, Waterman and
-Patterson 2009, "Roofline", Communications of the ACM 52(4)). `memory.seconds` predicts the actual seconds.
+"""Bounds the seconds of a step by a roofline: its work over the peak rates of the target (Williams, Waterman and
+Patterson 2009, "Roofline", Communications of the ACM 52(4)).
 
-A step's work is a mapping by phase (`records.STEP_PHASES`), of one device and one call, made by `cost.step_work`:
+`memory.seconds` predicts the actual seconds. The work of a step is a mapping by phase (`records.STEP_PHASES`), for one
+device and one call, which `cost.step_work` computes:
 
-- `flops`: dtype (a key of `Target.peak_flops`) -> FLOPs of products.
-- `product_bytes`: bytes that kernels with a matrix product read and write in device memory; `other_bytes`: bytes of
-  other kernels.
-- `collective_bytes`: "in_host" and "between_hosts" -> minimum bytes that the device sends over that link in collectives
-  that are not overlapped; `hidden_collective_bytes`: in collectives with compute between start and done.
+- `flops`: dtype (a key of `Target.peak_flops`) -> FLOPs of matrix products.
+- `product_bytes`: bytes that kernels with a matrix product read and write in device memory.
+- `other_bytes`: bytes that all other kernels read and write.
+- `collective_bytes`: "in_host" and "between_hosts" -> minimum bytes that the device sends over that link in
+  collectives that no compute overlaps.
+- `hidden_collective_bytes`: the same for collectives with compute between start and done.
 - `to_host_bytes`, `to_device_bytes`: bytes over the host link.
 
-A phase takes, one after the other: its products (the longer of FLOPs and bytes), the bytes of its other kernels, its
-collectives. Overlapped collectives and transfers run at the same time, each direction of the host link by itself; the
-device waits if the longest of them takes longer than the phase. Recompute and backward share one such window.
+A phase takes the sum of three times: its matrix products (the longer of FLOPs and bytes), the bytes of its other
+kernels, and its collectives. Overlapped collectives and transfers run at the same time as the phase, and each
+direction of the host link runs by itself. If the longest of them takes longer than the phase, the device waits.
+Recompute and backward are one phase in this respect.
 
-Not modelled: kernel launches, power limits and clocks below boost, latency, efficiency of kernels below the peak, reads
-that a cache saves, overlap that falls short of the schedule's, elementwise FLOPs, waiting for other devices. Rates are
-peaks, so no program reaches this bound.
+Not modelled: kernel launches, power limits and clocks below boost, latency, kernels that do not reach the peak, reads
+that a cache saves, overlap that falls short of the schedule, elementwise FLOPs, and waiting for other devices. Rates
+are peaks, so no program reaches this bound.
 """
 
 from __future__ import annotations
@@ -34,14 +37,16 @@ from bytescope.memory.records.report_record import STEP_PHASES, ReportRecord
 
 TERMS = ("products", "memory", "collectives", "host_link")
 LINKS = ("in_host", "between_hosts")
-# Phases that overlap with transfers together.
+# Groups of phases whose compute overlaps the same transfers.
 _WINDOWS = (("forward",), ("recompute", "backward"), ("optimizer",))
-# Keys of `Target.peak_flops`. If a chip has no unit for a dtype, the next one computes it.
+# Keys of `Target.peak_flops`. If a chip has no unit for a dtype, the next one in this order computes it.
 UNITS = ("fp8", "bf16", "fp16", "tf32", "fp32")
-# Passes that a chip with bfloat16 units only needs for float32 (jax.lax.Precision.HIGHEST on a TPU, bf16_6x).
+# Number of passes by which a chip that has only bfloat16 units computes float32 (jax.lax.Precision.HIGHEST on a TPU,
+# bf16_6x).
 _PASSES = {"fp32": 6}
 DATA_SHEET, MEASURED = "data-sheet rates", "rates measured here"
-# A machine is measured by a product of matrices of _SIDE rows and a copy of _COPY bytes, the best of _TIMES runs.
+# The rates of a machine are measured by a product of matrices of _SIDE rows and a copy of _COPY bytes, each the best of
+# _TIMES runs.
 _SIDE, _COPY, _TIMES = 1024, 2**26, 3
 
 
@@ -51,7 +56,8 @@ class Figures:
 
     Fields:
         peak_flops: dtype -> FLOP/s.
-        hbm_bytes_per_s: of its memory; host_link_bytes_per_s: of its host link in each direction.
+        hbm_bytes_per_s: bandwidth of the device memory in bytes per second.
+        host_link_bytes_per_s: bandwidth of the host link in each direction, in bytes per second.
         interconnect_bytes_per_s: link to other devices (`LINKS`) -> bytes per second.
         source: DATA_SHEET, MEASURED, or a sentence.
 
@@ -73,11 +79,14 @@ class Figures:
         }
         wrong = [name for name, rate in rates.items() if not (is_number(rate) and rate > 0)]
         if wrong or not any(unit in self.peak_flops for unit in UNITS):
-            raise ReportError(f"no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give all rates")
+            raise ReportError(f"no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give a rate above 0 for each")
 
     def flops_per_s(self, dtype: str) -> float:
-        """FLOP/s of products in a dtype (of `UNITS`): of its own unit, else of the next wider one, else of several
-        passes of the widest narrower one."""
+        """Returns the FLOP/s of products in a dtype (one of `UNITS`).
+
+        If the device has no unit for the dtype, the next wider unit computes it. Without a wider unit, the widest
+        narrower unit computes it in several passes.
+        """
         for unit in UNITS[UNITS.index(dtype) :]:
             if unit in self.peak_flops:
                 return self.peak_flops[unit]
@@ -87,10 +96,15 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of one call of a step. `by_phase` (`records.STEP_PHASES`) and `by_term` (`TERMS`) each add up to `total`.
+    """Minimum seconds of one call of a step.
 
-    The term "host_link" is the time that the device waits for transfers longer than the compute that overlaps them.
-    `bound_by`: the term that takes the most; `source`: of the rates.
+    Fields:
+        total: seconds of the call.
+        by_phase: phase (`records.STEP_PHASES`) -> seconds, which add up to `total`.
+        by_term: term (`TERMS`) -> seconds, which add up to `total`. The term "host_link" is the time that the device
+            waits for transfers longer than the compute that overlaps them.
+        bound_by: the term with the most seconds.
+        source: the source of the rates.
     """
 
     total: float
@@ -100,19 +114,20 @@ class Prediction:
     source: str = DATA_SHEET
 
     def to_json(self) -> dict[str, Any]:
-        """Every field as plain JSON values."""
+        """Returns every field as plain JSON values."""
         return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class AtBest:
-    """The bound of an update by its roofline.
+    """The roofline bound of an update.
 
     Fields:
         update_seconds: minimum seconds.
-        tokens_per_s: maximum over all devices; mfu: maximum share of the peak rate that the model's own FLOPs use. None
-            if the trainer did not give the figures.
-        source: of the rates.
+        tokens_per_s: maximum tokens per second over all devices; None if the trainer did not give the tokens.
+        mfu: maximum MFU, the fraction of the peak rate that the model's own FLOPs use; None if the trainer did not
+            give the FLOPs.
+        source: the source of the rates.
     """
 
     update_seconds: float
@@ -122,7 +137,7 @@ class AtBest:
 
 
 def at_best(report: ReportRecord) -> AtBest | None:
-    """The bound of an update by a report's roofline; None if it has no roofline."""
+    """Returns the bound of an update by a report's roofline; None if the report has no roofline."""
     call, subject = report.roofline.get("total"), report.subject
     if not call or not call > 0:
         return None
@@ -136,7 +151,8 @@ def at_best(report: ReportRecord) -> AtBest | None:
 
 
 def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Prediction:
-    """The seconds of one call of a step by its work (see the module) at these rates."""
+    """Returns the minimum seconds of one call of a step. `work` is the work of the step as in the module's
+    docstring."""
     by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
     for window in _WINDOWS:
         parts = [work[phase] for phase in window if phase in work]
@@ -154,7 +170,7 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
 
 
 def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
-    """Term -> seconds of one phase, without transfers."""
+    """Returns term -> seconds of one phase, without transfers."""
     flops = sum(count / figures.flops_per_s(dtype) for dtype, count in part.get("flops", {}).items())
     return {
         "products": max(flops, part.get("product_bytes", 0) / figures.hbm_bytes_per_s),
@@ -164,7 +180,7 @@ def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
 
 
 def _overlapped(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
-    """Term -> seconds of the operations that the compute of some phases overlaps."""
+    """Returns term -> seconds of the collectives and transfers that the compute of some phases overlaps."""
     moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
     return {
         "collectives": sum(_sent(part.get("hidden_collective_bytes", {}), figures) for part in parts),
@@ -177,14 +193,16 @@ def _sent(sizes: Mapping[str, float], figures: Figures) -> float:
 
 
 def mfu(model_flops: float, work: Mapping[str, Mapping[str, Any]], figures: Figures, taken: float) -> float:
-    """The share of the peak rate that the model's own FLOPs use (Chowdhery et al. 2022, arXiv 2204.02311).
+    """Returns the MFU: the fraction of the peak rate that the model's own FLOPs use (Chowdhery et al. 2022, arXiv
+    2204.02311).
 
-    The peak rate is that of the dtypes in which the step multiplies. With the seconds of a roofline, which are a
-    minimum, the result is the maximum MFU.
+    The peak rate is that of the dtypes in which the step multiplies. If `taken` is the minimum by a roofline, the
+    result is the maximum MFU.
 
     Args:
-        model_flops: of one device and one call, without recomputation.
-        work: of one device and one call (see the module); taken: seconds of the call.
+        model_flops: FLOPs of one device and one call, without recomputation.
+        work: the work of one device and one call, as in the module's docstring.
+        taken: seconds of the call.
     """
     counts = [item for part in work.values() for item in part.get("flops", {}).items()]
     executed = sum(count for _, count in counts)
@@ -193,17 +211,16 @@ def mfu(model_flops: float, work: Mapping[str, Mapping[str, Any]], figures: Figu
 
 
 def figures(target: Any) -> Figures | None:
-    """The rates of a target, a `memory.devices.targets.Target` or its JSON; None for an accelerator without known
-    rates.
+    """Returns the rates of a target; None for an accelerator without known rates.
 
     Rates of a CPU are measured once per process: the devices that it simulates share them, and collectives and
-    transfers are copies of memory.
+    transfers are copies of memory. `target`: a `memory.devices.targets.Target` or its JSON.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     if known.get("platform") == "cpu":
         sharing = known.get("n_devices", 1)
         if not is_count(sharing):
-            raise ReportError(f"a damaged report (target.n_devices is {sharing!r:.40}): write it again")
+            raise ReportError(f"the report is damaged (target.n_devices is {sharing!r:.40}): write it again")
         flops, copied = (rate / max(sharing, 1) for rate in machine_rates())
         return Figures({"fp32": flops}, copied, copied, dict.fromkeys(LINKS, copied), MEASURED)
     rates: dict[str, Any] = {
@@ -212,13 +229,14 @@ def figures(target: Any) -> Figures | None:
     }
     for key in ("peak_flops", "interconnect_bytes_per_s"):
         if rates[key] and not isinstance(rates[key], Mapping):
-            raise ReportError(f"a damaged report (target.{key} is {rates[key]!r:.40}): write it again")
+            raise ReportError(f"the report is damaged (target.{key} is {rates[key]!r:.40}): write it again")
     return Figures(**rates) if all(rates.values()) else None
 
 
 @functools.lru_cache(maxsize=1)
 def machine_rates() -> tuple[float, float]:
-    """(float32 FLOP/s of a matrix product, bytes per second read and written by a copy) of this machine, by numpy."""
+    """Measures (float32 FLOP/s of a matrix product, bytes per second that a copy reads and writes) of this machine
+    with numpy."""
     import numpy as np
 
     left, right = np.ones((2, _SIDE, _SIDE), np.float32)
@@ -232,7 +250,7 @@ def machine_rates() -> tuple[float, float]:
 
 
 def _best(run: Callable[[], Any]) -> float:
-    """The minimum seconds of `_TIMES` runs, after one to warm up."""
+    """Returns the minimum seconds of `_TIMES` runs, after one warm-up run."""
     run()
     taken = []
     for _ in range(_TIMES):
@@ -242,21 +260,24 @@ def _best(run: Callable[[], Any]) -> float:
     return min(taken)
 
 
-def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
-    """The prediction of one call by a compare worker's answer or a report's JSON: keys `work` and `target`.
+def bound_of_answer(answer: Mapping[str, Any]) -> Prediction | None:
+    """Returns the minimum seconds of one call, from a compare worker's answer or a report's JSON with the keys `work`
+    and `target`.
 
-    None if the program was not traced, or the target's rates are unknown. Raises ReportError if they are not of the
-    form that `step_work` and `Target.to_json` write.
+    Returns None if the program was not traced or the target's rates are unknown. Raises ReportError if the values do
+    not have the form that `step_work` and `Target.to_json` write.
     """
     if not answer.get("work") or not answer.get("target"):
         return None
     rates = figures(answer["target"])
     if rates is None:
         return None
-    found = seconds(_checked(answer["work"]), rates)
-    if not math.isfinite(found.total):
-        raise ReportError("a damaged report (its work takes for ever at the target's rates): write it again")
-    return found
+    prediction = seconds(_checked(answer["work"]), rates)
+    if not math.isfinite(prediction.total):
+        raise ReportError(
+            "the report is damaged (its work takes infinitely long at the target's rates): write it again"
+        )
+    return prediction
 
 
 # Key of a phase's work -> the names of its parts, () for a single number.
@@ -272,10 +293,10 @@ _WORK = {
 
 
 def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Returns the work unchanged. Raises ReportError unless it has numbers from 0 up, by phase and key."""
+    """Returns the work unchanged. Raises ReportError unless it has numbers of 0 or more, by phase and key."""
     for phase, part in work.items():
         if not isinstance(part, Mapping):
-            raise ReportError(f"a damaged report (work.{phase} is {part!r:.40}): write it again")
+            raise ReportError(f"the report is damaged (work.{phase} is {part!r:.40}): write it again")
         for key, names in _WORK.items():
             amounts = part.get(key, {} if names else 0)
             if names:
@@ -283,5 +304,5 @@ def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
             else:
                 right, amounts = True, {key: amounts}
             if not right or not all(is_number(amount) and amount >= 0 for amount in amounts.values()):
-                raise ReportError(f"a damaged report (work.{phase}.{key} is {part[key]!r:.40}): write it again")
+                raise ReportError(f"the report is damaged (work.{phase}.{key} is {part[key]!r:.40}): write it again")
     return work

@@ -1,4 +1,4 @@
-"""The work of a compiled step for the roofline: FLOPs, bytes and messages of one device and one call, by phase.
+"""Sums the work of a compiled step for the roofline: FLOPs, bytes and messages of one device and one call, by phase.
 
 Counts the FLOPs and bytes of the kernels that the compiler scheduled for one device: a replicated product counts fully
 on every device, and the masked part of causal attention does not count. `memory.cost.roofline` lists the keys.
@@ -27,13 +27,13 @@ def by_phase(
     mesh: Axes,
     per_host: int,
 ) -> dict[str, dict[str, Any]]:
-    """Phase -> work of one device and one call, with the keys that `memory.cost.roofline` reads.
+    """Returns phase -> work of one device and one call, with the keys that `memory.cost.roofline` reads.
 
     Args:
-        collectives, transfers: of the program.
+        collectives, transfers: the collectives and the host transfers of the program.
         kernel_bytes: phase -> bytes, from `memory.cost.kernel_costs.find`.
-        flops: (phase, unit) -> FLOPs of one device.
-        mesh: names and sizes of the mesh axes, the last axis over neighbouring devices.
+        flops: (phase, compute unit) -> FLOPs of one device.
+        mesh: names and sizes of the mesh axes. Neighbouring devices are along the last axis.
         per_host: number of devices of a host, 0 if all are in one host.
     """
     out: dict[str, dict[str, Any]] = {}
@@ -60,7 +60,7 @@ def by_phase(
 
 
 def _phase(name: str) -> str:
-    """The phase of the work; an operation without the mark of a transformation belongs to the forward pass."""
+    """Returns the phase of the work. An operation that no transformation marks belongs to the forward pass."""
     return name if name in STEP_PHASES else "forward"
 
 
@@ -70,10 +70,10 @@ _EACH_TO_EACH = frozenset(("all-to-all", "ragged-all-to-all"))
 
 
 def _sent(item: Collective, hosts: int) -> float:
-    """Minimum bytes that a device sends over the slowest link of a collective: on the wire within a host, through its
-    network card between hosts.
+    """Returns the minimum bytes that a device sends over the slowest link of a collective: on the wire within a host,
+    or through its network card between hosts.
 
-    A ring crosses from host to host once for all devices of the host, so each of their network cards carries a share
+    A ring crosses from host to host once for all devices of the host, so each network card of the host sends a part
     (NCCL runs one ring per card).
     """
     inside = max(item.group // hosts, 1)
@@ -85,9 +85,9 @@ def _sent(item: Collective, hosts: int) -> float:
 
 
 def hosts_of(axes: tuple[str, ...], group: int, mesh: Axes, per_host: int) -> int:
-    """Maximum number of hosts that a group of devices along `axes` of a mesh spans; hosts have `per_host` devices each,
-    counted row by row. If the mesh's axes are unknown, the number of hosts that `group` devices need.
-    """
+    """Returns the maximum number of hosts that a group of devices along `axes` of a mesh spans. Each host has
+    `per_host` consecutive devices. If the mesh's axes are unknown, returns the number of hosts that `group` devices
+    need."""
     if not per_host:
         return 1
     if not axes or not set(axes) <= {name for name, _ in mesh}:

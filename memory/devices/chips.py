@@ -1,8 +1,8 @@
-"""The chips that a target can name: one row each, every figure with its source.
+"""The chips that a target can name: one row per chip, every figure with its source.
 
-Units: bytes, bytes per second, FLOP per second of dense arithmetic. Bandwidths are of one device in one
-direction (data sheets quote NVLink and ICI both ways together: half of that is here). GB and TB are powers
-of ten, as in the data sheets; GIB is 2**30. Add a chip by adding a row.
+Units: bytes, bytes per second, FLOP per second of dense arithmetic. Bandwidths are for one device in one direction:
+half of the NVLink and ICI bandwidths in data sheets, which count both directions. GB and TB are powers of ten, as in
+the data sheets; GIB is 2**30. To add a chip, add a row.
 """
 
 import dataclasses
@@ -14,17 +14,17 @@ GB = 10**9
 T = 1e12  # TFLOP/s, TB/s
 
 # Bytes that CUDA takes on a GPU before the first buffer: context, kernels and their local memory, handles of cuBLAS and
-# cuDNN. For CUDA 13 on Hopper: NVML's used bytes less the allocator's pool, after the first jitted call. An estimate,
-# not yet measured on hardware: `python tests/gpu/accuracy.py --calibrate` prints the line to put here.
+# cuDNN. For CUDA 13 on Hopper: NVML's used bytes minus the allocator's pool, after the first jitted call. An estimate,
+# not yet measured on hardware: `python tests/gpu/accuracy.py --calibrate` prints the measured line.
 CONTEXT_BYTES = 500 * MIB
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuShape:
-    """The properties of a GPU that XLA's compiler reads: sizes in bytes, the clock in GHz.
+    """The properties of a GPU that XLA's compiler reads. Sizes are in bytes, the clock is in GHz.
 
-    Source: CUDA C++ Programming Guide, table of technical specifications per compute capability; core count, L2 and
-    boost clock from the GPU's data sheet.
+    Source: CUDA C++ Programming Guide, table of technical specifications per compute capability. Core count, L2 size
+    and boost clock are from the GPU's data sheet.
     """
 
     capability: tuple[int, int]
@@ -44,12 +44,13 @@ class Chip:
 
     Fields:
         kind: jax's `device_kind`.
-        device_memory_bytes: the total that the driver reports, less than the name says, since the driver and error
-            correction keep a part. reserved_bytes: kept by the runtime before any program runs.
-        devices_per_host, host_memory_bytes: of one host with all its devices.
-        hbm: bytes per second of the device's memory; host_link: bytes per second from device to host; in_host,
-            between_hosts: bytes per second of the interconnect, per device and direction.
-        peak_flops: dtype -> dense FLOP per second.
+        device_memory_bytes: total memory that the driver reports. It is less than the nominal size, because the driver
+            and error correction take a part.
+        reserved_bytes: memory that the runtime takes before any program runs.
+        hbm: bytes/s of the device's memory. host_link: bytes/s from device to host.
+        in_host, between_hosts: bytes/s of the interconnect, per device and direction.
+        devices_per_host, host_memory_bytes: number of devices and total memory of one host.
+        peak_flops: dtype -> dense FLOP/s.
         max_shape: the largest slice of a TPU, or (hosts, devices) of a rack that is one NVLink domain; () for other
             GPUs.
         sources: figure -> its source.
@@ -112,11 +113,11 @@ _L4_FLOPS = {"fp32": 30.3 * T, "tf32": 60 * T, "bf16": 121 * T, "fp16": 121 * T,
 _A10G_FLOPS = {"fp32": 35 * T, "tf32": 35 * T, "bf16": 70 * T, "fp16": 70 * T}
 _A5000_FLOPS = {"fp32": 27.8 * T, "tf32": 55.6 * T, "bf16": 111.1 * T, "fp16": 111.1 * T}
 _A6000_FLOPS = {"fp32": 38.7 * T, "tf32": 77.4 * T, "bf16": 154.8 * T, "fp16": 154.8 * T}
-# With fp32 accumulation, at half the rate of fp16 accumulation on these cards.
+# With fp32 accumulation, which has half the rate of fp16 accumulation on these GPUs.
 _4090_FLOPS = {"fp32": 82.6 * T, "tf32": 82.6 * T, "bf16": 165.2 * T, "fp16": 165.2 * T, "fp8": 330.3 * T}
 _3090_FLOPS = {"fp32": 35.6 * T, "tf32": 35.6 * T, "bf16": 71 * T, "fp16": 71 * T}
 _5090_FLOPS = {"fp32": 104.8 * T, "tf32": 104.8 * T, "bf16": 209.5 * T, "fp16": 209.5 * T, "fp8": 419 * T}
-# The tensor cores of these GPUs take only fp16; bf16 is computed in float32.
+# The tensor cores of these GPUs support only fp16; bf16 is computed in float32.
 _T4_FLOPS = {"fp32": 8.1 * T, "fp16": 65 * T}
 _V100_FLOPS = {"fp32": 15.7 * T, "fp16": 125 * T}
 
@@ -140,9 +141,10 @@ def _gpu(
 ) -> Chip:
     """Returns a row for a GPU, with units as in `Chip`.
 
-    total_gib: device memory in GiB. nvlink: 0 without NVLink between all GPUs of a host, which then exchange data over
-    PCIe. nic: between hosts. host_link: the source of `link`. rack_hosts: hosts of a rack that is one NVLink domain, 0
-    without one.
+    total_gib: device memory in GiB. hbm: bytes/s of the device's memory. link: bytes/s from device to host. host_link:
+    the source of `link`. nvlink: bytes/s between all GPUs of a host, 0 if they exchange data over PCIe. nic: bytes/s
+    between hosts, per device. host_bytes: memory of one host. rack_hosts: number of hosts in a rack that is one NVLink
+    domain, 0 if there is none.
     """
     return Chip(
         name,
@@ -183,7 +185,12 @@ def _tpu(
     flops: Mapping[str, float],
     max_shape: tuple[int, ...],
 ) -> Chip:
-    """A row for a TPU. Hosts are virtual machines of four chips; libtpu's compiler states the usable HBM."""
+    """Returns a row for a TPU, with units as in `Chip`. Hosts are virtual machines with four chips.
+
+    total: nominal HBM in bytes. usable_gib: usable HBM in GiB, as stated by libtpu's compiler. hbm: bytes/s of the
+    HBM. link: bytes/s from device to host. ici: bytes/s within a slice. dcn: bytes/s between hosts, per device.
+    host_bytes: memory of one host.
+    """
     page = f"Google Cloud documentation, TPU {name} system architecture"
     sources = _sources(
         page, f"{page} and its four-chip machine type", f"{page}; usable part as libtpu's compiler states it", _TPU_LINK
@@ -305,7 +312,7 @@ _CHIPS = (
         "NVIDIA Ada GPU architecture whitepaper",
         _WORKSTATION,
     ),
-    # NVLink bridges of the next five join two cards at most.
+    # NVLink bridges of the next five GPUs connect at most two GPUs.
     _gpu(
         "h100-pcie",
         "NVIDIA H100 PCIe",
@@ -446,7 +453,8 @@ _CHIPS = (
         "NVIDIA V100 data sheet (SXM2)",
         "NVIDIA DGX-1 data sheet (8 cards, 4 x 100 Gb/s)",
     ),
-    # A host has two superchips: four GPUs, two Grace with 480 GB each. NVLink also joins the 18 hosts of a rack.
+    # A host has two superchips: four GPUs and two Grace CPUs with 480 GB each. NVLink also connects the 18 hosts of a
+    # rack.
     _gpu(
         "gb200",
         "NVIDIA GB200",
@@ -506,15 +514,15 @@ _CHIPS = (
 )
 
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
-# The lowest compute capability that CUDA 13 compiles for; older GPUs need the compiler of CUDA 12.
+# The minimum compute capability that CUDA 13 compiles for. Older GPUs need the compiler of CUDA 12.
 CUDA_13_FROM = (7, 5)
 
 
 def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
-    """XLA's description of a GPU (GpuTargetConfigProto) as text, with which XLA compiles without the GPU.
+    """Returns XLA's description of a GPU (GpuTargetConfigProto) as text, with which XLA compiles without the GPU.
 
-    Only fields that older versions of jax know are used. `runtime` is the CUDA version (major, minor). Raises
-    ValueError for a chip that is not a GPU.
+    Only fields that older versions of jax know are used. runtime: the CUDA version (major, minor). Raises ValueError
+    for a chip that is not a GPU.
     """
     gpu = chip.gpu
     if gpu is None:
@@ -550,7 +558,7 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
 
 
 def lacks(chip: Chip) -> str:
-    """The limitations of a chip in words, "" for none."""
+    """Returns the limitations of a chip as text, "" if there are none."""
     if chip.gpu is None or "bf16" in chip.peak_flops:
         return ""
     rate = f"no bf16 units; fp16 {chip.peak_flops['fp16'] / T:,.0f} TFLOP/s"

@@ -1,7 +1,7 @@
-"""Compiles programs and keeps their buffer assignment; no other module of the package makes jax compile.
+"""Compiles programs and keeps their buffer assignment. All compiles of the package are in this module.
 
-XLA writes its HloProto (module, buffers, heap trace) only as a dump, and only if it compiles. The dump goes to a
-temporary folder, and a copy beside the entry of the persistent cache (`compile_cache`).
+XLA writes its HloProto (module, buffers, heap trace) only as a dump, and only if it really compiles. The dump goes to
+a temporary folder. A copy is saved next to the entry in the persistent cache (`compile_cache`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bytescope.memory.devices import compile_cache
 from bytescope.memory.devices.compile_cache import Entry
-from bytescope.memory.devices.compiler_log import kept_back
-from bytescope.memory.devices.signature import Signature, signature_of
+from bytescope.memory.devices.compiler_log import hold_back_log
+from bytescope.memory.devices.signature import Signature, read_signature
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
-from bytescope.memory.jaxprs import bodies, opened
+from bytescope.memory.jaxprs import bodies, inner_jaxpr
 from bytescope.memory.records.report_record import XlaStats
 
 if TYPE_CHECKING:
@@ -44,7 +44,12 @@ _PACKAGES = (
 
 
 class Retry(NamedTuple):
-    """A failure of XLA: a part of its error message, the compiler options that avoid it, and a note for the report."""
+    """A failure of XLA that compiler options avoid.
+
+    Fields:
+        error: a part of the error message. options: compiler options that avoid the error. note: a note for the
+            report.
+    """
 
     error: str
     options: Mapping[str, Any]
@@ -52,16 +57,16 @@ class Retry(NamedTuple):
 
 
 RETRIES = (
-    # Fusions of matrix products with reshapes that no tile divides, in jax 0.10: bf16 attention of length 196.
+    # jax 0.10 fails to fuse a matrix product with a reshape that no tile size divides: bf16 attention of length 196.
     Retry(
         "Couldn't find output tile sizes",
         {"xla_gpu_enable_triton_gemm": False},
-        "XLA failed to tile a matrix product, so this is compiled with xla_gpu_enable_triton_gemm=False, as the run "
-        'may have to be: jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False})',
+        "XLA failed to tile a matrix product, so this is compiled with xla_gpu_enable_triton_gemm=False. The run may "
+        'need the option too: jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False})',
     ),
 )
-MAX_BYTES = 2**63 - 1  # XLA counts the bytes of an array in int64; for more, the CPU's compiler aborts the process
-# XLA's error messages if a size that XLA computes overflows.
+MAX_BYTES = 2**63 - 1  # XLA counts bytes of an array in int64; if they overflow, the CPU compiler aborts the process
+# XLA's error messages for an overflow in a size that XLA computes.
 OVERFLOWS = ("overflow in static extent product", "Invalid dimension size")
 
 
@@ -70,13 +75,15 @@ class Compilation:
     """A compiled program and the compiler's records of its buffers.
 
     Fields:
-        proto: a serialized HloProto with the buffer assignment, b"" if there is none.
-        module, assignment: without a proto, the serialized HloModuleProto and BufferAssignmentProto (may be b"").
+        proto: serialized HloProto with the buffer assignment, b"" if there is none.
+        module, assignment: serialized HloModuleProto and BufferAssignmentProto if there is no proto; either may be
+            b"".
         compiled: the executable, None if only a proto was given.
-        stats: XLA's memory statistics. jaxpr: of the traced program, for checkpoint names.
-        signature: the leaves of its arguments and results, None if unknown.
-        local: whether it was compiled for devices of this process. notes: on the compilation, for the report.
-        versions: package -> version, of the packages that compiled it.
+        stats: XLA's memory statistics. jaxpr: the traced program, used for checkpoint names.
+        signature: the leaves of the program's arguments and results, None if unknown.
+        local: whether the program was compiled for devices of this process.
+        notes: notes on the compilation for the report.
+        versions: package -> version, for the packages that compiled the program.
     """
 
     proto: bytes = b""
@@ -92,17 +99,17 @@ class Compilation:
 
     @property
     def executable(self) -> CompiledStage:
-        """Returns the executable. Raises ReportError if this was read from a proto and there is none."""
+        """The executable. Raises ReportError if the compilation was read from a proto and has none."""
         if self.compiled is None:
-            raise ReportError("a dump has no executable: give the step with its arguments")
+            raise ReportError("an HLO dump has no executable: give the step with its arguments")
         return self.compiled
 
     @functools.cached_property
     def program(self) -> HloProgram:
-        """Returns the module and its buffers, read once.
+        """The module and its buffers, read once.
 
         Raises:
-          ReportError: the proto is damaged.
+            ReportError: the proto is damaged.
         """
         from bytescope.memory.hlo import buffers
 
@@ -110,8 +117,8 @@ class Compilation:
 
 
 def check_sizes(jaxpr: Any) -> None:
-    """Raises ReportError for a traced program with an array of more than `MAX_BYTES`, naming its shape."""
-    seen, pending = {}, [opened(jaxpr)]
+    """Raises ReportError, with the array's shape, if a traced program has an array of more than `MAX_BYTES`."""
+    seen, pending = {}, [inner_jaxpr(jaxpr)]
     while pending:
         inside = pending.pop()
         if id(inside) in seen:
@@ -140,33 +147,34 @@ def compile_lowered(
     jaxpr: Any = None,
     notes: tuple[str, ...] = (),
 ) -> Compilation:
-    """Compiles a `jax.stages.Lowered`; the executable is the one that runs.
+    """Compiles a `jax.stages.Lowered`. The executable in the result is the one that runs.
 
-    An executable from the persistent cache has no heap trace, so its proto is kept beside the entry. If there is no
-    such proto and `exact` is set, the program is compiled again, which replaces the entry; if `exact` is not set,
-    lifetimes are derived from the schedule.
+    An executable from the persistent cache has no heap trace, so its proto is saved next to the cache entry. If this
+    proto is missing and `exact` is set, the program is compiled again, which replaces the entry. If it is missing and
+    `exact` is not set, lifetimes of buffers are derived from the schedule.
 
-    described: the devices are not present; jax's cache cannot return programs for them. options: compiler options, as
-    in `Lowered.compile(compiler_options=)`. jaxpr, notes: fields of the Compilation; notes of the compiler come first.
+    described: whether the devices are absent; jax's cache cannot return programs for absent devices. options: compiler
+    options, as in `Lowered.compile(compiler_options=)`. jaxpr, notes: fields of the Compilation. Notes of the compiler
+    come first.
     """
     described = described or any(map(is_described, devices_of(lowered)[:1]))
-    signature = signature_of(lowered)
+    signature = read_signature(lowered)
     with contextlib.ExitStack() as settings:
-        settings.enter_context(kept_back())
+        settings.enter_context(hold_back_log())
         if described:
             settings.enter_context(_no_cache())
-        made = _made(lowered, options or {}, exact and not described)
-    module, assignment = (b"", b"") if made.proto else _module_of(made.compiled)
+        result = _compile_or_load(lowered, options or {}, exact and not described)
+    module, assignment = (b"", b"") if result.proto else _serialize_module(result.compiled)
     return Compilation(
-        proto=made.proto,
+        proto=result.proto,
         module=module,
         assignment=assignment,
-        compiled=made.compiled,
-        stats=made.stats,
+        compiled=result.compiled,
+        stats=result.stats,
         jaxpr=jaxpr,
         signature=signature,
         local=not described,
-        notes=made.notes + notes,
+        notes=result.notes + notes,
         versions=versions(),
     )
 
@@ -174,9 +182,9 @@ def compile_lowered(
 def read_compiled(compiled: CompiledStage) -> Compilation:
     """Reads a finished `jax.stages.Compiled`: its module, and on some backends its buffers.
 
-    Raises ReportError for an executable that keeps no module.
+    Raises ReportError if the executable does not keep its module.
     """
-    module, assignment = _module_of(compiled)
+    module, assignment = _serialize_module(compiled)
     return Compilation(
         module=module,
         assignment=assignment,
@@ -187,23 +195,23 @@ def read_compiled(compiled: CompiledStage) -> Compilation:
     )
 
 
-def _module_of(compiled: CompiledStage) -> tuple[bytes, bytes]:
-    """Returns the serialized HloModuleProto of an executable, and its BufferAssignmentProto or b"".
+def _serialize_module(compiled: CompiledStage) -> tuple[bytes, bytes]:
+    """Returns an executable's serialized HloModuleProto and BufferAssignmentProto; the latter may be b"".
 
-    Raises ReportError for an executable that keeps no module.
+    Raises ReportError if the executable does not keep its module.
     """
     try:
         modules = compiled.runtime_executable().hlo_modules()
         module = modules[0].as_serialized_hlo_module_proto()
-    except Exception as error:  # a runtime without HLO raises errors of its own kinds
+    except Exception as error:  # each runtime without HLO raises different errors
         raise ReportError(
-            "an executable that does not keep its program: give the Lowered that it was compiled from"
+            "this executable does not keep its program: give the Lowered that it was compiled from"
         ) from error
     return module, getattr(compiled.memory_analysis(), "serialized_buffer_assignment_proto", None) or b""
 
 
 def stats_of(compiled: CompiledStage) -> XlaStats | None:
-    """XLA's memory statistics of an executable, None if the backend has none."""
+    """Returns XLA's memory statistics of an executable; None if the backend has none."""
     try:
         analysis = compiled.memory_analysis()
     except Exception:  # not implemented on some runtimes
@@ -222,17 +230,22 @@ def stats_of(compiled: CompiledStage) -> XlaStats | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns package -> version of python and of all packages that decide a program's memory."""
-    found = {"python": platform.python_version()}
+    """Returns the versions of Python and of the packages that affect a program's memory: package -> version."""
+    by_package = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            by_package[package] = metadata.version(package)
+    return by_package
 
 
 @dataclasses.dataclass(frozen=True)
 class _CompileResult:
-    """The result of one compile: the executable, XLA's proto (b"" if it came from the cache), and the cache entry."""
+    """The result of one compile.
+
+    Fields:
+        compiled: the executable. proto: XLA's proto, b"" if the executable came from the cache. entry: the cache
+            entry.
+    """
 
     compiled: CompiledStage
     proto: bytes = b""
@@ -241,41 +254,41 @@ class _CompileResult:
     entry: Entry | None = None
 
 
-def _made(lowered: LoweredStage, options: Mapping[str, Any], exact: bool) -> _CompileResult:
-    """Compiles a program, or takes it from the cache with its kept proto. If there is no such proto and `exact` is set,
-    it is compiled again."""
+def _compile_or_load(lowered: LoweredStage, options: Mapping[str, Any], exact: bool) -> _CompileResult:
+    """Compiles a program, or loads it from the cache with its saved proto. If the proto is missing and `exact` is set,
+    the program is compiled again."""
     program = compile_cache.digest(lowered)
-    made = _compile(lowered, options)
-    if not made.proto and made.entry is not None:
-        kept = made.entry.kept(program, renamed=not exact)
-        if kept:
-            proto, beside = kept
-            stats = XlaStats(**beside["stats"]) if beside["stats"] else None
-            return _CompileResult(made.compiled, proto, stats, tuple(beside["notes"]), made.entry)
+    result = _compile(lowered, options)
+    if not result.proto and result.entry is not None:
+        saved = result.entry.load_proto(program, renamed=not exact)
+        if saved:
+            proto, more = saved
+            stats = XlaStats(**more["stats"]) if more["stats"] else None
+            return _CompileResult(result.compiled, proto, stats, tuple(more["notes"]), result.entry)
         if exact:
-            with made.entry.absent() as gone:
-                made = _compile(lowered, options) if gone else made
-    if not made.proto and exact:
+            with result.entry.removed() as is_removed:
+                result = _compile(lowered, options) if is_removed else result
+    if not result.proto and exact:
         with _no_cache():
             return _compile(lowered, options)
-    if made.proto and made.entry is not None:
-        stats_json = dataclasses.asdict(made.stats) if made.stats else None
-        made.entry.keep(program, made.proto, {"stats": stats_json, "notes": made.notes})
-    return made
+    if result.proto and result.entry is not None:
+        stats_json = dataclasses.asdict(result.stats) if result.stats else None
+        result.entry.save_proto(program, result.proto, {"stats": stats_json, "notes": result.notes})
+    return result
 
 
 def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResult:
-    """Compiles once, or twice if XLA fails in a way that a flag avoids; the result has no proto if XLA wrote none with
-    buffers.
+    """Compiles once, or twice if XLA fails with an error that compiler options avoid. The result has no proto if XLA
+    wrote none with buffers.
 
-    Raises ReportError if sizes that XLA computes overflow.
+    Raises ReportError if a size that XLA computes overflows.
     """
     try:
         return _compile_once(lowered, options)
-    except Exception as error:  # XLA's own kinds
+    except Exception as error:  # XLA raises several types
         if any(words in str(error) for words in OVERFLOWS):
             raise ReportError(
-                f"XLA cannot compile arrays of such sizes ({one_line(error)}): give smaller sizes"
+                f"XLA cannot compile arrays of these sizes ({one_line(error)}): give smaller sizes"
             ) from error
         known = next((each for each in RETRIES if each.error in str(error)), None)
         if known is None or set(known.options) & set(options):
@@ -285,16 +298,16 @@ def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResul
 
 def _compile_once(lowered: LoweredStage, options: Mapping[str, Any], notes: tuple[str, ...] = ()) -> _CompileResult:
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
-    with folders as folder, compile_cache.damaged_entries_removed(), compile_cache.watched() as entries:
+    with folders as folder, compile_cache.damaged_entries_removed(), compile_cache.record_lookups() as entries:
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
-        # Small programs may be compiled on the way; the step's is the largest.
+        # jax may compile small helper programs too; the step is the largest program.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)
         proto = _proto_with_buffers(protos[-1]) if protos else b""
     return _CompileResult(compiled, proto, stats_of(compiled), notes, entries[-1] if entries else None)
 
 
 def _proto_with_buffers(path: Path) -> bytes:
-    """Returns an HloProto that XLA wrote; b"" if it is truncated or has no buffer assignment."""
+    """Returns an HloProto that XLA wrote; b"" if the file is truncated or has no buffer assignment."""
     from bytescope.memory.hlo import dumps, wire
 
     try:
@@ -308,25 +321,26 @@ def _proto_with_buffers(path: Path) -> bytes:
 
 
 def is_described(device: JaxDevice) -> bool:
-    """Whether a jax device is compile-only, that is not present. No public API says so; an unknown device counts as
-    present."""
+    """Returns whether a jax device is compile-only, which means that it is not present. No public API provides this;
+    an unknown device counts as present."""
     return "CompileOnly" in type(getattr(device, "client", None)).__name__
 
 
 def devices_of(stage: Any) -> tuple[JaxDevice, ...]:
-    """The jax devices of a Lowered or a Compiled; () if it does not say."""
+    """Returns the jax devices of a Lowered or a Compiled; () if they are unknown."""
     devices = getattr(getattr(stage, "_lowering", None), "_device_list", None)
     if devices:
         return tuple(devices)
     try:
         return tuple(stage.runtime_executable().local_devices())
-    except Exception:  # a Lowered has none; a Compiled for devices that are not here raises kinds of its own
+    except Exception:  # a Lowered has no executable, and a Compiled for absent devices raises various errors
         return ()
 
 
 @contextlib.contextmanager
 def _no_cache() -> Iterator[None]:
-    """Switches the persistent compilation cache off. jax reads the setting once, so its state is reset."""
+    """Disables the persistent compilation cache inside the context. jax reads the setting only once, so its cache
+    state is reset."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

@@ -1,9 +1,9 @@
-"""Reads the host's memory and the part that is available to this process from /proc, cgroups and `ulimit -v`."""
+"""Reads the host's memory, and the part available to this process, from /proc, cgroups and `ulimit -v`."""
 
 import os
 from collections.abc import Iterator
 
-# cgroup files by version: limit, use, and the key in memory.stat of cache that the kernel drops on demand.
+# cgroup version -> file of the limit, file of the use, key in memory.stat of cache that the kernel drops on demand.
 _CGROUP_FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -11,10 +11,10 @@ _CGROUP_FILES = {
 
 
 def free_host_bytes(root: str = "/") -> int:
-    """Returns the bytes of host memory still available to this process: the minimum of the free memory, the room in
-    each cgroup and the room under `ulimit -v`.
+    """Returns the bytes of host memory that are available to this process: the minimum of the host's free memory, the
+    free memory in each cgroup, and the rest of the `ulimit -v` address space.
 
-    `root` is the file system to read, for tests. Without /proc the physical memory counts as free.
+    root: the root of the file system to read, for tests. Without /proc, all physical memory counts as free.
     """
     free = list(_cgroup_rooms(root))
     used, limit = _proc_value(os.path.join(root, "proc/self/status"), "VmSize:"), address_space_limit()
@@ -26,12 +26,12 @@ def free_host_bytes(root: str = "/") -> int:
 
 
 def cgroup_room(root: str = "/") -> int | None:
-    """Returns the bytes left under the memory limits of this process' cgroups; None without a limit."""
+    """Returns the free bytes under the memory limits of this process's cgroups; None if there is no limit."""
     return min(_cgroup_rooms(root), default=None)
 
 
 def address_space_limit() -> int | None:
-    """Returns the bytes of address space that this process may map (`ulimit -v`); None without a limit."""
+    """Returns the maximum bytes of address space for this process (`ulimit -v`); None if there is no limit."""
     try:
         import resource
     except ImportError:  # not a Unix
@@ -41,7 +41,7 @@ def address_space_limit() -> int | None:
 
 
 def physical_bytes(root: str = "/") -> int:
-    """The host's physical memory in bytes; 0 if the system does not say it."""
+    """Returns the host's physical memory in bytes; 0 if it is unknown."""
     total = _proc_value(os.path.join(root, "proc/meminfo"), "MemTotal:")
     if total is not None:
         return total * 1024
@@ -52,7 +52,8 @@ def physical_bytes(root: str = "/") -> int:
 
 
 def _cgroup_rooms(root: str) -> Iterator[int]:
-    """Yields the bytes left in this process' memory cgroup and in each of its ancestors, of version 1 and 2."""
+    """Yields the free bytes in this process's memory cgroup and in each of its ancestors, for cgroup versions 1 and
+    2."""
     for line in _lines(os.path.join(root, "proc/self/cgroup")):
         if line.count(":") < 2:
             continue
@@ -72,7 +73,8 @@ def _cgroup_rooms(root: str) -> Iterator[int]:
 
 
 def _room(group: str, limit_name: str, use_name: str, cache_key: str) -> int | None:
-    """Bytes left in one cgroup; cache that the kernel drops on demand counts as free. None without a limit."""
+    """Returns the free bytes in one cgroup; None if it has no limit. Cache that the kernel drops on demand counts as
+    free."""
     limit, use = _number(os.path.join(group, limit_name)), _number(os.path.join(group, use_name))
     if limit is None or use is None:  # "max" is not a number: no limit
         return None
@@ -85,7 +87,7 @@ def _number(path: str) -> int | None:
 
 
 def _proc_value(path: str, key: str) -> int | None:
-    """The number after `key` in a file of "key number" lines."""
+    """Returns the number after `key` in a file of "key number" lines; None if the key is missing."""
     for line in _lines(path):
         words = line.split()
         if len(words) > 1 and words[0] == key and words[1].isdigit():
@@ -94,7 +96,8 @@ def _proc_value(path: str, key: str) -> int | None:
 
 
 def _lines(path: str) -> list[str]:
-    """A file's lines; [] if it cannot be read. Paths are strings, since pathlib takes longer than the kernel."""
+    """Returns the lines of a file; [] if it cannot be read. `open` is used because pathlib is slower than the read
+    itself."""
     try:
         with open(path) as file:
             return file.read().splitlines()

@@ -1,4 +1,4 @@
-"""Computes the bytes that are available to programs on a device, with which a program's peak is compared."""
+"""Computes the bytes available to programs on a device, with which a program's peak is compared."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,10 @@ from bytescope.memory.units import human, parse_bytes
 
 
 def budget_of(text: str, limit: int, what: str) -> int:
-    """Returns the bytes of a budget such as "60GiB"; `limit` for "". `what`: the flag or key with the budget.
+    """Returns the bytes of a budget such as "60GiB"; `limit` if the text is "". what: the flag or key that sets the
+    budget.
 
-    Raises ReportError for an invalid size, for 0, and for more than the limit.
+    Raises ReportError if the size is invalid, 0, or larger than the limit.
     """
     if not text:
         return limit
@@ -30,13 +31,13 @@ def budget_of(text: str, limit: int, what: str) -> int:
 
 
 def limit_bytes(device: Any) -> int:
-    """Returns the bytes that are available to programs on one device; `device` is a Target or a jax device.
+    """Returns the bytes that are available to programs on one device. device: a Target or a jax device.
 
     - A device of this process: the limit of its allocator (`memory_stats()["bytes_limit"]`).
-    - A described GPU: (memory - context) x fraction; the fraction is the user's XLA_PYTHON_CLIENT_MEM_FRACTION, or
-      0.92. XLA itself multiplies the whole memory, so a real GPU may have fraction x context (some 460 MiB) more.
-    - A described TPU: the HBM without libtpu's part; there is no fraction.
-    - The CPU: free host memory within cgroup limits and `ulimit -v`, divided by the number of local devices, since
+    - A described GPU: (memory - context) x fraction. The fraction is XLA_PYTHON_CLIENT_MEM_FRACTION if set, otherwise
+      0.92. XLA itself multiplies the whole memory, so a real GPU may have fraction x context (about 460 MiB) more.
+    - A described TPU: the HBM minus libtpu's part. There is no fraction.
+    - The CPU: free host memory within cgroup limits and `ulimit -v`, divided by the number of local devices, because
       simulated devices share the host. It changes with the load of the machine.
 
     Raises ReportError for a device without statistics that is not in the table of chips.
@@ -49,14 +50,15 @@ def limit_bytes(device: Any) -> int:
 
 
 def described_limit(platform: str, memory: int, reserved: int) -> int:
-    """Bytes that are available on a described device of `memory` bytes, of which the runtime keeps `reserved`."""
+    """Returns the bytes available on a described device with `memory` bytes, of which the runtime takes `reserved`."""
     return int((memory - reserved) * (memory_fraction() if platform == "cuda" else 1.0))
 
 
 def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
-    """Returns a limit as a share of the GPU's memory, in words: "92 % of the GPU's memory after CUDA's context".
+    """Returns a limit as a share of the GPU's memory, as text: "92 % of the GPU's memory after CUDA's context".
 
-    Returns "" if the limit is not a share of a GPU's memory: a chosen size, a TPU's limit, or the host's free memory.
+    Returns "" if the limit is not a share of a GPU's memory: a size chosen by the user, a TPU's limit, or free host
+    memory.
 
     Args:
         target: JSON of a `memory.devices.targets.Target`. limit: bytes with which a program is compared.
@@ -73,14 +75,14 @@ def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
 def _device_limit(device: JaxDevice) -> int:
     try:
         stats = device.memory_stats() or {}
-    except Exception:  # a compile-only device has no runtime to ask
+    except Exception:  # a compile-only device has no runtime
         stats = {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     if device.platform == "cpu":
         sharing = sum(d.process_index == device.process_index for d in device.client.devices())
         return free_host_bytes() // max(sharing, 1)
-    for chip in CHIPS.values():  # compile-only, or an allocator without a pool
+    for chip in CHIPS.values():  # for compile-only devices and allocators without a pool
         if chip.kind == device.device_kind:
             return described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
-    raise ReportError(f"the memory of {device.device_kind} is not known: name a target that resembles it")
+    raise ReportError(f"the memory of {device.device_kind} is not known: give --target or target= with a similar chip")

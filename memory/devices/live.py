@@ -1,7 +1,7 @@
 """Samples the memory of a device, and compares it with the predicted bytes.
 
-`sample()` is cheap (a quarter of a millisecond on the CPU, a fifth of that without the limit: all of it reading /proc),
-waits for no computation and never raises: figures that a backend does not have are None.
+`sample()` is cheap: 0.25 ms on the CPU, mostly for reading /proc, or 0.05 ms without the limit. It waits for no
+computation and never raises. Figures that a backend does not provide are None.
 """
 
 import dataclasses
@@ -19,17 +19,19 @@ from bytescope.memory.units import human
 
 @dataclasses.dataclass(frozen=True)
 class LiveMemory:
-    """Memory of one device at one moment, in bytes; None for figures that are not known.
+    """The memory of one device at one moment, in bytes. A figure that is not known is None.
 
     Fields:
-        device: jax' device_kind. source: "allocator" (memory_stats) or "host" (a CPU device: the bytes in use, the peak
-            and the limit are of the whole process, which its simulated devices share).
+        device: jax's device_kind.
+        source: "allocator" (memory_stats) or "host". "host" is a CPU device, whose bytes in use, peak and limit are
+            for the whole process, because simulated devices share it.
         sharing: number of local devices that share the figures; 1 on an accelerator.
-        in_use_bytes, peak_bytes: of the allocator, now and the maximum since the process began.
-        limit_bytes: available to programs. largest_free_block_bytes: the largest buffer that still fits.
-        fragmentation: 1 - largest free block / free bytes of the pool, 0.0 to 1.0.
-        card_used_bytes, card_total_bytes: of the whole GPU by NVML, including context and other processes.
-        host_rss_bytes, host_peak_rss_bytes: resident memory of this process.
+        in_use_bytes, peak_bytes: bytes in use now, and their maximum since the process started.
+        limit_bytes: bytes available to programs. largest_free_block_bytes: the largest buffer that still fits.
+        fragmentation: 1 - largest free block / free bytes of the pool, a fraction from 0.0 to 1.0.
+        card_used_bytes, card_total_bytes: memory of the whole GPU by NVML, including the CUDA context and other
+            processes.
+        host_rss_bytes, host_peak_rss_bytes: resident host memory of this process, now and its maximum.
     """
 
     device: str
@@ -46,7 +48,7 @@ class LiveMemory:
     host_peak_rss_bytes: int | None = None
 
     def metrics(self, prefix: str = "memory/") -> dict[str, float]:
-        """Returns the known figures as flat numbers for a metrics writer: `memory/in_use_bytes` and so on."""
+        """Returns the known figures as a flat dict for a metrics writer, with keys such as `memory/in_use_bytes`."""
         values = dataclasses.asdict(self)
         return {
             prefix + name: float(value)
@@ -56,10 +58,10 @@ class LiveMemory:
 
 
 def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | None:
-    """Returns the memory of one local jax device now; None for no device and for a described (compile-only) one.
+    """Returns the memory that one local jax device holds now; None if `device` is None or described (compile-only).
 
     Args:
-        host_limit: whether to compute a CPU device's `limit_bytes`, which reads a dozen files.
+        host_limit: whether to compute a CPU device's `limit_bytes`, which reads about a dozen files.
 
     Never raises.
     """
@@ -71,7 +73,7 @@ def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | No
         ):
             return None
         stats = device.memory_stats()
-    except Exception:  # compile-only devices and old plugins raise kinds of their own
+    except Exception:  # compile-only devices and old plugins raise various errors
         return None
     rss, peak_rss = _resident()
     if stats:
@@ -101,15 +103,18 @@ def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | No
 
 
 class _Predicted(Protocol):
-    """A report, or any other object that has its predicted bytes."""
+    """A report, or any other object with predicted bytes."""
 
     @property
     def predicted_bytes(self) -> int: ...
 
 
 def predicted_in_use(report: _Predicted, before: LiveMemory | None) -> int:
-    """Returns the predicted bytes to compare with samples of a running program: the report's bytes of one device. On
-    the CPU, where samples measure the process: of all its simulated devices, plus the bytes in use `before`."""
+    """Returns the predicted bytes that correspond to samples of a running program.
+
+    On an accelerator they are the report's bytes of one device. On the CPU, where samples measure the process, they
+    are the bytes of all its simulated devices plus the bytes in use in the sample `before`.
+    """
     predicted = int(report.predicted_bytes)
     if before is None or before.source != "host":
         return predicted
@@ -119,29 +124,29 @@ def predicted_in_use(report: _Predicted, before: LiveMemory | None) -> int:
 def predicted_against_measured(report: _Predicted, live: LiveMemory | None, before: LiveMemory | None = None) -> str:
     """Returns one line that compares a report's predicted bytes with the measured peak.
 
-    `report`: has the predicted bytes of one device. `before`: a sample from before the program's state was created. On
-    the CPU samples measure the process, which contains Python, jax and compiled programs too; so its growth is compared
-    with the predicted bytes of all simulated devices.
+    report: has the predicted bytes of one device. before: a sample taken before the program's state was created. On
+    the CPU, samples measure the process, including Python, jax and compiled programs. There, the growth of the process
+    is compared with the predicted bytes of all simulated devices.
     """
     predicted = int(report.predicted_bytes)
     if live is None or live.peak_bytes is None:
-        return f"predicted {human(predicted)} per device; nothing measured, the device keeps no statistics"
+        return f"predicted {human(predicted)} per device; not measured, because the device has no memory statistics"
     held = before.in_use_bytes if before else None
     if live.source == "host":
         devices = "1 CPU device" if live.sharing == 1 else f"{live.sharing} CPU devices"
         text = f"predicted {human(predicted * live.sharing)} on {devices}; the process"
         if held is None:
-            return f"{text} peaked at {human(live.peak_bytes)}, Python and its libraries included"
+            return f"{text} peaked at {human(live.peak_bytes)}, including Python and its libraries"
         return (
-            f"{text} grew by {human(live.peak_bytes - held)}, data, evaluation and checkpoints included: from "
-            f"{human(held)} (Python, jax, what was compiled) to {human(live.peak_bytes)}"
+            f"{text} grew by {human(live.peak_bytes - held)}, including data, evaluation and checkpoints: from "
+            f"{human(held)} (Python, jax, compiled programs) to {human(live.peak_bytes)}"
         )
     error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
-    start = f", {human(held)} of it held before the first step" if held is not None else ""
+    start = f", {human(held)} of it in use before the first step" if held is not None else ""
     limit = f", limit {human(live.limit_bytes)}" if live.limit_bytes else ""
     card = ""
     if live.card_used_bytes is not None and live.card_total_bytes is not None:
-        card = f", card {human(live.card_used_bytes)} of {human(live.card_total_bytes)} in use"
+        card = f", {human(live.card_used_bytes)} of the GPU's {human(live.card_total_bytes)} in use"
     return (
         f"predicted {human(predicted)}, measured {human(live.peak_bytes)} on {live.device} "
         f"(prediction {error:+.1f} %){start}{limit}{card}"
@@ -149,13 +154,13 @@ def predicted_against_measured(report: _Predicted, live: LiveMemory | None, befo
 
 
 def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
-    """The fields from XLA's allocator; fragmentation is that of the pool's free part."""
+    """Returns the fields from XLA's allocator statistics."""
     in_use, limit = stats.get("bytes_in_use"), stats.get("bytes_limit")
     block = stats.get("largest_free_block_bytes")
     pool = stats.get("pool_bytes") or limit
     fragmentation = None
     if in_use is not None and pool and block is not None:
-        # A pool that still grows has its next region outside `pool`: the block can be the larger one.
+        # The next region of a growing pool is outside `pool`, so the free block can be larger than the free bytes.
         fragmentation = min(max(1.0 - block / max(pool - in_use, 1), 0.0), 1.0) if pool > in_use else 0.0
     return {
         "in_use_bytes": in_use,
@@ -167,9 +172,10 @@ def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _resident() -> tuple[int | None, int | None]:
-    """Returns the resident bytes of this process, now and at most so far. Outside Linux, both are the maximum.
+    """Returns the resident bytes of this process: (now, maximum so far). Outside Linux, both are the maximum.
 
-    On Linux they come from /proc, since `ru_maxrss` survives exec and includes the peak of the parent process.
+    On Linux the figures come from /proc, because `ru_maxrss` survives exec and includes the peak of the parent
+    process.
     """
     try:
         with open("/proc/self/status") as status:
@@ -187,7 +193,7 @@ def _resident() -> tuple[int | None, int | None]:
 
 
 def _card(device: JaxDevice) -> dict[str, int]:
-    """NVML's figures of a CUDA device's GPU; {} without NVML or for other GPUs."""
+    """Returns NVML's figures of a CUDA device's GPU; {} without NVML or for other devices."""
     if device.platform not in ("gpu", "cuda"):
         return {}
     try:
@@ -195,13 +201,13 @@ def _card(device: JaxDevice) -> dict[str, int]:
 
         memory = pynvml.nvmlDeviceGetMemoryInfo(_nvml_handle(device.local_hardware_id or 0))
         return {"card_used_bytes": int(memory.used), "card_total_bytes": int(memory.total)}
-    except Exception:  # not installed, no driver, no permission, another driver's version: all the same here
+    except Exception:  # NVML is not installed, has no driver or permission, or does not match the driver
         return {}
 
 
 @functools.lru_cache(maxsize=64)
 def _nvml_handle(local_id: int) -> Any:
-    """NVML's handle of the process' n-th visible GPU; CUDA_VISIBLE_DEVICES contains indices or UUIDs."""
+    """Returns the NVML handle of the process's n-th visible GPU. CUDA_VISIBLE_DEVICES contains indices or UUIDs."""
     import pynvml
 
     pynvml.nvmlInit()

@@ -1,8 +1,8 @@
 """Chooses the jax platform of this process before jax starts its backends.
 
-On a machine without an NVIDIA driver, jax with the CUDA plugin logs a traceback about cuPTI unless the platform is set
-before. So this module must not import jax, and a command calls `choose_platform()` in its first lines. A user's program
-chooses its own platform: for it this module only hides the traceback.
+On a machine without an NVIDIA driver, jax with the CUDA plugin logs a traceback about cuPTI unless the platform is
+already set. So this module must not import jax, and commands call `choose_platform()` in their first lines. A user's
+program chooses its platform itself; for it, this module only hides the traceback.
 """
 
 import logging
@@ -16,15 +16,15 @@ from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.units import GIB
 
 # Fraction of a GPU's memory that is preallocated if the user sets none. jax's default of 0.75 leaves a quarter of the
-# memory idle; 0.92 leaves enough to NCCL, cuDNN and the CUDA context.
+# memory unused; 0.92 leaves enough for NCCL, cuDNN and the CUDA context.
 MEMORY_FRACTION = 0.92
 
 # jax reads both names, and raises if both are set (jaxlib/xla_client.py).
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
-# XLA pins no more than 64 GiB of host memory for a GPU's buffers unless this says otherwise (gpu_helpers.cc,
-# GetGpuHostAllocator): too little for the state of a large model or the activations of a long sequence. Its pool
-# grows by regions of twice the size each, so it may pin up to twice what is used; a tenth is left to other processes.
+# Without this variable, XLA pins at most 64 GiB of host memory for a GPU's buffers (gpu_helpers.cc,
+# GetGpuHostAllocator), which is too little for the state of a large model or the activations of a long sequence. Each
+# new region of XLA's pool doubles in size, so it may pin up to twice the used bytes. A tenth is left for others.
 HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 HOST_SHARE = 0.9
 
@@ -39,16 +39,17 @@ DEVICE_NODES = {
 # XLA runs simulated devices on a pool of one thread per device, and each collective in progress holds a thread of every
 # device that has reached it. With several concurrent collectives the pool may run out, and all devices wait forever.
 THREADS_VARIABLE = "PJRT_NPROC"
-THREADS_PER_DEVICE, MOST_THREADS = 8, 1024
+THREADS_PER_DEVICE, MAX_THREADS = 8, 1024
 
 # jax's own names for a GPU platform in JAX_PLATFORMS.
 GPU_NAMES = {"cuda", "gpu"}
 
 
 def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) -> str:
-    """Returns the accelerator whose driver this machine has: "cuda", "rocm" or "tpu"; "cpu" for none.
+    """Returns the accelerator whose driver this machine has: "cuda", "rocm" or "tpu"; "cpu" if there is none.
 
-    A GPU that an empty CUDA_VISIBLE_DEVICES (or -1) hides does not count. `root` is the file system to read, for tests.
+    GPUs hidden by an empty CUDA_VISIBLE_DEVICES (or -1) do not count. root: the root of the file system to read, for
+    tests.
     """
     env = os.environ if env is None else env
     for platform, nodes in DEVICE_NODES.items():
@@ -60,19 +61,21 @@ def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) ->
 
 
 def _is_no_missing_driver(record: logging.LogRecord) -> bool:
-    """Returns False for the traceback that jax's CUDA plugin logs on a machine without a driver, else True."""
+    """Returns False for the traceback that jax's CUDA plugin logs on a machine without a driver, and True for other
+    records."""
     error = record.exc_info[1] if record.exc_info else None
     return "cuPTI" not in str(error) or "xla_cuda" not in record.getMessage() or accelerator() == "cuda"
 
 
-# At import, because jax logs the traceback when the program's first array starts the backends.
+# The filter is added at import, because jax logs the traceback when the program's first array starts the backends.
 logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_missing_driver)
 
 
 def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | None = None) -> None:
-    """Gives the process the CPU devices of the largest of `targets` such as cpu:8, unless the user set a number.
+    """Sets the number of this process's CPU devices to the largest count in targets such as cpu:8, unless the user set
+    a number.
 
-    Call it before jax starts. Simulated devices share the host.
+    Must be called before jax starts. Simulated devices share the host.
     """
     env = os.environ if env is None else env
     counts = []
@@ -87,29 +90,31 @@ def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | Non
 
 
 def simulated(env: Mapping[str, str]) -> int:
-    """Number of CPU devices that the environment asks jax for; 1 if it sets none or an invalid number."""
+    """Returns the number of CPU devices that the environment requests from jax; 1 if the number is missing or
+    invalid."""
     asked = re.search(r"xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
     count = asked[1] if asked else env.get("JAX_NUM_CPU_DEVICES", "")
     return max(int(count), 1) if count.isdecimal() else 1
 
 
 def give_threads(env: MutableMapping[str, str] | None = None) -> None:
-    """Gives XLA's pools enough threads for the collectives of CPU devices, unless the user set the number of threads.
+    """Gives XLA's thread pools enough threads for collectives of CPU devices, unless the user set the number of
+    threads.
 
-    Call it before jax starts if CPU devices exchange data: simulated devices, or devices of several processes.
+    Must be called before jax starts if CPU devices exchange data: simulated devices, or devices of several processes.
     """
     env = os.environ if env is None else env
-    count = min(THREADS_PER_DEVICE * simulated(env), MOST_THREADS)
+    count = min(THREADS_PER_DEVICE * simulated(env), MAX_THREADS)
     env.setdefault(THREADS_VARIABLE, str(max(count, os.cpu_count() or 1)))
 
 
 def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None) -> str:
-    """Sets JAX_PLATFORMS and the GPU's memory fraction before jax starts; returns the platform that jax will use.
+    """Sets JAX_PLATFORMS and the GPU's memory fraction before jax starts. Returns the platform that jax will use.
 
-    JAX_PLATFORMS becomes "cpu" if it is unset and there is no accelerator; the user's choice is not changed. If a GPU
-    will be used, XLA_PYTHON_CLIENT_MEM_FRACTION becomes 0.92 unless the user set either name of it, and
-    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB becomes nine tenths of the free host memory. Simulated devices get threads
-    (`give_threads`). It may be called twice, and after `import jax` but before the first array.
+    If JAX_PLATFORMS is unset and there is no accelerator, it becomes "cpu"; a value set by the user is not changed. If
+    a GPU will be used, XLA_PYTHON_CLIENT_MEM_FRACTION becomes 0.92 unless the user set it under either of its names,
+    and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB becomes nine tenths of the free host memory. Simulated devices get threads
+    (`give_threads`). The function may be called twice, and after `import jax` but before the first array.
 
     Returns "cpu", "cuda", "rocm" or "tpu", or the first name in the user's JAX_PLATFORMS.
     """
@@ -130,10 +135,10 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
 
 
 def memory_fraction(env: MutableMapping[str, str] | None = None) -> float:
-    """Returns the fraction of a GPU's memory that jax's allocator may take: the user's fraction, or 0.92.
+    """Returns the fraction of a GPU's memory that jax's allocator may take: the value set by the user, otherwise 0.92.
 
-    1.0 for the `platform` allocator, which asks CUDA for each buffer and has no pool. A value that is not a number
-    counts as unset; jax raises an error for it.
+    Returns 1.0 for the `platform` allocator, which requests each buffer from CUDA and has no pool. A value that is not
+    a number counts as unset; jax raises an error for it.
     """
     env = os.environ if env is None else env
     if env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":

@@ -1,10 +1,10 @@
-"""The arguments and results of a program, read from jax's stages: paths, shapes, donation.
+"""Reads the arguments and results of a program from jax's stages: paths, shapes, donation.
 
-A compiled module names its parameters only if the step is a plain function of named arguments, and never its results.
-jax knows both when it lowers; the parameter number of a leaf follows from the leaves that jax kept.
+A compiled module names its parameters only if the step is a plain function of named arguments, and it never names its
+results. jax knows both when it lowers the step. The parameter number of a leaf follows from the leaves that jax kept.
 
-`flax.nnx.jit` passes the numbered leaves of a graph to jax, which names them by their numbers:
-"model.states[0][7]". Their names come from the graph's definition beside them: "model.layers[0].kernel".
+`flax.nnx.jit` passes the leaves of a graph to jax by number, so jax's names contain the numbers: "model.states[0][7]".
+Their real names come from the graph definition: "model.layers[0].kernel".
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Any
 
 from bytescope.memory.hlo.jax_types import LoweredStage
 
-# jax's name of leaves whose position in the arguments is lost: those of pmap, and of other wrappers.
+# The beginning of jax's names for leaves whose position in the arguments is lost, as with pmap and other wrappers.
 _LOST = "flat_args["
-# jax's name of a numbered leaf of an NNX object: the object, and after it the position in its states.
+# The position of a numbered leaf in the states of an NNX object, in jax's name of the leaf.
 _NUMBERED = re.compile(r"\.states\[\d+\]\[\d+\]")
 
 
 @dataclasses.dataclass(frozen=True)
 class SignatureLeaf:
-    """One array among the arguments or results.
+    """One array of the arguments or results.
 
     Fields:
-        path: "state.params['w']" for an argument, "[0].params['w']" for a result; "" for a single result.
-        shape, dtype: of the whole array, over all devices. donated: the memory of this argument may be reused.
-        parameter: the number of the entry parameter that an argument became; -1 for an unused argument and for results.
+        path: "state.params['w']" for an argument, "[0].params['w']" for a result, "" for a single result.
+        shape, dtype: of the whole array, over all devices. donated: whether the program may reuse the argument's
+            memory.
+        parameter: number of the entry parameter that an argument became, -1 for an unused argument or a result.
     """
 
     path: str
@@ -41,19 +42,19 @@ class SignatureLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The leaves of a program's arguments and results, in the order in which jax flattens them."""
+    """The leaves of a program's arguments and results, in jax's flattening order."""
 
     arguments: tuple[SignatureLeaf, ...] = ()
     results: tuple[SignatureLeaf, ...] = ()
 
     @property
     def by_parameter(self) -> dict[int, SignatureLeaf]:
-        """Entry parameter number -> argument."""
+        """Maps the number of an entry parameter to its argument."""
         return {leaf.parameter: leaf for leaf in self.arguments if leaf.parameter >= 0}
 
 
-def signature_of(lowered: LoweredStage) -> Signature | None:
-    """The signature of a `jax.stages.Lowered`; None if it does not say which leaves it kept.
+def read_signature(lowered: LoweredStage) -> Signature | None:
+    """Returns the signature of a `jax.stages.Lowered`; None if the kept leaves are unknown.
 
     Never raises, although it reads private attributes of jax.
     """
@@ -77,7 +78,7 @@ def signature_of(lowered: LoweredStage) -> Signature | None:
     names = _nnx_names(names, lowered.args_info)
     paths = _debug_names(debug, "result_paths", len(outside)) or [keystr(path) for path, _ in outside]
     paths = _nnx_names(paths, lowered.out_info)
-    # A newer jax hoists constants out of the program, and they come first among its parameters.
+    # Newer versions of jax hoist constants out of the program; they are its first parameters.
     first = max(len(compile_args.get("global_in_avals", ())) - len(kept), 0)
     numbers = {leaf: first + number for number, leaf in enumerate(kept)}
     arguments, results = [], []
@@ -90,20 +91,20 @@ def signature_of(lowered: LoweredStage) -> Signature | None:
 
 
 def _debug_names(debug: Any, field: str, count: int) -> list[str]:
-    """The names that jax keeps for its error messages; [] if it has not one for every leaf."""
+    """Returns the leaf names that jax keeps for its error messages; [] unless there is a name for every leaf."""
     names = getattr(debug, field, None)
     return list(names) if isinstance(names, Collection) and len(names) == count and all(names) else []
 
 
 def _nnx_names(names: Sequence[str], tree: Any) -> list[str]:
-    """The names of a tree's leaves in order, where leaves inside NNX objects are named by the objects' attributes.
+    """Returns the names of a tree's leaves in order. Leaves inside NNX objects are named by the objects' attributes.
 
     tree: arguments or results of a program, as in `jax.stages.Lowered`.
     """
     import jax
 
-    seen: dict[Any, Any] = {}  # nodes by number: a later argument may share nodes with an earlier one
-    paths: list[str] = []  # of each leaf, inside its NNX object
+    seen: dict[Any, Any] = {}  # nodes by number, because a later argument may share nodes with an earlier one
+    paths: list[str] = []  # the path of each leaf inside its NNX object
     for node in jax.tree.leaves(tree, is_leaf=_is_nnx_object):
         if not _is_nnx_object(node):
             paths.append("")
@@ -123,7 +124,7 @@ def _nnx_names(names: Sequence[str], tree: Any) -> list[str]:
 
 
 def _is_nnx_object(node: Any) -> bool:
-    """Whether a node of a tree is an NNX object, split into its definition and its numbered leaves."""
+    """Returns whether a tree node is an NNX object that is split into its definition and its numbered leaves."""
     return (
         type(node).__name__ == "NodeStates"
         and type(node).__module__.startswith("flax.")
@@ -134,7 +135,7 @@ def _is_nnx_object(node: Any) -> bool:
 
 
 def _nnx_paths(node: Any, seen: dict[Any, Any]) -> list[str]:
-    """Paths of an NNX object's leaves in order; [] if this version of Flax splits objects in another way."""
+    """Returns the paths of an NNX object's leaves in order; [] if this version of Flax splits objects differently."""
     try:
         from flax.nnx import graphlib
 
@@ -143,10 +144,10 @@ def _nnx_paths(node: Any, seen: dict[Any, Any]) -> list[str]:
             list(node.states[0]),
             index_ref=seen,  # type: ignore[arg-type]  # Flax fills any dict
         )
-        found = []
+        paths = []
         for path in graphlib.flatten(whole, with_paths=True)[1].paths:
             keys = [f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path]
-            found.append("".join(keys))
-        return found
-    except Exception:  # the API is not public, so it may change; jax's own names remain
+            paths.append("".join(keys))
+        return paths
+    except Exception:  # the API is not public and may change; jax's names are used instead
         return []

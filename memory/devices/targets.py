@@ -1,13 +1,13 @@
-"""The target of a program by its name: available devices, simulated devices, or described devices that are not present.
+"""Finds the target of a name: available devices, simulated devices, or described devices that are not present.
 
     local              the default devices of jax
-    cpu:8              eight CPU devices of this process (simulated ones share the host)
+    cpu:8              eight CPU devices of this process (simulated devices share the host)
     h200  h100:8       described GPUs of one host: compiled with no GPU in the machine
     h100:2x8           hosts x devices per host
     v5e:4x4  v5p:2x2x1 a described TPU slice, by its shape in chips
 
-The names of described targets are checked without importing jax; `local` and `cpu:8` import it. Described devices come
-from the plugins of jax that compile for them.
+The names of described targets are checked without importing jax; `local` and `cpu:8` import it. jax's plugins provide
+the described devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, Chip, target_config
-from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.host_memory import physical_bytes
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.memory.devices.platform import accelerator, choose_platform, memory_fraction, simulate_devices
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-# jax's CUDA plugins that compile for a described GPU -> the CUDA version that each describes.
+# jax's CUDA plugins that compile for a described GPU -> CUDA version of the described runtime.
 CUDA_PLUGINS = {"xla_cuda13": (13, 0), "xla_cuda12": (12, 9)}
 
-# Without these libtpu looks for a TPU machine and takes a lock file, which a compiler does not need.
+# Without these variables, libtpu looks for a TPU machine and takes a lock file, which compiling does not need.
 _LIBTPU_QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
@@ -53,17 +53,20 @@ _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platfor
 class Target:
     """Devices to compile for, with their memory, bandwidths and peak FLOP/s.
 
-    Fields (bytes; bytes per second of one device in one direction; 0 or empty if not known):
-        name: as the user gave it. platform: "cpu", "cuda", "rocm" or "tpu". kind: jax' device_kind.
-        shape: (hosts, devices per host) of GPUs, chips along each axis of a TPU, (devices,) otherwise.
-        device_memory_bytes: of one device. reserved_bytes: the part of it that the runtime keeps.
-        host_memory_bytes: of one host, in proportion to the devices used on it (an eighth for one GPU of a host with
-            eight).
-        hbm_bytes_per_s: of the device's memory. host_link_bytes_per_s: between device and host.
-        interconnect_bytes_per_s: "in_host" and "between_hosts".
-        peak_flops: dtype (fp32, tf32, bf16, fp16, fp8) -> dense FLOP/s; a dtype without a compute unit is missing.
+    Sizes are in bytes. Bandwidths are in bytes/s for one device in one direction. A figure that is not known is 0 or
+    empty.
+
+    Fields:
+        name: the name given by the user. platform: "cpu", "cuda", "rocm" or "tpu". kind: jax's device_kind.
+        shape: (hosts, devices per host) of GPUs, chips along each axis of a TPU slice, otherwise (devices,).
+        device_memory_bytes: memory of one device. reserved_bytes: the part of it that the runtime takes.
+        host_memory_bytes: memory of one host, in proportion to its devices in the target: an eighth for one GPU of a
+            host with eight.
+        hbm_bytes_per_s: bandwidth of the device's memory. host_link_bytes_per_s: bandwidth between device and host.
+        interconnect_bytes_per_s: bandwidths between devices, under "in_host" and "between_hosts".
+        peak_flops: dtype (fp32, tf32, bf16, fp16, fp8) -> dense FLOP/s. A dtype without a compute unit is missing.
         sources: figure -> its source.
-        is_described: the devices are not present; programs are compiled for them and never run.
+        is_described: whether the devices are not present, so that programs are only compiled for them and never run.
     """
 
     name: str
@@ -84,7 +87,7 @@ class Target:
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes that are available to programs on one device: see `memory.devices.limits.limit_bytes`."""
+        """Bytes available to programs on one device; `memory.devices.limits.limit_bytes` computes them."""
         return limit_bytes(self)
 
     @property
@@ -93,14 +96,15 @@ class Target:
         return self.host_memory_bytes / max(self.devices_per_host, 1) or math.inf
 
     def devices(self) -> list[JaxDevice]:
-        """The jax devices, compile-only devices for a described target; the same objects at every call.
+        """Returns the jax devices: compile-only devices for a described target. Every call returns the same objects.
 
-        Raises ReportError if the extra that compiles for them is missing, or the machine has too few devices.
+        Raises ReportError if the optional package that compiles for the devices is missing, or if the machine has too
+        few devices.
         """
         return list(_devices(self.name))
 
     def mesh_devices(self, *sizes: int) -> np.ndarray:
-        """The devices as an array of shape `sizes`, for a `jax.sharding.Mesh`.
+        """Returns the devices as an array of shape `sizes`, for a `jax.sharding.Mesh`.
 
         Raises ReportError if the product of the sizes is not the number of devices.
         """
@@ -109,12 +113,14 @@ class Target:
         if math.prod(sizes) != self.n_devices:
             mesh = " x ".join(map(str, sizes)) or "()"
             raise ReportError(
-                f"a mesh of {mesh} devices on {self.name}, which has {self.n_devices}: change the mesh or the target"
+                f"a mesh of {mesh} devices on {self.name}, which has {self.n_devices} devices: change the mesh or the "
+                "target"
             )
         return np.array(self.devices()).reshape(sizes)
 
     def mesh(self, **axes: int) -> jax.sharding.Mesh:
-        """A `jax.sharding.Mesh` of all devices by its axes and their sizes in order: `mesh(data=2, model=4)`.
+        """Returns a `jax.sharding.Mesh` of all devices, given its axes and their sizes in order: `mesh(data=2,
+        model=4)`.
 
         Raises ReportError if the product of the sizes is not the number of devices.
         """
@@ -123,8 +129,11 @@ class Target:
         return jax.sharding.Mesh(self.mesh_devices(*axes.values()), tuple(axes))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns every field as plain JSON values, the limit in bytes, and `memory_fraction`: the fraction of a GPU's
-        memory that is available to programs. It is None unless the target is a GPU that is not attached."""
+        """Returns every field as plain JSON values, with `limit_bytes` and `memory_fraction`.
+
+        `memory_fraction` is the fraction (0 to 1) of a GPU's memory that is available to programs. It is None unless
+        the target is a described GPU.
+        """
         fraction = memory_fraction() if self.is_described and self.platform == "cuda" else None
         return {
             **dataclasses.asdict(self),
@@ -135,15 +144,15 @@ class Target:
 
 
 def names() -> tuple[str, ...]:
-    """The names that `parse` takes, without counts."""
+    """Returns the names that `parse` accepts, without counts."""
     return ("local", "cpu", *CHIPS)
 
 
 def parse(name: str) -> Target:
-    """Returns the target of a name such as `local`, `cpu:8`, `h100:2x8`, `v5e:4x4` (see the module).
+    """Returns the target of a name such as `local`, `cpu:8`, `h100:2x8` or `v5e:4x4`.
 
-    Raises ReportError for an unknown name, with the nearest name; for a shape that does not exist, with possible ones;
-    for `cpu:N` and `local`, if jax has not that many devices.
+    Raises ReportError for an unknown name (with the nearest known name), for a shape that does not exist (with
+    possible shapes), and for `cpu:N` or `local` if jax does not have the devices.
     """
     base, colon, count = name.strip().lower().partition(":")
     if base not in names():
@@ -154,10 +163,10 @@ def parse(name: str) -> Target:
         )
     shape = _numbers(count) if colon else ()
     if colon and not shape:
-        raise ReportError(f"target {name!r}: after the colon comes a count such as 8 or a shape such as 2x8")
+        raise ReportError(f"target {name!r}: write a count such as 8 or a shape such as 2x8 after the colon")
     if base == "local":
         if colon:
-            raise ReportError(f"target {name!r}: local takes no count, it is all devices of this process")
+            raise ReportError(f"target {name!r}: local takes no count; write local for all devices of this process")
         return _local()
     if base == "cpu":
         return _cpu(name, shape)
@@ -167,11 +176,11 @@ def parse(name: str) -> Target:
 
 
 def to_compile_for(name: str) -> Target:
-    """Returns the target of a name for a process that only compiles.
+    """Returns the target of a name, for a process that only compiles.
 
-    GPUs of this machine are described and not opened, which takes none of their memory.
+    GPUs of this machine become described devices. They are not opened, so that none of their memory is taken.
 
-    Raises ReportError as `parse` does, and for local GPUs that are not in the table of chips.
+    Raises ReportError for an invalid name, and for local GPUs that are not in the table of chips.
     """
     choose_platform()
     if name.strip().lower() != "local" or accelerator() != "cuda":
@@ -184,14 +193,14 @@ def to_compile_for(name: str) -> Target:
     kind = kind.decode() if isinstance(kind, bytes) else kind
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     if chip is None:
-        raise ReportError(f"{kind} is not in the table of chips: give --target, one of {', '.join(names())}")
+        raise ReportError(f"{kind} is not in the table of chips: give --target with one of {', '.join(names())}")
     return parse(f"{chip.name}:{pynvml.nvmlDeviceGetCount()}")
 
 
-def of(devices: Sequence[JaxDevice]) -> Target:
+def from_devices(devices: Sequence[JaxDevice]) -> Target:
     """Returns the target of these jax devices, present or described.
 
-    Raises ReportError for described devices of a chip that is not in the table.
+    Raises ReportError for described devices of a chip that is not in the table of chips.
     """
     import jax
 
@@ -216,40 +225,43 @@ def of(devices: Sequence[JaxDevice]) -> Target:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """`2x8` -> (2, 8); () for a text that is no shape of positive numbers."""
+    """Returns the numbers of a shape: `2x8` -> (2, 8); () if the text is not a shape of positive numbers."""
     if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", text):
         return ()
     return tuple(int(part) for part in text.split("x"))
 
 
 def _gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """(hosts, devices per host); a single number counts devices of one host."""
+    """Returns (hosts, devices per host). A single number counts devices of one host."""
     full = (1, *shape)[-2:] if shape else (1, 1)
     per_host = chip.devices_per_host
     if len(shape) > 2 or full[1] > per_host:
         hosts, left = divmod(math.prod(shape), per_host)
         example = f"{chip.name}:{hosts if hosts and not left else 2}x{per_host}"
-        raise ReportError(f"target {name!r}: a host holds at most {per_host} of these; say {example} (hosts x devices)")
+        raise ReportError(
+            f"target {name!r}: a host has at most {per_host} of these devices; write {example} (hosts x devices)"
+        )
     if chip.max_shape and full[0] > chip.max_shape[0]:
         largest = "x".join(map(str, chip.max_shape))
         raise ReportError(
-            f"target {name!r}: a rack holds {largest} of these (hosts x devices), which NVLink joins; "
-            "what lies between racks is not described"
+            f"target {name!r}: a rack has {largest} of these devices (hosts x devices), and connections between racks "
+            f"are not described; give at most {chip.name}:{largest}"
         )
     return full
 
 
 def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Chips along each axis. Hosts are 2x2 chips, so the first two axes are even; a flat slice may be one."""
+    """Returns the number of chips along each axis. A host has 2x2 chips, so the first two axes must be even. A slice
+    with two axes may also be 1x1."""
     rank = len(chip.max_shape)
     smallest = (1, 1) if rank == 2 else (2, 2, 1)
     full = shape or smallest
-    fits = len(full) == rank and all(n <= most for n, most in zip(full, chip.max_shape, strict=True))
+    fits = len(full) == rank and all(n <= longest for n, longest in zip(full, chip.max_shape, strict=True))
     if not fits or not (full == smallest or (full[0] % 2 == 0 and full[1] % 2 == 0)):
-        least, most = ("x".join(map(str, bound)) for bound in (smallest, chip.max_shape))
+        min_shape, max_shape = ("x".join(map(str, bound)) for bound in (smallest, chip.max_shape))
         raise ReportError(
-            f"target {name!r}: a {chip.name} slice has {rank} axes: {least}, or even numbers "
-            f"of chips on the first two, up to {most}"
+            f"target {name!r}: a {chip.name} slice has {rank} axes; give {min_shape}, or even numbers "
+            f"of chips on the first two axes, up to {max_shape}"
         )
     return full
 
@@ -287,7 +299,7 @@ def _figures(chip: Chip) -> dict[str, Any]:
 
 def _cpu(name: str, shape: tuple[int, ...]) -> Target:
     if len(shape) > 1:
-        raise ReportError(f"target {name!r}: CPU devices are counted, as in cpu:8")
+        raise ReportError(f"target {name!r}: CPU devices have a count and no shape; write cpu:8")
     n = shape[0] if shape else 1
     plain = f"cpu:{n}"
     _devices(plain)
@@ -329,8 +341,8 @@ def _local() -> Target:
 
 
 def platform_of(device: JaxDevice) -> str:
-    """The platform of a jax device: cpu, cuda, rocm or tpu. jax calls NVIDIA's and AMD's GPUs "gpu"; the version string
-    of the client distinguishes them."""
+    """Returns the platform of a jax device: cpu, cuda, rocm or tpu. jax calls NVIDIA and AMD GPUs "gpu"; the version
+    string of their client distinguishes them."""
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "rocm" in str(getattr(device.client, "platform_version", "")).lower() else "cuda"
@@ -338,28 +350,30 @@ def platform_of(device: JaxDevice) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _devices(name: str) -> tuple[JaxDevice, ...]:
-    """The devices of a target's name; cached, since meshes over two topologies of one name would not be equal."""
+    """Returns the devices of a target's name. They are cached, because meshes over two topologies of the same name
+    would not be equal."""
     import jax
 
     base, _, count = name.partition(":")
     if base == "local":
-        return tuple(_ask(name, jax.devices))
+        return tuple(_start_jax(name, jax.devices))
     if base == "cpu":
-        n, here = int(count), _ask(name, functools.partial(jax.local_devices, backend="cpu"))
-        if len(here) < n:
+        n, devices = int(count), _start_jax(name, functools.partial(jax.local_devices, backend="cpu"))
+        if len(devices) < n:
             raise ReportError(
-                f"target {name}: this process has {len(here)} CPU devices; "
+                f"target {name}: this process has {len(devices)} CPU devices; "
                 + _CPU_REMEDY.format(n=n)
                 + " before jax starts"
             )
-        return tuple(here[:n])
+        return tuple(devices[:n])
     chip = CHIPS[base]
     shape = _SHAPES[chip.platform](name, chip, _numbers(count))
     return tuple(gpu_devices(name, chip, shape) if chip.platform == "cuda" else tpu_devices(name, chip, shape))
 
 
-def _ask(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDevice]:
-    """jax's own devices; its errors at start (JAX_PLATFORMS names what is not here) become one line."""
+def _start_jax(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDevice]:
+    """Returns jax's devices. Errors at jax's start, for example if JAX_PLATFORMS names an absent platform, become one
+    line."""
     try:
         return devices()
     except RuntimeError as error:
@@ -371,34 +385,38 @@ def _ask(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDevice]:
 
 
 def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:
-    """Returns described GPUs as compile-only jax devices; `shape` is (hosts, devices per host).
+    """Returns described GPUs as compile-only jax devices. shape: (hosts, devices per host).
 
-    Raises ReportError if the extra that compiles for them is not installed, or if its compiler refuses them.
+    Raises ReportError if the optional package that compiles for GPUs is not installed, or if its compiler rejects the
+    GPU.
     """
     if chip.gpu is None:
-        raise ReportError(f"target {name}: the table of chips lacks the shape of this GPU")
+        raise ReportError(f"target {name}: the table of chips has no properties of this GPU; give another target")
     old = chip.gpu.capability < CUDA_13_FROM
     able = [plugin for plugin, version in CUDA_PLUGINS.items() if version < (13, 0) or not old]
-    found = [plugin for plugin in able if installed(f"jax_plugins.{plugin}")]
-    if not found and old:
+    plugins = [plugin for plugin in able if installed(f"jax_plugins.{plugin}")]
+    if not plugins and old:
         major, minor = chip.gpu.capability
         raise ReportError(
-            f"target {name}: CUDA 13 no longer compiles for sm_{major}{minor}; in an environment of "
-            "its own, pip install 'bytescope[cuda12]' (it needs no GPU)"
+            f"target {name}: CUDA 13 no longer compiles for sm_{major}{minor}; in a separate environment, "
+            "pip install 'bytescope[cuda12]' (it needs no GPU)"
         )
-    if not found:
-        raise ReportError(f"target {name}: no CUDA compiler here; pip install 'bytescope[cuda]' (it needs no GPU)")
+    if not plugins:
+        raise ReportError(
+            f"target {name}: no CUDA compiler is installed; pip install 'bytescope[cuda]' (it needs no GPU)"
+        )
     topology = f"1x{shape[0]}x{shape[1]}"  # slices x hosts x devices
-    config = target_config(chip, CUDA_PLUGINS[found[0]])
-    _register_without_gpu(f"jax_plugins.{found[0]}")
+    config = target_config(chip, CUDA_PLUGINS[plugins[0]])
+    _register_without_gpu(f"jax_plugins.{plugins[0]}")
     return _topology(name, "cuda", topology=topology, target_config=config)
 
 
 def _register_without_gpu(plugin: str) -> None:
     """Makes jax register a CUDA plugin on a machine without a GPU.
 
-    jax asks libraries that need a driver for their versions, and drops the plugin if they fail, unless JAX_PLATFORMS
-    names only other platforms. If the program has made arrays already, jax has dropped the plugin already.
+    At its start, jax calls libraries that need a driver for their versions, and drops the plugin if they fail, unless
+    JAX_PLATFORMS names only other platforms. If the program has already created arrays, jax has dropped the plugin,
+    which is then registered again.
     """
     if accelerator() == "cuda":
         return
@@ -410,13 +428,16 @@ def _register_without_gpu(plugin: str) -> None:
 
 
 def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:
-    """Returns described TPUs as compile-only jax devices; `shape` is the number of chips along each axis.
+    """Returns described TPUs as compile-only jax devices. shape: number of chips along each axis.
 
-    Raises ReportError if the extra that compiles for them is not installed, or if its compiler refuses them.
+    Raises ReportError if the optional package that compiles for TPUs is not installed, or if its compiler rejects the
+    shape.
     """
     if not installed("libtpu"):
-        raise ReportError(f"target {name}: no TPU compiler here; pip install 'bytescope[tpu]' (it needs no TPU)")
-    if accelerator() != "tpu":  # on a TPU machine these describe the real one
+        raise ReportError(
+            f"target {name}: no TPU compiler is installed; pip install 'bytescope[tpu]' (it needs no TPU)"
+        )
+    if accelerator() != "tpu":  # on a TPU machine, these variables describe the real TPU
         for variable, value in _LIBTPU_QUIET.items():
             os.environ.setdefault(variable, value)
     bounds = {"chips_per_host_bounds": [1, 1, 1]} if math.prod(shape) == 1 else {}
@@ -426,21 +447,21 @@ def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
 def _topology(target: str, platform: str, *, name: str | None = None, **options: Any) -> list[JaxDevice]:
     from jax.experimental import topologies
 
-    with kept_back():
+    with hold_back_log():
         try:
             return topologies.get_topology_desc(name or target, platform=platform, **options).devices
-        except Exception as error:  # the plugins raise RuntimeError, NotImplementedError and kinds of their own
+        except Exception as error:  # the plugins raise RuntimeError, NotImplementedError and other types
             refused = error
     reason = one_line(refused, 160)
     extra = {"cuda": "cuda", "tpu": "tpu"}[platform]
     raise ReportError(
-        f"target {target}: the {platform} compiler refused it ({reason}); pip install -U 'bytescope[{extra}]'"
+        f"target {target}: the {platform} compiler rejects it ({reason}); pip install -U 'bytescope[{extra}]'"
     ) from refused
 
 
 def installed(module: str) -> bool:
-    """Whether a module can be imported, without importing it."""
+    """Returns whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that would hold it is missing
+    except ModuleNotFoundError:  # its parent package is missing
         return False

@@ -1,8 +1,8 @@
-"""Rules on recomputation: the function whose checkpointing frees the most memory, and values that XLA recomputes.
+"""Rules about recomputation: the function whose checkpointing frees the most memory, and values that XLA recomputes.
 
-A function under `jax.checkpoint` keeps its inputs, and its residuals exist for one call at a time. For a function that
-is called `calls` times, checkpointing frees the residuals of all calls except one, minus an input for each call. A
-function that is called once frees nothing: a loss around the whole model is never the answer.
+A function under `jax.checkpoint` stores only its inputs, and its residuals exist for one call at a time. If a function
+is called `calls` times, checkpointing it frees the residuals of all calls except one, minus the inputs of each call. A
+function that is called once frees nothing, so a loss around the whole model is never proposed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from bytescope.memory.findings import user_functions
-from bytescope.memory.findings.evidence import Found, at_peak
+from bytescope.memory.findings.evidence import RuleResult, at_peak
 from bytescope.memory.findings.user_functions import Call, Function
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.loops import trip_count
@@ -24,27 +24,30 @@ from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB, human
 
-# Minimum share of the peak that is freed, in a program that is short of memory and in one that fits; minimum bytes.
-SHORT, ROOMY, LEAST = 0.05, 0.25, 64 * MIB
-# Share of the limit below which a program needs no memory.
+# Minimum bytes freed by a finding: a fraction of the peak, SHORT if memory is short and ROOMY otherwise, and MIN_BYTES.
+SHORT, ROOMY, MIN_BYTES = 0.05, 0.25, 64 * MIB
+# Programs below this fraction of the limit need no remedy.
 IDLE = 0.05
-# Residuals below this share of a function's residuals are ignored as inputs.
+# Residuals below this fraction of a function's residuals are not considered as its inputs.
 _SUBSTANTIAL = 0.01
 _LOOP = "/while/body"
 _NUMBERS = re.compile(r"\d+")
 _TRACED = re.compile(r"(?:p?jit|pmap)\(([^()]*)\)")
 _REMAT = re.compile(r"\.remat(\d+)?(\.|$)")
+# Wrappers that decorate a module's __call__: around the class they would recompute its constructor instead.
+_DECORATORS = ("nnx.remat", "eqx.filter_checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A function to checkpoint.
+    """A function whose checkpointing may free memory.
 
     Fields:
-        call: the function and the place that calls it; calls: number of runs in a step.
-        kept: bytes of its residuals at the peak; freed: the part of them that checkpointing it should free.
-        scanned: whether a compiled loop runs it.
-        already: whether a part of it is recomputed, so that a policy decides what it keeps.
+        call: the function and its call site. calls: number of its runs in a step.
+        kept: bytes of its residuals at the peak. freed: estimated bytes that checkpointing it frees. Both on one
+            device.
+        scanned: whether a compiled loop runs the function.
+        already: whether a part of it is already recomputed, so that a policy decides what is stored.
         wrapper: the library's wrapper that checkpoints a module, "" for plain JAX.
     """
 
@@ -57,53 +60,56 @@ class Candidate:
     wrapper: str = ""
 
 
-def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """A function with many bytes of residuals, in a program whose trainer has no remat policies."""
+def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if one function has many bytes of residuals, and the trainer has no remat policies."""
     if program.facts is not None and program.facts.segments:
         return None
-    found = candidates(report, program)
-    if report.target.get("platform") == "cpu":  # without a loop the CPU recomputes everything at once
-        found = [candidate for candidate in found if candidate.scanned]
+    functions = candidates(report, program)
+    if report.target.get("platform") == "cpu":  # outside loops, XLA's CPU backend recomputes everything at once
+        functions = [candidate for candidate in functions if candidate.scanned]
     limit, predicted = report.limit_bytes, report.predicted_bytes
     tight = limit is not None and report.verdict in ("tight", "exceeds")
-    if not found or (limit is not None and predicted < IDLE * limit):
+    if not functions or (limit is not None and predicted < IDLE * limit):
         return None
-    best = found[0]
-    if best.freed < max((SHORT if tight else ROOMY) * report.peak_bytes, LEAST):
+    best = functions[0]
+    if best.freed < max((SHORT if tight else ROOMY) * report.peak_bytes, MIN_BYTES):
         return None
     share = best.kept / report.peak_bytes
     message = f"{best.call.function.title} keeps {human(best.kept)} for the backward pass, {share:.0%} of the peak"
-    return Found(best.freed, message, _remedy(best))
+    return RuleResult(best.freed, message, _remedy(best))
 
 
-def xla_remat(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """XLA's rematerialization pass recomputes values to fit the device."""
+def xla_remat(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if XLA's rematerialization pass recomputes values to fit the device."""
     names = {i.name for i in program.module.instructions.values() if _REMAT.search(i.name)}
     if not names:
         return None
     size = sum(b.bytes for b in report.buffers if b.name in names)
-    return Found(size, f"XLA's own rematerialization pass recomputes {len(names)} values, {min(names)} among them")
+    return RuleResult(size, f"XLA's rematerialization pass recomputes {len(names)} values, such as {min(names)}")
 
 
 def _remedy(best: Candidate) -> str:
-    freed = f"frees about {human(best.freed)}, its residuals less its inputs, and runs its forward pass twice"
+    freed = f"frees about {human(best.freed)} (its residuals minus its inputs) and runs its forward pass twice"
     at = f" at {best.call.caller}" if best.call.caller else ""
     title = best.call.function.title
     if best.already:
-        return f"a policy that keeps less in the jax.checkpoint around {title}{at}, such as nothing_saveable, {freed}"
+        return f"use a policy that saves less, such as nothing_saveable, for jax.checkpoint of {title}{at}: it {freed}"
     module = best.wrapper and best.call.function.name.endswith("__call__")
+    if module and best.wrapper in _DECORATORS:
+        called = f", called at {best.call.caller}," if best.call.caller else ""
+        return f"decorate {title}.__call__{called} with @{best.wrapper}: it {freed}"
     wrapped = f"{best.wrapper}({title})" if module else f"jax.checkpoint({title})"
-    return f"call {wrapped} in the place of {title}{at}: it {freed}"
+    return f"call {wrapped} instead of {title}{at}: it {freed}"
 
 
 def candidates(report: JudgedProgram, program: PlacedProgram) -> list[Candidate]:
-    """The user's functions that keep residuals at the peak, in order of decreasing freed bytes."""
+    """Returns the user's functions that have residuals at the peak, sorted by decreasing freed bytes."""
     known = _Frames(program.module)
     kept: dict[Function, list[_Residual]] = defaultdict(list)
     first: dict[Function, tuple[int, Call]] = {}
     libraries: dict[Function, str] = {}
     for buffer in at_peak(report, "residuals"):
-        frames, looped = known.of(buffer), known.loop(buffer)
+        frames, looped = known.frames(buffer), known.loop(buffer)
         outside = {call.function for call in known.calls(looped[0], buffer.op_name)} if looped else set()
         for depth, call in enumerate(known.calls(frames, buffer.op_name)):
             trips = looped[1] if looped and call.function not in outside else 1
@@ -111,16 +117,17 @@ def candidates(report: JudgedProgram, program: PlacedProgram) -> list[Candidate]
             first.setdefault(call.function, (depth, call))
             libraries[call.function] = libraries.get(call.function) or user_functions.wrapper(frames)
     recomputed = known.recomputed() if kept else frozenset()
-    found = [
+    by_depth = [
         (first[function][0], _candidate(first[function][1], items, function in recomputed, libraries[function]))
         for function, items in kept.items()
     ]
-    found.sort(key=lambda item: (-item[1].freed, item[1].call.function.nameless, item[0]))
-    return [candidate for _, candidate in found if candidate.freed > 0]
+    by_depth.sort(key=lambda item: (-item[1].freed, item[1].call.function.nameless, item[0]))
+    return [candidate for _, candidate in by_depth if candidate.freed > 0]
 
 
 class _Residual(NamedTuple):
-    """A residual of a function: the buffer, the call that made it, and the number of loop iterations that it holds."""
+    """A residual of a function: its buffer, the call that computed it, and the number of loop iterations stacked in
+    it."""
 
     buffer: Buffer
     call: Call
@@ -128,14 +135,14 @@ class _Residual(NamedTuple):
 
 
 def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: str) -> Candidate:
-    """The candidate of a function, by its residuals."""
+    """Returns a function as a candidate, given its residuals."""
     groups: dict[tuple[str, str, int], list[_Residual]] = defaultdict(list)
     for item in items:
         groups[_NUMBERS.sub("#", item.buffer.op_name), item.buffer.source, item.buffer.bytes].append(item)
     sizes = {key: sum(item.buffer.bytes for item in group) for key, group in groups.items()}
     kept = sum(sizes.values())
-    # The number of calls with the most bytes: a line may make several values in one call, and the first or the last
-    # call may keep less than the others.
+    # Use the number of calls that accounts for the most bytes: one call may compute several values in one line, and
+    # the first or last call may store less than the others.
     votes: dict[int, int] = defaultdict(int)
     for key, group in groups.items():
         votes[_runs(group)] += sizes[key]
@@ -150,8 +157,8 @@ def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: s
 
 
 def _runs(group: list[_Residual]) -> int:
-    """Number of calls that made equal residuals: one for each place that calls the function, or the number of residuals
-    if that place is in a loop, times the iterations of a compiled loop."""
+    """Returns the number of calls that computed a group of equal residuals. It is one per call site, or the number of
+    residuals if the call site is in a Python loop, times the iterations of a compiled loop."""
     places: dict[tuple[tuple[str, int], ...], int] = defaultdict(int)
     for item in group:
         place = item.call.around
@@ -176,25 +183,26 @@ class _Frames:
             if instruction.opcode == "while":
                 self._loops[metadata.op_name] = metadata.frames, trip_count(module, instruction) or 1
 
-    def of(self, buffer: Buffer) -> tuple[Frame, ...]:
-        """The frames of the instruction that computed a buffer, () if unknown."""
+    def frames(self, buffer: Buffer) -> tuple[Frame, ...]:
+        """Returns the frames of the instruction that computed a buffer, () if unknown."""
         return self._places.get((buffer.op_name, buffer.source)) or self._lines.get(buffer.source, ())
 
     def loop(self, buffer: Buffer) -> tuple[tuple[Frame, ...], int] | None:
-        """(frames, trips) of the innermost loop whose iterations a buffer stacks; None for none."""
+        """Returns (frames, iterations) of the innermost loop whose iterations are stacked in a buffer; None if there
+        is none."""
         before, inside, _ = buffer.op_name.rpartition(_LOOP)
         known = self._loops.get(f"{before}/while") if inside else None
         return known if known and known[1] > 1 and buffer.shape[:1] == (known[1],) else None
 
     def calls(self, frames: tuple[Frame, ...], op_name: str) -> list[Call]:
-        """The user's functions in a chain of frames, within the function that was traced."""
-        found = _TRACED.match(op_name)
-        return user_functions.calls(frames, found[1] if found else "")
+        """Returns the user's functions in a chain of frames, limited to frames inside the traced function."""
+        traced = _TRACED.match(op_name)
+        return user_functions.calls(frames, traced[1] if traced else "")
 
     def recomputed(self) -> frozenset[Function]:
-        """The functions that are recomputed in part."""
-        found: set[Function] = set()
+        """Returns the functions of which at least a part is recomputed."""
+        functions: set[Function] = set()
         for (name, _), frames in self._places.items():
             if scopes.parse(name).phase == "recompute":
-                found |= {call.function for call in self.calls(frames, name)}
-        return frozenset(found)
+                functions |= {call.function for call in self.calls(frames, name)}
+        return frozenset(functions)

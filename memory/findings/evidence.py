@@ -1,4 +1,4 @@
-"""Evidence that several rules read: shares of the peak, buffers by row, the arguments of the batch. Pure."""
+"""Evidence that several rules read: minimum shares of the peak, buffers by row, batch arguments. Pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import dataclasses
 from collections.abc import Sequence
 
 from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB
 
-# Minimum share of the peak (for fragmentation: of the allocated bytes) of a finding.
+# Minimum size of a finding, as a fraction of the peak (for fragmentation, of the allocated bytes).
 LARGE, NOTABLE, SMALL = 0.10, 0.05, 0.01
-# Findings below TOY bytes are ignored, and so is a sharding of one array below MIN_ARRAY bytes.
+# Findings smaller than TOY bytes are ignored, and so is the sharding of an array smaller than MIN_ARRAY bytes.
 TOY, MIN_ARRAY = MIB, 16 * MIB
 STATE = ("params", "frozen", "optimizer", "accumulator")
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """The result of a rule: bytes of one device, and a sentence.
+class RuleResult:
+    """The result of a rule.
 
     Fields:
-        remedy: replaces the remedy of `finding_rules.RULES`; "" keeps that one.
+        bytes: bytes on one device that the remedy may free. message: the finding, as one sentence.
+        remedy: replaces the remedy in `finding_rules.RULES`; "" keeps the remedy of the table.
     """
 
     bytes: int
@@ -31,7 +33,7 @@ class Found:
 
 
 def arguments(report: JudgedProgram, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:
-    """The entry parameters that are arrays, by number, each with its buffer."""
+    """Returns the entry parameters that are arrays: parameter number -> (instruction, buffer)."""
     parameters = program.module.parameters
     named = {b.name: b for b in report.buffers if b.phase == "argument"}
     return {
@@ -42,21 +44,23 @@ def arguments(report: JudgedProgram, program: PlacedProgram) -> dict[int, tuple[
 
 
 def batch(report: JudgedProgram, program: PlacedProgram) -> dict[int, Instruction]:
-    """The entry parameters in the batch, by number."""
+    """Returns the entry parameters with the role "batch", by number."""
     parameters = program.module.parameters
     return {number: parameters[number] for number in program.arguments.of_role("batch")}
 
 
 def spec_words(spec: Sequence[tuple[str, ...]]) -> str:
-    """A partition spec as in source code: "P(None, 'data')"."""
+    """Returns a partition spec as in source code: "P(None, 'data')"."""
     parts = [repr(axes[0]) if len(axes) == 1 else repr(axes or None) for axes in spec]
     return f"P({', '.join(parts)})"
 
 
 def start_of_backward(report: JudgedProgram) -> int:
-    """The point at which the backward pass begins; without a backward pass, the point after the last.
+    """Returns the point of the timeline at which the backward pass begins; without a backward pass, the number of
+    points.
 
-    The compiler moves single operations of one pass into the other. This point separates most operations of the two.
+    The compiler moves single operations between the passes. The returned point best separates the operations of the
+    two passes.
     """
     score, best, start = 0, 0, len(report.timeline)
     for point in reversed(report.timeline):
@@ -67,12 +71,12 @@ def start_of_backward(report: JudgedProgram) -> int:
 
 
 def at_peak(report: JudgedProgram, category: str) -> list[Buffer]:
-    """Buffers of one row of the breakdown, in device memory at the peak."""
+    """Returns the buffers of one row of the breakdown that are live in device memory at the peak."""
     return [b for b in report.buffers if b.at_peak and b.memory == "device" and b.category == category]
 
 
 def describe_buffer(buffer: Buffer) -> str:
-    """A buffer's type and the line that makes it, as in "bfloat16[8, 1024] at model.py:31"; without a known line, the
-    compiler's name of the buffer."""
-    where = f"at {buffer.source.rsplit('/', 1)[-1]}" if buffer.source else f"({buffer.name})"
+    """Returns a buffer's type and source line, such as "bfloat16[8, 1024] at model.py:31". If the line is unknown, the
+    compiler's name of the buffer replaces it."""
+    where = f"at {short_place(buffer.source)}" if buffer.source else f"({buffer.name})"
     return f"{buffer.dtype}{list(buffer.shape)} {where}"

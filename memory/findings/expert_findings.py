@@ -1,7 +1,8 @@
-"""A rule on mixtures of experts: the bytes of their rows, and the empty part of them.
+"""A rule about mixtures of experts: the bytes of the experts' token rows, and the part of them that is empty.
 
-A device allocates a fixed number of rows: whole tiles, slots of one size, or the maximum that can come from all devices
-that share the experts. If experts have equal loads, most rows may be empty.
+A device allocates a fixed number of rows, each for one token of one expert: whole tiles, slots of one size, or the
+maximum number of tokens that all devices sharing the experts can send. If experts have equal loads, most rows may be
+empty.
 """
 
 from __future__ import annotations
@@ -10,40 +11,44 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from bytescope.memory.findings.evidence import NOTABLE, TOY, Found
+from bytescope.memory.findings.evidence import NOTABLE, TOY, RuleResult
 from bytescope.memory.formulas.expert_formulas import rows
 from bytescope.memory.formulas.model_shape import ExpertShape
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import human
 
-# Scopes of a block in which arrays have a row for each choice of an expert.
+# Scopes of a block whose arrays have a row for each pair of a token and a chosen expert.
 _SCOPES = ("dispatch", "experts", "combine")
-# Capacity factors to propose: those of GShard (arXiv 2006.16668) and Switch (arXiv 2101.03961).
+# Capacity factors to propose, from GShard (arXiv 2006.16668) and Switch (arXiv 2101.03961).
 FACTORS = (2.0, 1.25)
 
 
 class Room(NamedTuple):
-    """The rows of a device: allocated ones, and those that hold tokens if all experts have equal loads."""
+    """The expert rows of a device. rows: allocated rows. filled: rows that contain tokens if all experts have equal
+    loads."""
 
     rows: int
     filled: int
 
     @property
     def empty(self) -> float:
-        """The share of the rows that is empty at equal loads."""
+        """The fraction of rows that are empty at equal loads."""
         return 1 - min(self.filled / self.rows, 1.0)
 
 
 def room_for(experts: ExpertShape, tokens: int, ranks: int) -> Room:
-    """The rows of a device with `tokens` tokens, if `ranks` devices share the experts."""
+    """Returns the expert rows of a device that has `tokens` tokens. ranks: number of devices that share the
+    experts."""
     return Room(rows(experts, tokens, ranks), tokens * experts.per_token)
 
 
 def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, Room] | None:
-    """The largest of `FACTORS` that gives a device fewer rows, and these rows.
+    """Returns the largest of `FACTORS` for which a device has fewer rows, with these rows. tokens, ranks: as in
+    `room_for`.
 
-    None if no factor does, as on a device that has all experts: their rows fill whole tiles at any factor.
+    Returns None if no factor reduces the rows. If one device has all experts, their rows fill whole tiles at any
+    factor.
     """
     if not experts.slots and ranks == 1:
         return None
@@ -55,8 +60,8 @@ def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, 
     return None
 
 
-def empty_expert_rows(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """Rows of experts at the peak that are empty if experts have equal loads."""
+def empty_expert_rows(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if many bytes at the peak are expert rows that are empty at equal loads."""
     facts = program.facts
     question = facts.question if facts else None
     if facts is None or question is None or question.model.experts is None or not facts.expert_rows:
@@ -75,29 +80,28 @@ def empty_expert_rows(report: JudgedProgram, program: PlacedProgram) -> Found | 
         return None
     parts = ", ".join(f"{scope} {human(size)}" for scope, size in held.items() if size)
     message = (
-        f"rows of experts hold {human(total)} at the peak ({parts}), {human(empty)} of it empty where experts "
-        f"have equal loads: a device has room for {room.rows:,} rows, of which {room.filled:,} come"
+        f"expert rows take {human(total)} at the peak ({parts}), of which {human(empty)} is empty if experts "
+        f"have equal loads: a device allocates {room.rows:,} rows and fills {room.filled:,}"
     )
-    found = smaller_room(*shape)
-    if found is None:
-        return Found(empty, message)
-    factor, less = found
+    smaller = smaller_room(*shape)
+    if smaller is None:
+        return RuleResult(empty, message)
+    factor, less = smaller
     remedy = (
-        f"room for {factor:g} times the mean, {less.rows:,} rows, should free "
-        f"{human(int(total * (1 - less.rows / room.rows)))}; rows beyond it are dropped and counted"
+        f"a capacity of {factor:g} times the mean load, {less.rows:,} rows, should free "
+        f"{human(int(total * (1 - less.rows / room.rows)))}; tokens beyond the capacity are dropped and counted"
     )
-    return Found(empty, message, remedy)
+    return RuleResult(empty, message, remedy)
 
 
 def _scope(buffer: Buffer) -> str:
-    """The scope of an array, one of `_SCOPES`, "" for none."""
     path = buffer.module.split("/")
     return next((scope for scope in _SCOPES if scope in path), "")
 
 
 def _has_rows(buffer: Buffer, count: int) -> bool:
-    """Whether one dimension of an array, or two or three adjacent ones (tiles and rows; peers, experts and slots), have
-    `count` elements together."""
+    """Returns whether one dimension of an array, or the product of two or three adjacent dimensions, is `count`.
+    Adjacent dimensions are tiles and rows, or peers, experts and slots."""
     dims = buffer.shape
     return any(
         math.prod(dims[start : start + length]) == count

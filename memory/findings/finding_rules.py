@@ -1,9 +1,9 @@
-"""What can be improved in a report: each finding with its bytes and the remedy.
+"""The table of rules that find what can be improved in a report, and the short rules.
 
-A rule takes (report, program) and returns what it `Found`, or None if it finds nothing, as in a program that lacks the
-evidence. `RULES` lists the rules with their remedies in JAX's words; the name of a rule is the kind of the finding. The
-short rules are in this file, the others in the file of their subject. A trainer replaces the remedies with those of its
-own configs (train/plan/report_remedies.py).
+A rule takes (report, program) and returns a `RuleResult`, or None if it finds nothing or lacks the evidence. `RULES`
+lists the rules with their remedies in JAX's terms. The name of a rule is the kind of the finding. Longer rules are in
+the file of their subject. A trainer replaces the remedies with settings of its configs
+(train/plan/report_remedies.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from bytescope.memory.findings.checkpoint_findings import checkpoint_saves, xla_remat
-from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, Found, at_peak, describe_buffer
+from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, at_peak, describe_buffer
 from bytescope.memory.findings.expert_findings import empty_expert_rows
 from bytescope.memory.findings.sharding_findings import (
     large_collective,
@@ -27,75 +27,76 @@ from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, Finding, JudgedProgram
 from bytescope.memory.units import human
 
-Rule = Callable[[JudgedProgram, PlacedProgram], Found | None]
+Rule = Callable[[JudgedProgram, PlacedProgram], RuleResult | None]
 
 
 def find(report: JudgedProgram, program: PlacedProgram) -> tuple[Finding, ...]:
-    """Findings of a report, in order of decreasing bytes. `program`: the one that the report was made from."""
+    """Returns the findings of a report, sorted by decreasing bytes. program: the program that the report describes."""
     findings = []
     for rule, remedy in RULES.items():
-        found = rule(report, program)
-        if found is not None:
-            findings.append(Finding(rule.__name__, found.bytes, found.message, found.remedy or remedy))
+        result = rule(report, program)
+        if result is not None:
+            findings.append(Finding(rule.__name__, result.bytes, result.message, result.remedy or remedy))
     return tuple(sorted(findings, key=lambda finding: -finding.bytes))
 
 
-def full_logits(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """Logits or their gradients alive at the peak."""
+def full_logits(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if logits or their gradients take much of the peak."""
     size = report.breakdown["logits_loss"]
     if size <= NOTABLE * report.peak_bytes:
         return None
     largest = max(at_peak(report, "logits_loss"), key=lambda b: b.bytes, default=Buffer("", 0))
-    return Found(size, f"logits and loss hold {human(size)} at the peak, the largest {describe_buffer(largest)}")
+    return RuleResult(size, f"logits and loss take {human(size)} at the peak, the largest {describe_buffer(largest)}")
 
 
-def wide_activations(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """float32 residuals in a program that computes in bfloat16."""
-    wide = [b for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32"]
-    size = sum(b.bytes for b in wide)
+def wide_activations(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if a program that computes in bfloat16 has large float32 residuals."""
+    in_float32 = [b for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32"]
+    size = sum(b.bytes for b in in_float32)
     computes = any(b.dtype == "bfloat16" for b in report.buffers if b.phase != "argument")
     asked = program.facts is not None and program.facts.compute == "bfloat16"
     if not (computes or asked) or size <= max(LARGE * report.peak_bytes, TOY):
         return None
     message = f"{human(size)} of residuals are float32 in a bfloat16 program"
     if report.target.get("platform") == "cpu":
-        return Found(
+        return RuleResult(
             size,
             f"{message}; the CPU computes bfloat16 in float32",
-            "compile for the device that it will run on, such as target='h200', where bfloat16 stays narrow",
+            "compile for the device that it will run on, such as target='h200', which computes in bfloat16",
         )
-    largest = max(wide, key=lambda b: b.bytes)
-    return Found(size, f"{message}, the largest {describe_buffer(largest)}")
+    largest = max(in_float32, key=lambda b: b.bytes)
+    return RuleResult(size, f"{message}, the largest {describe_buffer(largest)}")
 
 
-def fragmentation(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """Unused bytes between the buffers of the packed memory."""
+def fragmentation(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if many allocated bytes are unused at the peak, between the packed buffers."""
     size = report.breakdown["fragmentation"]
     if size <= max(LARGE * report.allocated_bytes, TOY):
         return None
-    return Found(size, f"{human(size)} of the allocated memory is not in use at the peak")
+    return RuleResult(size, f"{human(size)} of the allocated memory is not in use at the peak")
 
 
-def idle_offload(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """A program that asks for offload and has nothing in host memory."""
+def idle_offload(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if the program asks for offload but has nothing in host memory."""
     asked = program.facts.asked_of_host if program.facts else ()
     if report.host_bytes or not asked:
         return None
-    return Found(0, f"{asked[0]} asks for offload, but nothing is in host memory")
+    return RuleResult(0, f"{asked[0]} asks for offload, but nothing is in host memory")
 
 
-def host_memory(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """More bytes in host memory than the host of the devices has."""
+def host_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if the program needs more host memory than the host of the devices has."""
     available = int(report.target.get("host_memory_bytes") or 0)
     devices = min(int(report.target.get("devices_per_host") or 1), int(report.target.get("n_devices") or 1))
     size = report.host_bytes * devices
     if not available or size <= available:
         return None
-    return Found(size, f"{human(size)} in host memory, which has {human(available)} for these devices")
+    return RuleResult(size, f"{human(size)} in host memory, but the host has {human(available)} for these devices")
 
 
-def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """Residuals that every pipeline stage allocates because one does, and that a V schedule would need less of."""
+def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if every pipeline stage allocates the residuals of the fullest stage, and a V schedule would
+    need less."""
     pipeline = program.facts.pipeline if program.facts else None
     if pipeline is None or pipeline.v_share is None:
         return None
@@ -105,12 +106,12 @@ def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> Found | None:
         return None
     slot = held / max(pipeline.slots)
     needed = ", ".join(f"{slot * slots / 2**30:.2f}" for slots in pipeline.slots)
-    return Found(
+    return RuleResult(
         less,
-        f"by the schedule the stages hold {needed} GiB of residuals at once, and one program allocates "
+        f"the schedule needs {needed} GiB of residuals on the stages, but all stages run one program, which allocates "
         f"{human(held)} on each",
-        f"two chunks a stage, placed as a V, should free {human(less)} of them on each; the bubble is "
-        f"{100 * pipeline.v_bubble:.1f} % then, {100 * pipeline.bubble:.1f} % now",
+        f"two chunks per stage, placed as a V, should free {human(less)} on each stage; the pipeline bubble becomes "
+        f"{100 * pipeline.v_bubble:.1f} % instead of {100 * pipeline.bubble:.1f} %",
     )
 
 
@@ -118,23 +119,23 @@ RULES: Mapping[Rule, str] = {
     nothing_sharded: "shard the batch over a mesh of all devices",
     full_logits: "use a chunked or fused cross-entropy, or shard the vocabulary",
     replicated_batch: "shard the batch over the data axis of the mesh",
-    replicated_activations: "pin it with jax.lax.with_sharding_constraint to the axes that shard the batch; a model "
-    "with logical axes, such as Flax's, is traced inside of its rules "
+    replicated_activations: "constrain it with jax.lax.with_sharding_constraint to the axes that shard the batch; "
+    "trace a model with logical axes, such as Flax's, inside its axis rules "
     "(flax.linen.logical_axis_rules)",
     not_donated: "pass donate_argnums for the state to jax.jit",
-    wide_activations: "cast it to bfloat16 where it is made, before the backward pass keeps it",
-    fragmentation: "change the batch or the remat policy: the packing follows the lifetimes",
+    wide_activations: "cast it to bfloat16 where it is computed, before it is saved for the backward pass",
+    fragmentation: "change the batch or the remat policy: the packing depends on the lifetimes of buffers",
     idle_offload: "check that the policy's names exist; the CPU backend drops offload, compile for a GPU instead",
     host_memory: "use a host with more memory per device, or smaller state, such as moments in 8 bits",
     xla_remat: "the program was too large: choose a remat policy that fits by itself, or set "
     "jax_compiler_enable_remat_pass to False to compare policies",
     state_too_large: "shard the state over more devices",
     whole_state: "shard it over the mesh",
-    unsharded_gradients: "pin it to the sharding of its parameter",
-    spare_memory: "keep more for the backward pass",
+    unsharded_gradients: "constrain it to the sharding of its parameter",
+    spare_memory: "save more residuals for the backward pass",
     checkpoint_saves: "wrap it in jax.checkpoint",
-    empty_expert_rows: "give a device more tokens at once: the last tile of each expert is padded",
-    uneven_stash: "place the layers as a V, so that all stages hold as much",
-    lasting_gathers: "gather again in the backward pass: keep gathered weights out of what the policy saves",
-    large_collective: "move less at once: compute in a scan over layers, or over parts of the batch",
+    empty_expert_rows: "give each device more tokens per step: the last tile of each expert is padded",
+    uneven_stash: "place the layers as a V, so that all stages have the same residuals",
+    lasting_gathers: "gather again in the backward pass: exclude gathered weights from the saved residuals",
+    large_collective: "reduce the size of one collective: compute in a scan over layers, or over parts of the batch",
 }

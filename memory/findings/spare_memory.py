@@ -1,8 +1,8 @@
-"""Finds free memory in a step that recomputes FLOPs, and the policy that would fill it.
+"""A rule that finds free memory in a step that recomputes, and proposes a remat policy that uses the memory.
 
-A `jax.checkpoint` policy that keeps the results of matrix products adds the bytes of the recomputed products. The sum
-of their bytes is an upper bound, because results that no gradient needs are not kept. A policy is proposed only with
-this figure. A trainer with its own remat policies replaces the remedy.
+A `jax.checkpoint` policy that saves the results of matrix products adds the bytes of the recomputed products. The sum
+of their bytes is an upper bound, because results that no gradient needs are not saved. A policy is proposed only if
+this bound fits. A trainer with its own remat policies replaces the remedy.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ from typing import Any, NamedTuple
 
 from bytescope.memory.cost import flops
 from bytescope.memory.findings import user_functions
-from bytescope.memory.findings.evidence import Found, batch
+from bytescope.memory.findings.evidence import RuleResult, batch
 from bytescope.memory.hlo.module import Frame
 from bytescope.memory.jaxprs import bodies
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import JudgedProgram
 from bytescope.memory.units import human
 
-# Minimum shares: free bytes of the limit, recomputed FLOPs of the model's FLOPs, FLOPs that a change spares of the
-# model's FLOPs; and minimum recomputed FLOPs of one device and call.
+# Minimum fractions: free bytes / limit, recomputed FLOPs / model FLOPs, FLOPs saved by the remedy / model FLOPs. Then
+# the minimum recomputed FLOPs per device and call.
 FREE, RECOMPUTED, SPARED, MIN_FLOPS = 0.10, 0.05, 0.02, 1e11
-# The share of the free bytes that a formula may fill.
+# The fraction of the free bytes that a proposed policy may use.
 FILL = 0.85
-# Policies that keep products: (name in jax.checkpoint_policies, whether they keep products with batch dimensions), the
-# one that spares most FLOPs first.
+# Policies that save matrix products, the one that avoids the most recomputation first: (name in
+# jax.checkpoint_policies, whether products with batch dimensions are saved).
 _POLICIES = (("dots_saveable", True), ("dots_with_no_batch_dims_saveable", False))
 
 
 class Spare(NamedTuple):
-    """Free bytes of one device, recomputed FLOPs over the model's FLOPs, and the model's FLOPs of one device and
-    call."""
+    """Free memory of a program that recomputes.
+
+    Fields:
+        free: free bytes on one device. recomputed: recomputed FLOPs / model FLOPs.
+        model_flops: model FLOPs of one device per call.
+    """
 
     free: int
     recomputed: float
@@ -42,13 +46,14 @@ class Spare(NamedTuple):
 
     @property
     def message(self) -> str:
-        """The finding in a sentence."""
+        """The message of the finding."""
         return f"{human(self.free)} free and {self.recomputed:.0%} of the model's FLOPs recomputed"
 
 
-def spare_of(report: JudgedProgram) -> Spare | None:
-    """The free memory of a program that fits and recomputes; None if too little is free or recomputed."""
-    # The free memory of a host changes, and a CPU keeps bfloat16 in float32.
+def measure_spare(report: JudgedProgram) -> Spare | None:
+    """Returns the free memory of a program that fits and recomputes; None if too little memory is free or too few
+    FLOPs are recomputed."""
+    # CPUs are excluded, because the free memory of a host changes and a CPU stores bfloat16 as float32.
     if not report.limit_bytes or not report.fits or report.target.get("platform") == "cpu":
         return None
     by_phase = {phase: sum(work.get("flops", {}).values()) for phase, work in report.work.items()}
@@ -60,22 +65,22 @@ def spare_of(report: JudgedProgram) -> Spare | None:
     return Spare(free, recomputed / model, model)
 
 
-def spare_memory(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """Much memory is free, and FLOPs are recomputed."""
-    spare = spare_of(report)
+def spare_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if much memory is free although FLOPs are recomputed."""
+    spare = measure_spare(report)
     if spare is None:
         return None
     products = recomputed_products(program.jaxpr) if program.jaxpr is not None else ()
     if not products:  # only a trainer that knows its segments has a remedy
-        return Found(spare.free, spare.message) if program.facts and program.facts.segments else None
+        return RuleResult(spare.free, spare.message) if program.facts and program.facts.segments else None
     return _with_policy(report, spare, products, program)
 
 
 def _with_policy(
     report: JudgedProgram, spare: Spare, products: Sequence[RecomputedProduct], program: PlacedProgram
-) -> Found:
-    """Proposes a policy of jax.checkpoint that keeps products and should fit, else to keep the products of the function
-    that recomputes most FLOPs."""
+) -> RuleResult:
+    """Proposes a policy of jax.checkpoint that saves matrix products and fits the free memory. Otherwise proposes to
+    save the products of the function that recomputes the most FLOPs."""
     devices, shards = max(program.module.devices, 1), _shards(report, program)
     costliest, its_products = _costliest(products)
     message, free = spare.message, spare.free
@@ -85,33 +90,33 @@ def _with_policy(
         adds = sum(product.bytes for product in chosen) // shards
         spared = sum(product.flops for product in chosen) / devices / spare.model_flops
         if spared >= SPARED and adds <= FILL * free:
-            return Found(
+            return RuleResult(
                 adds,
                 message,
                 f"policy=jax.checkpoint_policies.{policy} in jax.checkpoint should fit: the "
-                f"results of these products are {human(adds)} of the {human(free)} free, and "
-                f"{spared:.0%} of the model's FLOPs are spared",
+                f"results of these matrix products take {human(adds)} of the {human(free)} free, and "
+                f"{spared:.0%} of the model's FLOPs are no longer recomputed",
             )
     adds = sum(product.bytes for product in its_products) // shards
     name_them = "with jax.ad_checkpoint.checkpoint_name, policy=save_only_these_names(...) in jax.checkpoint"
     if costliest and adds <= FILL * free:
-        return Found(
+        return RuleResult(
             adds,
             message,
-            f"keep the results of its products, named {name_them}: they should fit, "
+            f"save the results of its matrix products, named {name_them}: they should fit, "
             f"{human(adds)} of the {human(free)} free",
         )
-    return Found(
+    return RuleResult(
         free,
         message,
-        f"keep a part of it, named {name_them}, or let memory.plan_remat choose it: all "
-        "products together would not fit",
+        f"save some of its results, named {name_them}, or let memory.plan_remat choose them: all "
+        "matrix products together would not fit",
     )
 
 
 def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[RecomputedProduct]]:
-    """("attention (model.py:55)", its products): the innermost user function that recomputes the most FLOPs; "" if no
-    source is known."""
+    """Returns the innermost user function that recomputes the most FLOPs, such as "attention (model.py:55)", and its
+    matrix products; ("", []) if no source is known."""
     by_title: dict[str, list[RecomputedProduct]] = defaultdict(list)
     places: dict[str, str] = {}
     for product in products:
@@ -128,7 +133,8 @@ def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[Recompu
 
 
 def _shards(report: JudgedProgram, program: PlacedProgram) -> int:
-    """Minimum number of devices that shard an activation, taken from the batch."""
+    """Returns the number of devices that shard an activation, estimated as the largest number of devices that shard a
+    batch argument."""
     sizes: Mapping[str, int] = dict(program.mesh)
     layouts = [program.layouts[number] for number in batch(report, program) if number in program.layouts]
     return max((math.prod(sizes.get(axis, 1) for axis in layout.axes) for layout in layouts), default=1)
@@ -136,19 +142,20 @@ def _shards(report: JudgedProgram, program: PlacedProgram) -> int:
 
 # ---- recomputed products -------------------------------------------------------------------------------------
 
-# Primitives whose results `jax.checkpoint_policies.dots_saveable` keeps.
+# Primitives whose results `jax.checkpoint_policies.dots_saveable` saves.
 _SAVEABLE = frozenset(("dot_general", "conv_general_dilated"))
 
 
 @dataclasses.dataclass(frozen=True)
 class RecomputedProduct:
-    """A matrix product that `jax.checkpoint` recomputes, over all devices and all trips of the loops around it.
+    """A matrix product that `jax.checkpoint` recomputes. Figures are sums over all devices and all iterations of
+    loops.
 
     Fields:
         frames: the user's stack frames, innermost first.
-        flops: FLOPs of the recomputation; bytes: of the results.
-        saveable: whether jax's policies for products keep it.
-        batched: whether it has batch dimensions, as the products of attention have.
+        flops: FLOPs of the recomputation. bytes: bytes of the results.
+        saveable: whether jax's policies for matrix products save the results.
+        batched: whether the product has batch dimensions, as in attention.
     """
 
     frames: tuple[Frame, ...]
@@ -159,7 +166,8 @@ class RecomputedProduct:
 
 
 def recomputed_products(jaxpr: Any) -> tuple[RecomputedProduct, ...]:
-    """The products that a ClosedJaxpr computes under `jax.checkpoint`'s mark, in the order of its equations."""
+    """Returns the matrix products that a ClosedJaxpr recomputes because of `jax.checkpoint`, in the order of its
+    equations."""
     from jax.interpreters import partial_eval
 
     inner = jaxpr.jaxpr
@@ -169,12 +177,12 @@ def recomputed_products(jaxpr: Any) -> tuple[RecomputedProduct, ...]:
 
 def _walk(jaxpr: Any, stack: str, times: int) -> Iterator[RecomputedProduct]:
     for equation in jaxpr.eqns:
-        here, name, params = f"{stack}/{equation.source_info.name_stack}", equation.primitive.name, equation.params
+        path, name, params = f"{stack}/{equation.source_info.name_stack}", equation.primitive.name, equation.params
         if name in flops.KERNELS:
-            if flops.RECOMPUTED.search(here):
+            if flops.RECOMPUTED.search(path):
                 yield _product(equation, times)
             continue
-        if name == "linear_call":  # its transpose does not run, and it has no products of its own
+        if name == "linear_call":  # its transpose does not run, and it contains no matrix products
             continue
         trips = 1
         if name == "scan":
@@ -184,7 +192,7 @@ def _walk(jaxpr: Any, stack: str, times: int) -> Iterator[RecomputedProduct]:
                 size for axis, size in params["mesh"].shape.items() if axis in params["newly_manual_axes"]
             )
         for body in bodies(equation):
-            yield from _walk(body, here, times * trips)
+            yield from _walk(body, path, times * trips)
 
 
 def _product(equation: Any, times: int) -> RecomputedProduct:
@@ -198,7 +206,7 @@ def _product(equation: Any, times: int) -> RecomputedProduct:
     name = equation.primitive.name
     return RecomputedProduct(
         frames=frames,
-        flops=times * flops.of_equation(equation).total,
+        flops=times * flops.count_equation(equation).total,
         bytes=times * sum(math.prod(array.shape) * array.dtype.itemsize for array in results),
         saveable=name in _SAVEABLE,
         batched=name == "dot_general" and any(equation.params["dimension_numbers"][1]),

@@ -1,4 +1,5 @@
-"""Rules on parameters, moments and gradient sums: state that is held twice, replicated, or too large by itself."""
+"""Rules about parameters, moments and gradient sums: state that is stored twice, replicated, or larger than the
+device."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bytescope.memory.findings.evidence import LARGE, MIN_ARRAY, NOTABLE, SMALL, STATE, Found, arguments, spec_words
+from bytescope.memory.findings.evidence import (
+    LARGE,
+    MIN_ARRAY,
+    NOTABLE,
+    SMALL,
+    STATE,
+    RuleResult,
+    arguments,
+    spec_words,
+)
 from bytescope.memory.formulas.model_facts import STATE_ROLES
 from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.peak.buffer_placement import PlacedProgram
@@ -14,14 +24,15 @@ from bytescope.memory.program.pairing import root_of
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB, human
 
-# Minimum bytes of a finding on replicated state if no leaf is sharded; if other leaves are, it is `MIN_ARRAY`.
+# Minimum bytes of replicated state if no leaf is sharded. If other leaves are sharded, `MIN_ARRAY` applies.
 _MIN_REPLICATED = 64 * MIB
 # Maximum number of leaves that a finding names.
 _MAX_NAMED = 3
 
 
-def not_donated(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """State that the step updates without donation, so that the old and the new value both have memory."""
+def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if the step updates state that is not donated, so that old and new state are both in
+    memory."""
     sizes: dict[str, int] = {}
     for allocation in program.allocations:
         argument = program.arguments.by_number.get(allocation.parameter) if allocation.entry_parameter else None
@@ -36,28 +47,31 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     which = ", ".join(names[:_MAX_NAMED])
     if len(names) > _MAX_NAMED:
         which += f" and {len(names) - _MAX_NAMED} more"
-    return Found(total, f"{human(total)} of state is not donated ({which}): the old and the new are held at once")
+    return RuleResult(
+        total, f"{human(total)} of state is not donated ({which}): old and new state are in memory at the same time"
+    )
 
 
 # ---- state that is larger than the device --------------------------------------------------------------------------
 
 
-def state_too_large(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """Parameters, moments and gradient sums that exceed the limit by themselves, so that no batch or policy helps."""
+def state_too_large(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if parameters, moments and gradient sums exceed the limit by themselves, so that neither a
+    smaller batch nor recomputation makes the program fit."""
     size, limit = sum(report.breakdown.get(row, 0) for row in STATE), report.limit_bytes
     if not limit or size <= limit:
         return None
     message = (
-        f"parameters and optimizer state alone take {human(size)} of {human(limit)}: no smaller batch and no "
-        "recomputation makes it fit"
+        f"parameters and optimizer state take {human(size)} of {human(limit)}: neither a smaller batch nor "
+        "recomputation makes the program fit"
     )
     whole = sum(leaf.whole for leaf in _leaves(report, program)) or size
     remedy = (
-        f"shard parameters and optimizer state over {math.ceil(whole / limit)} devices or more by a "
-        "NamedSharding of each, or keep the optimizer state in 8 bits, or in host memory "
+        f"shard parameters and optimizer state over {math.ceil(whole / limit)} devices or more with "
+        "NamedShardings, or store the optimizer state in 8 bits or in host memory "
         "(memory_kind='pinned_host')"
     )
-    return Found(size - limit, message, remedy)
+    return RuleResult(size - limit, message, remedy)
 
 
 # ---- replicated state ----------------------------------------------------------------------------------------------
@@ -67,9 +81,10 @@ class _Leaf(NamedTuple):
     """A leaf of the state.
 
     Fields:
-        buffer: on one device; layout: on the mesh, None if unknown; whole: bytes of the global array.
-        axes: the mesh axes that replicate it, () if unknown; copies: number of devices along these axes.
-        stacked: its first dimension is the devices, as under jax.pmap.
+        buffer: the leaf on one device. layout: its layout on the mesh, None if unknown.
+        whole: bytes of the global array.
+        axes: mesh axes that replicate the leaf, () if unknown. copies: number of devices along these axes.
+        stacked: whether its first dimension is the number of devices, as under jax.pmap.
     """
 
     buffer: Buffer
@@ -81,37 +96,37 @@ class _Leaf(NamedTuple):
 
     @property
     def wasted(self) -> int:
-        """Bytes of a device that sharding over `axes` would free."""
+        """Bytes on one device that sharding over `axes` would free."""
         return self.buffer.bytes - self.buffer.bytes // self.copies
 
 
-def whole_state(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """Leaves of the state that are replicated over devices of the mesh."""
+def whole_state(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if leaves of the state are replicated over devices of the mesh."""
     leaves = [leaf for leaf in _leaves(report, program) if leaf.copies > 1]
     if not leaves:
         return None
     by_axes: dict[tuple[str, ...], list[_Leaf]] = {}
     for leaf in leaves:
         by_axes.setdefault(leaf.axes, []).append(leaf)
-    found = max(by_axes.values(), key=lambda group: sum(leaf.wasted for leaf in group))
-    size, axes, copies = sum(leaf.wasted for leaf in found), found[0].axes, found[0].copies
+    group = max(by_axes.values(), key=lambda group: sum(leaf.wasted for leaf in group))
+    size, axes, copies = sum(leaf.wasted for leaf in group), group[0].axes, group[0].copies
     trains = any(report.breakdown.get(row) for row in ("optimizer", "gradients", "residuals"))
     if not trains and copies < program.module.devices:  # tensor-parallel inference, replicated to serve more requests
         return None
-    others = len(found) < len(_leaves(report, program))
+    others = len(group) < len(_leaves(report, program))
     share, minimum = NOTABLE if trains else LARGE, _MIN_REPLICATED
     if others and trains:
         share, minimum = SMALL, MIN_ARRAY
     if size <= max(share * report.peak_bytes, minimum):
         return None
-    found.sort(key=lambda leaf: -leaf.buffer.bytes)
-    held, over = sum(leaf.buffer.bytes for leaf in found), f" of {' and '.join(axes)}" if axes else ""
-    message = f"{human(held)} of state is whole on each of {copies} devices{over}: {_named(found)}"
-    return Found(size, message, _sharding(found[0]))
+    group.sort(key=lambda leaf: -leaf.buffer.bytes)
+    held, over = sum(leaf.buffer.bytes for leaf in group), f" of {' and '.join(axes)}" if axes else ""
+    message = f"{human(held)} of state is replicated on each of {copies} devices{over}: {_list_leaves(group)}"
+    return RuleResult(size, message, _sharding(group[0]))
 
 
 def _leaves(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
-    """The leaves of the state on a mesh of more than one device."""
+    """Returns the leaves of the state of a program on more than one device."""
     module, sizes = program.module, dict(program.mesh)
     out, stacked = [], _stacked(report, program)
     for number, (parameter, buffer) in arguments(report, program).items():
@@ -132,8 +147,9 @@ def _leaves(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
 
 
 def _stacked(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
-    """Arguments that are a stack of one replica per device: every device has one entry of the first dimension, and the
-    gradient is summed over all devices. Without the sum each device has state of its own."""
+    """Returns the numbers of arguments that stack one replica per device: each device has one entry of the first
+    dimension, and an all-reduce sums the gradient over all devices. Without the sum, each device has different
+    state."""
     module, known = program.module, program.arguments.by_number
     summed = {item.name for item in report.collectives if item.kind == "all-reduce" and item.group == module.devices}
     paths = set()
@@ -153,8 +169,8 @@ def _stacked(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
 
 
 def _replicas(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]:
-    """(mesh axes, number of devices) that replicate the state of a program without layouts, by its facts; without
-    facts, `known` devices."""
+    """Returns (mesh axes, number of devices) that replicate the state of a program without layouts, from the trainer's
+    facts. Without facts, the number of devices is `known`."""
     facts = program.facts
     if facts is None or facts.question is None:
         return (), known
@@ -162,8 +178,9 @@ def _replicas(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]
     return tuple(alike), math.prod(alike.values())
 
 
-def _named(leaves: Sequence[_Leaf]) -> str:
-    """The largest leaves and the number of others: "params['embed'] float32[50304, 768] 147.38 MiB and 3 more"."""
+def _list_leaves(leaves: Sequence[_Leaf]) -> str:
+    """Lists the largest leaves and the number of others: "params['embed'] float32[50304, 768] 147.38 MiB and 3
+    more"."""
     named = []
     for leaf in leaves[:_MAX_NAMED]:
         buffer = leaf.buffer
@@ -173,11 +190,11 @@ def _named(leaves: Sequence[_Leaf]) -> str:
 
 
 def _sharding(leaf: _Leaf) -> str:
-    """The remedy in JAX's words: a sharding of the largest leaf."""
+    """Returns the remedy in JAX's terms: a sharding for the largest leaf."""
     if leaf.stacked:
         return (
-            "jax.pmap keeps a copy on each device: use jax.jit over a mesh instead, without the leading dimension, "
-            "and give every leaf of the state a jax.sharding.NamedSharding over it"
+            "jax.pmap stores a copy on each device: use jax.jit with a mesh instead, without the leading dimension, "
+            "and give every leaf of the state a jax.sharding.NamedSharding over the mesh"
         )
     if leaf.layout is None or not leaf.axes:
         return "give it a jax.sharding.NamedSharding over the mesh, in in_shardings or by jax.device_put"
@@ -185,12 +202,12 @@ def _sharding(leaf: _Leaf) -> str:
     if not free:
         return (
             f"no dimension of {leaf.buffer.name}, {list(leaf.layout.local)}, is a multiple of {leaf.copies}: pad "
-            "one, or shard it over fewer devices by a jax.sharding.NamedSharding of its own"
+            "one, or shard the array over fewer devices with a separate jax.sharding.NamedSharding"
         )
     _, dim = max(free)
     known = (*leaf.layout.spec, *[()] * len(leaf.layout.local))
     spec = [(*known[at], *(leaf.axes if at == dim else ())) for at in range(len(leaf.layout.local))]
     return (
-        f"shard it where the state is made and in in_shardings and out_shardings: {leaf.buffer.name} as "
+        f"shard it where the state is created, and in in_shardings and out_shardings: {leaf.buffer.name} as "
         f"jax.sharding.NamedSharding(mesh, {spec_words(spec)})"
     )

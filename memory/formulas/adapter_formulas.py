@@ -1,8 +1,8 @@
-"""LoRA by formula: the adapters of a model, and the bytes of the weights that they leave frozen. Plain arithmetic.
+"""LoRA formulas: the parameters of adapters, and the bytes of the frozen weights. Plain arithmetic.
 
-Low-rank adapters after Hu et al. 2021 (arXiv 2106.09685), frozen weights in 4 bits after Dettmers et al. 2023 (QLoRA,
-arXiv 2305.14314). The activations that a layer keeps for adapters are in `transformer_formulas.LAYER`. Left out:
-adapters of embedding tables, and the decoded weights, which exist for one layer at a time.
+Low-rank adapters follow Hu et al. 2021 (arXiv 2106.09685), frozen 4-bit weights follow Dettmers et al. 2023 (QLoRA,
+arXiv 2305.14314). The activations that a layer keeps for adapters are in `transformer_formulas.LAYER`. Not included:
+adapters of embedding tables, and the dequantized weights, which exist for one layer at a time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, matric
 
 
 class FrozenBase(NamedTuple):
-    """How frozen matrices are stored.
+    """The storage format of frozen matrices.
 
-    element: bytes of an element, including the scales of blocks; 0 for the compute dtype. column: bytes per output.
+    Fields:
+        element: bytes per element, including the scales of blocks. 0 means the bytes of the compute dtype.
+        column: additional bytes per output column.
     """
 
     summary: str
@@ -24,28 +26,28 @@ class FrozenBase(NamedTuple):
     column: float = 0.0
 
     def size(self, itemsize: float = 2) -> float:
-        """Bytes of an element; `itemsize`: bytes of an element in the compute dtype."""
+        """Returns the bytes per element. itemsize: bytes per element in the compute dtype."""
         return self.element or itemsize
 
 
-# Section 3 of QLoRA: codes of 4 bits in blocks of 64; scales of blocks in 8 bits, themselves in blocks of 256 with one
-# float32 each: 8/64 + 32/(64 256) = 0.127 bits a parameter for scales, 4.127 in all. The mean of a matrix's scales is
-# left out. Tables stay in the compute dtype; so do norms, which are counted as matrices.
+# Section 3 of QLoRA: 4-bit codes in blocks of 64. The scales of blocks have 8 bits, in blocks of 256 with one float32
+# each: 8/64 + 32/(64 256) = 0.127 bits per parameter for scales, 4.127 bits in total. The mean of a matrix's scales is
+# not included. Tables stay in the compute dtype, and so do norms, which are counted as matrices.
 BASES = {
-    "bf16": FrozenBase("as they are computed with, 16 bits as a rule", 0.0),
+    "bf16": FrozenBase("the compute dtype, usually 16 bits", 0.0),
     "nf4": FrozenBase("4-bit NormalFloat with double quantization (Dettmers et al. 2023)", 0.5 + (1 + 4 / 256) / 64),
     "int8": FrozenBase("8 bits, a float32 scale for each output (Dettmers et al. 2022, arXiv 2208.07339)", 1.0, 4.0),
 }
 
 
 def adapted(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a layer's matrices that have an adapter."""
+    """Returns name -> (inputs, outputs) of a layer's matrices that have an adapter."""
     targets = model.adapters.targets if model.adapters else ()
     return {name: shape for name, shape in matrices(model).items() if name in targets}
 
 
 def adapted_anywhere(model: ModelShape) -> list[str]:
-    """Names of the matrices with an adapter in layers of any kind."""
+    """Returns the names of the matrices that have an adapter in at least one kind of layer."""
     names: dict[str, None] = {}
     for kind in expert_formulas.by_kind(model):
         names |= dict.fromkeys(adapted(kind))
@@ -53,7 +55,8 @@ def adapted_anywhere(model: ModelShape) -> list[str]:
 
 
 def adapter_count(model: ModelShape) -> int:
-    """Parameters of all adapters, r (inputs + outputs) for each matrix that has one (Hu et al. 2021, section 4.1)."""
+    """Returns the parameters of all adapters: r (inputs + outputs) for each adapted matrix (Hu et al. 2021, section
+    4.1)."""
     if model.adapters is None:
         return 0
     count = 0
@@ -65,10 +68,10 @@ def adapter_count(model: ModelShape) -> int:
 def frozen_bytes(
     model: ModelShape, parameters: float, tables: float, layout: StepLayout, sharded: bool, itemsize: int = 2
 ) -> float:
-    """Bytes of the frozen weights on a device, 0 without adapters.
+    """Returns the bytes of the frozen weights on a device, 0 without adapters.
 
-    parameters: number of the model's parameters, of which `tables` are in embedding tables. sharded: whether the ranks
-    of `layout.data` shard parameters. itemsize: bytes of an element in the compute dtype.
+    parameters: number of the model's parameters. tables: the part of `parameters` in embedding tables. sharded:
+    whether the ranks of `layout.data` shard parameters. itemsize: bytes per element in the compute dtype.
     """
     if model.adapters is None:
         return 0.0
@@ -79,4 +82,4 @@ def frozen_bytes(
         columns += kind.layers * (outputs + expert_formulas.columns(kind))
     size = base.size(itemsize) * max(parameters - tables, 0) + base.column * columns
     size += itemsize * min(tables, parameters)
-    return size * layout.held(sharded, expert_formulas.routed_count(model) / parameters)
+    return size * layout.held_share(sharded, expert_formulas.routed_count(model) / parameters)

@@ -1,15 +1,16 @@
-"""Bytes that a training step sends to other devices, by formula: per step and device.
+"""Formulas for the bytes that a device sends to other devices in one training step.
 
-Data parallelism after Rajbhandari et al. 2020 (arXiv 1910.02054), section 7; tensor parallelism after Shoeybi et
-al. 2019 (arXiv 1909.08053), section 3; with sequence parallelism after Korthikanti et al. 2022 (arXiv 2205.05198),
-section 4.2. Left out: the vocabulary-parallel embedding and loss, norms and other small sums, what the stages of a
-pipeline gather and reduce, and the keys and values of ring attention.
+Data parallelism follows Rajbhandari et al. 2020 (arXiv 1910.02054), section 7. Tensor parallelism follows Shoeybi et
+al. 2019 (arXiv 1909.08053), section 3, and with sequence parallelism Korthikanti et al. 2022 (arXiv 2205.05198),
+section 4.2. Not included: the vocabulary-parallel embedding and loss, norms and other small sums, the gathers and
+reductions of pipeline stages, and the keys and values of ring attention.
 
-Experts: slots of fixed size by all-to-all after Lepikhin et al. 2020 (arXiv 2006.16668), rows of varying number after
-Gale et al. 2022 (arXiv 2211.15841), tokens gathered by all devices as in Megatron-Core's all-gather dispatcher. A layer
-moves rows to the experts and back, and so does its backward pass; a policy that does not keep the dispatched rows moves
-them to the experts once more. The router's weights go with the rows, one float32 each, and have one gradient. Left out:
-counts of rows, one number per expert and device.
+Experts: all-to-all of slots of fixed size follows Lepikhin et al. 2020 (arXiv 2006.16668), rows of varying number
+follow Gale et al. 2022 (arXiv 2211.15841), and tokens gathered by all devices follow Megatron-Core's all-gather
+dispatcher. A row is the activation of one token for one of its experts. A layer sends rows to the experts and back,
+and so does its backward pass. A policy that does not save the dispatched rows sends them to the experts once more. The
+router's weights, one float32 per row, are sent with the rows and have one gradient. Not included: the counts of rows,
+one number per expert and device.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import STATE_ROLES, ModelFacts
 from bytescope.memory.formulas.model_shape import ExpertShape
 
-# Bytes of a gradient that is summed over micro-batches before it is reduced: the sum is in float32.
+# Bytes per element of a gradient that is summed over micro-batches before it is reduced: the sum is in float32.
 ACCUMULATOR_BYTES = 4
-# Bytes of the number that goes with a row: the router's weight.
+# Bytes of the router's weight, which is sent with a row.
 _NUMBER = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The bytes that a formula expects of one kind of collective over some axes of the mesh.
+    """The expected bytes of one kind of collective over some axes of the mesh.
 
-    kind: as in `memory.cost.collectives.WIRE`. group: number of devices along the axes. bytes: payload per step and
-    device, the size of the unsharded array. formula: the formula in words and letters.
+    Fields:
+        kind: as in `memory.cost.collectives.WIRE`. axes: axes of the mesh. group: number of devices along the axes.
+        bytes: payload per step and device, which is the size of the unsharded array.
+        formula: the formula as text.
     """
 
     kind: str
@@ -58,16 +61,18 @@ def data_parallel(
     gradient_bytes: int = 0,
     words: str = "parameters",
 ) -> list[Expected]:
-    """Collectives of parameters and gradients over data-parallel ranks (Rajbhandari et al. 2020, section 7).
+    """Returns the collectives of parameters and gradients over data-parallel ranks (Rajbhandari et al. 2020, section
+    7).
 
     Args:
         zero: stage of ZeRO, 0 to 3.
-        parameters: P, number of parameters of one tensor-parallel rank; itemsize: bytes of a gathered parameter.
-        data: mesh axis -> number of ranks that are replicas; shard: mesh axis -> number of ranks that shard state.
-        gathers: times that stage 3 gathers a layer's parameters in one micro-step.
-        reductions: times per step that gradients are summed: micro-steps, or 1 if they are summed at the end.
-        gradient_bytes: bytes of a gradient that is sent; 0 for `itemsize`.
-        words: the name of the parameters in the formula.
+        parameters: number of parameters of one tensor-parallel rank. itemsize: bytes per gathered parameter.
+        data: mesh axis -> number of ranks that are replicas. shard: mesh axis -> number of ranks that shard state.
+        gathers: number of times that stage 3 gathers a layer's parameters in one micro-step.
+        reductions: number of gradient reductions per step: the number of micro-steps, or 1 if gradients are summed
+            first.
+        gradient_bytes: bytes per element of a reduced gradient, 0 for `itemsize`.
+        words: the name of the parameters in the formula's text.
     """
     gradient = (gradient_bytes or itemsize) * parameters * reductions
     times = "" if reductions == 1 else f" x {reductions}"
@@ -91,39 +96,41 @@ def data_parallel(
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
-class Moved(NamedTuple):
-    """Bytes that a device sends in one move: rows, and one number (the router's weight) per row."""
+class ExchangeBytes(NamedTuple):
+    """Bytes that a device sends in one exchange of rows. rows: bytes of the rows. numbers: bytes of the router's
+    weights, one per row."""
 
     rows: float
     numbers: float
 
 
-class Sent(NamedTuple):
-    """One kind of collective in one layer and micro-step: bytes of all its moves, and the formula in words."""
+class LayerExchange(NamedTuple):
+    """One kind of collective in one layer and micro-step. bytes: the bytes of all its exchanges. formula: the formula
+    as text."""
 
     kind: str
     bytes: float
     formula: str
 
 
-def _gathered(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
-    return Moved(tokens * size * width * itemsize, tokens * size * experts.per_token * _NUMBER)
+def _gathered(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> ExchangeBytes:
+    return ExchangeBytes(tokens * size * width * itemsize, tokens * size * experts.per_token * _NUMBER)
 
 
-def _slotted(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+def _slotted(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> ExchangeBytes:
     rows = experts.count * slots(experts, tokens)
-    return Moved(rows * width * itemsize, rows * _NUMBER)
+    return ExchangeBytes(rows * width * itemsize, rows * _NUMBER)
 
 
-def _chosen(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+def _chosen(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> ExchangeBytes:
     rows = tokens * experts.per_token
-    return Moved(rows * width * itemsize, rows * _NUMBER)
+    return ExchangeBytes(rows * width * itemsize, rows * _NUMBER)
 
 
-# How tokens reach their experts -> (bytes of one move, (kind, moves of rows, moves of numbers, both without
-# recomputation; moves of rows, moves of numbers that each recomputation adds; unit of the formula)). Tokens are
-# gathered with their experts' numbers and weights.
-EXCHANGES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int, int, str], ...]]] = {
+# Dispatch method of the experts -> (bytes of one exchange, collectives). A collective is (kind, exchanges of rows,
+# exchanges of router weights, exchanges of rows that each recomputation adds, exchanges of router weights that each
+# recomputation adds, unit in the formula's text). All-gather sends tokens with their expert indices and weights.
+EXCHANGES: dict[str, tuple[Callable[..., ExchangeBytes], tuple[tuple[str, int, int, int, int, str], ...]]] = {
     "allgather": (
         _gathered,
         (("all-gather", 2, 2, 1, 2, "tokens of the group"), ("reduce-scatter", 2, 1, 0, 0, "tokens of the group")),
@@ -133,7 +140,7 @@ EXCHANGES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int,
 }
 
 
-def sent(
+def layer_exchanges(
     exchange: str,
     experts: ExpertShape,
     *,
@@ -141,29 +148,33 @@ def sent(
     width: int,
     itemsize: int,
     size: int,
-    again: int = 0,
-    redone: int = 0,
-) -> list[Sent]:
-    """Returns the bytes that one layer sends in one micro-step, forward and backward.
+    row_repeats: int = 0,
+    weight_repeats: int = 0,
+) -> list[LayerExchange]:
+    """Returns the collectives that exchange the rows of one layer in one micro-step, forward and backward.
 
     Args:
-        exchange: a row of EXCHANGES. tokens: of a device. width: D; itemsize: bytes of an element of an activation.
-        size: devices that share the experts. again: recomputations that move rows; redone: recomputations that move
-            their numbers.
+        exchange: a key of EXCHANGES. tokens: tokens of one device. width: model width.
+        itemsize: bytes per element of an activation. size: number of devices that share the experts.
+        row_repeats: number of recomputations that exchange rows again.
+        weight_repeats: number of recomputations that exchange router weights again.
     """
     measure, kinds = EXCHANGES[exchange]
     moved = measure(experts, tokens, width, itemsize, size)
     out = []
     for kind, rows, numbers, more_rows, more_numbers, unit in kinds:
-        times, with_numbers = rows + more_rows * again, numbers + more_numbers * redone
-        out.append(Sent(kind, times * moved.rows + with_numbers * moved.numbers, f"{times} x {unit} per layer"))
+        times, with_numbers = rows + more_rows * row_repeats, numbers + more_numbers * weight_repeats
+        out.append(
+            LayerExchange(kind, times * moved.rows + with_numbers * moved.numbers, f"{times} x {unit} per layer")
+        )
     return out
 
 
 def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, int], tokens: int) -> list[Expected]:
-    """Returns the collectives of rows between the `ranks` (axis -> devices) that share the experts.
+    """Returns the collectives that exchange rows between the devices that share the experts.
 
-    `tokens`: of one device and micro-step. Returns [] for one device, and for an exchange without a formula.
+    ranks: mesh axis -> devices. tokens: tokens of one device and micro-step. Returns [] for one device, and for an
+    exchange without a formula.
     """
     experts, size = question.model.experts, math.prod(ranks.values())
     if experts is None or size == 1 or not facts.exchange:
@@ -174,15 +185,15 @@ def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, i
     times = layers * facts.micro_steps_per_call
     return [
         Expected(one.kind, tuple(ranks), size, round(times * one.bytes), one.formula)
-        for one in sent(
+        for one in layer_exchanges(
             facts.exchange,
             experts,
             tokens=tokens,
             width=question.model.width,
             itemsize=facts.sent_parameter,
             size=size,
-            again=0 if kept else passes,
-            redone=passes,
+            row_repeats=0 if kept else passes,
+            weight_repeats=passes,
         )
     ]
 
@@ -193,16 +204,16 @@ def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, i
 def tensor_parallel(
     ranks: Mapping[str, int], layers: int, activation: int, *, sequence_parallel: bool = False, repeated: int = 0
 ) -> list[Expected]:
-    """Returns the collectives of activations of `layers` blocks over the tensor group, forward and backward.
+    """Returns the collectives of activations over the tensor-parallel group, forward and backward.
 
     Args:
-        ranks: mesh axis -> devices of the group.
-        activation: bytes of one [b, s, h] of a rank: its sequences, not sharded along the sequence.
-        repeated: forward all-reduces of a block that recomputation repeats.
+        ranks: mesh axis -> devices of the group. layers: number of blocks.
+        activation: bytes of one [b, s, h] activation of a rank, not sharded along the sequence.
+        repeated: number of forward all-reduces per block that recomputation repeats.
 
     Without sequence parallelism there are 2 all-reduces per block and direction (Shoeybi et al. 2019, section 3). With
-    it, each becomes an all-gather and a reduce-scatter, and the two inputs that are kept sharded are gathered again in
-    the backward pass (Korthikanti et al. 2022, section 4.2).
+    sequence parallelism, each becomes an all-gather and a reduce-scatter, and the two inputs that are stored sharded
+    are gathered again in the backward pass (Korthikanti et al. 2022, section 4.2).
     """
     axes, size = tuple(ranks), math.prod(ranks.values())
     if size == 1:
@@ -218,8 +229,10 @@ def tensor_parallel(
 
 
 def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) -> list[Expected]:
-    """Returns the sends between pipeline stages: in every tick the output of a chunk and the gradient of its input, bsh
-    each. A V sends in both directions, except at its ends. Published programs send 2 x bsh per micro-batch and chunk.
+    """Returns the sends between pipeline stages.
+
+    In every tick, a stage sends the output of a chunk and the gradient of its input, bsh elements each. A V schedule
+    sends both in both directions, except at its ends. Published programs send 2 x bsh per micro-batch and chunk.
     """
     ranks = facts.axes("stage", mesh=mesh)
     stages = math.prod(ranks.values())
@@ -235,25 +248,25 @@ def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) 
 
 
 def expected_collectives(facts: ModelFacts | None, mesh: Mapping[str, int], parameters: int) -> list[Expected]:
-    """Returns all collectives that the formulas expect of a training step, with axes in the order of the mesh.
+    """Returns all collectives that the formulas expect in a training step. Axes are in the order of the mesh.
 
-    Returns [] without facts or a formula, and for a mesh none of whose axes shards the batch. `mesh`: axis -> devices;
-    `parameters`: of the model, over all devices.
+    Returns [] if the facts or a formula are missing, or if no mesh axis shards the batch. mesh: axis -> devices.
+    parameters: number of the model's parameters over all devices.
     """
     question = facts.question if facts else None
     if facts is None or question is None or not facts.sent_parameter or not parameters:
         return []
     if not any(facts.roles.get(axis) in ("replica", "state") for axis in mesh):
         return []
-    if facts.devices("stage", mesh=mesh) > 1:  # how often a stage gathers and reduces follows from its ticks
+    if facts.devices("stage", mesh=mesh) > 1:  # gathers and reductions of a stage depend on its ticks: not included
         return stage_sends(facts, question, mesh)
     model, policy, itemsize = question.model, facts.policy, facts.sent_parameter
     replicas, sharers = facts.axes("replica", mesh=mesh), facts.axes(*STATE_ROLES, mesh=mesh)
     context, tensor = facts.devices("sequence", mesh=mesh), facts.axes("tensor", mesh=mesh)
     zero, micro_steps = (question.layout.zero if sharers else 0), facts.micro_steps_per_call
-    if zero == 0:  # all of them are replicas
+    if zero == 0:  # no rank shards state: all ranks are replicas
         replicas, sharers = facts.axes("replica", *STATE_ROLES, mesh=mesh), {}
-    # Without devices that share a sequence, ddp and stage 1 reduce gradients at the end of the micro-batches.
+    # If no devices share a sequence, DDP and ZeRO stage 1 reduce gradients only after the last micro-batch.
     once = context == 1 and (zero == 1 or (zero == 0 and micro_steps > 1))
     routed = expert_formulas.routed_count(model)
     experts, groups = facts.axes("expert", mesh=mesh), math.prod(tensor.values())
@@ -271,7 +284,7 @@ def expected_collectives(facts: ModelFacts | None, mesh: Mapping[str, int], para
     )
     tokens = int(question.batch * question.sequence) // context
     if model.experts:
-        # A device holds and gathers only its own experts.
+        # A device stores and gathers only its own experts.
         out += data_parallel(
             zero,
             routed // math.prod(experts.values()) // groups,

@@ -1,8 +1,8 @@
-"""Mixtures of experts by formula: which layers have one, its parameters, all and active. Plain arithmetic.
+"""Formulas for mixtures of experts: layers with experts, their parameters (all and active), and their rows.
 
-A router sends each token to k of E experts, each an MLP of its own (Shazeer et al. 2017, arXiv 1701.06538; Fedus et
-al. 2021, arXiv 2101.03961), beside experts that every token goes to (Dai et al. 2024, arXiv 2401.06066). Left out: the
-bias with which a router picks, one number an expert.
+A router sends each token to k of E experts. Each expert is a separate MLP (Shazeer et al. 2017, arXiv 1701.06538;
+Fedus et al. 2021, arXiv 2101.03961). Shared experts process every token (Dai et al. 2024, arXiv 2401.06066). A row is
+one token for one of its experts. Not included: the router's selection bias, one number per expert.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from bytescope.memory.formulas.model_shape import ExpertShape, ModelShape
 
 
 def by_kind(model: ModelShape, start: int = 0, stop: int | None = None) -> tuple[ModelShape, ...]:
-    """Returns the layers from `start` to `stop` as one model per kind of layer: dense layers, then layers with experts.
+    """Returns the layers from `start` to `stop` as one model per kind of layer: dense layers, then layers with
+    experts.
 
-    A model without experts has one kind; kinds without layers are left out.
+    A model without experts has one kind. Kinds without layers are left out.
     """
     stop = model.layers if stop is None else stop
     if model.experts is None:
@@ -28,12 +29,12 @@ def by_kind(model: ModelShape, start: int = 0, stop: int | None = None) -> tuple
 
 
 def expert_size(model: ModelShape) -> int:
-    """Parameters of one expert, 0 without experts."""
+    """Returns the parameters of one expert, 0 without experts."""
     return (2 + model.gated) * model.width * model.experts.width if model.experts else 0
 
 
 def routed_count(model: ModelShape) -> int:
-    """Parameters of all routed experts, which expert parallelism shards; 0 without experts."""
+    """Returns the parameters of all routed experts, which expert parallelism shards; 0 without experts."""
     if model.experts is None:
         return 0
     layers = sum(map(model.experts.has, range(model.layers)))
@@ -41,43 +42,45 @@ def routed_count(model: ModelShape) -> int:
 
 
 def idle_count(model: ModelShape) -> int:
-    """Parameters of the routed experts that a token does not go to; 0 without experts."""
+    """Returns the parameters of the routed experts that do not process a given token; 0 without experts."""
     if model.experts is None:
         return 0
     return routed_count(model) * (model.experts.count - model.experts.per_token) // model.experts.count
 
 
 def columns(kind: ModelShape) -> int:
-    """Output columns of the matrices of a layer's routed experts, without the router's."""
+    """Returns the number of output columns of all matrices of a layer's routed experts, without the router."""
     if kind.experts is None:
         return 0
     return kind.experts.count * ((1 + kind.gated) * kind.experts.width + kind.width)
 
 
 def router_size(model: ModelShape) -> int:
-    """Parameters of a layer's router, 0 without experts."""
+    """Returns the parameters of a layer's router, 0 without experts."""
     return model.width * model.experts.count if model.experts else 0
 
 
-# Maximum and minimum rows of a tile.
+# Maximum and minimum rows of a tile, the block of rows that one kernel multiplies.
 LARGEST_TILE, SMALLEST_TILE = 128, 16
 
 
 def slots(experts: ExpertShape, tokens: float) -> int:
-    """Rows of one expert's buffer for the `tokens` tokens of one device, a multiple of 8 (Lepikhin et al. 2020, arXiv
-    2006.16668)."""
+    """Returns the rows of one expert's buffer for the `tokens` tokens of one device, a multiple of 8 (Lepikhin et al.
+    2020, arXiv 2006.16668)."""
     return max(-(-int(tokens * experts.per_token * (experts.capacity or 1) / experts.count) // 8) * 8, 8)
 
 
 def rows(experts: ExpertShape, tokens: float, ranks: int = 1) -> int:
-    """Rows of the experts' buffers on a device that has `tokens` tokens, where `ranks` devices share the experts.
+    """Returns the rows of the experts' buffers on a device that has `tokens` tokens. ranks: number of devices that
+    share the experts.
 
-    With slots, every expert has the same number of rows. Otherwise the rows of an expert fill up tiles (Gale et al.
-    2022, arXiv 2211.15841); without a capacity there is room for all rows that can come, from all tokens of all ranks.
+    With slots, every expert has the same number of rows. Otherwise the rows of each expert fill whole tiles (Gale et
+    al. 2022, arXiv 2211.15841). Without a capacity, the buffers have room for all rows that the tokens of all ranks
+    can send.
     """
     if experts.slots:
         return experts.count * slots(experts, tokens)
-    chosen, own = tokens * experts.per_token, experts.count // ranks  # rows that the tokens make; experts of a device
+    chosen, own = tokens * experts.per_token, experts.count // ranks  # rows of the tokens, experts of a device
     room = tokens * ranks * min(experts.per_token, own)
     if experts.capacity and ranks > 1:
         room = min(int(experts.capacity * chosen), room)

@@ -1,4 +1,4 @@
-"""The instant calculator: what a training step should need by the formulas, nothing compiled."""
+"""The instant calculator: estimates the memory and FLOPs of a training step from formulas, without compiling."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from bytescope.memory.formulas import (
 from bytescope.memory.formulas.model_shape import TARGETS, Adapters, ModelShape, StepLayout, gpt, matrices
 from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
 
-ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
+ASPECT = 128  # width / layers, as in GPT-3 175B and Llama 7B
 
 NOTES = (
-    "Formulas only: kernels' workspace, gathered parameters, fragmentation and what else the compiler keeps are "
-    "left out; bytescope report compiles the step.",
+    "Formulas only: workspace of kernels, gathered parameters, fragmentation and other buffers of the compiler are not "
+    "included. To include them, compile the step with bytescope report.",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What to estimate.
+    """The training step to estimate.
 
     Fields:
-        parameters: how many, over all devices. sequence: tokens; batch: sequences of a replica and micro-step.
-        logit_tokens: tokens of a replica that have logits at once, None for all.
-        attention: of `transformer_formulas.ATTENTION`; offload: a row of `training_state.OFFLOAD`.
-        mlp_tokens: tokens of a replica whose MLP activations exist at once, 0 for all. fused: layers are updated one by
-        one in the backward pass.
+        parameters: number of parameters over all devices. sequence: tokens per sequence.
+        batch: sequences per replica and micro-step.
+        attention: a value of `transformer_formulas.ATTENTION`. offload: a key of `training_state.OFFLOAD`.
+        logit_tokens: number of tokens of a replica whose logits exist at the same time, None for all.
+        mlp_tokens: number of tokens of a replica whose MLP activations exist at the same time, 0 for all.
+        fused: whether each layer is updated during the backward pass.
     """
 
     parameters: float
@@ -53,22 +54,24 @@ class Question:
 
     @property
     def active(self) -> float:
-        """Parameters that one token meets."""
+        """Parameters that process one token: all parameters except the experts to which the token is not routed."""
         total, active = transformer_formulas.parameter_count(self.model), transformer_formulas.active_count(self.model)
         return active if self.parameters == total else self.parameters * active / total
 
     @property
     def routed(self) -> float:
-        """The share of routed experts in the parameters."""
+        """The fraction of the parameters that is in routed experts."""
         return expert_formulas.routed_count(self.model) / transformer_formulas.parameter_count(self.model)
 
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """Bytes of activations on a device under one policy.
+    """Bytes of activations on a device under one recomputation policy.
 
-    kept: kept by all layers. recomputed: added while one layer is recomputed. outside: of embedding, final norm, head
-    and logits.
+    Fields:
+        kept: activations that all layers keep for the backward pass.
+        recomputed: additional bytes while one layer is recomputed.
+        outside: activations of embedding, final norm, head and logits.
     """
 
     kept: float
@@ -83,10 +86,14 @@ class Activations:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """`state`: bytes on a device by role, `frozen` only with adapters; `activations` and `hardware_flops` by
-    recomputation policy.
+    """The estimated memory and FLOPs of a training step.
 
-    `host`: bytes of state in host memory, in no total. FLOPs are of one micro-step over all replicas.
+    Fields:
+        question: the step.
+        state: role -> bytes on a device. The role `frozen` exists only with adapters.
+        host: bytes of state in host memory, which are not part of any total.
+        activations, hardware_flops: recomputation policy -> activations, FLOPs.
+        model_flops, hardware_flops: FLOPs of one micro-step over all replicas.
     """
 
     question: Question
@@ -98,23 +105,23 @@ class Estimate:
     notes: tuple[str, ...] = NOTES
 
     def total(self, policy: str) -> float:
-        """Bytes on a device under a policy."""
+        """Returns the bytes on a device under a recomputation policy."""
         return sum(self.state.values()) + self.activations[policy].total
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: `question`, `parameters` {total, active}, `per_parameter` (bytes), `policies` {policy: {role:
-        bytes, ..., host, total}}, FLOPs."""
+        """Returns plain JSON values: `question`, `parameters` {total, active}, `per_parameter` {role: bytes},
+        `policies` {policy: {role: bytes, ..., host, total}}, FLOPs and notes."""
         q = self.question
         policies = {
             policy: {
                 **self.state,
-                **dataclasses.asdict(found),
-                "activations": found.total,
+                **dataclasses.asdict(activations),
+                "activations": activations.total,
                 "host": self.host,
                 "total": self.total(policy),
                 "hardware_flops": self.hardware_flops[policy],
             }
-            for policy, found in self.activations.items()
+            for policy, activations in self.activations.items()
         }
         return {
             "question": {**dataclasses.asdict(q), "precision": q.precision.name, "optimizer": q.optimizer.name},
@@ -127,7 +134,7 @@ class Estimate:
 
 
 def estimate(question: Question) -> Estimate:
-    """Returns all formulas for one device; of a pipeline, for a device of its first stage."""
+    """Evaluates all formulas for one device. With pipeline parallelism, the device is in the first stage."""
     q, layout, precision = question, question.layout, question.precision
     held = training_state.state_bytes(
         trained_parameters(q),
@@ -168,16 +175,16 @@ def estimate(question: Question) -> Estimate:
             kept += transformer_formulas.layers_in_flight(kind.layers, layout) * one_layer
             recomputed = max(recomputed, once_more)
         activations[policy] = Activations(kept, recomputed, outside)
-        # Under a flash kernel `selective` has nothing left to recompute.
+        # With a flash kernel, `selective` has nothing to recompute.
         recomputing = "none" if policy == "selective" and q.attention == "flash" else policy
         hardware_flops[policy] = training_flops.hardware_flops(
             q.model, q.sequence, sequences, recomputing, q.mlp_tokens > 0
         )
     notes: tuple[str, ...] = NOTES
     if q.attention == "flash":
-        notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
+        notes += ("FlashAttention recomputes the core in its gradient: selective keeps the same tensors as none.",)
     if q.model.experts:
-        notes += ("Experts: a device has buffers for all rows that can come to it, or for so many as --capacity says.",)
+        notes += ("Experts: a device has buffers for all rows that it may receive, or for the rows of --capacity.",)
     return Estimate(
         q,
         state,
@@ -190,18 +197,21 @@ def estimate(question: Question) -> Estimate:
 
 
 def trained_parameters(question: Question) -> float:
-    """Number of trained parameters: all parameters, or the adapters'."""
+    """Returns the number of trained parameters: the parameters of the adapters if there are any, otherwise all
+    parameters."""
     model = question.model
     return adapter_formulas.adapter_count(model) if model.adapters else question.parameters
 
 
 def trained_share(question: Question) -> float:
-    """The share of routed experts in the trained parameters; 0 with adapters, which routed experts do not have."""
+    """Returns the fraction of the trained parameters that is in routed experts; 0 with adapters, which routed experts
+    do not have."""
     return 0.0 if question.model.adapters else question.routed
 
 
 def frozen_bytes(question: Question, *, sharded: bool) -> float:
-    """Bytes of the frozen weights on a device, 0 without adapters. sharded: whether data-parallel ranks shard them."""
+    """Returns the bytes of the frozen weights on a device, 0 without adapters. sharded: whether data-parallel ranks
+    shard them."""
     q = question
     return adapter_formulas.frozen_bytes(
         q.model,
@@ -214,10 +224,10 @@ def frozen_bytes(question: Question, *, sharded: bool) -> float:
 
 
 def fused_parameters(model: ModelShape) -> int:
-    """Maximum number of parameters whose gradients exist at once in a fused backward pass.
+    """Returns the maximum number of parameters whose gradients exist at the same time in a fused backward pass.
 
-    These are the head, which is updated after the layers, and one layer or an untied token table; with adapters, the
-    adapters of one layer.
+    These are the head, which is updated after the layers, and one layer or an untied token table. With adapters, they
+    are the adapters of one layer.
     """
     if model.adapters:
         return adapter_formulas.adapter_count(model) // model.layers
@@ -230,7 +240,8 @@ def check(question: Question) -> Question:
     """Returns the question unchanged.
 
     Raises:
-      ReportError: a size below 1, a size that does not divide what it shards, adapters without a matrix.
+        ReportError: a size is below 1 or does not divide the size that it shards, or no matrix exists for the
+            adapters.
     """
     q, layout, model = question, question.layout, question.model
     sizes = {
@@ -261,26 +272,30 @@ def check(question: Question) -> Question:
 
 
 def _check_experts(question: Question) -> None:
-    found, layout = question.model.experts, question.layout
-    if layout.expert > 1 and found is None:
+    experts, layout = question.model.experts, question.layout
+    if layout.expert > 1 and experts is None:
         raise ReportError(f"--expert-parallel={layout.expert} without experts: give --experts=8 too, or leave it out")
-    if found is None:
+    if experts is None:
         return
-    if found.per_token > found.count:
-        raise ReportError(f"--experts-per-token={found.per_token}: give at most the {found.count} experts")
+    if experts.per_token > experts.count:
+        raise ReportError(
+            f"--experts-per-token={experts.per_token}: the model has {experts.count} experts; give at most that many"
+        )
     if not expert_formulas.routed_count(question.model):
         raise ReportError(
-            f"--dense-layers={found.dense_layers} --moe-every={found.every}: none of the "
-            f"{question.model.layers} layers has experts: lower one of them"
+            f"--dense-layers={experts.dense_layers} --moe-every={experts.every}: none of the "
+            f"{question.model.layers} layers has experts; lower one of these flags"
         )
-    if found.count % layout.expert:
-        raise ReportError(f"--expert-parallel={layout.expert}: give a divisor of the {found.count} experts")
+    if experts.count % layout.expert:
+        raise ReportError(f"--expert-parallel={layout.expert}: give a divisor of the {experts.count} experts")
     if layout.data % layout.expert:
         raise ReportError(
             f"--expert-parallel={layout.expert}: give a divisor of the {layout.data} data-parallel ranks (--data)"
         )
     if question.mlp_tokens:
-        raise ReportError(f"--mlp-tokens={question.mlp_tokens} with experts, which take all rows: give 0")
+        raise ReportError(
+            f"--mlp-tokens={question.mlp_tokens}: experts compute all tokens together; give 0 for a model with experts"
+        )
 
 
 def _check_adapters(model: ModelShape, asked: Adapters) -> None:
@@ -291,7 +306,7 @@ def _check_adapters(model: ModelShape, asked: Adapters) -> None:
             raise ReportError(f"--lora-targets: {name!r}: {remedy_for(name, TARGETS)}")
     if not adapter_formulas.adapted_anywhere(model):
         raise ReportError(
-            f"--lora-targets={','.join(asked.targets)}: no layer of this model has such a matrix: give "
+            f"--lora-targets={','.join(asked.targets)}: no layer of this model has these matrices; give "
             f"some of {','.join(matrices(model))}"
         )
 
@@ -299,10 +314,8 @@ def _check_adapters(model: ModelShape, asked: Adapters) -> None:
 def shape_for(
     parameters: float, vocabulary: int = 50304, *, layers: int | None = None, width: int | None = None
 ) -> ModelShape:
-    """A GPT of about `parameters` without its token table, from 12 L h^2 with h near 128 L and heads of 128.
-
-    `layers`, `width`: used as they are, if given.
-    """
+    """Returns the shape of a GPT with about `parameters` parameters outside its token table: 12 L h^2 with h near 128
+    L and heads of width 128. Given `layers` and `width` are used unchanged."""
     if width is None:
         exact = (parameters * ASPECT / 12) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5
         width = max(ASPECT, ASPECT * math.floor(exact / ASPECT + 0.5))

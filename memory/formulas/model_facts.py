@@ -1,8 +1,8 @@
-"""`ModelFacts`: a trainer's description of its program, in numbers and names that belong to no trainer.
+"""`ModelFacts`: a trainer's description of its training step, in numbers and terms that do not depend on the trainer.
 
-Formulas, the state ledger and the findings read these facts beside a compiled program. The trainer of this repository
-fills them from its config (train/plan/config_facts.py); an adapter of another trainer fills the same fields. Plain
-data: no compiler, no jax.
+Formulas, the state ledger and the findings read these facts together with a compiled program. The trainer of this
+repository fills them from its config (train/plan/config_facts.py); an adapter for another trainer fills the same
+fields. Plain data: no compiler, no jax.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fractions import Fraction
 
 from bytescope.memory.formulas.memory_estimate import Question
 
-# What the devices along a mesh axis are to a training step. `replica`, `state` and `expert` ranks read different
-# sequences; `state`, `expert` and `sequence` ranks shard training state under ZeRO; `expert` ranks share the routed
-# experts, `sequence` ranks a sequence, `tensor` ranks heads, MLP width and vocabulary; `stage`: of a pipeline.
+# The roles of a mesh axis in a training step. `replica`, `state` and `expert` ranks read different sequences. `state`,
+# `expert` and `sequence` ranks shard training state under ZeRO. `expert` ranks share the routed experts, `sequence`
+# ranks share sequences, `tensor` ranks share heads, MLP width and vocabulary, and `stage` ranks are pipeline stages.
 AXIS_ROLES = ("stage", "replica", "state", "expert", "sequence", "tensor")
 BATCH_ROLES = ("replica", "state", "expert")
 STATE_ROLES = ("state", "expert", "sequence")
@@ -28,13 +28,13 @@ class RematSegment:
     """Consecutive layers under one remat policy.
 
     Fields:
-        layers: number of layers. policy: the trainer's name for the policy, for messages.
+        layers: number of layers. policy: the trainer's name of the policy, for messages.
         everything: whether all activations are kept, so that nothing is recomputed.
-        save: names of `rematerialized.NAMED` that are kept on the device. offload: names that are kept in host memory.
-            The input of a block is always kept.
-        known: whether `save` and `offload` name everything that is kept. If not, only the compiler knows.
-        groups: number of groups of layers with a checkpoint around each group (Chen et al. 2016, arXiv 1604.06174);
-            0 without nested checkpoints.
+        save: names of `rematerialized.NAMED` kept on the device. offload: names kept in host memory. The input of a
+            block is always kept.
+        known: whether `save` and `offload` name all kept tensors. If not, only the compiler knows them.
+        groups: number of groups of layers that have a checkpoint around each group (Chen et al. 2016, arXiv
+            1604.06174); 0 without nested checkpoints.
     """
 
     layers: int
@@ -47,26 +47,29 @@ class RematSegment:
 
     @property
     def forward_passes(self) -> int:
-        """Number of times that the backward pass repeats a block's forward pass, in whole or in part."""
+        """Number of times that the backward pass repeats a block's forward pass, completely or in part."""
         if self.everything:
             return 0
         return 2 if self.groups else 1
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether a block keeps only its input."""
+        """True if a block keeps only its input."""
         return self.known and not self.everything and not (self.save | self.offload) - {"block_in"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The schedule of a pipeline whose stages run one program.
+    """The schedule of a pipeline whose stages all run the same program.
 
     Fields:
-        ticks: iterations of its loop in one step. bends: virtual stages turn back at the last stage, as in a V.
-        slots: micro-batches of one chunk whose residuals each stage holds at once. bubble: share of time a stage idles.
-        v_share: residuals that each stage would allocate with two chunks placed as a V, as a share of the residuals of
-            this schedule; None if this schedule is that V, or there are too few layers. v_bubble: the bubble of that V.
+        ticks: iterations of the schedule's loop in one step.
+        bends: whether virtual stages turn back at the last stage, as in a V schedule.
+        slots: for each stage, the number of micro-batches of one chunk whose residuals it holds at the same time.
+        bubble: the fraction of time that a stage is idle.
+        v_share: residuals per stage with two chunks placed as a V / residuals per stage of this schedule. None if this
+            schedule is that V, or if there are too few layers.
+        v_bubble: the bubble with two chunks placed as a V.
     """
 
     ticks: int
@@ -79,25 +82,31 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A training step as its trainer describes it.
+    """A training step, described by its trainer.
 
     Fields:
-        question: shapes, layout, work, precision and optimizer of the step, as the formulas take them; `batch` counts
-            whole sequences, even if devices share a sequence. None: a part of the step has no formula.
-        no_formula: why the step has no formula, in one line; "" if it has one.
-        mesh: axis -> devices, the last axis over neighbours. roles: axis -> its row of AXIS_ROLES.
-        micro_steps: maximum micro-batches of an update; accumulates_inside: one call of the step takes all of them.
-        segments: all layers in order, by remat policy. policy: of the layers without a range of their own.
-        kernel_outside: the attention kernel lies outside a block's checkpoint, and keeps what its gradient reads.
-        halves: attention and MLP of a block are checkpointed one by one.
-        skips_masked: the attention kernel skips blocks of scores that the mask hides.
-        sent_parameter, sent_gradient: bytes of a parameter and of a gradient in collectives. A parameter of 0 bytes:
-            the collectives have no formula; a gradient of 0 bytes: it is sent in the dtype in which it is computed.
-        exchange: row of `communication_volume.EXCHANGES` by which tokens reach their experts; "" if it has no formula.
-        expert_rows: the number of rows that experts compute is static, whatever the tokens are.
-        pipeline: the schedule of the pipeline; None for one stage.
+        question: shapes, layout, precision and optimizer of the step, for the formulas. `batch` counts whole
+            sequences, even if devices share a sequence. None if a part of the step has no formula.
+        no_formula: the reason why the step has no formula, in one line; "" if it has one.
+        mesh: axis -> number of devices. Neighbouring devices are along the last axis. roles: axis -> its role in
+            AXIS_ROLES.
+        micro_steps: maximum number of micro-batches per update. accumulates_inside: whether one call of the step
+            processes all of them.
+        segments: all layers in order, grouped by remat policy. policy: the policy of layers outside any specific
+            range.
+        kernel_outside: whether the attention kernel is outside a block's checkpoint, and keeps the inputs of its
+            gradient.
+        halves: whether attention and MLP of a block have separate checkpoints.
+        skips_masked: whether the attention kernel skips blocks of scores that the mask hides.
+        sent_parameter, sent_gradient: bytes per element of parameters and gradients in collectives. If sent_parameter
+            is 0, the collectives have no formula. If sent_gradient is 0, gradients are sent in the dtype in which they
+            are computed.
+        exchange: key of `communication_volume.EXCHANGES` by which tokens reach their experts, "" if it has no formula.
+        expert_rows: whether the number of rows that experts compute is static, independent of the tokens.
+        pipeline: the schedule of the pipeline, None for one stage.
         compute: dtype of the matrix products, such as "bfloat16".
-        asked_of_host: what the trainer was asked to keep in host memory, in the trainer's words.
+        asked_of_host: settings by which the trainer was asked to keep something in host memory, as the trainer writes
+            them.
     """
 
     question: Question | None
@@ -120,21 +129,22 @@ class ModelFacts:
     asked_of_host: tuple[str, ...] = ()
 
     def axes(self, *roles: str, mesh: Mapping[str, int] | None = None) -> dict[str, int]:
-        """Axis -> devices of the axes with these roles and more than one device; `mesh`: another one's."""
+        """Returns axis -> devices for the axes that have one of these roles and more than one device. mesh: replaces
+        `self.mesh`."""
         sizes = self.mesh if mesh is None else mesh
         return {axis: size for axis, size in sizes.items() if size > 1 and self.roles.get(axis) in roles}
 
     def devices(self, *roles: str, mesh: Mapping[str, int] | None = None) -> int:
-        """Devices along the axes with these roles."""
+        """Returns the number of devices along the axes that have one of these roles. mesh: replaces `self.mesh`."""
         return math.prod(self.axes(*roles, mesh=mesh).values())
 
     @property
     def micro_steps_per_call(self) -> int:
-        """Micro-batches of one call of the step."""
+        """Number of micro-batches in one call of the step."""
         return self.micro_steps if self.accumulates_inside else 1
 
     @property
     def starts(self) -> Iterator[tuple[int, RematSegment]]:
-        """(first layer, segment) of each segment."""
+        """(index of the first layer, segment) for each segment."""
         ends = itertools.accumulate((segment.layers for segment in self.segments), initial=0)
         return zip(ends, self.segments)

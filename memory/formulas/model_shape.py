@@ -1,12 +1,11 @@
-"""The shape of a decoder and its layout over devices, as all formulas take them: plain records, and the matrices of a
-layer.
-"""
+"""The shape of a decoder and its layout over devices, as plain records for all formulas, and the matrices of a
+layer."""
 
 from __future__ import annotations
 
 import dataclasses
 
-# Matrices of a layer that may have an adapter.
+# Names of the matrices of a layer that may have an adapter.
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -14,8 +13,10 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 class Adapters:
     """Low-rank adapters over frozen weights. Only the adapters are trained.
 
-    rank: r of the paper (Hu et al. 2021, arXiv 2106.09685). targets: names of TARGETS; names that the model does not
-    have are ignored. base: a key of `adapter_formulas.BASES`.
+    Fields:
+        rank: r of the paper (Hu et al. 2021, arXiv 2106.09685).
+        targets: names of TARGETS. Names of matrices that the model does not have are ignored.
+        base: a key of `adapter_formulas.BASES`, the storage format of the frozen weights.
     """
 
     rank: int
@@ -25,13 +26,16 @@ class Adapters:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertShape:
-    """Routed experts in the place of a layer's MLP.
+    """Routed experts that replace the MLP of a layer.
 
-    count: E, the number of experts; per_token: k, the number of experts that a token goes to; width: of one expert.
-    shared: number of experts that every token goes to, computed as one MLP. dense_layers: number of first layers whose
-    MLP stays dense; every: after those, every N-th layer has experts. capacity: rows that there is room for, as a
-    multiple of their mean; 0: room for all rows that can come. slots: each expert has room for the same number of rows
-    and drops the rest; otherwise its rows fill tiles.
+    Fields:
+        count: E, the number of experts. per_token: k, the number of experts per token. width: the width of one expert.
+        shared: number of experts that process every token. They are computed as one MLP.
+        dense_layers: number of first layers that keep a dense MLP.
+        every: after the dense layers, every N-th layer has experts.
+        capacity: maximum number of rows as a multiple of their mean number. 0 means room for all rows.
+        slots: whether each expert has room for the same number of rows and drops the rest. If not, its rows fill
+            tiles.
     """
 
     count: int
@@ -44,7 +48,8 @@ class ExpertShape:
     slots: bool = False
 
     def has(self, layer: int) -> bool:
-        """Whether a layer (numbered from 0) has experts: after the dense layers, the last of each `every` layers."""
+        """Returns whether a layer (numbered from 0) has experts: after the dense layers, the last of each `every`
+        layers has experts."""
         routed = layer - self.dense_layers
         return routed >= 0 and (routed + 1) % self.every == 0
 
@@ -53,12 +58,14 @@ class ExpertShape:
 class Latent:
     """Widths of multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
-    Keys and values are projected from one latent per token; queries may have a latent of their own. A part of each
-    head carries the rotary position, and all heads share that part of the keys.
+    Keys and values are projected from one latent per token. Queries may have a separate latent. A part of each head
+    contains the rotary position, and all heads share this part of the keys.
 
-    query_rank: width of the queries' latent; 0: queries are projected from the input. rank: width of the latent of
-    keys and values. rotary: width of the part of a head that carries the position, which comes on top of
-    `ModelShape.head_width`. value: width of a head's values.
+    Fields:
+        query_rank: width of the queries' latent, 0 if queries are projected from the input.
+        rank: width of the latent of keys and values.
+        rotary: width of the part of a head that contains the position, in addition to `ModelShape.head_width`.
+        value: width of a head's values.
     """
 
     query_rank: int
@@ -69,10 +76,19 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """A decoder. GPT: `gated=False`, as many key/value heads as heads; Llama: gated, no dropout, untied.
+    """The shape of a decoder. GPT has `gated=False` and as many key/value heads as heads. Llama is gated and untied,
+    without dropout.
 
-    adapters: trained instead of the weights; None: the weights are trained. experts: instead of an MLP in some layers;
-    latent: the latents of keys and values; None: neither.
+    Fields:
+        layers: number of layers. width: width of the residual stream. heads, kv_heads: number of query and key/value
+            heads.
+        head_width, mlp_width: widths of one head and of the MLP. vocabulary: number of tokens.
+        gated: whether the MLP has a gate. tied: whether embedding and output head are one table.
+        qk_norm: whether queries and keys are normalized. post_norms: whether outputs of attention and MLP are
+            normalized.
+        adapters: adapters that are trained instead of the weights, None if the weights are trained.
+        experts: experts that replace the MLP in some layers, None for a dense model.
+        latent: latent attention, None for standard attention.
     """
 
     layers: int
@@ -103,19 +119,24 @@ class ModelShape:
 
     @property
     def dense_width(self) -> int:
-        """Width of the MLP that every token of a layer goes to: with experts, the shared experts' width, 0 for none."""
+        """Width of the MLP that processes every token of a layer. In a layer with experts it is the width of all
+        shared experts, 0 without shared experts."""
         return self.experts.shared * self.experts.width if self.experts else self.mlp_width
 
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """How a training step is sharded.
+    """The sharding of a training step over devices.
 
-    tensor: tensor-parallel devices. sequence: the activations between the tensor-parallel products are sharded too.
-    data: data-parallel ranks, which shard state by the ZeRO stage `zero`; groups of `expert` ranks share the routed
-    experts. pipeline: stages, of `interleave` chunks each. stash: if one program runs on all stages, the layers whose
-    activations each stage keeps, as a share of all layers; 0 if every stage has a program of its own, of which the
-    formulas describe the first.
+    Fields:
+        tensor: number of tensor-parallel devices.
+        sequence: whether activations between tensor-parallel matrix products are sharded too.
+        data: number of data-parallel ranks, which shard state by the ZeRO stage `zero` (0 to 3).
+        expert: number of data-parallel ranks that share the routed experts.
+        pipeline: number of pipeline stages, each with `interleave` chunks.
+        stash: if one program runs on all stages, the number of layers whose activations each stage keeps, as a
+            fraction of all layers. If each stage has a separate program, stash is 0 and the formulas describe the
+            first stage.
     """
 
     tensor: int = 1
@@ -127,40 +148,41 @@ class StepLayout:
     expert: int = 1
     stash: float = 0.0
 
-    def held(self, sharded: bool, routed: float = 0.0) -> float:
-        """Returns the share of some parameters that a device holds.
+    def held_share(self, sharded: bool, routed: float = 0.0) -> float:
+        """Returns the fraction of some parameters that one device holds.
 
-        sharded: whether ZeRO shards them. routed: the share of routed experts in them, which expert parallelism shards
-        in any case.
+        sharded: whether ZeRO shards these parameters. routed: the fraction of them that is in routed experts, which
+        expert parallelism always shards.
         """
         ranks = self.data if sharded else 1
         return ((1 - routed) / ranks + routed / max(ranks, self.expert)) / (self.tensor * self.pipeline)
 
 
 def gpt(layers: int, width: int, heads: int, vocabulary: int, *, dropout: bool = True) -> ModelShape:
-    """The architecture of the papers: MLP of 4h, GELU, one embedding table for input and output."""
+    """Returns the architecture of the papers: MLP of width 4h, GELU, one embedding table for input and output."""
     return ModelShape(layers, width, heads, heads, width // heads, 4 * width, vocabulary, dropout=dropout)
 
 
 def matrices(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns name -> (inputs, outputs) of the matrices of a layer that every token meets.
+    """Returns name -> (inputs, outputs) for the matrices of a layer that process every token.
 
-    The names are those of TARGETS; latent attention has matrices down to a latent and up from it instead of q, k, v.
+    The names are those of TARGETS. Instead of q, k and v, latent attention has matrices down to a latent and up from
+    it.
     """
     queries, keys, latent = model.heads * model.score_width, model.kv_heads * model.head_width, model.latent
     if latent is None:
-        found = {"q": (model.width, queries), "k": (model.width, keys), "v": (model.width, keys)}
+        shapes = {"q": (model.width, queries), "k": (model.width, keys), "v": (model.width, keys)}
     else:
-        found = {"q": (model.width, queries)}
+        shapes = {"q": (model.width, queries)}
         if latent.query_rank:
-            found = {"q_down": (model.width, latent.query_rank), "q_up": (latent.query_rank, queries)}
-        found |= {
+            shapes = {"q_down": (model.width, latent.query_rank), "q_up": (latent.query_rank, queries)}
+        shapes |= {
             "kv_down": (model.width, latent.rank + latent.rotary),
             "k_up": (latent.rank, model.heads * model.head_width),
             "v_up": (latent.rank, model.heads * latent.value),
         }
-    found["o"] = (model.heads * model.value_width, model.width)
+    shapes["o"] = (model.heads * model.value_width, model.width)
     if model.gated:
-        found["gate"] = (model.width, model.dense_width)
-    found |= {"up": (model.width, model.dense_width), "down": (model.dense_width, model.width)}
-    return {name: shape for name, shape in found.items() if 0 not in shape}
+        shapes["gate"] = (model.width, model.dense_width)
+    shapes |= {"up": (model.width, model.dense_width), "down": (model.dense_width, model.width)}
+    return {name: shape for name, shape in shapes.items() if 0 not in shape}

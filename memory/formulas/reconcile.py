@@ -1,7 +1,9 @@
-"""Compares the published formulas with the compiler: bytes and FLOPs of a step by both, the gap, and its reasons. Pure.
+"""Compares published formulas with the compiler: bytes and FLOPs of a step by both, the gaps, and reasons for the
+gaps.
 
 The formulas of `transformer_formulas` are evaluated for the mesh, the kernel and the remat policies in `ModelFacts`.
-Policies that keep named tensors follow from shapes (`rematerialized`); other policies have no formula.
+The residuals of policies that save named tensors follow from shapes (`rematerialized`). Other policies have no
+formula. Pure.
 """
 
 from __future__ import annotations
@@ -21,12 +23,18 @@ from bytescope.memory.formulas.training_state import state_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """A step by formula: bytes on one device, FLOPs of one call over all devices; None for figures without a formula.
+    """The figures of a step by formula: bytes on one device, FLOPs of one call over all devices. A figure without a
+    formula is None.
 
-    frozen_bytes: weights that adapters leave unchanged. accumulator_bytes: summed gradients, 0 without accumulation.
-    residual_bytes: what all layers keep on the device; host_bytes: what they keep in host memory. state_host_bytes:
-    state in host memory. peak_bytes: everything on the device, with one layer recomputed, embedding, head and logits.
-    notes: why the compiler may differ.
+    Fields:
+        params_bytes, gradients_bytes, optimizer_bytes: bytes of parameters, gradients and optimizer state.
+        accumulator_bytes: bytes of summed gradients, 0 without accumulation.
+        frozen_bytes: bytes of weights that adapters leave unchanged.
+        residual_bytes: residuals of all layers on the device. host_bytes: residuals of all layers in host memory.
+        state_host_bytes: bytes of state in host memory.
+        peak_bytes: all bytes on the device while one layer is recomputed, including embedding, head and logits.
+        model_flops, hardware_flops: FLOPs without and with recomputation.
+        notes: reasons why the compiler's figures may differ.
     """
 
     params_bytes: float
@@ -44,15 +52,15 @@ class Formula:
 
 
 def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
-    """Returns the formulas' figures of a step, or one line that says why there are none.
+    """Returns the formulas' figures of a step, or a one-line reason why there are none.
 
-    `platform`: of the target; "cpu" has no other memory to offload to.
+    platform: the target's platform. On "cpu" nothing is offloaded, because host memory is device memory.
     """
     asked = facts.question
     if asked is None or facts.no_formula:
-        return facts.no_formula or "the trainer does not say what the step computes"
+        return facts.no_formula or "the trainer does not describe what the step computes"
     model, precision, sequences = asked.model, asked.precision, sequences_per_call(facts, asked)
-    # Devices that share a sequence hold their shard of every sequence.
+    # Each of the devices that share a sequence has a shard of every sequence.
     batch = asked.batch / facts.devices("sequence")
     state = _state(asked, facts)
     parts: list[RecomputedLayers | None] = []
@@ -105,8 +113,9 @@ def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
 def model_flops(facts: ModelFacts | None, counted: float) -> float:
     """Returns the model FLOPs of one call of the step over all devices.
 
-    For a dense model these are `counted`, the FLOPs of the traced program. For a mixture of experts they follow from a
-    formula, since the program also multiplies padding rows, which are no model FLOPs."""
+    For a dense model they are `counted`, the FLOPs of the traced program. For a mixture of experts they follow from a
+    formula, because the program also multiplies padding rows, which do not count as model FLOPs.
+    """
     asked = facts.question if facts and not facts.no_formula else None
     if facts is None or asked is None or asked.model.experts is None:
         return counted
@@ -114,16 +123,17 @@ def model_flops(facts: ModelFacts | None, counted: float) -> float:
 
 
 def sequences_per_call(facts: ModelFacts, asked: Question) -> float:
-    """Sequences of one call of the step over all devices."""
+    """Returns the number of sequences in one call of the step over all devices."""
     return asked.batch * facts.devices(*BATCH_ROLES) * facts.micro_steps_per_call
 
 
 def _state(asked: Question, facts: ModelFacts) -> dict[str, float]:
-    """Returns the bytes of state on a device by role: params, gradients, optimizer, frozen, accumulator, `copy` for the
-    gathered copy of all parameters that ZeRO stages 1 and 2 compute with, and `host` for state in host memory.
+    """Returns role -> bytes of state on a device. The roles are params, gradients, optimizer, frozen, accumulator,
+    `copy` (the gathered copy of all parameters that ZeRO stages 1 and 2 compute with) and `host` (state in host
+    memory).
 
-    Where the optimizer state is sharded, so are the master parameters. Summed gradients are sharded like parameters if
-    they live between calls of the step, and like gradients inside one call.
+    If the optimizer state is sharded, the master parameters are sharded too. Summed gradients are sharded like
+    parameters if they exist between calls of the step, and like gradients if they exist only inside one call.
     """
     stage, trained = asked.layout.zero, memory_estimate.trained_parameters(asked)
     routed = memory_estimate.trained_share(asked)
@@ -147,40 +157,43 @@ def _state(asked: Question, facts: ModelFacts) -> dict[str, float]:
     if facts.micro_steps > 1 and not asked.layout.stash:  # stages add to the gradients that they return
         state["accumulator"] = state["gradients" if facts.accumulates_inside else "params"]
     if stage in (1, 2):
-        state["copy"] = trained * asked.precision.activation * asked.layout.held(False, routed)
+        state["copy"] = trained * asked.precision.activation * asked.layout.held_share(False, routed)
     return state
 
 
-# ---- why they differ -----------------------------------------------------------------------------------------
+# ---- reasons for differences ---------------------------------------------------------------------------------
 
 
 def _notes(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]:
-    """Returns notes on what the formulas leave out of this step."""
+    """Returns notes on parts of this step that the formulas do not include."""
     everything = any(segment.everything for segment in facts.segments)
     unknown = ", ".join(sorted({s.policy for s in facts.segments if not (s.known or s.everything)}))
     model, layout = asked.model, asked.layout
     conditions = (
-        (unknown, f"{unknown}: no formula says which tensors such a policy keeps"),
-        (everything, "none: plain autodiff keeps more than the tensors that the papers count"),
+        (unknown, f"{unknown}: no formula covers the tensors that this policy keeps"),
+        (everything, "none: plain autodiff keeps more tensors than the papers count"),
         (
             platform == "cpu" and asked.precision.activation == 2 and not asked.precision.operand,
-            "the CPU widens 16-bit tensors to float32",
+            "the CPU stores 16-bit tensors as float32",
         ),
-        (asked.offload in ("params", "both"), "gradients: those of tables are made on the device, then go to the host"),
-        (layout.zero in (1, 2), "total: the formula has a full copy of the parameters, gathered once per step"),
+        (
+            asked.offload in ("params", "both"),
+            "gradients: gradients of tables are computed on the device before they move to the host",
+        ),
+        (layout.zero in (1, 2), "total: the formula includes a full copy of the parameters, gathered once per step"),
         (
             facts.skips_masked,
-            "FLOPs: the chunked kernel skips blocks above the diagonal, the formulas count them",
+            "FLOPs: the chunked kernel skips blocks above the diagonal, but the formulas count them",
         ),
-        (model.experts, "experts: rows are balanced over devices, tiles and buffers are as full as they can be"),
+        (model.experts, "experts: the formulas assume rows balanced over devices, and the fullest tiles and buffers"),
         (True, "parameters: formulas leave out norms, biases and learned positions"),
         (
             layout.stash and model.layers % (layout.pipeline * layout.interleave),
-            "state: every stage has as many rows of layers as the fullest, the formulas divide layers evenly",
+            "state: every stage allocates as many layers as the fullest stage, but the formulas divide layers evenly",
         ),
-        (layout.stash, "total: a stage has its input and output of a tick, and their gradients, besides"),
-        (True, "gradients: at the peak those of the layers still to come are not there yet"),
-        (True, "total: gathered parameters, kernels' workspace and the optimizer's temporaries have no formula"),
+        (layout.stash, "total: a stage also holds the input and output of a tick, and their gradients"),
+        (True, "gradients: at the peak, gradients of layers that are not yet reached do not exist"),
+        (True, "total: gathered parameters, workspace of kernels and temporaries of the optimizer have no formula"),
     )
     return tuple(note for holds, note in conditions if holds)
 
@@ -189,7 +202,8 @@ def _notes(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]
 
 
 class FormulaLine(NamedTuple):
-    """One figure of the compiler and of the formulas; None is no figure. `kind`: "bytes" (of one device) or "flops"."""
+    """One figure of the compiler and of the formulas, None if there is none. kind: "bytes" (on one device) or
+    "flops"."""
 
     title: str
     kind: str
@@ -198,19 +212,19 @@ class FormulaLine(NamedTuple):
 
     @property
     def gap(self) -> float | None:
-        """The compiler's figure less the formula's."""
+        """The compiler's figure minus the formula's."""
         return None if self.compiler is None or self.formula is None else self.compiler - self.formula
 
     @property
     def share(self) -> float | None:
-        """The gap as a share of the formula's figure; 0 if both figures are 0."""
+        """The gap / the formula's figure; 0 if both figures are 0."""
         return share(self.compiler, self.formula)
 
 
 def share(compiler: float | None, formula: float | None) -> float | None:
-    """Returns by how much the compiler's figure exceeds the formula's, as a share of the formula's figure.
+    """Returns the fraction by which the compiler's figure exceeds the formula's.
 
-    Infinite if only the formula's figure is 0; None if either has no figure.
+    The fraction is infinite if only the formula's figure is 0, and None if either figure is missing.
     """
     if compiler is None or formula is None:
         return None
@@ -226,10 +240,10 @@ def lines(
     flops: Mapping[str, float | None],
     host_bytes: int = 0,
 ) -> list[FormulaLine]:
-    """Returns a report's figures beside the formulas'.
+    """Returns a report's figures with the formulas' figures.
 
-    `peak_bytes`, `breakdown` and `host_bytes` come from the report; `flops` has `model_flops` and `hardware_flops` of
-    one call. Rows that only some steps have are left out if both figures are 0.
+    peak_bytes, breakdown, host_bytes: from the report. flops: `model_flops` and `hardware_flops` of one call. Optional
+    rows are left out if both of their figures are 0.
     """
     host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
     rows = [

@@ -1,11 +1,11 @@
-"""What layers keep and recompute under a policy that names tensors: from shapes alone, no compiler, no jax.
+"""Formulas for the tensors that layers keep and recompute under a policy that names tensors. Only shapes are needed.
 
-The walk starts at the tensors that the backward pass reads and goes to what each tensor is made from. It ends at kept
-tensors, which are the layer's residuals; the products on its way are the FLOPs of the recomputation. A name that the
-walk never reaches costs nothing, even if the policy keeps it.
+The walk starts at the tensors that the backward pass reads and follows each tensor to its inputs. It stops at kept
+tensors, which are the layer's residuals. The matrix products on its way are the FLOPs of the recomputation. A name
+that the walk does not reach costs nothing, even if the policy saves it.
 
-Left out: statistics of norms (two numbers per token), the FLOPs of recomputed adapters, the masks of their dropout, and
-everything outside the layers.
+Not included: statistics of norms (two numbers per token), the FLOPs of recomputed adapters, the masks of their
+dropout, and everything outside the layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bytescope.memory.formulas.model_facts import ModelFacts, RematSegment
 from bytescope.memory.formulas.model_shape import TARGETS, ModelShape, StepLayout, matrices
 from bytescope.memory.formulas.transformer_formulas import LayerTensor
 
-# Checkpoint name -> what it holds. Names outside the layers (embed, final_norm) are left out: no policy moves them.
+# Checkpoint name -> its tensor. Names outside the layers (embed, final_norm) are left out: no policy moves them.
 NAMED = {
     tensor.name: tensor
     for tensor in (
@@ -59,51 +59,55 @@ NAMED = {
 }
 
 
-class MadeFrom(NamedTuple):
-    """How a tensor is made. inputs: from which names; product: a key of `product_flops`, "" for elementwise work."""
+class TensorSource(NamedTuple):
+    """The operation that computes a tensor.
+
+    inputs: names of the tensors that it reads. product: its matrix product, a key of `product_flops`; "" for
+    elementwise operations.
+    """
 
     inputs: tuple[str, ...] = ()
     product: str = ""
 
 
-# The core by kernel. `kernel` is one run of a fused kernel, no tensor of its own.
+# The attention core of each kernel. `kernel` stands for one run of a fused kernel and is not a tensor.
 CORES = {
     "naive": {
-        "probs": MadeFrom(("q_rot", "k_rot"), "scores"),
-        "probs_mask": MadeFrom(),
-        "probs_dropped": MadeFrom(("probs", "probs_mask")),
-        "context": MadeFrom(("probs", "probs_dropped", "v"), "weighted"),
+        "probs": TensorSource(("q_rot", "k_rot"), "scores"),
+        "probs_mask": TensorSource(),
+        "probs_dropped": TensorSource(("probs", "probs_mask")),
+        "context": TensorSource(("probs", "probs_dropped", "v"), "weighted"),
     },
     "flash": {
-        "kernel": MadeFrom(("q_rot", "k_rot", "v"), "core"),
-        "context": MadeFrom(("kernel",)),
-        "lse": MadeFrom(("kernel",)),
+        "kernel": TensorSource(("q_rot", "k_rot", "v"), "core"),
+        "context": TensorSource(("kernel",)),
+        "lse": TensorSource(("kernel",)),
     },
 }
 LAYER = {
-    "attn_norm": MadeFrom(("block_in",)),
-    "q": MadeFrom(("attn_norm",), "q"),
-    "k": MadeFrom(("attn_norm",), "k"),
-    "v": MadeFrom(("attn_norm",), "v"),
-    "q_rot": MadeFrom(("q",)),
-    "k_rot": MadeFrom(("k",)),
-    "attn_out": MadeFrom(("context",), "o"),
-    "attn_out_mask": MadeFrom(),
-    "mid": MadeFrom(("block_in", "attn_out", "attn_out_mask")),
-    "mlp_norm": MadeFrom(("mid",)),
-    "gate": MadeFrom(("mlp_norm",), "gate"),
-    "up": MadeFrom(("mlp_norm",), "up"),
-    "act": MadeFrom(("gate", "up")),
-    "mlp_out": MadeFrom(("act",), "down"),
-    "mlp_out_mask": MadeFrom(),
-    "router_logits": MadeFrom(("mlp_norm",), "router"),
-    "dispatched": MadeFrom(("mlp_norm", "router_logits")),
-    "expert_gate": MadeFrom(("dispatched",), "experts"),
-    "expert_up": MadeFrom(("dispatched",), "experts"),
-    "expert_act": MadeFrom(("expert_gate", "expert_up", "router_logits")),
-    "combined": MadeFrom(("expert_act",), "experts"),
+    "attn_norm": TensorSource(("block_in",)),
+    "q": TensorSource(("attn_norm",), "q"),
+    "k": TensorSource(("attn_norm",), "k"),
+    "v": TensorSource(("attn_norm",), "v"),
+    "q_rot": TensorSource(("q",)),
+    "k_rot": TensorSource(("k",)),
+    "attn_out": TensorSource(("context",), "o"),
+    "attn_out_mask": TensorSource(),
+    "mid": TensorSource(("block_in", "attn_out", "attn_out_mask")),
+    "mlp_norm": TensorSource(("mid",)),
+    "gate": TensorSource(("mlp_norm",), "gate"),
+    "up": TensorSource(("mlp_norm",), "up"),
+    "act": TensorSource(("gate", "up")),
+    "mlp_out": TensorSource(("act",), "down"),
+    "mlp_out_mask": TensorSource(),
+    "router_logits": TensorSource(("mlp_norm",), "router"),
+    "dispatched": TensorSource(("mlp_norm", "router_logits")),
+    "expert_gate": TensorSource(("dispatched",), "experts"),
+    "expert_up": TensorSource(("dispatched",), "experts"),
+    "expert_act": TensorSource(("expert_gate", "expert_up", "router_logits")),
+    "combined": TensorSource(("expert_act",), "experts"),
     **{
-        f"lora_{target}": MadeFrom((name,))
+        f"lora_{target}": TensorSource((name,))
         for targets, name in (
             (("q", "k", "v"), "attn_norm"),
             (("o",), "context"),
@@ -113,59 +117,61 @@ LAYER = {
         for target in targets
     },
 }
-# Latent attention in the place of the same names. The latents are read by their norms and by products; `kv_down` is
-# the product that gives the latent of keys and values and the part of the keys that is rotated, no tensor of its own.
+# Latent attention: these rows replace rows of LAYER. Norms and matrix products read the latents. `kv_down` stands for
+# the matrix product that computes the latent of keys and values and the rotated part of the keys. It is not a tensor.
 LATENT = {
-    "q_latent": MadeFrom(("attn_norm",), "q_down"),
-    "kv_down": MadeFrom(("attn_norm",), "kv_down"),
-    "kv_latent": MadeFrom(("kv_down",)),
-    "k_rope": MadeFrom(("kv_down",)),
-    "q": MadeFrom(("q_latent",), "q_up"),
-    "k": MadeFrom(("kv_latent",), "k_up"),
-    "k_rot": MadeFrom(("k", "k_rope")),
-    "v": MadeFrom(("kv_latent",), "v_up"),
+    "q_latent": TensorSource(("attn_norm",), "q_down"),
+    "kv_down": TensorSource(("attn_norm",), "kv_down"),
+    "kv_latent": TensorSource(("kv_down",)),
+    "k_rope": TensorSource(("kv_down",)),
+    "q": TensorSource(("q_latent",), "q_up"),
+    "k": TensorSource(("kv_latent",), "k_up"),
+    "k_rot": TensorSource(("k", "k_rope")),
+    "v": TensorSource(("kv_latent",), "v_up"),
 }
-# Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear. A norm
-# reads its input: tensor -> the ModelShape field with which it is normed.
+# Intermediate tensors that no gradient reads, because rotations, sums and the second half of dropout are linear.
 UNREAD = frozenset(("q", "k", "kv_down", "k_rope", "attn_out", "mlp_out", "combined", "kernel"))
+# Tensors of UNREAD that are read if a norm follows -> the ModelShape field that enables the norm.
 NORMED = {"q": "qk_norm", "k": "qk_norm", "attn_out": "post_norms", "mlp_out": "post_norms", "combined": "post_norms"}
-# Kept for the gradients of these matrices alone, which frozen ones without an adapter do not have.
+# Tensor -> matrices whose gradients are its only readers. Frozen matrices without an adapter have no gradient.
 OPERANDS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up"), "act": ("down",)}
-# Names inside an MLP in tiles: none of them is kept.
+# Names inside an MLP that is computed in tiles of tokens: none of them is kept.
 TILED = frozenset(("mlp_norm", "gate", "up", "act", "mlp_out"))
-# A fused kernel outside of the checkpoint keeps what its own gradient reads.
+# A fused kernel outside the checkpoint keeps the tensors that its gradient reads.
 AROUND_KERNEL = ("q_rot", "k_rot", "v", "context", "lse")
 
 
 class RematWalk(NamedTuple):
-    """kept: names whose tensors live until the backward pass. recomputed: names and kernels that are recomputed."""
+    """The result of a walk. kept: names of tensors that live until the backward pass. recomputed: names of tensors and
+    kernels that are recomputed."""
 
     kept: frozenset[str]
     recomputed: frozenset[str]
 
 
 def walk(model: ModelShape, attention: str, save: Collection[str]) -> RematWalk:
-    """Returns what one layer under jax.checkpoint keeps and recomputes if the policy keeps the names `save`.
+    """Returns the tensors that one layer under jax.checkpoint keeps and recomputes. save: the names that the policy
+    saves.
 
-    The input of the block is always kept, since the loop over the layers carries it. attention: "naive" or "flash".
+    The input of the block is always kept, because the loop over the layers carries it. attention: "naive" or "flash".
     """
-    made = {name: row for name, row in _table(model, attention).items() if _exists(name, model)}
-    kept, recomputed, todo = set(), set(), ["block_in", *(name for name in made if _is_read(name, model))]
+    sources = {name: row for name, row in _table(model, attention).items() if _exists(name, model)}
+    kept, recomputed, todo = set(), set(), ["block_in", *(name for name in sources if _is_read(name, model))]
     while todo:
         name = todo.pop()
         if name == "block_in" or name in save:
             kept.add(name)
-        elif name not in recomputed and name in made:
+        elif name not in recomputed and name in sources:
             recomputed.add(name)
-            inputs = set(made[name].inputs)
+            inputs = set(sources[name].inputs)
             if name == "context" and model.dropout:
-                inputs.discard("probs")  # with dropout the context is made from the dropped probabilities
+                inputs.discard("probs")  # with dropout, the context is computed from the dropped probabilities
             todo += inputs
     return RematWalk(frozenset(kept), frozenset(recomputed))
 
 
-def _table(model: ModelShape, attention: str) -> dict[str, MadeFrom]:
-    """How each tensor of a layer is made."""
+def _table(model: ModelShape, attention: str) -> dict[str, TensorSource]:
+    """Returns name -> source for the tensors of a layer."""
     table = {**LAYER, **CORES[attention]}
     if model.latent:
         table |= LATENT
@@ -176,15 +182,18 @@ def _table(model: ModelShape, attention: str) -> dict[str, MadeFrom]:
 
 
 def _is_read(name: str, model: ModelShape) -> bool:
-    """Whether some gradient reads a tensor."""
+    """Returns whether any gradient reads a tensor."""
     if name in UNREAD:
         return name in NORMED and getattr(model, NORMED[name])
     return not (model.adapters and name in OPERANDS and adapted(model).keys().isdisjoint(OPERANDS[name]))
 
 
 def product_flops(model: ModelShape, sequence: int) -> dict[str, float]:
-    """Returns product -> FLOPs per token. Products with a matrix have its name; `core` is both products of attention,
-    `scores` and `weighted` are the two; `experts` is one product in all k experts of a token."""
+    """Returns matrix product -> FLOPs per token.
+
+    A product with a weight matrix has the name of the matrix. `scores` and `weighted` are the two products of
+    attention, and `core` is both together. `experts` is one product in all k experts of a token.
+    """
     scores, weighted = (2.0 * model.heads * width * sequence for width in (model.score_width, model.value_width))
     routed = model.experts.per_token * model.experts.width if model.experts else 0
     return {
@@ -198,14 +207,14 @@ def product_flops(model: ModelShape, sequence: int) -> dict[str, float]:
 
 
 def recomputed_flops(model: ModelShape, attention: str, names: Collection[str], sequence: int) -> float:
-    """FLOPs per token and layer of computing these names once more."""
+    """Returns the FLOPs per token and layer for computing these names once more."""
     table, flops = _table(model, attention), product_flops(model, sequence)
     return sum(flops.get(table[name].product, 0.0) for name in names)
 
 
 def tiles_flops(model: ModelShape, sequence: int) -> float:
-    """FLOPs per token and layer that an MLP in tiles recomputes: all its products; the last one only
-    if a norm reads its result."""
+    """Returns the FLOPs per token and layer that an MLP in tiles recomputes: all its matrix products. The last product
+    counts only if a norm reads its result."""
     names = ["up"]
     if model.gated:
         names.append("gate")
@@ -215,7 +224,7 @@ def tiles_flops(model: ModelShape, sequence: int) -> float:
 
 
 def forward_flops(model: ModelShape, attention: str, sequence: int) -> float:
-    """FLOPs per token and layer in the forward pass."""
+    """Returns the FLOPs per token and layer of the forward pass."""
     names = [name for name in _table(model, attention) if _exists(name, model)]
     return recomputed_flops(model, attention, names, sequence)
 
@@ -229,9 +238,11 @@ def bytes_of(
     itemsize: int,
     operand: float = 0.0,
 ) -> float:
-    """Bytes on a device of a layer's tensors of these names, for `tokens` tokens of sequences of `sequence`.
+    """Returns the bytes on a device of a layer's tensors with these names, for `tokens` tokens in sequences of
+    `sequence` tokens.
 
-    `itemsize`: bytes of an element of an activation; `operand`: of one kept for products alone, 0 for the same.
+    itemsize: bytes per element of an activation. operand: bytes per element of a tensor that is kept only for matrix
+    products, 0 for `itemsize`.
     """
     return sum(
         transformer_formulas.tensor_bytes(NAMED[name], model, layout, sequence, tokens, itemsize, operand)
@@ -241,7 +252,8 @@ def bytes_of(
 
 
 def _exists(name: str, model: ModelShape) -> bool:
-    """Whether a layer of this model makes the tensor; kernels, which have no row, always exist."""
+    """Returns whether a layer of this model has the tensor. Names that are not tensors, such as `kernel`, always
+    exist."""
     tensor = NAMED.get(name)
     return tensor is None or transformer_formulas.exists(tensor, model)
 
@@ -252,8 +264,10 @@ def _exists(name: str, model: ModelShape) -> bool:
 class RecomputedLayers(NamedTuple):
     """The layers of one kind in a segment.
 
-    device, host: bytes that they keep on the device and in host memory. recomputing: bytes that recomputing one layer
-    adds. flops: FLOPs per token that are recomputed.
+    Fields:
+        device, host: bytes of their residuals on the device and in host memory.
+        recomputing: additional bytes while one layer is recomputed.
+        flops: recomputed FLOPs per token.
     """
 
     device: float
@@ -265,10 +279,11 @@ class RecomputedLayers(NamedTuple):
 def layers_of(
     kind: ModelShape, asked: Question, batch: float, segment: RematSegment, facts: ModelFacts, platform: str
 ) -> RecomputedLayers | None:
-    """Returns what the layers of one kind keep and recompute in a segment; None if the policy has no formula.
+    """Returns the residuals and the recomputation of the layers of one kind in a segment; None if the policy has no
+    formula.
 
-    kind: a model of these layers only, one of `expert_formulas.by_kind`. batch: sequences of a device and micro-step,
-    a fraction if devices share a sequence. platform: of the target; "cpu" has no other memory to offload to.
+    kind: a model with only these layers, one of `expert_formulas.by_kind`. batch: sequences per device and micro-step,
+    a fraction if devices share a sequence. platform: the target's platform. On "cpu" nothing is offloaded.
     """
     layers, groups, precision = kind.layers, segment.groups, asked.precision
     in_flight = transformer_formulas.layers_in_flight(layers, asked.layout)
@@ -289,7 +304,7 @@ def layers_of(
     if not segment.known:
         return None
     save, offload = segment.save, segment.offload
-    # Names between two checkpoints of one block are kept, whatever the policy says.
+    # Tensors between two checkpoints of one block are always kept.
     between: frozenset[str] = frozenset()
     if facts.kernel_outside and "context" in save | offload:
         between = frozenset(AROUND_KERNEL)
@@ -315,6 +330,6 @@ def layers_of(
     flops = layers * recomputed_flops(kind, asked.attention, path.recomputed, asked.sequence)
     if groups <= 1:
         return RecomputedLayers(device * in_flight, host * layers, everything - device, flops)
-    # Chen et al. 2016 (arXiv 1604.06174): the inputs of all groups, and of the blocks of the group that is recomputed.
+    # Chen et al. 2016 (arXiv 1604.06174): the inputs of all groups, and of all blocks in the group being recomputed.
     flops += layers * forward_flops(kind, asked.attention, asked.sequence)
     return RecomputedLayers(device * (groups + layers / groups), 0.0, everything - device, flops)

@@ -1,7 +1,7 @@
-"""FLOPs of a training step by formula, over all devices: model FLOPs, and hardware FLOPs with the recomputation.
+"""Formulas for the FLOPs of a training step over all devices: model FLOPs, and hardware FLOPs including recomputation.
 
-Korthikanti et al. 2022 (arXiv 2205.05198), appendix A. In a mixture of experts only active parameters count (Fedus et
-al. 2021, arXiv 2101.03961): rows that pad tiles or capacity are no model FLOPs.
+Source: Korthikanti et al. 2022 (arXiv 2205.05198), appendix A. In a mixture of experts only active parameters count
+(Fedus et al. 2021, arXiv 2101.03961): rows that pad tiles or capacity do not count as model FLOPs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from bytescope.memory.formulas.transformer_formulas import layer_count
 
 
 def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:
-    """FLOPs of one iteration over `sequences`, forward and backward, nothing recomputed.
+    """Returns the FLOPs of one iteration over `sequences` sequences, forward and backward, without recomputation.
 
-    Each token takes 6 FLOPs per matrix parameter that it meets, and 12 a s per unit of a head's width. For GPT this is
-    72 B L s h^2 (1 + s/(6h) + v/(12hL)) (Korthikanti et al. 2022, appendix A). The masked half of the scores is
-    counted. Leaves out norms, softmax, activation functions, the embedding look-up and the optimizer.
+    Each token takes 6 FLOPs per matrix parameter that processes it, and 12 a s per unit of a head's width. For GPT
+    this is 72 B L s h^2 (1 + s/(6h) + v/(12hL)) (Korthikanti et al. 2022, appendix A). The masked half of the scores
+    is counted. Not included: norms, softmax, activation functions, the embedding look-up and the optimizer.
 
-    A frozen matrix has no gradient of its own: 4 FLOPs per parameter and token, and 6 per parameter of an adapter.
+    A frozen matrix has no weight gradient, so it takes 4 FLOPs per parameter and token. An adapter takes 6 per
+    parameter.
     """
     tokens, head = sequences * sequence, model.width * model.vocabulary
     forward = _layers_forward(model, sequence, sequences) + 2.0 * head * tokens
@@ -30,11 +31,12 @@ def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:
 
 
 def hardware_flops(model: ModelShape, sequence: int, sequences: float, recompute: str, tiled: bool = False) -> float:
-    """Model FLOPs plus the recomputed forward FLOPs: the core's 4 B L s^2 h for `selective`, all layers for `full`.
+    """Returns the model FLOPs plus the recomputed forward FLOPs: the core's 4 B L s^2 h for `selective`, all layers
+    for `full`.
 
-    tiled: the MLP is in tiles, which layers with experts do not have; all its products but the last one are recomputed,
-    whatever the policy. Leaves out that a layer's last product need not be repeated, and what FlashAttention repeats in
-    its own gradient.
+    tiled: whether the MLP is computed in tiles, which layers with experts do not do. All its matrix products except
+    the last are then recomputed under any policy. Not included: the last product of a layer need not be recomputed,
+    and FlashAttention recomputes scores in its gradient.
     """
     recomputed = {
         "none": 0.0,
@@ -49,11 +51,11 @@ def hardware_flops(model: ModelShape, sequence: int, sequences: float, recompute
 
 
 def published_selective_flops(model: ModelShape, sequence: int, sequences: float) -> float:
-    """Hardware FLOPs with selective recomputation as Korthikanti et al. 2022 print them, for their HFU column.
+    """Returns hardware FLOPs with selective recomputation as printed by Korthikanti et al. 2022, for their HFU column.
 
-    They replace s/(6h) by s/(3h), which adds 12 B L s^2 h: three times the core's forward pass. Only one core forward
-    pass is recomputed (s/(6h) would become 2s/(9h)), so HFU is overstated: by 1.4 points on the 22B model, by 0.5 on
-    the 1T model.
+    They replace s/(6h) with s/(3h), which adds 12 B L s^2 h: three times the core's forward pass. Only one core
+    forward pass is recomputed (s/(6h) would become 2s/(9h)), so their HFU is overstated: by 1.4 points for the 22B
+    model, by 0.5 points for the 1T model.
     """
     return model_flops(model, sequence, sequences) + 3 * _core_forward(model, sequence, sequences)
 
@@ -64,7 +66,7 @@ def _core_forward(model: ModelShape, sequence: int, sequences: float) -> float:
 
 
 def _active_matrices(model: ModelShape) -> int:
-    """Parameters of the matrices of all layers that one token meets."""
+    """Returns the parameters of the matrices of all layers that process one token."""
     count = sum(layer_count(kind) * kind.layers for kind in expert_formulas.by_kind(model))
     return count - expert_formulas.idle_count(model)
 
@@ -75,5 +77,6 @@ def _layers_forward(model: ModelShape, sequence: int, sequences: float) -> float
 
 
 def utilization(flops: float, seconds: float, devices: int, peak_flops: float) -> float:
-    """Share of the devices' peak (FLOP/s of one): MFU of model FLOPs, HFU of hardware FLOPs."""
+    """Returns FLOPs as a fraction of the devices' peak: MFU for model FLOPs, HFU for hardware FLOPs. peak_flops:
+    FLOP/s of one device."""
     return flops / (seconds * devices * peak_flops)

@@ -1,8 +1,8 @@
-"""Bytes of training state from the published formulas: parameters, gradients, optimizer, on a device and on its host.
+"""Formulas for training state: parameters, gradients and optimizer state, in bytes on a device and on its host.
 
-Plain arithmetic, no compiler, no jax; sizes are bytes on one device. Norms, biases and learned positions count as
-parameters like all others; temporaries of the update are left out. Callers pass rows for their precisions and
-optimizers; the rows of the papers are `MIXED` and `ADAM`.
+Plain arithmetic without a compiler or jax. Norms, biases and learned positions count as parameters like any other.
+Temporaries of the update are not included. Callers pass rows for their precisions and optimizers; `MIXED` and `ADAM`
+are the rows of the papers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ ALONE = StepLayout()
 
 
 class PrecisionBytes(NamedTuple):
-    """Bytes per parameter of each role, and bytes of an activation's element.
+    """Bytes per parameter of each role, and bytes per element of activations.
 
-    name: the caller's name of the row. master: a second copy of the parameters, in more bits. operand: bytes of an
-    element that is kept as a matmul operand, if it has fewer bits; 0 for the bytes of an activation's element.
+    Fields:
+        name: the caller's name of the row.
+        params, gradients: bytes per parameter and per gradient.
+        master: bytes per parameter of a second copy of the parameters with more bits, 0 if there is none.
+        state: bytes per number of optimizer state.
+        activation: bytes per element of an activation.
+        operand: bytes per element of a tensor that is kept as a matmul operand with fewer bits, 0 for `activation`.
     """
 
     name: str
@@ -32,7 +37,11 @@ class PrecisionBytes(NamedTuple):
 
 
 class OptimizerBytes(NamedTuple):
-    """The state of an optimizer. states: numbers per parameter; itemsize: bytes of a number, 0 for the precision's."""
+    """The state of an optimizer.
+
+    Fields:
+        states: numbers per parameter. itemsize: bytes per number, 0 for `PrecisionBytes.state`.
+    """
 
     name: str
     summary: str
@@ -44,8 +53,8 @@ class OptimizerBytes(NamedTuple):
 MIXED = PrecisionBytes("mixed", "16-bit parameters and gradients, float32 master copy", 2, 2, 4, 4, 2)
 ADAM = OptimizerBytes("adamw", "two moments (Kingma & Ba 2015, arXiv 1412.6980)", 2)
 
-# Stage of ZeRO -> roles that each data-parallel rank has a shard of (Rajbhandari et al. 2020, section 5). With Adam in
-# mixed precision, bytes per parameter over N ranks: 16; 4 + 12/N; 2 + 14/N; 16/N.
+# Stage of ZeRO -> roles that the data-parallel ranks shard (Rajbhandari et al. 2020, section 5). With Adam in mixed
+# precision, the bytes per parameter over N ranks are 16; 4 + 12/N; 2 + 14/N; 16/N.
 ZERO: dict[int, tuple[str, ...]] = {
     0: (),
     1: ("optimizer",),
@@ -54,8 +63,8 @@ ZERO: dict[int, tuple[str, ...]] = {
 }
 
 ROLES = {"params": ("params",), "gradients": ("gradients",), "optimizer": ("master", "moments")}
-# Parts in host memory. `master` is the only copy of the parameters if there is no narrower one. Gradients of parameters
-# in host memory go there too.
+# Offload setting -> parts in host memory. If there is no 16-bit copy of the parameters, `master` is their only copy.
+# Gradients of parameters in host memory are moved there too.
 OFFLOAD = {
     "none": (),
     "optimizer": ("moments",),
@@ -67,10 +76,10 @@ OFFLOAD = {
 def state_bytes_per_parameter(
     precision: PrecisionBytes = MIXED, optimizer: OptimizerBytes = ADAM, layout: StepLayout = ALONE, routed: float = 0.0
 ) -> dict[str, float]:
-    """Bytes per parameter of `params`, `gradients` and `optimizer` (master copy and moments) on a device; `routed`: the
-    share of routed experts in the parameters.
+    """Returns the bytes per parameter of `params`, `gradients` and `optimizer` (master copy and moments) on a device.
 
-    Tensor and pipeline parallelism shard all of it; norms, which stay replicated, are left out.
+    routed: the fraction of the parameters that is in routed experts. Tensor and pipeline parallelism shard all
+    parameters; replicated norms are not included.
     """
     each = parts_per_parameter(precision, optimizer, layout, routed)
     return {role: sum(each[part] for part in parts) for role, parts in ROLES.items()}
@@ -79,7 +88,10 @@ def state_bytes_per_parameter(
 def parts_per_parameter(
     precision: PrecisionBytes, optimizer: OptimizerBytes, layout: StepLayout, routed: float = 0.0
 ) -> dict[str, float]:
-    """Bytes per parameter on a device by part: `params`, `gradients`, `master` and `moments`; `routed` as above."""
+    """Returns part -> bytes per parameter on a device, for `params`, `gradients`, `master` and `moments`.
+
+    routed: the fraction of the parameters that is in routed experts.
+    """
     unsharded = {
         "params": precision.params,
         "gradients": precision.gradients,
@@ -88,9 +100,9 @@ def parts_per_parameter(
     }
     sizes = {}
     for role, parts in ROLES.items():
-        held = layout.held(role in ZERO[layout.zero], routed)
+        held_share = layout.held_share(role in ZERO[layout.zero], routed)
         for part in parts:
-            sizes[part] = unsharded[part] * held
+            sizes[part] = unsharded[part] * held_share
     return sizes
 
 
@@ -105,11 +117,12 @@ def state_bytes(
     fused: bool = False,
     routed: float = 0.0,
 ) -> dict[str, float]:
-    """Returns the bytes of each role on a device, and `host`: its bytes of state in host memory.
+    """Returns the bytes of each role on a device, and `host`, its bytes of state in host memory.
 
-    routed: the share of routed experts in the parameters. fused: each layer is updated in the backward pass (Lv et al.
-    2023, arXiv 2306.09782), so that at most the gradients of `at_once` parameters exist. offload: a row of OFFLOAD; the
-    copy on the device of the layer that is computed or updated is left out (Ren et al. 2021, arXiv 2101.06840).
+    parameters: number of parameters. routed: the fraction of them that is in routed experts. fused: whether each layer
+    is updated during the backward pass (Lv et al. 2023, arXiv 2306.09782), so that the gradients of at most `at_once`
+    parameters exist at the same time. offload: a key of OFFLOAD. The device copy of the layer that is being computed
+    or updated is not included (Ren et al. 2021, arXiv 2101.06840).
     """
     each = parts_per_parameter(precision, optimizer, layout, routed)
     sizes = {part: size * parameters for part, size in each.items()}
@@ -120,8 +133,8 @@ def state_bytes(
         in_host_memory = in_host_memory - {"master"} | {"params"}
     if fused:
         in_host_memory.discard("gradients")
-    found = {}
+    by_role = {}
     for role, parts in ROLES.items():
-        found[role] = sum(sizes[part] for part in parts if part not in in_host_memory)
-    found["host"] = sum(sizes[part] for part in sorted(in_host_memory))
-    return found
+        by_role[role] = sum(sizes[part] for part in parts if part not in in_host_memory)
+    by_role["host"] = sum(sizes[part] for part in sorted(in_host_memory))
+    return by_role

@@ -1,10 +1,10 @@
-"""Training memory and FLOPs from the published formulas: plain arithmetic, no compiler, no jax.
+"""Published formulas for the parameters and activations of a transformer: plain arithmetic without a compiler or jax.
 
-Sizes are bytes on one device, FLOPs are for all devices together. Symbols of the papers: s tokens of a sequence,
-b sequences of a micro-batch, h width, a heads, L layers, v vocabulary, t tensor parallel size, p pipeline stages.
+Sizes are bytes on one device. Symbols of the papers: s tokens per sequence, b sequences per micro-batch, h width, a
+heads, L layers, v vocabulary, t tensor-parallel size, p pipeline stages.
 
-Left out everywhere: workspace of kernels and collectives, fragmentation, the runtime's own share, gathered copies of
-sharded parameters, and what else a compiler fuses, merges or keeps. Those are what a report is for.
+Not included: workspace of kernels and collectives, fragmentation, memory of the runtime, gathered copies of sharded
+parameters, and other buffers that a compiler fuses, merges or keeps. A compiled report includes them.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, matric
 
 
 def parameter_count(model: ModelShape) -> int:
-    """Parameters of the matrices and embedding tables. Leaves out norms, biases and learned positions (about 0.1 %
-    together)."""
+    """Returns the number of parameters in matrices and embedding tables. Norms, biases and learned positions are not
+    included (about 0.1 % together)."""
     return sum(layer_count(kind) * kind.layers for kind in expert_formulas.by_kind(model)) + table_count(model)
 
 
 def active_count(model: ModelShape) -> int:
-    """Parameters that one token meets: those of `parameter_count` without the routed experts that it does not go to."""
+    """Returns the number of parameters that process one token: `parameter_count` without the experts to which it is
+    not routed."""
     return parameter_count(model) - expert_formulas.idle_count(model)
 
 
 def table_count(model: ModelShape) -> int:
-    """Parameters of the embedding tables, including an untied head."""
+    """Returns the parameters of the embedding tables, including an untied head."""
     return (1 if model.tied else 2) * model.vocabulary * model.width
 
 
 def layer_count(kind: ModelShape) -> int:
-    """Parameters of the matrices of one layer of a model whose layers are alike (see `expert_formulas.by_kind`)."""
+    """Returns the parameters of the matrices of one layer. kind: a model whose layers are all alike
+    (`expert_formulas.by_kind`)."""
     count = sum(rows * columns for rows, columns in matrices(kind).values())
     if kind.experts:
         count += expert_formulas.router_size(kind) + expert_formulas.expert_size(kind) * kind.experts.count
@@ -46,11 +48,16 @@ def layer_count(kind: ModelShape) -> int:
 class LayerTensor(NamedTuple):
     """One tensor that a layer keeps for its backward pass.
 
-    size: elements per token, a key of `token_sizes`. split: "tensor" is always sharded t ways, "sequence" only with
-    sequence parallelism, "" never. itemsize: bytes of an element, 0 for the itemsize of activations. core: part of the
-    attention core. only: the ModelShape field without which the tensor does not exist. operand: kept only for products,
-    in their dtype. tiled: if the MLP is in tiles, it exists for one tile of positions at a time. weights: the matrices
-    whose gradients read it, () if other gradients read it too.
+    Fields:
+        size: a key of `token_sizes`, which gives the elements per token.
+        split: "tensor" if the tensor is always sharded t ways, "sequence" if it is sharded only with sequence
+            parallelism, "" if it is never sharded.
+        itemsize: bytes per element, 0 for the itemsize of activations.
+        core: whether the tensor is part of the attention core.
+        only: name of the ModelShape field that must be set for the tensor to exist, "" if it always exists.
+        operand: whether the tensor is kept only as an operand of matrix products, in their dtype.
+        tiled: whether only one tile of tokens of the tensor exists at a time if the MLP is computed in tiles.
+        weights: the matrices whose gradients are the tensor's only readers, () if it has other readers.
     """
 
     name: str
@@ -64,15 +71,15 @@ class LayerTensor(NamedTuple):
     weights: tuple[str, ...] = ()
 
 
-# Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1: with dropout, a GELU MLP of 4h and 16-bit activations this
-# sums to sbh(34 + 5as/h): attention 11 and the core 5as/h, MLP 19, norms 4; split by t it is 10 + 24/t + 5as/(ht),
-# with sequence parallelism all of it by t. Grouped keys (Ainslie et al. 2023, arXiv 2305.13245) and the third matrix
-# of SwiGLU (Shazeer 2020, arXiv 2002.05202) follow from the shapes. Left out: statistics of norms (two numbers a
-# token) and whatever else plain autodiff keeps: 46.4 sbh in the place of 26.3 on the paper's 22B layer, under XLA.
-# The context is an operand too, but a fused core reads it unquantized in its own gradient. A frozen matrix has no
-# gradient, and the gradient of its input reads only the matrix: inputs are kept where one of `weights` has an adapter,
-# which reads them too and keeps r numbers a token besides (Hu et al. 2021, arXiv 2106.09685). Left out: dropout before
-# adapters.
+# Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1: with dropout, a GELU MLP of 4h and 16-bit activations, the
+# sum is sbh(34 + 5as/h): attention 11 and its core 5as/h, MLP 19, norms 4. Sharded by t it is 10 + 24/t + 5as/(ht);
+# with sequence parallelism all of it is divided by t. Grouped keys (Ainslie et al. 2023, arXiv 2305.13245) and the
+# third matrix of SwiGLU (Shazeer 2020, arXiv 2002.05202) follow from the shapes. Not included: statistics of norms
+# (two numbers per token) and other tensors that plain autodiff keeps: under XLA, 46.4 sbh instead of 26.3 on the
+# paper's 22B layer. The context is an operand too, but a fused core reads it unquantized in its gradient. A frozen
+# matrix has no gradient, and the gradient of its input reads only the matrix. So inputs are kept only if one of
+# `weights` has an adapter. The adapter reads them, and keeps r more numbers per token (Hu et al. 2021, arXiv
+# 2106.09685). Not included: dropout before adapters.
 LAYER = (
     LayerTensor("attention norm input", "width", "sequence"),
     LayerTensor("qkv input", "width", "sequence", operand=True, weights=("q", "k", "v")),
@@ -109,11 +116,11 @@ LAYER = (
 # FlashAttention (Dao et al. 2022, arXiv 2205.14135) keeps one float32 per query instead of the core.
 FLASH = LayerTensor("log of the softmax's denominator", "heads", "tensor", 4)
 
-# Full recomputation keeps only the block's input: 2 sbh, with sequence parallelism 2/t.
+# Full recomputation keeps only the block's input: 2 sbh, or 2 sbh/t with sequence parallelism.
 BLOCK_INPUT = LAYER[0]
 
-# Outside the layers, on the first stage (the paper's section 4.3): sbh/t (p + 4 + 4v/h), the last two for p = 1 only.
-# Logits in float32; their gradient is left out.
+# Outside the layers, on the first stage (section 4.3 of the paper): sbh/t (p + 4 + 4v/h); the last two terms exist only
+# for p = 1. Logits are in float32, and their gradient is not included.
 EMBEDDING_MASK = LayerTensor("embedding dropout mask", "width", "sequence", 1, only="dropout")
 HEAD = (LayerTensor("final norm input", "width", "sequence"), LayerTensor("head input", "width", "sequence"))
 LOGITS = LayerTensor("logits", "vocabulary", "tensor", 4)
@@ -126,12 +133,13 @@ RECOMPUTE = {
 ATTENTION = ("naive", "flash")
 
 
-# Sizes that count elements per row of the routed experts, not per token.
+# Sizes that are elements per row of the routed experts (one token for one expert), not per token.
 BY_ROW = ("routed", "routed_mlp")
 
 
 def token_sizes(model: ModelShape, sequence: int) -> dict[str, int]:
-    """Returns `LayerTensor.size` -> elements per token, for the sizes of BY_ROW elements per row."""
+    """Returns `LayerTensor.size` -> elements per token; for the sizes of BY_ROW, elements per row of the routed
+    experts."""
     experts, latent = model.experts, model.latent
     return {
         "width": model.width,
@@ -164,10 +172,10 @@ def tensor_bytes(
     itemsize: int,
     operand: float = 0.0,
 ) -> float:
-    """Returns the bytes of one tensor on a device for `tokens` tokens of sequences of `sequence` tokens.
+    """Returns the bytes of one tensor on a device, for `tokens` tokens in sequences of `sequence` tokens.
 
-    itemsize: bytes of an element of the activations; operand: of an element that is kept only for products, 0 for
-    `itemsize`.
+    itemsize: bytes per element of activations. operand: bytes per element of a tensor that is kept only for matrix
+    products, 0 for `itemsize`.
     """
     if not exists(tensor, model):
         return 0.0
@@ -184,7 +192,7 @@ def tensor_bytes(
 
 
 def exists(tensor: LayerTensor, model: ModelShape) -> bool:
-    """Whether a layer of this model computes a tensor and some gradient reads it."""
+    """Returns whether a layer of this model computes a tensor and some gradient reads it."""
     if tensor.only and not getattr(model, tensor.only):
         return False
     if tensor.size == "routed_mlp" and model.experts is None:
@@ -195,9 +203,11 @@ def exists(tensor: LayerTensor, model: ModelShape) -> bool:
 
 
 def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False) -> tuple[LayerTensor, ...]:
-    """Returns the tensors that a layer keeps. Under `flash` there is no core to recompute: `selective` equals `none`.
+    """Returns the tensors that a layer keeps. With `flash` there is no core to recompute, so `selective` equals
+    `none`.
 
-    tiled: the MLP is in tiles, which keep only their input, whatever the policy (Bekman et al. 2025, arXiv 2506.13996).
+    tiled: whether the MLP is computed in tiles, which keep only their input under any policy (Bekman et al. 2025,
+    arXiv 2506.13996).
     """
     if tiled:
         return tuple(tensor for tensor in kept_by_layer(recompute, attention) if not tensor.tiled)
@@ -220,8 +230,10 @@ def layer_bytes(
     operand: float = 0.0,
     tile: float = 0.0,
 ) -> float:
-    """Returns the bytes on a device that one layer keeps for the backward pass of one micro-batch; `tile`: tokens of a
-    tile of the MLP, 0 without tiles."""
+    """Returns the bytes on a device that one layer keeps for the backward pass of one micro-batch.
+
+    tile: number of tokens in a tile of the MLP, 0 without tiles.
+    """
     return sum(
         tensor_bytes(tensor, model, layout, sequence, sequence * batch, itemsize, operand)
         for tensor in kept_by_layer(recompute, attention, tile > 0)
@@ -231,18 +243,18 @@ def layer_bytes(
 def tile_bytes(
     model: ModelShape, layout: StepLayout, sequence: int, tokens: float, *, itemsize: int = 2, operand: float = 0.0
 ) -> float:
-    """Bytes on a device of the MLP's tensors for the `tokens` of one tile."""
+    """Returns the bytes on a device of the MLP's tensors for the `tokens` tokens of one tile."""
     return sum(
         tensor_bytes(tensor, model, layout, sequence, tokens, itemsize, operand) for tensor in LAYER if tensor.tiled
     )
 
 
 def layers_in_flight(layers: int, layout: StepLayout) -> float:
-    """Returns the number of layers whose activations the first pipeline stage holds, for one micro-batch each.
+    """Returns the number of layers, counted once per micro-batch, whose activations the first pipeline stage holds.
 
-    One-forward-one-backward holds p micro-batches of L/p layers, so L for any p; interleaving multiplies by
-    1 + (p-1)/(pm) (Korthikanti et al. 2022, section 4.2.3). Leaves out that later stages hold less. If one program runs
-    on all stages, its schedule (`layout.stash`) says what each stage holds.
+    One-forward-one-backward holds p micro-batches of L/p layers, which is L for any p. Interleaving multiplies this by
+    1 + (p-1)/(pm) (Korthikanti et al. 2022, section 4.2.3). Later stages hold less. If one program runs on all stages,
+    `layout.stash` determines the number.
     """
     if layout.stash:
         return layers * layout.stash
@@ -259,11 +271,11 @@ def outside_bytes(
     itemsize: int = 2,
     logit_tokens: int | None = None,
 ) -> float:
-    """Bytes on a device of embedding, final norm, head and logits (Korthikanti et al. 2022, section 4.3):
+    """Returns the bytes on a device of embedding, final norm, head and logits (Korthikanti et al. 2022, section 4.3):
     (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism.
 
-    logit_tokens: number of tokens that have logits at once, for losses in chunks; None for all. If one program runs on
-    all stages, the vocabulary is sharded over them, and embedding and loss hold one micro-batch.
+    logit_tokens: number of tokens whose logits exist at the same time, for losses computed in chunks; None for all. If
+    one program runs on all stages, the stages shard the vocabulary, and embedding and loss hold one micro-batch.
     """
     tokens = sequence * batch
     mask = tensor_bytes(EMBEDDING_MASK, model, layout, sequence, tokens, itemsize)
@@ -286,10 +298,10 @@ def recomputed_bytes(
     operand: float = 0.0,
     tile: float = 0.0,
 ) -> float:
-    """Returns the bytes on a device that recomputing one layer adds: what it keeps under `none`, less what it keeps
-    under `recompute`, and one tile.
+    """Returns the additional bytes on a device while one layer is recomputed: the tensors kept under `none`, minus the
+    tensors kept under `recompute`, plus one tile of the MLP.
 
-    The papers leave this out: they count what is alive at the end of the forward pass.
+    The papers do not include these bytes, because they count the tensors that are live at the end of the forward pass.
     """
     everything, kept = (
         layer_bytes(

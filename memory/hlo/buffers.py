@@ -1,6 +1,6 @@
-"""HloProto -> records: the compiled module, where its buffers were put, and the trace of its heap.
+"""Reads an HloProto into records: the compiled module, its buffer assignment, and its heap traces.
 
-Field numbers are those of XLA's hlo.proto. This module only reads; `memory.peak.buffer_rules` says what a buffer is.
+Field numbers are those of XLA's hlo.proto. This module only reads; `memory.peak.buffer_rules` classifies the buffers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from bytescope.memory.hlo.wire import Span, WireError
 
 @dataclasses.dataclass(slots=True)
 class LogicalBuffer:
-    """A value that needs memory: `size` bytes, defined by `instruction` at a tuple `index`, in memory space `color`."""
+    """A value that needs memory.
+
+    Fields:
+        id: the number of the buffer.
+        size: size in bytes.
+        instruction: id of the instruction that defines the value.
+        index: index in the instruction's result if that is a tuple, () otherwise.
+        color: memory space, 0 for the device's main memory.
+    """
 
     id: int = 0
     size: int = 0
@@ -27,7 +35,8 @@ class LogicalBuffer:
 
 @dataclasses.dataclass(slots=True)
 class Allocation:
-    """A contiguous range of `size` bytes that the runtime allocates. `assigned`: (logical buffer, offset, bytes)."""
+    """A contiguous range of `size` bytes that the runtime allocates. `assigned` lists (logical buffer, offset,
+    bytes)."""
 
     index: int = 0
     size: int = 0
@@ -43,30 +52,30 @@ class Allocation:
 
     @property
     def indefinite(self) -> bool:
-        """Whether it lives for the whole step: an argument, an output or a constant."""
+        """True if the allocation lives for the whole step: an argument, an output or a constant."""
         return self.entry_parameter or self.constant or self.live_out
 
 
-# Kind, buffer, (computation, instruction), and the buffer whose memory a SHARE takes.
+# An event of a heap trace: kind, buffer, (computation, instruction), and the buffer whose memory a SHARE uses.
 HeapEvent = tuple[int, int, tuple[str, str], int]
 
 
 @dataclasses.dataclass(slots=True)
 class HeapTrace:
-    """The heap simulation of one allocation."""
+    """The events of the heap simulation of one allocation."""
 
     allocation: int = 0
     events: list[HeapEvent] = dataclasses.field(default_factory=list)
 
 
 ALLOC, FREE, SHARE = 0, 1, 2
-# The color of an allocation in host memory; 0 is the device's main memory, other colors are memory on the chip.
+# The color of an allocation in host memory. Color 0 is the device's main memory; other colors are on-chip memory.
 HOST_COLOR = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HloProgram:
-    """Everything read from one HloProto; complete once `read` has returned it."""
+    """The content of one HloProto."""
 
     module: Module
     buffers: dict[int, LogicalBuffer] = dataclasses.field(default_factory=dict)
@@ -99,8 +108,8 @@ def read(data: bytes) -> HloProgram:
 
 
 def read_module(data: bytes, assignment: bytes = b"") -> HloProgram:
-    """Reads a HloModuleProto without an HloProto around it, and a BufferAssignmentProto if there is one, as jax's
-    Compiled returns them.
+    """Reads a HloModuleProto without an HloProto around it, and a BufferAssignmentProto if there is one. These are the
+    protos of jax's Compiled.
 
     Raises ReportError if the bytes are damaged or something else.
     """
@@ -116,7 +125,7 @@ def read_module(data: bytes, assignment: bytes = b"") -> HloProgram:
 
 
 def _assignment(data: bytes, span: Span, program: HloProgram) -> None:
-    """BufferAssignmentProto: logical_buffers 1, buffer_allocations 3, heap_simulator_traces 4."""
+    """Reads a BufferAssignmentProto: logical_buffers 1, buffer_allocations 3, heap_simulator_traces 4."""
     for field, value in wire.fields(data, span):
         if field == 1:
             buffer = _buffer(data, wire.message(value))
@@ -130,7 +139,7 @@ def _assignment(data: bytes, span: Span, program: HloProgram) -> None:
 def _size(value: wire.Value) -> int:
     size = wire.signed(wire.number(value))
     if size < 0:
-        raise WireError(f"a buffer of {size} bytes")
+        raise WireError(f"a buffer has {size} bytes, which is not valid")
     return size
 
 
@@ -173,10 +182,10 @@ def _allocation(data: bytes, span: Span) -> Allocation:
 
 
 def _assigned(data: bytes, span: Span) -> tuple[int, int, int]:
-    found = {1: 0, 2: 0, 3: 0}
+    values = {1: 0, 2: 0, 3: 0}
     for field, value in wire.fields(data, span):
-        found[field] = _size(value) if field in (2, 3) else wire.number(value)
-    return found[1], found[2], found[3]
+        values[field] = _size(value) if field in (2, 3) else wire.number(value)
+    return values[1], values[2], values[3]
 
 
 def _trace(data: bytes, span: Span) -> HeapTrace:

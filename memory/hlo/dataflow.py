@@ -1,8 +1,9 @@
-"""Follows values back to their origins and on to their users, through tuples, copies, calls and loops of a module.
+"""Follows values back to their origins and forward to their users, through tuples, copies, calls and loops of a
+module.
 
-A stacked residual of a scan is, to the buffer assignment, an output of a `while` whose initial value is an
-anonymous broadcast of zeros. `Flow.origin` walks from it through the loop's body to the dynamic-update-slice
-that fills it, and on to what is written there.
+In the buffer assignment, a stacked residual of a scan is an output of a `while` loop, whose initial value is an
+anonymous broadcast of zeros. `Flow.origin` walks from this output through the loop's body to the dynamic-update-slice
+that fills the stack, and on to the value that is written.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, Index
 
-# Operations whose result has the values of their first operand, in another location, layout or dtype.
+# Operations whose result has the values of the first operand in another location, layout or dtype.
 _PASSING = frozenset(
     (
         "bitcast",
@@ -48,11 +49,12 @@ class ValueOrigin:
     """The origin of a value.
 
     Fields:
-        instruction: the operation that computed it, None if the walk found none.
+        instruction: the operation that computed the value, None if the walk found none.
         chain: named instructions between the value and its origin, nearest to the value first.
         stack: the dynamic-update-slice that fills a stacked value, None if the value is not stacked.
-        looped: the value is the state of a loop.
-        carried: the stacked values are the state of the loop before its body: the inputs of the blocks.
+        looped: whether the value is the state of a loop.
+        carried: whether the stacked values are the state of the loop before its body, which are the inputs of the
+            blocks.
     """
 
     instruction: Instruction | None
@@ -63,7 +65,7 @@ class ValueOrigin:
 
 
 class Flow:
-    """The value flow of one module; results are remembered."""
+    """The data flow of one module. Results are cached."""
 
     def __init__(self, module: Module):
         self.module = module
@@ -117,10 +119,10 @@ class Flow:
             inside = opcode == "parameter"
             if opcode == "dynamic-update-slice" and stack is None:
                 stack, after = instruction, (self.module.operand(instruction, 1), index)
-                chain.clear()  # the names so far are of the write into the stack, not of the written value
+                chain.clear()  # the names so far belong to the write into the stack, not to the written value
             else:
                 after = self._step(instruction, index, seen)
-            # Control flow has the names of the whole loop, not of the value.
+            # Control flow is named after the whole loop, not after the value.
             if opcode not in ("while", "tuple", "get-tuple-element", "parameter", "dynamic-update-slice"):
                 chain.append(instruction)
             if after is None:
@@ -155,7 +157,8 @@ class Flow:
     def _argument(
         self, parameter: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        """Returns the value that is passed for a computation's parameter; None for a parameter of the entry."""
+        """Returns the value that is passed for a computation's parameter; None for a parameter of the entry
+        computation."""
         callers = self.callers.get(parameter.computation)
         if not callers:
             return None
@@ -171,8 +174,8 @@ class Flow:
         return self.module.operand(caller, parameter.parameter), index
 
     def dependent(self, sources: set[int]) -> set[int]:
-        """Returns the ids of the instructions that depend on `sources`, directly or not."""
-        found: set[int] = set()
+        """Returns the ids of the instructions that depend on `sources`, directly or indirectly."""
+        dependents: set[int] = set()
         pending = list(sources)
         while pending:
             id = pending.pop()
@@ -183,14 +186,14 @@ class Flow:
             computation = self.module.computations.get(instruction.computation)
             if computation and computation.root == id:
                 reached += [caller.id for caller in self.callers.get(computation.id, ())]
-            if id in found:  # computations that a dependent instruction calls depend as well
+            if id in dependents:  # computations that a dependent instruction calls are dependent too
                 for called in instruction.called:
                     inner = self.module.computations.get(called)
                     reached += inner.parameters.values() if inner else ()
-            fresh = [other for other in reached if other not in found]
-            found.update(fresh)
+            fresh = [other for other in reached if other not in dependents]
+            dependents.update(fresh)
             pending += fresh
-        return found
+        return dependents
 
     def makers(self, instruction: Instruction | None, index: Index = ()) -> Iterator[Instruction]:
         """Yields the instructions that made a value, the one with the most specific name first."""
@@ -202,7 +205,8 @@ class Flow:
             yield instruction
 
     def ancestors(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
-        """Yields the instructions that a value is computed from, nearest first; leaves fusions but not loop bodies."""
+        """Yields the instructions from which a value is computed, nearest first, at most `limit`. The walk leaves
+        fusions but not loop bodies."""
         pending, seen = [instruction], {instruction.id}
         while pending and len(seen) < limit:
             for operand in self._inputs(pending.pop(0)):
@@ -212,20 +216,21 @@ class Flow:
                     yield operand
 
     def _inputs(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the operands of an instruction; none for a tuple, since the element is not known."""
+        """Returns the operands of an instruction; [] for a tuple, because the element is not known."""
         if instruction.opcode in ("tuple", "while", "conditional"):
             return []
         if instruction.opcode == "parameter":
             callers = [caller for caller in self.callers.get(instruction.computation, ()) if caller.opcode in _CALLING]
-            found = [self.module.operand(caller, instruction.parameter) for caller in callers[:1]]
+            inputs = [self.module.operand(caller, instruction.parameter) for caller in callers[:1]]
         else:
-            found = [self.module.instructions.get(id) for id in instruction.operands]
+            inputs = [self.module.instructions.get(id) for id in instruction.operands]
             if instruction.opcode in _CALLING and instruction.called:
-                found.insert(0, self.module.root(instruction.called[0]))
-        return [one for one in found if one is not None]
+                inputs.insert(0, self.module.root(instruction.called[0]))
+        return [one for one in inputs if one is not None]
 
     def readers(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
-        """Yields the instructions that read a value, directly or through the results of others, nearest first."""
+        """Yields the instructions that read a value, directly or through the results of other readers, nearest first,
+        at most `limit`."""
         pending, seen = [instruction.id], {instruction.id}
         while pending and len(seen) < limit:
             for user in self.users.get(pending.pop(0), ()):
@@ -235,7 +240,7 @@ class Flow:
                     yield user
 
     def shape(self, instruction: Instruction, index: Index = ()) -> HloShape:
-        """Returns the shape of the value at `index`."""
+        """Returns the shape of the value at `index` of an instruction's result."""
         return self.module.shape(instruction).leaf(index)
 
 
@@ -245,7 +250,8 @@ def is_collective(opcode: str) -> bool:
 
 
 def flatten(module: Module) -> dict[int, int]:
-    """Returns instruction id -> its position in one order of execution of the whole module, with loop bodies once.
+    """Returns instruction id -> its position in one execution order of the whole module, in which each loop body
+    occurs once.
 
     Computations without a schedule are in dependency order.
     """

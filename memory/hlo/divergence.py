@@ -38,8 +38,11 @@ _MAX_TABLE = 65536
 class SkippedCollective:
     """A collective that some of its devices do not execute, so that the others wait forever.
 
-    control: the loop or conditional that contains it. links: its groups of devices that exchange data. waits: a set of
-    devices all of which must execute it, and some do not. op_name: JAX's name of the collective.
+    Fields:
+        control: the loop or conditional that contains the collective.
+        links: the collective's groups of devices that exchange data.
+        waits: a set of devices that must all execute the collective, although some do not.
+        op_name: JAX's name of the collective.
     """
 
     instruction: Instruction
@@ -55,8 +58,10 @@ def skipped_collectives(
     """Yields each collective that may be skipped by some of the devices that it waits for.
 
     Args:
-      axes, parameters: the mesh, and the layout of each entry parameter on it, by parameter number (`mesh.match`).
-      platform: the devices' platform, such as "cpu". processes: the process index of each device.
+        axes: the mesh axes with their sizes.
+        parameters: number of an entry parameter -> its layout on the mesh (`mesh.match`).
+        platform: the platform of the devices, such as "cpu".
+        processes: the process index of each device.
     """
     agreement = _Agreement(module, axes, parameters)
     controls: dict[int, list[Instruction]] = {}
@@ -73,7 +78,7 @@ def skipped_collectives(
                 waits[key] = links, _waits(kind, links, platform, processes)
             links, groups = waits[key]
             for control in _controls(module, agreement.callers, computation.id, controls):
-                labels = agreement.of_condition(control)
+                labels = agreement.condition_labels(control)
                 apart = next((group for group in groups if len(set(labels[group].tolist())) > 1), None)
                 if apart is not None:
                     op_name = module.metadata(instruction).op_name
@@ -123,9 +128,11 @@ def _controls(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Value:
-    """Knowledge about one value of the program: devices with equal `labels` [devices] hold equal values.
+    """Knowledge about one value of the program: devices with equal entries in `labels` [devices] hold equal values.
 
-    exact: whether the labels are the value itself, an integer. table: the elements of a constant list of integers.
+    Fields:
+        exact: whether the labels are the value itself, an integer.
+        table: the elements of a constant list of integers.
     """
 
     labels: np.ndarray
@@ -134,11 +141,10 @@ class _Value:
 
     @functools.cached_property
     def uniform(self) -> bool:
-        """Returns whether all devices hold the same value."""
+        """True if all devices hold the same value."""
         return bool((self.labels == self.labels[0]).all())
 
     def same(self, other: _Value | None) -> bool:
-        """Returns whether all fields are equal."""
         return (
             other is not None
             and self.exact == other.exact
@@ -148,7 +154,7 @@ class _Value:
 
 
 def _join(values: Sequence[_Value]) -> _Value:
-    """Returns what is known about the result of any function of these values."""
+    """Returns the knowledge about the result of any function of these values."""
     apart = [value.labels for value in values if not value.uniform]
     if not apart:
         return _Value(np.zeros(len(values[0].labels), np.int64))
@@ -162,7 +168,7 @@ def _numbered(labels: np.ndarray) -> np.ndarray:
 
 
 def _either(values: Sequence[_Value]) -> _Value:
-    """Returns what is known about a value that is one of `values`, the same one on all devices."""
+    """Returns the knowledge about a value that is one of `values`, the same one on all devices."""
     first = values[0]
     return first if all(value is first or value.same(first) for value in values) else _join(values)
 
@@ -207,9 +213,10 @@ _PASSING = frozenset(
 
 
 class _Agreement:
-    """Derives which devices are certain to hold equal values, for all values that loop and branch conditions depend on.
+    """Derives which devices are certain to hold equal values, for all values on which loop and branch conditions
+    depend.
 
-    Iterates to a fixed point: each value begins as unknown, and is recomputed when a value that it depends on changes.
+    Iterates to a fixed point: each value begins as unknown, and is recomputed if a value that it depends on changes.
     """
 
     def __init__(self, module: Module, axes: Axes, parameters: Mapping[int, ArgumentLayout]):
@@ -225,9 +232,9 @@ class _Agreement:
         self._uniform = _Value(np.zeros(module.devices, np.int64))
         self._distinct = _Value(np.arange(module.devices))
 
-    def of_condition(self, control: Instruction) -> np.ndarray:
-        """Returns labels [devices] for the condition of a loop or a conditional: devices with equal labels run the same
-        number of iterations, or take the same branch."""
+    def condition_labels(self, control: Instruction) -> np.ndarray:
+        """Returns labels [devices] for the condition of a loop or a conditional: devices with equal labels run the
+        same number of iterations, or take the same branch."""
         condition = self._condition(control)
         if condition is None:
             return self._uniform.labels
@@ -253,8 +260,8 @@ class _Agreement:
         return self._module.operand(control, 0)
 
     def _get(self, instruction: Instruction | None, index: Index = ()) -> _Value | None:
-        """Returns what is known about a value so far, None if nothing; schedules the value if it is new, and registers
-        the value that is being computed as its reader."""
+        """Returns the knowledge about a value so far; None if nothing is known. Schedules a new value for computation,
+        and registers the value that is being computed as its reader."""
         if instruction is None:
             return self._uniform
         node = (instruction.id, index)
@@ -304,8 +311,8 @@ class _Agreement:
         return self._arithmetic(instruction, operands) or _join(operands or [self._uniform])
 
     def _loop(self, loop: Instruction, index: Index) -> _Value | None:
-        """Returns what is known about a value that a loop carries: it is the initial value or the value after some
-        iteration, and the number of iterations decides which."""
+        """Returns the knowledge about a value that a loop carries. The value is the initial value or the value after
+        some iteration, depending on the number of iterations."""
         first, root = self._module.operand(loop, 0), self._module.root(loop.called[0]) if loop.called else None
         if index and root is not None and self._is_carried_unchanged(root, index[0]):
             return self._get(first, index)
@@ -316,7 +323,6 @@ class _Agreement:
         return value if condition is None or condition.uniform else _join((value, condition))
 
     def _is_carried_unchanged(self, root: Instruction, at: int) -> bool:
-        """Returns whether a loop's body returns element `at` of its parameter unchanged."""
         value = self._module.operand(root, at) if root.opcode == "tuple" else None
         while value is not None and value.opcode in ("copy", "bitcast"):
             value = self._module.operand(value, 0)
@@ -326,9 +332,11 @@ class _Agreement:
         return source is not None and source.opcode == "parameter"
 
     def _parameter(self, parameter: Instruction, index: Index) -> _Value | None:
-        """Returns which devices hold equal values of a parameter, by what its callers pass. For a parameter of the
-        entry computation, values differ along the mesh axes over which it is sharded; without a sharding, all devices
-        are assumed to hold the same value."""
+        """Returns the knowledge about a parameter from the values that its callers pass.
+
+        Values of the entry computation's parameters differ along the mesh axes over which they are sharded. Without a
+        sharding, all devices are assumed to hold the same value.
+        """
         module, callers = self._module, self.callers.get(parameter.computation, ())
         if not callers:
             layout = self._parameters.get(parameter.parameter)
@@ -346,7 +354,7 @@ class _Agreement:
                 passed.append(self._get(module.operand(caller, caller.called.index(parameter.computation) + 1), index))
             elif caller.opcode in ("fusion", "call", "async-start"):
                 passed.append(self._get(module.operand(caller, parameter.parameter), index))
-            else:  # a reduction or a sort passes pairs of elements
+            else:  # the callers are reductions or sorts, which pass pairs of elements
                 passed += [self._get(module.instructions.get(operand)) for operand in caller.operands]
         known = [value for value in passed if value]
         return _either(known) if known else None
@@ -369,7 +377,7 @@ class _Agreement:
         return _Value(np.full(self._module.devices, numbers[0]), exact=True)
 
     def _arithmetic(self, instruction: Instruction, operands: Sequence[_Value]) -> _Value | None:
-        """Returns the exact result of an operation on exact integers; None if it is not known exactly."""
+        """Returns the exact result of an operation on exact integers; None if the result is not known exactly."""
         opcode = instruction.opcode
         if opcode in _PASSING and len(operands) == 1:
             return operands[0]
@@ -383,8 +391,8 @@ class _Agreement:
         return _Value(function(*(value.labels for value in operands)), exact=True)
 
     def _collective(self, kind: str, instruction: Instruction, operand: _Value) -> _Value:
-        """Returns what is known about a collective's result: devices of a group get the same result or one part each;
-        the target of a permute gets its source's value."""
+        """Returns the knowledge about a collective's result. Devices of a group get the same result or one part each;
+        the target of a permute gets the value of its source."""
         groups = groups_of(self._module.data, instruction.span, self._module.devices)
         keys: list[object] = [None] * self._module.devices
         for group in groups:

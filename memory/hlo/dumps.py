@@ -1,4 +1,5 @@
-"""Reads XLA's dumps: a proto, gzipped or not, or the largest of a folder; and finds which platform compiled a proto."""
+"""Reads XLA's dumps (a proto, gzipped or not, or the largest proto of a folder), and detects the platform of a
+proto."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import wire
 from bytescope.memory.units import human
 
-# Larger messages are no protobufs.
+# Maximum size of a protobuf message in bytes.
 _MAX_PROTO = 2**31
-_PIECE = 2**20  # bytes read from gzip at a time: Python's reader allocates the whole size that it is asked for
+_PIECE = 2**20  # Bytes to read from gzip at a time, because Python's reader allocates the full requested size.
 _GZIP = b"\x1f\x8b"
 _REMEDY = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' dumps the protos, *after_optimizations.hlo.pb"
 _ENDS = ("hlo.pb", "hlo.pb.gz")
-# The first line of HLO and StableHLO as text, after comments.
+# Matches the first line of HLO or StableHLO text, after comments.
 _TEXT = re.compile(rb"\s*(//[^\n]*\n\s*)*(HloModule\s|module\b[^\n]*\{|module @|#\w+ = )")
 _LISTED = 6
-# Text that only one platform's compiler writes into a module: keys of its backend configs, attributes, call targets.
+# Texts by which a module shows the platform of its compiler: keys of backend configs, attributes, call targets.
 _MARKS = (
     ("gpu", (b'"operation_queue_id":', b"fingerprint_before_lhs", b"__cublas$", b"__cudnn$")),
     ("tpu", (b'"flag_configs":', b'"scoped_memory_configs":', b"tpu_custom_call")),
@@ -31,24 +32,29 @@ _MARKS = (
 
 
 class Dump(NamedTuple):
-    """A serialized HloProto, and notes about the file that it came from."""
+    """A serialized HloProto, and notes about the file that contained it."""
 
     proto: bytes
     notes: tuple[str, ...] = ()
 
 
 def read(path: Path) -> Dump:
-    """Returns the proto of a file; for a folder, the proto whose buffers take the most bytes, and a note of the others.
+    """Returns the proto of a file. For a folder, returns the proto whose buffers take the most bytes, and a note about
+    the others.
 
     Raises ReportError if there is no such file, it cannot be read, or it is HLO as text.
     """
-    if _TEXT.match(str(path)[:4096].encode(errors="replace")):  # the text of `Compiled.as_text` instead of a path
-        raise ReportError(f"the text of a program has no buffers: give the Compiled or Lowered itself; {_REMEDY}")
+    # The caller may pass the text of `Compiled.as_text` instead of a path.
+    if _TEXT.match(str(path)[:4096].encode(errors="replace")):
+        raise ReportError(
+            f"this is a program as text, which has no buffers: give the Compiled or Lowered object; {_REMEDY}"
+        )
     return _read_largest(path) if path.is_dir() else Dump(_read_file(path))
 
 
 def unpacked(data: bytes, name: str = "the program") -> bytes:
-    """Returns the bytes of a proto, decompressed if they are gzip. Raises ReportError for damaged gzip and for text."""
+    """Returns the bytes of a proto, decompressed if they are gzip. Raises ReportError for damaged gzip and for
+    text."""
     if data[:2] == _GZIP:
         try:
             with gzip.open(io.BytesIO(data)) as packed:
@@ -67,7 +73,7 @@ def unpacked(data: bytes, name: str = "the program") -> bytes:
 
 
 def platform_of(proto: bytes) -> str:
-    """Returns the platform whose compiler wrote a proto: "gpu", "tpu" or "cpu"; "" if it is not known."""
+    """Returns the platform whose compiler wrote a proto: "gpu", "tpu" or "cpu"; "" if unknown."""
     for platform, marks in _MARKS:
         if any(mark in proto for mark in marks):
             return platform
@@ -99,7 +105,7 @@ def _read_file(path: Path) -> bytes:
 
 
 def _read_largest(folder: Path) -> Dump:
-    """Returns the program of a folder whose buffers take the most bytes."""
+    """Returns the proto of a folder whose buffers take the most bytes."""
     try:
         paths = [path for path in sorted(folder.glob("*after_optimizations*")) if path.name.endswith(_ENDS)]
     except OSError as error:

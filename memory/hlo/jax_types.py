@@ -1,4 +1,4 @@
-"""The parts of jax's devices and stages that this package uses, as protocols.
+"""Protocols for the parts of jax's devices and stages that this package uses.
 
 jax declares no types for its devices, and other libraries wrap its stages in their own classes.
 """
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class JaxDevice(Protocol):
-    """A device, as `jax.Device`; `coords` is of TPUs only, `memory_stats()` is None for CPUs."""
+    """A device, like `jax.Device`. Only TPUs have `coords`, and `memory_stats()` is None for CPUs."""
 
     @property
     def id(self) -> int: ...
@@ -39,7 +39,7 @@ class JaxDevice(Protocol):
 
 
 class CompiledStage(Protocol):
-    """An executable with its arguments, as `jax.stages.Compiled`."""
+    """An executable with its arguments, like `jax.stages.Compiled`."""
 
     @property
     def args_info(self) -> Any: ...
@@ -55,7 +55,7 @@ class CompiledStage(Protocol):
 
 
 class LoweredStage(Protocol):
-    """A program in StableHLO, as `jax.stages.Lowered`."""
+    """A program in StableHLO, like `jax.stages.Lowered`."""
 
     @property
     def args_info(self) -> Any: ...
@@ -69,7 +69,7 @@ class LoweredStage(Protocol):
 
 
 class TracedStage(Protocol):
-    """A traced function, as `jax.stages.Traced`."""
+    """A traced function, like `jax.stages.Traced`."""
 
     @property
     def jaxpr(self) -> Any: ...
@@ -86,7 +86,7 @@ class TracedStage(Protocol):
     @property
     def fun_name(self) -> str: ...
 
-    # Private in jax: the parameters of the jit equation, and the types of the arguments' leaves with their shardings.
+    # Private in jax: the parameters of the jit equation, and the types and shardings of the arguments' leaves.
     @property
     def _params(self) -> dict[str, Any]: ...
 

@@ -1,4 +1,4 @@
-"""Trip counts of the loops of a compiled module, and the settings that backends write on instructions."""
+"""Reads the trip counts of loops in a compiled module, and the settings that backends write on instructions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.module import Instruction, Module
 
-# A program annotates a loop whose number of iterations varies by the scope around it (jax.named_scope). In the scope
-# `turns_8_mean_64_56` the loop runs at most 8 iterations, and 64/56 on average over devices and runs. In the scope
-# `ticks_full_11` its iterations take the time of 11 full ones.
-MOST_TURNS = re.compile(r"(?:^|/)turns_(\d+)_mean_\d+_\d+/while$")
+# A program can annotate a loop whose number of iterations varies, by a scope around the loop (jax.named_scope). In the
+# scope `turns_8_mean_64_56`, the loop runs at most 8 iterations, and 64/56 on average over devices and runs. In the
+# scope `ticks_full_11`, all iterations together take the time of 11 full iterations.
+MAX_TURNS = re.compile(r"(?:^|/)turns_(\d+)_mean_\d+_\d+/while$")
 FULL_TICKS = re.compile(r"(?:^|/)ticks_full_(\d+)/while$")
 MEAN_TURNS = re.compile(r"(?:^|/)turns_\d+_mean_(\d+)_(\d+)$")
 
 
 def runs(module: Module) -> dict[int, int]:
-    """Returns computation -> number of runs in one step. Nested loops multiply; every branch counts as taken.
+    """Returns computation id -> number of runs in one step. Nested loops multiply, and every branch counts as taken.
 
-    A loop of unknown trip count counts once.
+    A loop without a known trip count counts once.
     """
     counts = {module.entry: 1}
     for computation in _callers_first(module):
@@ -34,7 +34,7 @@ def runs(module: Module) -> dict[int, int]:
 
 
 def _callers_first(module: Module) -> list[int]:
-    """Returns the computations that the entry reaches, each after all its callers."""
+    """Returns the computations that the entry computation reaches, each after all of its callers."""
     order: list[int] = []
     done: set[int] = set()
     pending = [(module.entry, False)]
@@ -51,19 +51,19 @@ def _callers_first(module: Module) -> list[int]:
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
-    """Returns the number of iterations of a while loop, the maximum if it varies; None if it is not known.
+    """Returns the number of iterations of a while loop, or the maximum if the number varies; None if it is unknown.
 
-    The program's annotation (MOST_TURNS) comes first, then XLA's `known_trip_count`, then the constant in the loop's
-    condition, if it is a single "less than" comparison of a counter from zero.
+    Tried in this order: the program's annotation (MAX_TURNS), XLA's `known_trip_count`, and the constant in the loop's
+    condition if that is a single "less than" comparison of a counter that starts at zero.
     """
-    annotated = MOST_TURNS.search(module.metadata(loop).op_name)
+    annotated = MAX_TURNS.search(module.metadata(loop).op_name)
     if annotated:
         return int(annotated[1])
     known = backend_config(module, loop).get("known_trip_count")
     if isinstance(known, dict) and str(known.get("n", "")).isdigit():
         return int(known["n"])
     conditions = loop.called[1:2]
-    found: list[int] = []
+    constants: list[int] = []
     less = False
     seen: set[int] = set()
     while conditions:
@@ -75,24 +75,24 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
             instruction = module.instructions[id]
             conditions += instruction.called
             if instruction.opcode == "constant":
-                found += _integer(module, instruction)
+                constants += _integer(module, instruction)
             elif instruction.opcode == "compare":
                 less |= any(
                     field == 63 and wire.text(module.data, value) == "LT"
                     for field, value in wire.fields(module.data, instruction.span)
                 )
-    return found[0] if less and len(found) == 1 and found[0] > 0 else None
+    return constants[0] if less and len(constants) == 1 and constants[0] > 0 else None
 
 
 def full_turns(module: Module, loop: Instruction) -> int | None:
-    """Returns the number of full iterations that take the loop's time, if the program annotates it (FULL_TICKS);
-    otherwise `trip_count`."""
+    """Returns the number of full iterations that take the same time as the loop, if the program annotates it
+    (FULL_TICKS); otherwise returns `trip_count`."""
     annotated = FULL_TICKS.search(module.metadata(loop).op_name)
     return int(annotated[1]) if annotated else trip_count(module, loop)
 
 
 def _integer(module: Module, constant: Instruction) -> list[int]:
-    """The value of a scalar integer constant: literal 8 {s32s 4, s64s 5, u32s 6, u64s 7}."""
+    """Returns the value of a scalar integer constant in a list: literal 8 {s32s 4, s64s 5, u32s 6, u64s 7}."""
     shape = module.shape(constant)
     if shape.dims or "int" not in shape.dtype:
         return []
@@ -105,12 +105,13 @@ def _integer(module: Module, constant: Instruction) -> list[int]:
 
 
 def backend_config(module: Module, instruction: Instruction) -> dict[str, Any]:
-    """The settings that a backend wrote on an instruction (field 43, JSON); {} for none or another language."""
+    """Returns the settings that a backend wrote on an instruction (field 43, JSON); {} if there are none or they are
+    not JSON."""
     for field, value in wire.fields(module.data, instruction.span):
         if field == 43:
             try:
-                found = json.loads(wire.text(module.data, value))
+                config = json.loads(wire.text(module.data, value))
             except (ValueError, RecursionError):
                 return {}
-            return found if isinstance(found, dict) else {}
+            return config if isinstance(config, dict) else {}
     return {}

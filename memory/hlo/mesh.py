@@ -1,7 +1,7 @@
-"""The mesh of a compiled program: its axes, how its arguments lie on them, and which axes a collective spans.
+"""Reads the mesh of a compiled program: its axes, the layouts of its arguments, and the axes that a collective spans.
 
-A compiled module knows devices by their place in the mesh, counted row by row; names and sizes of axes come from
-the shardings of the executable's arguments.
+A compiled module identifies devices by their position in the mesh, where the last axis varies fastest. Names and sizes
+of the axes come from the shardings of the executable's arguments.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from bytescope.memory.hlo.wire import Span
 Axes = tuple[tuple[str, int], ...]
 Groups = list[list[int]]
 
-# A file with groups of more devices than this is damaged.
-_MOST = 2**20
+# Maximum number of devices in a file that is not damaged.
+_MAX_DEVICES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentLayout:
     """The sharding of an argument over the mesh.
 
-    dims: dimensions of the global array; local: dimensions of one device's shard. spec: the mesh axes that shard each
-    dimension. position: the argument's position among all arguments.
+    Fields:
+        dims: dimensions of the global array.
+        local: dimensions of one device's shard.
+        spec: the mesh axes that shard each dimension.
+        position: the argument's position among all arguments.
     """
 
     dims: tuple[int, ...]
@@ -39,7 +42,7 @@ class ArgumentLayout:
 
     @property
     def elements(self) -> int:
-        """Number of values in the global array."""
+        """Number of elements of the global array."""
         return math.prod(self.dims)
 
     @property
@@ -48,12 +51,13 @@ class ArgumentLayout:
         return tuple(axis for dim in self.spec for axis in dim)
 
 
-def of_compiled(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ...]]:
-    """Returns (mesh axes, layouts of the used arguments in order) of an executable; () for each that is unknown."""
+def read_layouts(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ...]]:
+    """Returns (mesh axes, layouts of the used arguments in order) of an executable; () for each of the two that is
+    unknown."""
     import jax
 
     try:
-        # The sharding of an unused argument is None; a None among the arguments is a leaf of neither tree.
+        # The sharding of an unused argument is None. A None among the arguments is not a leaf of either tree.
         arrays, tree = jax.tree.flatten(compiled.args_info)
         shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
         meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
@@ -64,13 +68,13 @@ def of_compiled(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ..
                 dims, local = tuple(array.shape), tuple(sharding.shard_shape(array.shape))
                 spec = _spec(sharding, len(dims))
                 layouts.append(ArgumentLayout(dims, local, str(array.dtype), spec, position))
-    except Exception:  # loaded executables, and shardings without shard shapes
+    except Exception:  # executables loaded from disk, and shardings without shard shapes, lack some of these
         return (), ()
     return axes, tuple(layouts)
 
 
 def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes of more than one device that shard each of `rank` dimensions."""
+    """Returns the mesh axes of more than one device that shard each of the `rank` dimensions."""
     sizes = sharding.mesh.shape if hasattr(sharding, "mesh") else {}
     spec: list[tuple[str, ...]] = []
     for part in getattr(sharding, "spec", ()):
@@ -80,20 +84,22 @@ def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
 
 
 def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, ArgumentLayout]:
-    """Returns entry parameter number -> layout; jax leaves out unused arguments."""
+    """Returns number of an entry parameter -> its layout. Arguments that jax leaves out because they are unused are
+    skipped."""
     left = iter(layouts)
-    found = {}
+    matched = {}
     for number, parameter in sorted(module.parameters.items()):
         shape = module.shape(parameter)
         for layout in left:
             if (layout.local, layout.dtype) == (shape.dims, shape.dtype):
-                found[number] = layout
+                matched[number] = layout
                 break
-    return found
+    return matched
 
 
 def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
-    """Returns the names of the mesh axes along which the devices of a group differ; () if the mesh lacks a device."""
+    """Returns the names of the mesh axes along which the devices of a group differ; () if a device is not in the
+    mesh."""
     sizes = [size for _, size in axes]
     differ = set()
     for group in groups:
@@ -106,7 +112,7 @@ def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
 
 
 def coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the position of a device along each axis; devices are numbered along the last axis first."""
+    """Returns the position of a device along each axis. Devices are numbered so that the last axis varies fastest."""
     out = []
     for size in reversed(sizes):
         out.append(device % size)
@@ -127,7 +133,7 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
     """Returns the device groups of a collective as lists of device numbers; one group of all devices if it names none.
 
     data[span] is a serialized HloInstructionProto. Its fields replica_groups (number 49) and collective_device_list
-    (87) list the groups, iota_collective_device_list (92) and mesh_axes_replica_group_list (93) encode them; the
+    (87) list the groups. iota_collective_device_list (92) and mesh_axes_replica_group_list (93) encode them. The
     source_target_pairs (52) of a collective-permute are returned as groups.
 
     Raises WireError for groups that do not fit the mesh or the devices.
@@ -145,8 +151,8 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
             groups = _iota(data, wire.message(value))
         elif field == 93:
             groups = _mesh_axes(data, wire.message(value))
-    if not groups and devices > _MOST:
-        raise wire.WireError(f"a program for {devices} devices")
+    if not groups and devices > _MAX_DEVICES:
+        raise wire.WireError(f"a program for {devices} devices is above the maximum of {_MAX_DEVICES}")
     return groups or [list(range(devices))]
 
 
@@ -155,7 +161,7 @@ _GROUP_FIELDS = frozenset((49, 52, 87, 92, 93))
 
 
 def groups_key(data: bytes, span: Span) -> tuple[tuple[int, bytes], ...]:
-    """Returns the serialized groups of a collective: `groups_of` returns the same groups for equal keys."""
+    """Returns the serialized groups of a collective. For equal keys, `groups_of` returns equal groups."""
     return tuple(
         (field, data[value[0] : value[1]])
         for field, value in wire.fields(data, span)
@@ -164,7 +170,7 @@ def groups_key(data: bytes, span: Span) -> tuple[tuple[int, bytes], ...]:
 
 
 def _device_list(data: bytes, span: Span) -> Groups:
-    """CollectiveDeviceListProto: replica_groups 1, iota_replica_group_list 2, mesh axes 3."""
+    """Reads a CollectiveDeviceListProto: replica_groups 1, iota_replica_group_list 2, mesh axes 3."""
     groups: Groups = []
     for field, value in wire.fields(data, span):
         if field == 1:
@@ -177,7 +183,7 @@ def _device_list(data: bytes, span: Span) -> Groups:
 
 
 def _members(data: bytes, span: Span) -> list[int]:
-    """ReplicaGroup: replica_ids 1."""
+    """Reads a ReplicaGroup: replica_ids 1."""
     ids: list[int] = []
     for field, value in wire.fields(data, span):
         if field == 1:
@@ -186,21 +192,21 @@ def _members(data: bytes, span: Span) -> list[int]:
 
 
 def _iota(data: bytes, span: Span) -> Groups:
-    """[groups, size] <= [dims] T(perm): num_replica_groups 1, num_devices_per_group 2, dims 3, perm 4."""
-    found: dict[int, list[int]] = {1: [], 2: [], 3: [], 4: []}
+    """Reads [groups, size] <= [dims] T(perm): num_replica_groups 1, num_devices_per_group 2, dims 3, perm 4."""
+    values: dict[int, list[int]] = {1: [], 2: [], 3: [], 4: []}
     for field, value in wire.fields(data, span):
-        if field in found:
-            found[field] += wire.numbers(data, value)
-    count, size, dims = (found[1] or [1])[-1], (found[2] or [1])[-1], found[3]
-    order = _transposed(dims or [count * size], found[4])
+        if field in values:
+            values[field] += wire.numbers(data, value)
+    count, size, dims = (values[1] or [1])[-1], (values[2] or [1])[-1], values[3]
+    order = _transposed(dims or [count * size], values[4])
     if count * size != len(order):
         raise wire.WireError(f"{count} replica groups of {size} do not make {len(order)} devices")
     return [order[i * size : (i + 1) * size] for i in range(count)]
 
 
 def _mesh_axes(data: bytes, span: Span) -> Groups:
-    """Groups along axes of a mesh: mesh 1 {axes 1 {size 2}, device_ids 2, iota 3 {dims 1, perm 2}},
-    axes 2 {mesh_axis_index 1, sub_axis 2 {pre_size 1, size 2}}."""
+    """Reads groups along axes of a mesh: mesh 1 {axes 1 {size 2}, device_ids 2, iota 3 {dims 1, perm 2}}, axes 2
+    {mesh_axis_index 1, sub_axis 2 {pre_size 1, size 2}}."""
     sizes: list[int] = []
     ids: list[int] = []
     chosen: list[tuple[int, int, int]] = []
@@ -221,8 +227,8 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
         place = list(coordinates(position, sizes))
         for index, before, size in chosen:
             if index >= len(sizes):
-                raise wire.WireError(f"a replica group along axis {index} of a mesh of {len(sizes)} axes")
-            inner = sizes[index] // (before * size) if size else 0  # a part of an axis varies in its middle
+                raise wire.WireError(f"replica groups are along axis {index}, but the mesh has only {len(sizes)} axes")
+            inner = sizes[index] // (before * size) if size else 0  # a sub-axis varies in the middle of its axis
             place[index] -= place[index] // inner % size * inner if inner else place[index]
         members.setdefault(tuple(place), []).append(id)
     return list(members.values())
@@ -243,15 +249,17 @@ def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
                 dims.setdefault(part, []).extend(wire.numbers(data, item))
             ids = _transposed(dims[1], dims[2])
     count = math.prod(sizes)
-    if count > _MOST or (ids and len(ids) != count):
-        raise wire.WireError(f"a mesh of {count} devices")
+    if count > _MAX_DEVICES or (ids and len(ids) != count):
+        raise wire.WireError(
+            f"the mesh has {count} devices, which does not match its device list or is above {_MAX_DEVICES}"
+        )
     return sizes, ids or list(range(count))
 
 
 def _transposed(dims: list[int], order: list[int]) -> list[int]:
     """Returns 0, 1, ... as an array of shape `dims`, transposed by `order` and flattened."""
     order = order or list(range(len(dims)))
-    if math.prod(dims) > _MOST or sorted(order) != list(range(len(dims))):
+    if math.prod(dims) > _MAX_DEVICES or sorted(order) != list(range(len(dims))):
         raise wire.WireError(f"device dimensions {dims} cannot be transposed by {order}")
     steps = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     out = [0]

@@ -1,7 +1,7 @@
-"""HloModuleProto -> records of computations and instructions. Pure reading, no interpretation.
+"""Reads an HloModuleProto into records of computations and instructions, without interpretation.
 
-Field numbers are those of XLA's hlo.proto and xla_data.proto; only what a report needs is read. Shapes and
-metadata are decoded on first use: most instructions are inside fusions and are never read.
+Field numbers are those of XLA's hlo.proto and xla_data.proto. Only fields that a report needs are read. Shapes and
+metadata are decoded at their first use, because most instructions are inside fusions and are never read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ _MAX_FRAMES = 64
 
 @dataclasses.dataclass(slots=True)
 class Instruction:
-    """One HLO instruction. `called`: ids of computations; `metadata`, `shape`, `span` (all): places in the proto."""
+    """One HLO instruction.
+
+    `called` has the ids of the computations that it calls. `metadata`, `shape` and `span` (the whole instruction) are
+    offsets in the proto.
+    """
 
     id: int = 0
     name: str = ""
@@ -37,7 +41,7 @@ class Instruction:
 
 @dataclasses.dataclass(slots=True)
 class Computation:
-    """A computation: ids of its instructions in dependency order, its root, its schedule if it has one."""
+    """A computation: ids of its instructions in dependency order, its root, and its schedule if it has one."""
 
     id: int = 0
     name: str = ""
@@ -48,7 +52,8 @@ class Computation:
 
 
 class Frame(NamedTuple):
-    """A place in a source file: the span of the expression, lines from 1, columns from 0 (0 for unknown)."""
+    """A place in a source file: the start and end of an expression. Lines count from 1, columns from 0; 0 also means
+    unknown."""
 
     file: str
     line: int
@@ -60,7 +65,7 @@ class Frame(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata:
-    """JAX's metadata of an instruction: its op_name, and the stack frames of its call, inmost first."""
+    """JAX's metadata of an instruction: its op_name, and the stack frames of its call, innermost first."""
 
     op_name: str = ""
     frames: tuple[Frame, ...] = ()
@@ -71,11 +76,13 @@ class Module:
     """A compiled HLO module.
 
     Fields:
-        data: the serialized proto, of which every Span is a part.
-        instructions, computations: by id. by_name: (computation, instruction) -> instruction id.
+        data: the serialized proto, into which every Span points.
+        instructions, computations: id -> record.
+        by_name: (computation, instruction) -> instruction id.
         aliases: (output index, parameter number, parameter index) of every donated argument.
-        devices: number of devices that it runs on. frames: the table of source places, None if it has none.
-        kernels: a cache of `cost.kernel_costs` by instruction id, since several walks over one schedule ask for it.
+        devices: number of devices that the module runs on.
+        frames: the table of source places, None if the module has none.
+        kernels: a cache of `cost.kernel_costs` by instruction id, because several walks over one schedule use it.
     """
 
     data: bytes = b""
@@ -92,21 +99,22 @@ class Module:
     _metadata: dict[int, Metadata] = dataclasses.field(default_factory=dict)
 
     def shape(self, instruction: Instruction) -> HloShape:
-        """The shape of an instruction's result, including its tuple structure."""
+        """Returns the shape of an instruction's result, including its tuple structure."""
         if instruction.id not in self._shapes:
             self._shapes[instruction.id] = read_shape(self.data, instruction.shape)
         return self._shapes[instruction.id]
 
     def metadata(self, instruction: Instruction) -> Metadata:
-        """The op_name and source frames of an instruction."""
+        """Returns the op_name and stack frames of an instruction."""
         if instruction.id not in self._metadata:
             self._metadata[instruction.id] = _metadata(self.data, instruction.metadata, self.frames)
         return self._metadata[instruction.id]
 
     def replicated(self, instruction: Instruction) -> bool:
-        """Whether every device holds the whole value: OpSharding type (field 1) is 0, or no axis is tiled.
+        """Returns whether every device holds the whole value: the type of OpSharding (field 1) is 0, or no axis is
+        tiled.
 
-        False if the instruction has no sharding: newer compilers leave shardings out.
+        Returns False if the instruction has no sharding, because newer compilers leave shardings out.
         """
         if instruction.sharding == (0, 0):
             return False
@@ -122,21 +130,21 @@ class Module:
         return kind == 0 or (kind == 3 and all(tile == 1 for tile in tiled))
 
     def operand(self, instruction: Instruction, i: int) -> Instruction | None:
-        """The i-th operand, None if there is none."""
+        """Returns the i-th operand, None if there is none."""
         if 0 <= i < len(instruction.operands):
             return self.instructions.get(instruction.operands[i])
         return None
 
     @property
     def parameters(self) -> dict[int, Instruction]:
-        """Number -> instruction of every entry parameter, {} without an entry."""
+        """Number -> instruction of every entry parameter; {} if the module has no entry computation."""
         entry = self.computations.get(self.entry)
         return {number: self.instructions[id] for number, id in entry.parameters.items()} if entry else {}
 
     def root(self, computation: int) -> Instruction | None:
-        """The root of a computation, None for an unknown id."""
-        found = self.computations.get(computation)
-        return self.instructions.get(found.root) if found else None
+        """Returns the root of a computation, None for an unknown id."""
+        body = self.computations.get(computation)
+        return self.instructions.get(body.root) if body else None
 
 
 def read_module(data: bytes, span: Span) -> Module:
@@ -229,7 +237,7 @@ def _schedule(data: bytes, span: Span, sequences: dict[int, list[int]]) -> None:
 
 
 def _aliases(data: bytes, span: Span) -> list[tuple[Index, int, Index]]:
-    """(output index, parameter number, parameter index) of every donated argument."""
+    """Returns (output index, parameter number, parameter index) of every donated argument."""
     out = []
     for _, entry in wire.fields(data, span):
         output: Index = ()
@@ -247,7 +255,7 @@ def _aliases(data: bytes, span: Span) -> list[tuple[Index, int, Index]]:
 
 
 def _metadata(data: bytes, span: Span, frames: Frames | None) -> Metadata:
-    """OpMetadata: op_name 2, source_file 3, source_line 4, stack_frame_id 15."""
+    """Reads an OpMetadata: op_name 2, source_file 3, source_line 4, stack_frame_id 15."""
     op_name, file, line, frame = "", "", 0, 0
     for field, value in wire.fields(data, span):
         if field == 2:
@@ -265,7 +273,7 @@ def _metadata(data: bytes, span: Span, frames: Frames | None) -> Metadata:
 
 
 class Frames:
-    """The module's table of source places (StackFrameIndexProto), decoded on first use."""
+    """The module's table of source places (StackFrameIndexProto), decoded at its first use."""
 
     def __init__(self, data: bytes, span: Span):
         self._data, self._span = data, span
@@ -277,7 +285,7 @@ class Frames:
         self._ready = False
 
     def chain(self, frame: int) -> tuple[Frame, ...]:
-        """Returns the source places of an operation's frame id, inmost first; () for an unknown id."""
+        """Returns the source places of an operation's frame id, innermost first; () for an unknown id."""
         if not self._ready:
             self._read()
         if frame not in self._chains:

@@ -1,8 +1,8 @@
 """Reads JAX's op_name: the phase of the step, the named scopes around an operation, and its component.
 
-An op_name is a path like `jit(step)/transpose(jvp(blocks))/while/body/checkpoint/attention/dot_general`:
-transformations wrap scopes, control flow and calls add words of their own, the last word is the operation.
-Module libraries add the names of modules: `jit(step)/jvp(Transformer)/blocks_3/Attention_0/query/dot_general`.
+An op_name is a path like `jit(step)/transpose(jvp(blocks))/while/body/checkpoint/attention/dot_general`.
+Transformations wrap scopes, control flow and calls add words of their own, and the last word is the operation. Module
+libraries add the names of modules: `jit(step)/jvp(Transformer)/blocks_3/Attention_0/query/dot_general`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import re
 
 _WRAPPED = re.compile(r"^([A-Za-z_0-9]+)\((.*)\)$")
 
-# Words of transformations, calls and control flow, which name no scope; the last rows are words of Equinox' loops.
+# Words of transformations, calls and control flow, which do not name a scope. The last rows are words of Equinox's
+# loops.
 NOISE = frozenset(
     (
         "while",
@@ -58,15 +59,15 @@ NOISE = frozenset(
         "checkpointed-no-vjp",
     )
 )
-# Branches, and a program's annotations of trip counts (loops.py).
+# Words of branches, and of annotations of trip counts (loops.py).
 _BRANCH = re.compile(r"^(branch_\d+(_fun)?|turns_\d+_mean_\d+_\d+|ticks_full_\d+)$")
 # Names of functions and products that JAX writes: `attend.<locals>.body`, `Dropout.__call__`, the letters of an einsum.
 _WRITTEN = re.compile(r"<locals>|<lambda>|\.__\w+__$|->|,|\['")
 _EINSUM = re.compile(r"->|,")
-# Calls whose argument is a function's name, not a scope.
+# Calls whose argument is the name of a function, not a scope.
 _CALLS = frozenset(("jit", "pjit", "pmap", "xla_call", "custom_jvp", "custom_vjp", "named_call"))
 
-# Scope -> component. A scope counts when it equals a word or a word and a number ("attn_3").
+# Word -> component. A scope matches if it is the word, or the word and a number ("attn_3").
 COMPONENTS = {
     "attention": "attention",
     "attn": "attention",
@@ -103,7 +104,7 @@ COMPONENTS = {
     "grad_norm": "grad_norm",
     "clip": "grad_norm",
 }
-EQUINOX = "eqx."  # before the scopes that Equinox opens around its layers
+EQUINOX = "eqx."  # prefix of the scopes that Equinox opens around its layers
 KNOWN = frozenset((*COMPONENTS.values(), "norm"))
 NORMS = re.compile(r"^(rms|layer|batch|group|ln|pre|post)?_?(norm(?!al(?!i[sz]))|ln)(_?\w+)?$|(norm|_ln)_?\d*$")
 CONTAINERS = frozenset(
@@ -122,7 +123,7 @@ CONTAINERS = frozenset(
         "backbone",
     )
 )
-# Single layers: the name of the module that contains one says more than its own.
+# Names of single layers. The name of the module that contains a layer is more specific.
 LAYERS = re.compile(
     r"^(\w+_)?(dense|linear|conv|proj|projection|einsum|dropout)(_?general|_?transpose|_?\dd|\d+)?$"
     r"|^(fc|w|wi|wo|w[qkvo])\d*$|^(q|k|v|o|qkv|kv|query|key|value|out|kernel|bias)$"
@@ -134,7 +135,14 @@ LOSS_COMPONENTS = frozenset(("head", "loss"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """An op_name as read. phase: "" if no transformation shows it; path: scopes from outside in."""
+    """The content of an op_name.
+
+    Fields:
+        phase: phase of the step, "" if no transformation shows it.
+        path: named scopes, outermost first.
+        component: the part of the model, "" if unknown.
+        operation: the last word.
+    """
 
     phase: str = ""
     path: tuple[str, ...] = ()
@@ -143,13 +151,14 @@ class Scope:
 
 
 def is_operation(op_name: str) -> bool:
-    """Whether an op_name is JAX's name of an operation. The compiler's own names have no path; arguments have keys."""
+    """Returns whether an op_name is JAX's name of an operation. Names by the compiler have no path, and names of
+    arguments have keys."""
     return "/" in op_name and "['" not in op_name
 
 
 @functools.lru_cache(maxsize=65536)
 def parse(op_name: str) -> Scope:
-    """Reads an op_name; any string is accepted, and "" gives an empty Scope."""
+    """Reads an op_name. Any string is accepted, and "" gives an empty Scope."""
     if not op_name:
         return Scope()
     words = _words(op_name)
@@ -162,7 +171,7 @@ def parse(op_name: str) -> Scope:
                 break
             seen.add(match[1])
             word = "" if match[1] in _CALLS else match[2]
-        if word != "transpose":  # which is an operation too, and then says nothing of a backward pass
+        if word != "transpose":  # `transpose` is also an operation, which does not belong to a backward pass
             seen.add(word)
         if word not in NOISE and not _BRANCH.match(word):
             path.append(word)
@@ -173,7 +182,7 @@ def parse(op_name: str) -> Scope:
 
 
 def _phase(seen: set[str]) -> str:
-    """The phase of an operation by the transformations around it; "" if they do not show it."""
+    """Returns the phase of an operation by the transformations around it; "" if they do not show it."""
     if "rematted_computation" in seen:
         return "recompute"
     if "jvp" not in seen:
@@ -182,7 +191,7 @@ def _phase(seen: set[str]) -> str:
 
 
 def component(path: tuple[str, ...]) -> str:
-    """The component that scopes name; "" if they name none."""
+    """Returns the component that scopes name; "" if they name none."""
     return locate(path)[0]
 
 
@@ -190,9 +199,9 @@ def component(path: tuple[str, ...]) -> str:
 def locate(path: tuple[str, ...]) -> tuple[str, int]:
     """Returns the component that scopes name, and the number of outer scopes that identify this instance of it.
 
-    This is the outmost known component, except for a loss that wraps others; without a known component a norm;
-    otherwise the inmost module, with single layers and containers of blocks last. A number at the end is dropped:
-    `Attention_0` of every block is one component.
+    The component is the outermost known component. If that is a loss that wraps other components, it is the next one.
+    Without a known component, it is a norm; otherwise the innermost module, where single layers and containers of
+    blocks are the last choice. A number at the end is dropped, so that `Attention_0` of every block is one component.
     """
     words = [plain(word) for word in path]
     bare = [re.sub(r"[._]?\d+$", "", word).lower() for word in words]
@@ -204,33 +213,33 @@ def locate(path: tuple[str, ...]) -> tuple[str, int]:
     norm = next((at for at, word in enumerate(bare) if NORMS.search(word)), None)
     if norm is not None:
         return "norm", norm + 1
-    inner = [at for at in range(len(path)) if at or len(path) == 1]  # the outmost module holds all others
+    inner = [at for at in range(len(path)) if at or len(path) == 1]  # the outermost module contains all others
     modules = [at for at in inner if bare[at] not in CONTAINERS and not is_layer(words[at])]
     layers = [at for at in inner if is_layer(words[at])]
-    found = (modules or layers or inner or [0])[-1]
-    return (re.sub(r"_\d+$", "", words[found]), found + 1) if path else ("", 0)
+    innermost = (modules or layers or inner or [0])[-1]
+    return (re.sub(r"_\d+$", "", words[innermost]), innermost + 1) if path else ("", 0)
 
 
 def is_layer(word: str) -> bool:
-    """Whether a scope or a class is a single layer, such as `Dense_0`."""
+    """Returns whether a scope or a class is a single layer, such as `Dense_0`."""
     return bool(LAYERS.match(re.sub(r"_\d+$", "", word).lower()))
 
 
 def plain(word: str) -> str:
-    """A scope without its library, method and transformations: `eqx.nn.Linear` is Linear, `embed.attend` is embed,
-    `ScanCheckpointBlock_0` is Block_0."""
+    """Returns a scope without its library, method and transformations: `eqx.nn.Linear` becomes Linear, `embed.attend`
+    becomes embed, `ScanCheckpointBlock_0` becomes Block_0."""
     if word.startswith(EQUINOX):
         return word.rpartition(".")[2]
     return _TRANSFORMED.sub("", word.partition(".")[0]) or word
 
 
 def first_of_merged(op_name: str) -> str:
-    """The op_name of the first of several merged operations: "a/b" for "a/b;c/d" and for "a/(b:c/d)"."""
+    """Returns the op_name of the first of several merged operations: "a/b" for "a/b;c/d" and for "a/(b:c/d)"."""
     return "/".join(_words(op_name))
 
 
 def _words(op_name: str) -> list[str]:
-    """The words of an op_name; for merged operations, the words of the first one."""
+    """Returns the words of an op_name; for merged operations, the words of the first one."""
     words = []
     for word in _split(op_name.partition(";")[0], "/"):
         inside = _split(word[1:-1], ":") if word.startswith("(") and word.endswith(")") else ()
@@ -239,7 +248,7 @@ def _words(op_name: str) -> list[str]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """The parts between separators that are in no parentheses."""
+    """Returns the parts between those separators that are outside of parentheses."""
     if "(" not in text:
         return text.split(separator)
     words, depth, start = [], 0, 0

@@ -1,4 +1,4 @@
-"""Shapes of HLO values: dtype, dimensions, tuple structure, and the bytes they take unpadded."""
+"""Shapes of HLO values: dtype, dimensions, tuple structure, and unpadded bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MAX_RANK = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HloShape:
-    """An array's dtype, dimensions and memory space (5 is the host), or a tuple of shapes."""
+    """The dtype, dimensions and memory space of an array (memory space 5 is the host), or a tuple of shapes."""
 
     dtype: str = ""
     dims: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class HloShape:
     bits: int = 0
 
     def leaf(self, index: Index) -> HloShape:
-        """The shape at a tuple index; the empty shape for an invalid index."""
+        """Returns the shape at a tuple index; the empty shape for an invalid index."""
         shape = self
         for i in index:
             if shape.parts is None or not 0 <= i < len(shape.parts):
@@ -67,7 +67,7 @@ class HloShape:
 
     @property
     def elements(self) -> int:
-        """Number of values of an array; 0 for tuples, tokens and unknown types."""
+        """Number of elements of an array; 0 for tuples, tokens and unknown types."""
         if not self.dtype:
             return 0
         count = 1
@@ -87,7 +87,7 @@ def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
     Raises WireError if it is damaged.
     """
     if depth > _MAX_NESTING:
-        raise wire.WireError("a shape nested too deep")
+        raise wire.WireError("a shape is nested too deeply")
     element, space = 0, 0
     dims: tuple[int, ...] = ()
     parts: list[HloShape] = []
@@ -101,7 +101,7 @@ def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
         elif field == 5:
             space = wire.plain(data, wire.message(value)).get(8, 0)
     if len(dims) > _MAX_RANK:
-        raise wire.WireError(f"a shape of {len(dims)} dimensions")
+        raise wire.WireError(f"a shape has {len(dims)} dimensions, which is too many")
     if element == _TUPLE:
         return HloShape(parts=tuple(parts))
     dtype, bits = DTYPES.get(element, ("", 0))
@@ -109,7 +109,7 @@ def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
 
 
 def leaves(shape: HloShape, index: Index = ()) -> Iterator[tuple[Index, HloShape]]:
-    """(index, shape) of every array in a shape."""
+    """Yields (index, shape) of every array in a shape."""
     if shape.parts is None:
         yield index, shape
     else:

@@ -1,21 +1,22 @@
-"""Reads the source frames of an operation: the source line to show, and the component by the functions called.
+"""Reads the stack frames of an operation: the source line to show, and the component by the functions called.
 
-A frame belongs to the user's own code (which includes model libraries that are not listed here), to a framework, or is
-hidden. Frames of frameworks are skipped on the way to the user's line; the framework function that the user called may
-still name the component.
+Each frame belongs to the user's own code (including model libraries that are not listed in this module), to a
+framework, or is hidden. Frames of frameworks are skipped in the search for the user's line, but the framework function
+that the user called may name the component.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.scopes import COMPONENTS, CONTAINERS, NORMS, is_layer
 
-# To add a framework: the name of its package.
+# Packages of frameworks. To add a framework, add the name of its package.
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -48,7 +49,7 @@ _FRAMEWORK = re.compile(
     rf"/(site|dist)-packages/({'|'.join(_PACKAGES)})/|/optax/(_src|losses|contrib|transforms|tree_utils|projections)/"
     r"|/flax/(linen|nnx|core|training)/|/haiku/_src/|/equinox/(nn/|internal/|_)"
 )
-# Framework files that only pass calls on.
+# Framework files that only forward calls.
 _PLUMBING = re.compile(
     r"/flax/(core/|linen/(module|transforms|summary|dtypes)|nnx/(transforms/|graph|extract|compat|module|object|spmd|nn/dtypes))"
     r"|/haiku/_src/(module|transform|multi_transform|lift|stateful|base)\b|/equinox/(internal/|_(?!nn))|/jaxtyping/"
@@ -56,10 +57,12 @@ _PLUMBING = re.compile(
 )
 _HIDDEN = re.compile(r"/jax/(_src|experimental)/|/lib/python3\.\d+/(?!(site|dist)-packages/)|^<(frozen|string|attrs)")
 _OPTIMIZER = re.compile(r"/optax/(?!.*losses)|/flax/training/train_state|/flax/nnx/training/optimizer")
-# Frames of the code that compiles a step for a report, and of its callers, are no part of the step.
+# The file name that a notebook's kernel gives a cell.
+_CELL = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
+# Stack frames of the code that compiles a step for a report, and of its callers, do not belong to the step.
 _MEMORY = str(Path(__file__).parents[1]) + "/"
 
-# Component by function name: a word of the name, for frameworks also a part of a word.
+# (words of a function's name, component). In frameworks, a part of a word matches too.
 _FUNCTIONS = (
     (re.compile(r"attention|attn", re.I), "attention"),
     (re.compile(r"\bmlp\b|ffn|feed_?forward", re.I), "mlp"),
@@ -67,7 +70,7 @@ _FUNCTIONS = (
 )
 _LOSS = re.compile(r"cross_entropy|xent", re.I)
 _PARTS = frozenset(("attention", "mlp", "moe", "embed"))
-# A function with such a name runs a whole step, and no component of it.
+# Names of functions that run a whole step, so that they do not name a component.
 _WHOLE = re.compile(r"train|step|loss|model|update|main|run|fit|eval|test", re.I)
 _CALLING = frozenset(("__call__", "__init__", "call", "forward", "apply", "setup"))
 
@@ -76,7 +79,8 @@ OWN, FRAMEWORK, PLUMBING, HIDDEN, OUTSIDE = "own", "framework", "plumbing", "hid
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(file: str) -> str:
-    """The owner of a file's code: OWN, FRAMEWORK, PLUMBING, HIDDEN, or OUTSIDE for code that compiled the program."""
+    """Returns the owner of a file's code: OWN, FRAMEWORK, PLUMBING, HIDDEN, or OUTSIDE for code that compiled the
+    program."""
     if not file or _HIDDEN.search(file):
         return HIDDEN
     if file.startswith(_MEMORY) or "/bytescope/memory/" in file:
@@ -87,7 +91,7 @@ def kind_of(file: str) -> str:
 
 
 def _visible(frames: Iterable[Frame]) -> Iterator[tuple[str, Frame]]:
-    """Yields (kind, frame) of the visible frames inside the program, inmost first."""
+    """Yields (kind, frame) of the visible frames inside the program, innermost first."""
     for frame in frames:
         kind = kind_of(frame.file)
         if kind == OUTSIDE:
@@ -97,7 +101,7 @@ def _visible(frames: Iterable[Frame]) -> Iterator[tuple[str, Frame]]:
 
 
 def source_line(metadata: Metadata) -> str:
-    """Returns "file:line" of the inmost frame in the user's own code, else in a framework; "" if there is none.
+    """Returns "file:line" of the innermost frame in the user's own code, or else in a framework; "" if there is none.
 
     A line at the top level of a script, which only starts the program, is the last choice.
     """
@@ -111,16 +115,34 @@ def source_line(metadata: Metadata) -> str:
     return f"{best.file}:{best.line}" if best else ""
 
 
+def notebook_cell(file: str) -> str:
+    """Returns "In[3]" for the file name that a notebook's kernel gives a cell, "cell" if another process runs the
+    notebook, "" for other files."""
+    if not _CELL.search(file):
+        return ""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = shell.compile.format_code_name(file) if shell is not None else None
+    return named[1] if named else "cell"
+
+
+def short_place(source: str) -> str:
+    """Shortens "folder/model.py:31" to "model.py:31", and a line of a notebook cell to "In[3]:31"."""
+    file, colon, number = source.rpartition(":")
+    return f"{notebook_cell(file) or file.rsplit('/', 1)[-1]}{colon}{number}"
+
+
 def component_of_code(frames: Iterable[Frame]) -> str:
     """Returns the component by the functions and classes that contain an operation; "" if they name none.
 
-    This is a known part of a model or the optimizer; otherwise the framework function that the user called; otherwise
-    the user's own class, or function with "()" after its name, or the line of a lambda outside any function.
+    The component is a known part of a model or the optimizer; otherwise the framework function that the user called;
+    otherwise the user's own class, or the function with "()" after its name, or the line of a lambda outside of any
+    function.
     """
     visible = list(_visible(frames))
     called, own = "", ""
     for kind, frame in visible:
-        known = _known(kind, frame, inmost=not own)
+        known = _known(kind, frame, innermost=not own)
         if known:
             return known
         name = _name(frame.function)
@@ -132,21 +154,21 @@ def component_of_code(frames: Iterable[Frame]) -> str:
 
 
 def modules_of_code(frames: Iterable[Frame]) -> tuple[str, ...]:
-    """Returns the classes of the called modules from outside in, for libraries that open no scopes."""
-    found: list[str] = []
+    """Returns the classes of the called modules, outermost first, for libraries that open no scopes."""
+    classes: list[str] = []
     for kind, frame in _visible(frames):
         parts = frame.function.split(".")
         if kind != PLUMBING and parts[-1] == "__call__" and len(parts) > 1 and parts[-2][:1].isupper():
-            found.append(parts[-2])
-    return tuple(dict.fromkeys(reversed(found)))
+            classes.append(parts[-2])
+    return tuple(dict.fromkeys(reversed(classes)))
 
 
-def _known(kind: str, frame: Frame, inmost: bool) -> str:
-    """The known component that a frame names, "" for none. A loss counts only in the inmost frame: elsewhere it wraps a
-    whole model."""
+def _known(kind: str, frame: Frame, innermost: bool) -> str:
+    """Returns the known component that a frame names, "" for none. A loss counts only in the innermost frame, because
+    in outer frames it wraps the whole model."""
     outer, _, function = frame.function.rpartition(".")
     owner = outer.rpartition(".")[2]
-    if inmost and _LOSS.search(function):
+    if innermost and _LOSS.search(function):
         return "loss"
     if kind != OWN and _OPTIMIZER.search(frame.file):
         return "optimizer"
@@ -162,7 +184,8 @@ def _known(kind: str, frame: Frame, inmost: bool) -> str:
 
 
 def _name(function: str) -> str:
-    """The class of a called module, else the function with "()"; for a lambda, the function around it."""
+    """Returns the class of a called module, or else the function with "()". For a lambda, returns the function around
+    it."""
     for part in reversed(function.split(".<locals>.")):
         owner, _, name = part.rpartition(".")
         if name.startswith("<"):

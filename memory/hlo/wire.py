@@ -1,9 +1,9 @@
-"""A reader of the protobuf wire format: just enough to walk messages whose field numbers are known.
+"""Reads the protobuf wire format, to walk messages whose field numbers are known.
 
-There is no generated code and no protobuf package, since a report must read protos of any XLA version and skip unknown
-fields. A field's value is an int (varint and fixed widths) or a `Span`, a (start, end) pair of offsets into the data,
-so that large messages are walked without copies. Every read is checked against the end of its message and raises
-WireError beyond it.
+There is no generated code and no protobuf package, because a report must read protos of any XLA version and skip
+unknown fields. The value of a field is an int (varint and fixed widths) or a `Span`, a (start, end) pair of offsets
+into the data, so that large messages are walked without copies. Every read is checked against the end of its message
+and raises WireError beyond it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class WireError(ReportError):
-    """The bytes are not the message they should be."""
+    """Raised if bytes are not the expected message."""
 
 
 def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
-    """Yields (field number, value) of one message in order. Raises WireError where the bytes are not a field."""
+    """Yields (field number, value) of one message in order. Raises WireError if the bytes are not a field."""
     at, end = span
     while at < end:
         key = data[at]
@@ -62,7 +62,7 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
 
 
 def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
-    """Reads the rest of a varint whose first seven bits are `value`; returns (number, offset after it)."""
+    """Reads the rest of a varint whose first seven bits are `value`. Returns (number, offset after it)."""
     shift = 7
     while at < end:
         byte = data[at]
@@ -73,37 +73,38 @@ def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             break
-    raise WireError(f"a varint without an end at byte {at}")
+    raise WireError(f"the varint at byte {at} does not end")
 
 
 def signed(value: int) -> int:
-    """An int64 field's value: protobuf writes negative numbers as their 64-bit complement."""
+    """Returns the value of an int64 field. Protobuf writes negative numbers as their 64-bit complement."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def text(data: bytes, value: Value) -> str:
-    """A string field; bytes that are not UTF-8 become U+FFFD. Raises WireError if the field holds a number."""
+    """Returns the value of a string field. Bytes that are not UTF-8 become U+FFFD. Raises WireError if the field is a
+    number."""
     if isinstance(value, int):
-        raise WireError("a number where a string should be")
+        raise WireError("expected a string, but the field is a number")
     return data[value[0] : value[1]].decode("utf-8", "replace")
 
 
 def message(value: Value) -> Span:
-    """A sub-message field. Raises WireError if the field holds a number."""
+    """Returns the span of a sub-message field. Raises WireError if the field is a number."""
     if isinstance(value, int):
-        raise WireError("a number where a message should be")
+        raise WireError("expected a message, but the field is a number")
     return value
 
 
 def number(value: Value) -> int:
-    """A number field. Raises WireError if the field holds bytes."""
+    """Returns the value of a number field. Raises WireError if the field has bytes."""
     if not isinstance(value, int):
-        raise WireError("bytes where a number should be")
+        raise WireError("expected a number, but the field has bytes")
     return value
 
 
 def numbers(data: bytes, value: Value) -> list[int]:
-    """One occurrence of a repeated number field: several packed numbers in a span, or a single number. Raises WireError
+    """Returns one occurrence of a repeated number field: several packed numbers, or a single number. Raises WireError
     if packed numbers are truncated."""
     if isinstance(value, int):
         return [value]
@@ -119,5 +120,5 @@ def numbers(data: bytes, value: Value) -> list[int]:
 
 
 def plain(data: bytes, span: Span) -> dict[int, int]:
-    """Returns field number -> value of a message's number fields; a repeated field keeps its last value."""
+    """Returns field number -> value of a message's number fields. For a repeated field, the last value counts."""
     return {field: value for field, value in fields(data, span) if isinstance(value, int)}

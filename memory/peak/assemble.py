@@ -1,10 +1,10 @@
-"""A parsed program -> the account of its peak: buffers, timeline, breakdown. Pure: no jax, no files, no device.
+"""Builds the account of a program's peak from the parsed program: buffers, timeline and breakdown.
 
-`account_of` is the entry. Live ranges of temporary memory come from the program's heap traces. A trace opens a buffer
-with one reference (ALLOC), adds references when other values use the same memory (SHARE, which reopens a buffer that
-was closed), and drops references (FREE). A buffer is alive while it has references. A point of the curve is one
-instruction that begins a value; its bytes are counted once its output exists and before its last-read operands are
-freed.
+Start at `build_account`. Live ranges of temporary memory come from the program's heap traces. A trace opens a buffer
+with one reference (ALLOC), adds references if other values use the same memory (SHARE, which reopens a closed buffer),
+and drops references (FREE). A buffer is alive while it has references. A point of the timeline is one instruction that
+begins a value. Its bytes are counted when the instruction's output exists and the operands that it reads last are not
+yet freed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAIN_COLOR = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LiveValue:
-    """A logical buffer that lives in a stretch of memory from point `start` to point `end`, inclusive."""
+    """A logical buffer and its live range: the first and the last point of the timeline, inclusive."""
 
     buffer: int
     start: int
@@ -52,7 +52,8 @@ class LiveValue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Life:
-    """A stretch of memory of `bytes`, alive from point `start` to `end`, and the values it holds in turn."""
+    """A range of memory with its size in bytes, its live range (inclusive), and the values that it holds one after
+    another."""
 
     bytes: int
     start: int
@@ -60,7 +61,8 @@ class Life:
     values: tuple[LiveValue, ...]
 
     def value_at(self, point: int | None) -> LiveValue:
-        """The value that the stretch holds at a point; without a point, the one that it holds longest."""
+        """Returns the value that the memory holds at a point. If `point` is None, returns the value that it holds
+        longest."""
         if point is None:
             return max(self.values, key=lambda value: (value.end - value.start, value.start))
         alive = [value for value in self.values if value.start <= point <= value.end]
@@ -69,25 +71,30 @@ class Life:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Temporary memory over the step: (live bytes, (computation, instruction)) per point, and every life in it."""
+    """Temporary memory over the step.
+
+    Fields:
+        points: (live bytes, (computation, instruction)) of each point.
+        lives: every range of memory with its live range.
+    """
 
     points: tuple[tuple[int, Name], ...]
     lives: tuple[Life, ...]
 
     @functools.cached_property
     def peak_index(self) -> int:
-        """The first point at which the most bytes are live."""
+        """The first point at which the live bytes are at their maximum."""
         return max(range(len(self.points)), key=lambda i: (self.points[i][0], -i))
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes live at the peak."""
+        """The maximum live bytes."""
         return self.points[self.peak_index][0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stretch:
-    """Size, live range and memory of a buffer; `held`: "output" or "constant" if an allocation is one."""
+    """Size, live range and memory of a buffer. `held` is "output" or "constant" if the buffer's allocation is one."""
 
     name: str
     bytes: int
@@ -100,7 +107,7 @@ class _Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class _CountedBuffer:
-    """A buffer of the report with the number of elements of its value, 0 if its value is unknown."""
+    """A buffer of the report and the number of elements of its value, 0 if the value is unknown."""
 
     buffer: Buffer
     elements: int = 0
@@ -109,38 +116,42 @@ class _CountedBuffer:
 # ---- the report -----------------------------------------------------------------------------------------------
 
 
-def attribution_of(
+def attribute_program(
     program: HloProgram, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
 ) -> Attribution:
-    """The attribution of a program's buffers and operations.
+    """Returns the attribution of a program's buffers and operations.
 
-    `known`: its arguments, if they are read already; `names`: checkpoint names; `flow`: of its module.
+    Args:
+        known: the program's arguments, if they have been read already.
+        names: the checkpoint names.
+        flow: the data flow of the program's module.
     """
     flow = flow or Flow(program.module)
     known = known or program_arguments.read(program, flow)
     return Attribution(program, flow, flatten(program.module), known, names or Names())
 
 
-def account_of(look: Attribution, method: str = "heap_trace", notes: tuple[str, ...] = ()) -> PeakAccount:
-    """Returns the account of a program's peak, from its buffers alone.
+def build_account(attribution: Attribution, method: str = "heap_trace", notes: tuple[str, ...] = ()) -> PeakAccount:
+    """Returns the account of a program's peak from its buffers. The rows of the breakdown sum to the allocated bytes.
 
-    The rows of the breakdown add up to the allocated bytes. `method`: how live ranges were found, a key of
-    `records.METHODS`; `notes`: sentences on what is not exact.
+    Args:
+        method: how live ranges were found, a key of `records.METHODS`.
+        notes: sentences about figures that are not exact.
     """
-    program = look.program
-    curve = memory_curve(program, look.order)
+    program = attribution.program
+    curve = memory_curve(program, attribution.order)
     traced = {event[1] for trace in program.traces for event in trace.events}
     counted = []
     for allocation in program.allocations:
         if allocation.thread_local:
             continue
-        # Temporary memory that no heap trace mentions is taken as held through the step.
+        # Temporary memory that no heap trace mentions is assumed to be held through the step.
         untraced = not any(id in traced for id, _, _ in allocation.assigned)
         if allocation.indefinite or untraced:
-            counted.append(_held_buffer(look, allocation, last=len(curve.points) - 1))
+            counted.append(_held_buffer(attribution, allocation, last=len(curve.points) - 1))
     base = sum(each.buffer.bytes for each in counted if each.buffer.memory == "device")
-    timeline = _timeline(look, curve, base)
-    counted += [_temporary_buffer(look, life, curve.peak_index, timeline) for life in curve.lives if life.bytes]
+    timeline = _timeline(attribution, curve, base)
+    counted += [_temporary_buffer(attribution, life, curve.peak_index, timeline) for life in curve.lives if life.bytes]
     counted = [each for each in counted if each.buffer.bytes]
     buffers = tuple(each.buffer for each in counted)
 
@@ -176,7 +187,6 @@ def _memory(color: int) -> str:
 
 
 def _bytes_by_label(buffers: Iterable[Buffer], category: str) -> dict[str, int]:
-    """Bytes of a category's buffers by label, largest first."""
     sizes: dict[str, int] = {}
     for buffer in buffers:
         if buffer.category == category:
@@ -185,16 +195,16 @@ def _bytes_by_label(buffers: Iterable[Buffer], category: str) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def _timeline(look: Attribution, curve: Curve, base: int) -> tuple[TimelinePoint, ...]:
-    """The points of the curve with the `base` bytes that are held through the step, phases from the instructions."""
-    module = look.module
+def _timeline(attribution: Attribution, curve: Curve, base: int) -> tuple[TimelinePoint, ...]:
+    """Returns the points of the curve plus `base`, the bytes that are held through the whole step."""
+    module = attribution.module
     points = []
     phase, component = "forward", ""
     for index, (size, name) in enumerate(curve.points):
         instruction = module.instructions.get(module.by_name.get(name, -1))
         if instruction is not None and module.metadata(instruction).op_name:
-            scope = look.scope(instruction)
-            phase, component = look.phase(scope, instruction), scope.component
+            scope = attribution.scope(instruction)
+            phase, component = attribution.phase(scope, instruction), scope.component
         points.append(TimelinePoint(index, base + size, phase if name[1] else "argument", name[1], component))
     return tuple(points)
 
@@ -202,13 +212,13 @@ def _timeline(look: Attribution, curve: Curve, base: int) -> tuple[TimelinePoint
 # ---- buffers --------------------------------------------------------------------------------------------------
 
 
-def _held_buffer(look: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
-    """An argument, output, constant or untraced allocation as a buffer alive at every point up to `last`."""
+def _held_buffer(attribution: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
+    """Returns the buffer of an allocation that is alive through the whole step, up to the point `last`."""
     if allocation.entry_parameter:
-        return _argument_buffer(look, allocation, last)
+        return _argument_buffer(attribution, allocation, last)
     values: list[tuple[LogicalBuffer, Instruction]] = []
     for id, _, _ in allocation.assigned:
-        logical, instruction = buffer_of(look.program, id)
+        logical, instruction = buffer_of(attribution.program, id)
         if logical is not None and instruction is not None:
             values.append((logical, instruction))
     held = ""
@@ -220,15 +230,15 @@ def _held_buffer(look: Attribution, allocation: Allocation, last: int) -> _Count
     stretch = _Stretch(f"allocation {allocation.index}", allocation.size, 0, last, True, memory, held)
     if not values:
         return _unknown_buffer(stretch)
-    # A value that fills the allocation, preferably a parameter.
+    # Describe the allocation by a value that fills it, preferably a parameter.
     logical, instruction = min(
         values, key=lambda value: (value[0].size != allocation.size, value[1].opcode != "parameter")
     )
-    return _described_buffer(look, stretch, instruction, logical.index)
+    return _described_buffer(attribution, stretch, instruction, logical.index)
 
 
-def _argument_buffer(look: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
-    module, number = look.module, allocation.parameter
+def _argument_buffer(attribution: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
+    module, number = attribution.module, allocation.parameter
     entry = module.computations.get(module.entry)
     parameter = module.instructions.get(entry.parameters.get(number, -1)) if entry else None
     memory = _memory(allocation.color)
@@ -238,7 +248,7 @@ def _argument_buffer(look: Attribution, allocation: Allocation, last: int) -> _C
             name, allocation.size, category="batch", phase="argument", end=last, at_peak=True, memory=memory
         )
         return _CountedBuffer(buffer)
-    argument = look.arguments.by_number[number]
+    argument = attribution.arguments.by_number[number]
     shape = module.shape(parameter).leaf(allocation.parameter_index)
     buffer = Buffer(
         argument.path,
@@ -257,20 +267,19 @@ def _argument_buffer(look: Attribution, allocation: Allocation, last: int) -> _C
 
 
 def _temporary_buffer(
-    look: Attribution, life: Life, peak_index: int, timeline: tuple[TimelinePoint, ...]
+    attribution: Attribution, life: Life, peak_index: int, timeline: tuple[TimelinePoint, ...]
 ) -> _CountedBuffer:
-    """A stretch of temporary memory as a buffer, described by the value it holds at the peak."""
+    """Returns the buffer of a range of temporary memory, described by the value that it holds at the peak."""
     at_peak = life.start <= peak_index <= life.end
     value = life.value_at(peak_index if at_peak else None)
     stretch = _Stretch(f"buffer {value.buffer}", life.bytes, life.start, life.end, at_peak)
-    logical, instruction = buffer_of(look.program, value.buffer)
+    logical, instruction = buffer_of(attribution.program, value.buffer)
     if logical is None or instruction is None:
         return _unknown_buffer(stretch)
-    return _described_buffer(look, stretch, instruction, logical.index, timeline[value.start].phase)
+    return _described_buffer(attribution, stretch, instruction, logical.index, timeline[value.start].phase)
 
 
 def _unknown_buffer(stretch: _Stretch) -> _CountedBuffer:
-    """The buffer of a stretch whose values are unknown."""
     categories = {"output": "outputs", "constant": "workspace", "": "unattributed"}
     return _CountedBuffer(
         Buffer(
@@ -286,16 +295,16 @@ def _unknown_buffer(stretch: _Stretch) -> _CountedBuffer:
 
 
 def _described_buffer(
-    look: Attribution, stretch: _Stretch, instruction: Instruction, index: tuple[int, ...], nearby: str = ""
+    attribution: Attribution, stretch: _Stretch, instruction: Instruction, index: tuple[int, ...], nearby: str = ""
 ) -> _CountedBuffer:
-    """The buffer of a stretch, with everything that a report says about the value at `index` of an instruction.
+    """Returns the buffer of a range of memory, described by the value at `index` of an instruction's result.
 
-    `nearby`: the phase of the schedule around the stretch, used if the value has no name.
+    `nearby`: the phase of the schedule around the live range, which is used if the value has no name.
     """
-    fact = look.fact(instruction, index)
-    named, metadata, scope = look.best_named(instruction, index)
+    fact = attribution.fact(instruction, index)
+    named, metadata, scope = attribution.best_named(instruction, index)
     category = categorize(fact)
-    phase = look.phase(Scope(fact.phase, scope.path, scope.component), named or instruction)
+    phase = attribution.phase(Scope(fact.phase, scope.path, scope.component), named or instruction)
     if named is None and nearby:
         phase = nearby
     if category == "gradients" and phase not in ("recompute", "backward"):
@@ -305,24 +314,24 @@ def _described_buffer(
     if fact.of_parameter:
         component = "param_copy"
     if named is None:
-        argument = look.argument_of(fact.origin)
+        argument = attribution.argument_of(fact.origin)
         if argument:
             component, module = component or "argument_copy", argument
 
     checkpoint_name = ""
     if category == "residuals" and fact.origin.carried:
-        outmost = scope.path[0] if scope.path else "loop"
-        blocks = next((word for word in scope.path if word.lower() in CONTAINERS), outmost)
+        outermost = scope.path[0] if scope.path else "loop"
+        blocks = next((word for word in scope.path if word.lower() in CONTAINERS), outermost)
         checkpoint_name = f"({blocks} input)"
     elif category == "residuals":
-        marked = look.naming.marked(instruction, index)
+        marked = attribution.naming.marked(instruction, index)
         makers = (*fact.origin.chain, instruction, *((marked,) if marked else ()))
         made = fact.origin.instruction
-        elements = look.flow.shape(made).elements if marked and made else 0
-        checkpoint_name = look.names.of((look.module.metadata(maker) for maker in makers), elements)
+        elements = attribution.flow.shape(made).elements if marked and made else 0
+        checkpoint_name = attribution.names.find((attribution.module.metadata(maker) for maker in makers), elements)
 
     is_gradient = category == "gradients" or stretch.held == "output"
-    parameter = look.gradient_of(instruction, index) if is_gradient else ""
+    parameter = attribution.gradient_of(instruction, index) if is_gradient else ""
     if stretch.held == "output":
         category, phase, checkpoint_name = "outputs", "output", ""
     elif stretch.held == "constant":
@@ -345,28 +354,29 @@ def _described_buffer(
         at_peak=stretch.at_peak,
         memory=stretch.memory,
     )
-    return _CountedBuffer(buffer, look.flow.shape(instruction, index).elements)
+    return _CountedBuffer(buffer, attribution.flow.shape(instruction, index).elements)
 
 
 # ---- live ranges ----------------------------------------------------------------------------------------------
 
 
 def memory_curve(program: HloProgram, order: Mapping[int, int], color: int = MAIN_COLOR) -> Curve:
-    """The curve of the temporary memory of one color (0 is the device's main memory).
+    """Returns the curve of the temporary memory of one color (0 is the device's main memory).
 
     `order`: position of an instruction in the flattened schedule. It is used only if several simulations packed the
-    memory of one color, to bring their events onto one clock.
+    memory of one color, to sort their events.
     """
     traces: list[HeapTrace] = []
     for trace in program.traces:
-        # One simulation that filled several allocations is written down once for each of them.
-        if _color_of(trace, program) == color and all(trace.events != other.events for other in traces):
+        # The proto repeats a simulation for each allocation that it filled.
+        if _trace_color(trace, program) == color and all(trace.events != other.events for other in traces):
             traces.append(trace)
     return _replay(_merged(program, traces, order), program)
 
 
-def _color_of(trace: HeapTrace, program: HloProgram) -> int:
-    """The memory of a trace. The number of its allocation does not say: allocations are renumbered later."""
+def _trace_color(trace: HeapTrace, program: HloProgram) -> int:
+    """Returns the memory color of a trace. It is read from the buffers, because allocations are renumbered after the
+    trace."""
     for _, buffer, _, _ in trace.events:
         if buffer in program.buffers:
             return program.buffers[buffer].color
@@ -374,7 +384,7 @@ def _color_of(trace: HeapTrace, program: HloProgram) -> int:
 
 
 def _merged(program: HloProgram, traces: list[HeapTrace], order: Mapping[int, int]) -> Sequence[HeapEvent]:
-    """Events of all traces in the order of the schedule; the order within a trace is kept."""
+    """Returns the events of all traces in the order of the schedule. The order within a trace is kept."""
     if len(traces) == 1:
         return traces[0].events
     keyed = []
@@ -384,14 +394,14 @@ def _merged(program: HloProgram, traces: list[HeapTrace], order: Mapping[int, in
             if event[0] != FREE:
                 now = max(now, order.get(program.module.by_name.get(event[2], -1), now))
             keyed.append(((now, event[0] == FREE, rank, at), event))
-    # A FREE before a later ALLOC of its own trace keeps its place: `now` never falls within a trace.
+    # `now` never decreases within a trace, so the order within a trace is kept.
     keyed.sort(key=lambda item: item[0])
     return [event for _, event in keyed]
 
 
 @dataclasses.dataclass(slots=True)
 class _OpenStretch:
-    """A stretch of memory that is alive now, with its number of references and the values that it has held."""
+    """A range of memory that is alive, with its number of references and the values that it has held so far."""
 
     bytes: int
     start: int
@@ -400,12 +410,10 @@ class _OpenStretch:
     values: list[LiveValue] = dataclasses.field(default_factory=list)
 
     def end_value(self, buffer: int, now: int) -> None:
-        """Ends the life of a value, if it has begun."""
         if buffer in self.begun:
             self.values.append(LiveValue(buffer, self.begun.pop(buffer), now))
 
     def close(self, now: int) -> Life:
-        """The stretch as a life that ends now."""
         for buffer in list(self.begun):
             self.end_value(buffer, now)
         return Life(self.bytes, self.start, now, tuple(self.values))

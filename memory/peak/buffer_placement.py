@@ -1,9 +1,9 @@
-"""How the arrays of a program are sharded over its devices.
+"""Finds how the arrays of a program are sharded over its devices.
 
-The layouts of arguments come from the compiled program. The dimensions of activations that carry the batch come from
-the jaxpr, which has the global shapes; the compiled module has those of one device. Batch dimensions that the mesh
-shards are followed from the arguments through the equations of the forward pass. An array that is compiled with more
-elements than its shard of such a dimension has lost that sharding.
+The layouts of arguments come from the compiled program. The batch dimensions of activations come from the jaxpr,
+because it has the global shapes, whereas the compiled module has only the shapes of one device. Batch dimensions that
+the mesh shards are followed from the arguments through the equations of the forward pass. If an array is compiled with
+more elements than its shard should have, it has lost this sharding.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from bytescope.memory.jaxprs import bodies, checkpoint_name_of
 from bytescope.memory.peak.checkpoint_names import Place
 from bytescope.memory.program.program_arguments import Arguments
 
-# Dimension -> mesh axes that should shard it.
+# Labels of an array: dimension -> mesh axes that should shard it.
 Labels = dict[int, tuple[str, ...]]
-# Loops whose state is not followed, and bodies whose arrays are shards already.
+# Equations that are not followed: loops with arbitrary state, and bodies whose arrays are already shards.
 _OPAQUE = frozenset(("while", "shard_map", "pallas_call"))
 
 
@@ -34,9 +34,12 @@ class Activation:
     """One array of the forward pass, over all devices.
 
     Fields:
-        place: file, line and column of the equation; suffix: the end of the op_name of what is compiled from it.
-        dims, dtype: of the global array; labels: dimension -> mesh axes that should shard it.
-        name: its checkpoint name, "" for none.
+        place: file, line and column of the equation.
+        suffix: the end of the op_name of the instruction that is compiled from the equation.
+        dims: dimensions of the global array.
+        dtype: dtype of the array.
+        labels: dimension -> mesh axes that should shard it.
+        name: the checkpoint name, "" if there is none.
     """
 
     place: Place
@@ -49,14 +52,14 @@ class Activation:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedProgram:
-    """A parsed program with its mesh.
+    """A parsed program with its mesh and the layouts of its arrays.
 
     Fields:
         program: the parsed program, unchanged.
         mesh: names and sizes of the mesh axes, () if unknown.
-        layouts: entry parameter number -> its layout on the mesh, {} if unknown.
+        layouts: number of an entry parameter -> its layout on the mesh, {} if unknown.
         replicated: numbers of the entry parameters that are replicated on every device; None if unknown.
-        activations: the global arrays of the forward pass that carry the batch, None without a jaxpr.
+        activations: the global arrays of the forward pass that have a batch dimension, None without a jaxpr.
         jaxpr: the ClosedJaxpr of the whole program, None for a program that was not traced.
         arguments: paths and roles of the entry parameters.
         facts: the trainer's facts about the step, None without a trainer.
@@ -78,22 +81,22 @@ class PlacedProgram:
 
     @property
     def allocations(self) -> list[Allocation]:
-        """The stretches of memory that the runtime allocates."""
+        """The memory ranges that the runtime allocates."""
         return self.program.allocations
 
 
 def place(
     program: HloProgram, compilation: Compilation, facts: ModelFacts | None, arguments: Arguments
 ) -> PlacedProgram:
-    """A program with the mesh of its arguments, and the activations of its jaxpr.
+    """Returns a program with the mesh of its arguments and the activations of its jaxpr.
 
     Args:
-        compilation: of the program; layouts come from its executable, activations from its jaxpr.
-        facts: the trainer's; their mesh is used if the shardings of the arguments have none.
+        compilation: the compilation of the program. Layouts come from its executable, activations from its jaxpr.
+        facts: the trainer's facts about the step. Their mesh is used if the shardings of the arguments have no mesh.
         arguments: paths and roles of the entry parameters.
     """
     module = program.module
-    axes, layouts = hlo_mesh.of_compiled(compilation.compiled) if compilation.compiled is not None else ((), ())
+    axes, layouts = hlo_mesh.read_layouts(compilation.compiled) if compilation.compiled is not None else ((), ())
     matched = hlo_mesh.match(module, layouts)
     if facts and not axes and math.prod(facts.mesh.values()) == module.devices:
         axes = tuple(facts.mesh.items())
@@ -107,15 +110,15 @@ def place(
             for number, layout in matched.items()
             if known[number] == "batch"
         }
-        activations = activations_of(compilation.jaxpr, batch)
+        activations = find_activations(compilation.jaxpr, batch)
     return PlacedProgram(program, axes, matched, replicated, activations, compilation.jaxpr, arguments, facts)
 
 
 # ---- the batch dimensions of activations -------------------------------------------------------------------------
 
 
-def activations_of(jaxpr: Any, arguments: Mapping[int, Labels]) -> tuple[Activation, ...]:
-    """Activations that carry a batch dimension, in the order of the equations.
+def find_activations(jaxpr: Any, arguments: Mapping[int, Labels]) -> tuple[Activation, ...]:
+    """Returns the activations that have a batch dimension, in the order of the equations.
 
     `arguments`: position of an argument of the ClosedJaxpr -> its sharded dimensions.
     """
@@ -125,12 +128,12 @@ def activations_of(jaxpr: Any, arguments: Mapping[int, Labels]) -> tuple[Activat
 
 
 def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activation]:
-    """Follows labels through a jaxpr's equations, and adds the labels of its variables to `known`."""
+    """Yields the activations of a jaxpr, and adds the labels of its variables to `known`."""
     from jax._src import source_info_util
 
     for equation in jaxpr.eqns:
-        here = f"{stack}/{equation.source_info.name_stack}"
-        if "transpose(" in here:  # the backward pass
+        inner_stack = f"{stack}/{equation.source_info.name_stack}"
+        if "transpose(" in inner_stack:  # the backward pass
             continue
         labels = [known.get(v, {}) if not hasattr(v, "val") else {} for v in equation.invars]
         primitive = equation.primitive.name
@@ -138,7 +141,7 @@ def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activati
             continue
         body = next(bodies(equation), None)
         if body is not None:
-            yield from _call(equation, body, labels, known, here)
+            yield from _call(equation, body, labels, known, inner_stack)
             continue
         rule = _RULES.get(primitive, _same)
         for variable in equation.outvars:
@@ -160,10 +163,10 @@ def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activati
 
 
 def _call(equation: Any, body: Any, labels: list[Labels], known: dict[Any, Labels], stack: str) -> Iterator[Activation]:
-    """A scan, or a call whose body takes the same arguments (of a conditional, all but the first)."""
+    """Yields the activations in the body of a scan, a conditional or a call."""
     inside: dict[Any, Labels] = {}
     skipped = 1 if equation.primitive.name == "cond" else 0
-    # The inputs that a scan iterates over, and the outputs that it stacks, have one dimension less inside.
+    # Inside the body, the inputs that a scan iterates over and the outputs that it stacks have one dimension less.
     for variable, outer, own in zip(body.invars, equation.invars[skipped:], labels[skipped:]):
         inside[variable] = _moved(own, _rank(variable) - _rank(outer))
     yield from _walk(body, inside, stack)
@@ -184,7 +187,7 @@ def _moved(labels: Labels, by: int) -> Labels:
 
 
 def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Dimensions keep their positions; the label of a dimension whose size changes is dropped."""
+    """Keeps the labels of dimensions whose position and size do not change."""
     out: Labels = {}
     for variable, own in zip(equation.invars, labels):
         dims = tuple(getattr(variable.aval, "shape", ()))
@@ -194,7 +197,8 @@ def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels
 
 
 def _dot(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """A product's dimensions: batch, then the free ones of the left operand, then of the right operand."""
+    """Orders the labels as the dimensions of a matrix product: batch, then the free dimensions of the left and the
+    right operand."""
     contracted, batch = equation.params["dimension_numbers"]
     out: Labels = {}
     place = len(batch[0])
@@ -225,7 +229,7 @@ def _reduce(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labe
 
 
 def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """The label goes to the most significant of the dimensions that are merged, or that one is split into."""
+    """If dimensions are merged or one is split, its label goes to the most significant of the resulting dimensions."""
     out: Labels = {}
     dims = equation.invars[0].aval.shape
     for dim, axes in labels[0].items():
@@ -237,7 +241,7 @@ def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Lab
 
 
 def _gather(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """The dimensions of the indices, except the last, become the result's dimensions outside the slices."""
+    """Labels the result's dimensions outside of the slices like the dimensions of the indices, except the last."""
     offsets = equation.params["dimension_numbers"].offset_dims
     free = [dim for dim in range(len(shape)) if dim not in offsets]
     return {free[dim]: axes for dim, axes in labels[1].items() if dim < len(free)}

@@ -1,7 +1,7 @@
 """Classifies every buffer: category, phase, component, module path, checkpoint name and source line.
 
-`RULES` lists the rules in the order in which they are tried; each reads one `Fact`, the evidence for one value.
-`Attribution` collects the evidence, `Logits` finds the logits of a program whose scopes do not name them.
+`RULES` lists the rules in the order in which they are tried. Each rule reads one `Fact`, which is the evidence for one
+value. `Attribution` collects the evidence. `Logits` finds the logits of a program whose scopes do not name them.
 `memory.program` classifies the arguments.
 """
 
@@ -48,15 +48,15 @@ _CASTING = frozenset(
         "copy-done",
     )
 )
-# Operations that may be a whole update or only hand a gradient on; their own name decides.
+# Operations that may be a whole update or may only pass on a gradient; their op_name decides.
 _COMPOSITE = frozenset(("tuple", "get-tuple-element", "while", "bitcast", "copy", "fusion", "call", "conditional"))
 _TUPLES = frozenset(("tuple", "get-tuple-element"))
-# Operations through which a value is still itself.
+# Operations whose result is the unchanged value of an operand.
 _HANDING = _TUPLES | {"while", "bitcast", "copy", "opt-barrier", "copy-start", "copy-done", "call", "conditional"}
-# Operations that make another array of a value: no gradient goes through them as it is.
+# Operations that compute a different array from a value, so that a gradient does not pass through unchanged.
 _USING = frozenset(("dot", "ragged-dot", "convolution", "gather", "custom-call"))
 _MAX_VALUES = 2000
-# Products that may make logits, and keys of argument paths that name the weight of a head.
+# Matrix products that may make logits, and keys of argument paths that name the weight of a head.
 _PRODUCTS = frozenset(("dot", "ragged-dot", "convolution", "custom-call"))
 _HEADS = re.compile(r"(\w*_)?(lm_?head|head|heads|unembed\w*|logits?_?\w*)")
 _MAX_READERS = 3000
@@ -64,18 +64,21 @@ _MAX_READERS = 3000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """The evidence for one value.
+    """The evidence for the category of one value.
 
     Fields:
-        shape: of the value; scope: of the instruction whose name describes it best.
-        phase: of the instruction that computed it; origin: that instruction, and how the value reached its place.
-        opcode: of the instruction that computed it, "" if unknown.
+        shape: the shape of the value.
+        scope: the scope of the instruction whose name describes the value best.
+        phase: the phase of the instruction that computed the value.
+        origin: the instruction that computed the value, and the steps from there to this place.
+        opcode: the opcode of the instruction that computed the value, "" if unknown.
         read_later: the backward pass reads the value.
-        weight_like: it has the dimensions of a parameter, of a gathered parameter or of one layer of a parameter.
-        feeds_update: it reaches the optimizer with these dimensions.
-        of_parameter: it is a parameter, cast, moved or sliced.
-        known: an instruction has a name that describes it.
-        logits: one of its dimensions is the vocabulary, and it is computed from logits.
+        weight_like: the value has the dimensions of a parameter, of a gathered parameter or of one layer of a
+            parameter.
+        feeds_update: the value reaches the optimizer with these dimensions.
+        of_parameter: the value is a parameter that was cast, moved or sliced.
+        known: an instruction has a name that describes the value.
+        logits: one of the dimensions is the vocabulary, and the value is computed from logits.
     """
 
     shape: HloShape
@@ -91,7 +94,7 @@ class Fact:
     logits: bool = False
 
 
-# (category, rule), first match wins.
+# (category, rule); the first rule that matches decides.
 RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
     (
         "accumulator",
@@ -104,7 +107,7 @@ RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
             and f.scope.component != "optimizer"
         ),
     ),
-    # A loss that computes its gradients in the forward pass (a chunked one) has them there.
+    # A chunked loss computes its gradients in the forward pass.
     (
         "gradients",
         lambda f: (
@@ -114,7 +117,7 @@ RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
             and (f.phase in ("backward", "") or f.scope.component in LOSS_COMPONENTS)
         ),
     ),
-    # The result of a collective that a loop keeps for the backward pass, such as the rows of experts.
+    # The result of a collective that a loop stores for the backward pass, such as the rows of experts.
     (
         "residuals",
         lambda f: (
@@ -136,9 +139,13 @@ RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
 class Attribution:
     """Classifies the values of one program.
 
-    `order` is the flattened schedule, `arguments` the entry parameters with their roles, `names` the checkpoint names.
-    An operation without the mark of a transformation belongs to the optimizer if it depends on a gradient, else to the
-    forward pass.
+    An operation that no transformation marks belongs to the optimizer if it depends on a gradient, and to the forward
+    pass otherwise.
+
+    Attributes:
+        order: instruction id -> position in the flattened schedule.
+        arguments: the entry parameters with their roles.
+        names: the checkpoint names.
     """
 
     def __init__(self, program: HloProgram, flow: Flow, order: Mapping[int, int], arguments: Arguments, names: Names):
@@ -153,11 +160,11 @@ class Attribution:
         self.logits = Logits(self)
 
     def scope(self, instruction: Instruction) -> Scope:
-        """The scope of an instruction (`naming.Naming.scope`)."""
+        """Returns the scope of an instruction (`naming.Naming.scope`)."""
         return self.naming.scope(instruction)
 
     def phase(self, scope: Scope, instruction: Instruction) -> str:
-        """The phase of an operation for the report."""
+        """Returns the phase of an operation."""
         if scope.phase:
             return scope.phase
         if scope.component in ("optimizer", "grad_norm"):
@@ -165,19 +172,20 @@ class Attribution:
         return "optimizer" if instruction.id in self.after_backward else "forward"
 
     def best_named(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        """The instruction whose name says best what a value is (`naming.Naming.best`)."""
+        """Returns the instruction whose name describes a value best, with its metadata and scope
+        (`naming.Naming.best`)."""
         return self.naming.best(instruction, index)
 
     def fact(self, instruction: Instruction, index: Index) -> Fact:
-        """The evidence for the value at `index` of an instruction."""
+        """Returns the evidence for the value at `index` of an instruction's result."""
         origin = self.flow.origin(instruction, index)
         named, _, scope = self.best_named(instruction, index)
         shape = self.flow.shape(instruction, index)
         phase = scope.phase
         if origin.stack is not None:
-            phase = self.scope(origin.stack).phase or phase  # the loop it is filled in
+            phase = self.scope(origin.stack).phase or phase  # the phase of the loop that fills the stack
             if instruction.opcode == "parameter":
-                # A loop and its body's parameter share the buffer; the loop's readers are the ones that count.
+                # A loop and the parameter of its body share the buffer; only the readers of the loop are relevant.
                 callers = self.flow.callers.get(instruction.computation, ())
                 instruction = next((caller for caller in callers if caller.opcode == "while"), instruction)
         weight_like = without_ones(shape.dims) in self.weights
@@ -197,7 +205,7 @@ class Attribution:
         )
 
     def feeds(self, instruction: Instruction, index: Index) -> bool:
-        """Whether a weight-shaped value reaches the optimizer or the outputs with a weight's shape."""
+        """Returns whether a value with the shape of a weight reaches the optimizer or the outputs in that shape."""
         entry = self.module.computations.get(self.module.entry)
         for value in self._reached(instruction, index, self._onward):
             if entry and entry.root == value.id:
@@ -212,7 +220,7 @@ class Attribution:
         return False
 
     def read_later(self, instruction: Instruction, index: Index) -> bool:
-        """Whether the backward pass reads a value, unchanged or as the state of a loop."""
+        """Returns whether the backward pass reads a value, unchanged or as the state of a loop."""
 
         def onward(value: Instruction, at: Index, user: Instruction) -> Iterable[tuple[Instruction, Index]]:
             return self._onward(value, at, user, any_shape=True) if user.opcode in _HANDING else ()
@@ -229,7 +237,8 @@ class Attribution:
         index: Index,
         onward: Callable[[Instruction, Index, Instruction], Iterable[tuple[Instruction, Index]]],
     ) -> Iterator[Instruction]:
-        """The instructions that a value reaches, its own first, as `onward` carries it through its readers."""
+        """Yields the instructions that a value reaches, beginning with its own. `onward` returns the results of a
+        reader to which the walk continues."""
         pending = [(instruction, index)]
         seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MAX_VALUES:
@@ -247,7 +256,7 @@ class Attribution:
     def _onward(
         self, instruction: Instruction, index: Index, user: Instruction, any_shape: bool = False
     ) -> Iterable[tuple[Instruction, Index]]:
-        """The results of a reader that carry a weight-shaped value on."""
+        """Returns the results of a reader that still contain the value in the shape of a weight."""
         if user.opcode == "get-tuple-element":
             return [(user, index[1:])] if index[:1] == (user.tuple_index,) else []
         if user.opcode == "tuple":
@@ -267,9 +276,11 @@ class Attribution:
         return [(user, at) for at, leaf in results if without_ones(leaf.dims) in self.weights]
 
     def _uses(self, user: Instruction, operand: Instruction) -> bool:
-        """Whether an operation multiplies an operand by another, gathers from it, or sums it over a dimension.
+        """Returns whether an operation multiplies an operand by another one, gathers from it, or sums it over a
+        dimension.
 
-        Applied to the gradient of an activation, such an operation makes the gradient of a weight or of a bias.
+        If the operand is the gradient of an activation, the result of such an operation is the gradient of a weight or
+        of a bias.
         """
         if user.opcode == "reduce":
             return operand.id in user.operands and self._size(user) < self._size(operand)
@@ -279,7 +290,7 @@ class Attribution:
         return _first_array(self.module.shape(instruction)).elements
 
     def _results_from(self, fusion: Instruction, operand: Instruction) -> frozenset[Index]:
-        """The results of a fusion that carry an operand on."""
+        """Returns the results of a fusion that depend on an operand without being a product, gather or sum of it."""
         inside = self.module.computations.get(fusion.called[0]) if fusion.called else None
         if inside is None:
             return frozenset()
@@ -300,7 +311,8 @@ class Attribution:
         return frozenset()
 
     def gradient_of(self, instruction: Instruction, index: Index) -> str:
-        """The path of the parameter whose gradient a value is, or whose update it goes into; "" for none."""
+        """Returns the path of the parameter whose gradient a value is, or whose update uses the value; "" if there is
+        none."""
         owners, origin = self.arguments.owners, self.flow.origin(instruction, index)
         if (instruction.id, index) in owners:
             return owners[instruction.id, index]
@@ -310,14 +322,15 @@ class Attribution:
         return ""
 
     def argument_of(self, origin: ValueOrigin) -> str:
-        """The path of the argument that a value is a copy of; "" for a computed value."""
+        """Returns the path of the argument that a value is a copy of; "" for a computed value."""
         maker = origin.instruction
         if maker is None or maker.opcode != "parameter" or maker.computation != self.module.entry:
             return ""
         return self.arguments.path(maker.parameter)
 
     def is_parameter(self, origin: ValueOrigin) -> bool:
-        """Whether a value is a parameter of the model, trained or frozen, perhaps cast, moved, sliced or gathered."""
+        """Returns whether a value is a parameter of the model, trained or frozen, possibly cast, moved, sliced or
+        gathered."""
         instruction, seen = origin.instruction, set()
         while instruction is not None and instruction.id not in seen:
             seen.add(instruction.id)
@@ -330,7 +343,8 @@ class Attribution:
         return False
 
     def _weight_dims(self) -> frozenset[tuple[int, ...]]:
-        """Dimensions that a parameter or its gradient can have: stored, one layer of a stack, gathered."""
+        """Returns the dimensions that a parameter or its gradient can have: stored, one layer of a stack, or
+        gathered."""
         sizes: set[tuple[int, ...]] = set()
         entry = self.module.computations.get(self.module.entry)
         for number, id in (entry.parameters if entry else {}).items():
@@ -354,43 +368,46 @@ class Attribution:
 
 
 def categorize(fact: Fact) -> str:
-    """The row of the breakdown that a temporary value belongs to."""
+    """Returns the row of the breakdown that a temporary value belongs to."""
     return next((category for category, rule in RULES if rule(fact)), "unattributed")
 
 
 def without_ones(dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Dimensions without ones, sorted: equal for a weight and its transposed or squeezed forms."""
+    """Returns the sorted dimensions without ones. They are equal for a weight and its transposed or squeezed forms."""
     return tuple(sorted(dim for dim in dims if dim != 1))
 
 
 def _first_array(shape: HloShape) -> HloShape:
-    """The shape itself; of a tuple the first array, because a library's call has its workspace as a second result."""
+    """Returns the shape itself, or the first array of a tuple, because the second result of a library call is its
+    workspace."""
     return shape.leaf((0,)) if shape.parts is not None else shape
 
 
 def buffer_of(program: HloProgram, id: int) -> tuple[LogicalBuffer | None, Instruction | None]:
-    """A logical buffer and the instruction that defines it; None if the proto lacks them."""
+    """Returns a logical buffer and the instruction that defines it; None for each that the proto lacks."""
     buffer = program.buffers.get(id)
     return buffer, program.module.instructions.get(buffer.instruction) if buffer else None
 
 
 class Logits:
-    """The logits of one program: results of the last product with a weight that have the vocabulary as a dimension.
+    """Finds the logits of a program: results of the last matrix product with a weight that have the vocabulary as a
+    dimension.
 
-    The vocabulary is the number of rows of a token table, or the width of a head. A product with a weight of that size
-    makes logits if no other product with a weight follows; an MLP of the same width has one after it.
+    The size of the vocabulary is the number of rows of a token table, or the output dimension of a head. A product
+    with a weight of that size makes logits only if no other product with a weight follows. So an MLP of the same width
+    does not make logits.
     """
 
-    def __init__(self, look: Attribution):
-        self.look, self.module = look, look.module
-        self.state = StateFlow(look.flow)
+    def __init__(self, attribution: Attribution):
+        self.attribution, self.module = attribution, attribution.module
+        self.state = StateFlow(attribution.flow)
         self.vocabulary = self._vocabulary()
         self._products: frozenset[int] | None = None
 
     def contain(self, instruction: Instruction, index: Index, shape: HloShape) -> bool:
-        """Whether the value at `index` of an instruction is logits, or computed from logits elementwise.
+        """Returns whether the value at `index` of an instruction is logits, or is computed elementwise from logits.
 
-        Logits may be padded, and cut along other dimensions than the vocabulary.
+        Logits may be padded, and may be sliced along other dimensions than the vocabulary.
         """
         if not self._spans_vocabulary(shape):
             return False
@@ -402,13 +419,13 @@ class Logits:
         return any(id in self._products for id, _ in values)
 
     def _spans_vocabulary(self, shape: HloShape) -> bool:
-        """Whether an array of floats has a dimension as large as the vocabulary."""
+        """Returns whether the shape is an array of floats that has a dimension as large as the vocabulary."""
         return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
 
     def _vocabulary(self) -> frozenset[int]:
-        """Sizes of the vocabulary, of the global array and of one shard, from token tables and heads."""
+        """Returns the sizes of the vocabulary, of the global array and of one shard, from token tables and heads."""
         sizes: set[int] = set()
-        arguments, parameters = self.look.arguments.by_number, self.module.parameters
+        arguments, parameters = self.attribution.arguments.by_number, self.module.parameters
 
         def add(number: int, dim: int) -> None:
             sizes.add(arguments[number].shape[dim])
@@ -426,7 +443,7 @@ class Logits:
         return frozenset(size for size in sizes if size > 1)
 
     def _head_output(self, number: int) -> int:
-        """The output dimension of a head's weight: 0 in libraries that store weights as (out, in), else -1."""
+        """Returns the output dimension of a head's weight: 0 in libraries that store weights as (out, in), else -1."""
         local = self.module.shape(self.module.parameters[number]).dims
         products = [
             set(_first_array(self.module.shape(instruction)).dims)
@@ -438,20 +455,21 @@ class Logits:
         return 0 if products and all(local[0] in dims and local[-1] not in dims for dims in products) else -1
 
     def _parameter(self, instruction: Instruction | None) -> int:
-        """The number of the parameter that a value is, perhaps cast or gathered; -1 for none."""
-        origin = self.look.flow.origin(instruction)
-        if not self.look.is_parameter(origin):
+        """Returns the number of the parameter that a value is, possibly cast or gathered; -1 if it is none."""
+        origin = self.attribution.flow.origin(instruction)
+        if not self.attribution.is_parameter(origin):
             return -1
         maker = origin.instruction
         while maker is not None and maker.opcode != "parameter":
-            maker = self.look.flow.origin(self.module.operand(maker, 0)).instruction
+            maker = self.attribution.flow.origin(self.module.operand(maker, 0)).instruction
         return maker.parameter if maker is not None else -1
 
     def _last_products(self) -> frozenset[int]:
-        """Products that make logits: those whose weight has no product that another product with a weight follows.
+        """Returns the matrix products that make logits: products of a weight whose output feeds no other product with
+        a weight.
 
-        A weight is judged by all its products together, because the products after a recomputed one may not be
-        recomputed.
+        All products with one weight are judged together, because the products that follow a recomputed product may not
+        be recomputed themselves.
         """
         weights: dict[int, int] = {}
         for instruction in self.module.instructions.values():
@@ -473,13 +491,14 @@ class Logits:
         return scopes.parse(self.module.metadata(instruction).op_name).phase
 
     def _only_weight(self, instruction: Instruction) -> int:
-        """The number of the one operand of a product that is a parameter; -1 if none is, or both are."""
+        """Returns the number of the parameter among the two operands of a product; -1 if none or both are
+        parameters."""
         operands = [self.module.instructions.get(id) for id in instruction.operands[:2]]
         weights = [number for number in map(self._parameter, operands) if number >= 0]
         return weights[0] if len(weights) == 1 else -1
 
     def _is_followed(self, product: Instruction) -> bool:
-        """Whether another product with a weight follows in the forward pass."""
+        """Returns whether another product with a weight follows in the forward pass."""
         pending = list(self.state.readers(product, ()))
         seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MAX_READERS:
@@ -487,7 +506,7 @@ class Logits:
             if (instruction.id, index) in seen:
                 continue
             seen.add((instruction.id, index))
-            dtype = _first_array(self.look.flow.shape(instruction, index)).dtype
+            dtype = _first_array(self.attribution.flow.shape(instruction, index)).dtype
             if self._phase(instruction) == "backward" or "float" not in dtype:
                 continue
             if self._is_product(instruction) and self._only_weight(instruction) >= 0:

@@ -1,12 +1,13 @@
-"""Checkpoint names of residuals.
+"""Finds the checkpoint names of residuals.
 
 `jax.ad_checkpoint.checkpoint_name` leaves only the source position of its call in a compiled program. A name is found
-by
+in one of three ways, tried in this order:
 
-1. a word of the op_name that is in the caller's vocabulary (a model that also opens a named scope);
-2. the position of the call in the jaxpr, for a `jax.stages.Traced`; else the call in the source file, if it is
-   available: `checkpoint_name(x, "q")`, or a function of the user that calls it with one string that looks like a name;
-3. the position of the operation whose result was named, in the same way, because XLA often drops the mark of the call.
+1. A word of the op_name is in the caller's vocabulary, because the model also opens a named scope.
+2. The position of the call is in the jaxpr of a `jax.stages.Traced`. Without a jaxpr, the call is read from the source
+   file: `checkpoint_name(x, "q")`, or a function of the user that calls it with one string that looks like a name.
+3. The position of the operation whose result was named is looked up in the same way, because XLA often drops the mark
+   of the call.
 """
 
 from __future__ import annotations
@@ -48,9 +49,12 @@ class NamedPlace(NamedTuple):
     """The source position of an equation with a checkpoint name.
 
     Fields:
-        chain: (file, line, column) of each stack frame, innermost first; end: (line, column) of the innermost frame.
-        suffix: the end of the op_name of what is compiled from the equation; name: the checkpoint name, "" for none.
-        elements: number of elements of the value, of a mark that has not the position of the value; else 0.
+        chain: (file, line, column) of each stack frame, innermost first.
+        end: (line, column) at which the expression of the innermost frame ends.
+        suffix: the end of the op_name of the instruction that is compiled from the equation.
+        name: the checkpoint name, "" for none.
+        elements: number of elements of a saved value whose mark has another position than the value; 0 for all other
+            equations.
     """
 
     chain: Chain
@@ -61,29 +65,29 @@ class NamedPlace(NamedTuple):
 
 
 class Names:
-    """Looks up checkpoint names by vocabulary, and by the `named_places` of a jaxpr or, without a jaxpr, in source
+    """Looks up checkpoint names by a vocabulary, and by the `named_places` of a jaxpr. Without a jaxpr, reads source
     files."""
 
     def __init__(self, vocabulary: Iterable[str] = (), places: Iterable[NamedPlace] | None = None):
-        # A word that also names a part of the model ("embed") does not identify a tensor.
+        # A word that also names a part of the model, such as "embed", does not identify a tensor.
         self.vocabulary = frozenset(vocabulary) - COMPONENTS.keys()
         self._in_source = places is None
-        # Innermost positions of marks that have not the position of the value.
+        # Innermost positions of the marks that have another position than their value.
         self.displaced_marks: set[Place] = set()
         self._table: dict[Chain, list[NamedPlace]] = {}
         for place in places or ():
             if place.elements:
                 self.displaced_marks.add(place.chain[0])
-            # The chain of the compiled program may lack outer frames: every prefix can match.
+            # The compiled program may lack outer frames, so every prefix of the chain can match.
             for length in range(1, len(place.chain) + 1):
                 self._table.setdefault(place.chain[:length], []).append(place)
 
-    def of(self, makers: Iterable[Metadata], elements: int = 0) -> str:
-        """Returns the checkpoint name of a value, "" for none.
+    def find(self, makers: Iterable[Metadata], elements: int = 0) -> str:
+        """Returns the checkpoint name of a value; "" if it has none.
 
         Args:
-            makers: metadata of the operations that made the value, nearest first.
-            elements: number of elements of the value on one device, in one iteration of a loop.
+            makers: metadata of the instructions that made the value, nearest first.
+            elements: number of elements of a value with a displaced mark, on one device in one iteration of a loop.
         """
         metadata = [item for item in makers if item.op_name]
 
@@ -104,20 +108,21 @@ class Names:
     def _by_place(self, metadata: Metadata, elements: int) -> str:
         chain = tuple(frame[:3] for frame in metadata.frames)
         for length in range(len(chain), 0, -1):
-            found = {
+            names = {
                 place.name
                 for place in self._table.get(chain[:length], ())
                 if metadata.op_name.endswith(place.suffix)
                 and _same_end(metadata.frames[0], place.end)
                 and place.elements in (0, elements)
             }
-            if found:
-                return found.pop() if len(found) == 1 else ""
+            if names:
+                return names.pop() if len(names) == 1 else ""
         return ""
 
 
 def _same_end(frame: Frame, end: tuple[int, int]) -> bool:
-    """Whether an expression ends at `end`; partitioning a program loses the ends, and then every end matches."""
+    """Returns whether an expression ends at `end`. Partitioning a program can lose the ends; then every end
+    matches."""
     known = (frame.end_line, frame.end_column)
     return known in (end, (0, 0), (frame.line, frame.column))
 
@@ -137,9 +142,9 @@ def _around(metadata: Metadata) -> str:
 
 
 def named_places(jaxpr: object) -> list[NamedPlace]:
-    """The positions of the equations that name values, and of their makers, in a (closed) jaxpr and its inner
-    jaxprs."""
-    found: list[NamedPlace] = []
+    """Returns the positions of the equations that name values, and of the equations that make these values, in a jaxpr
+    and its inner jaxprs."""
+    places: list[NamedPlace] = []
     pending, seen = [jaxpr], set()
     while pending:
         inner = pending.pop()
@@ -149,7 +154,7 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
         seen.add(id(inner))
         makers = {id(variable): equation for equation in inner.eqns for variable in equation.outvars}
         named = [equation for equation in inner.eqns if checkpoint_name_of(equation)]
-        # Operations of one expression can be indistinguishable (the products within a GELU): these are skipped.
+        # Equations of one expression that cannot be distinguished, such as the products within a GELU, are skipped.
         alike = Counter(_where(equation) for equation in inner.eqns) if named else Counter()
         for equation in named:
             for maker in (equation, *_makers(equation, makers)):
@@ -157,20 +162,22 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
                 if alike[where] != 1:
                     continue
                 chain, end, stack, primitive = where
-                # What is compiled from the maker is named after its primitive, or after JAX's mark on a saved value.
+                # The compiled instruction is named after the maker's primitive, or after JAX's mark on a saved value.
                 for operation in (primitive, MARK):
-                    found.append(NamedPlace(chain, end, f"{stack}/{operation}", checkpoint_name_of(equation)))
-        found += _displaced_marks(inner, makers)
+                    places.append(NamedPlace(chain, end, f"{stack}/{operation}", checkpoint_name_of(equation)))
+        places += _displaced_marks(inner, makers)
         for equation in inner.eqns:
             pending += bodies(equation)
-    return [place for place in found if place.chain]
+    return [place for place in places if place.chain]
 
 
 def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPlace]:
-    """Yields the places of JAX's marks on saved values that have not the position of the value: with `jax_remat3`,
-    jax 0.10 gives them the position of the `jax.checkpoint`. The number of elements says which value a mark is of.
+    """Yields the places of JAX's marks on saved values that have another position than their value.
 
-    makers: id of a variable -> the equation that makes it.
+    With `jax_remat3`, jax before 0.12 gives all marks the position of the `jax.checkpoint`. The number of elements
+    distinguishes them.
+
+    `makers`: id of a variable -> the equation that makes it.
     """
     for mark in jaxpr.eqns:
         maker = makers.get(id(mark.invars[0])) if mark.primitive.name == MARK else None
@@ -183,7 +190,7 @@ def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPla
 
 
 def _keeps_all_bits(equation: Any) -> bool:
-    """Whether a `reduce_precision` has the precision of its operand, so that it is a mark and no rounding."""
+    """Returns whether a `reduce_precision` keeps the precision of its operand, so that it is a mark and does not round."""
     from jax import numpy as jnp
 
     known = jnp.finfo(equation.outvars[0].aval.dtype)
@@ -192,7 +199,7 @@ def _keeps_all_bits(equation: Any) -> bool:
 
 
 def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
-    """The equations that make the value of a `name` equation, followed through changes of its form."""
+    """Returns the equations that make the named value, followed back through equations that only change its form."""
     out: list[Any] = []
     variable = equation.invars[0]
     for _ in range(8):
@@ -200,17 +207,18 @@ def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
         if equation is None or checkpoint_name_of(equation):
             break
         out.append(equation)
-        variable = _same(equation, variable)
+        variable = _same_elements(equation, variable)
         if variable is None:
             break
     return out
 
 
-def _same(equation: Any, result: Any) -> Any:
-    """The operand with the same elements as a result of an equation, in another form; None for a computed result."""
+def _same_elements(equation: Any, result: Any) -> Any:
+    """Returns the operand that has the same elements as a result of an equation in another form; None for a computed
+    result."""
     if equation.primitive.name in _FORMS:
         return equation.invars[0]
-    body = getattr(equation.params.get("call_jaxpr"), "jaxpr", None)  # a function with its own gradient
+    body = getattr(equation.params.get("call_jaxpr"), "jaxpr", None)  # a function with a custom gradient
     if body is None:
         return None
     inside = {id(variable): inner for inner in body.eqns for variable in inner.outvars}
@@ -221,7 +229,7 @@ def _same(equation: Any, result: Any) -> Any:
 
 
 def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
-    """(chain of positions, end of the innermost frame, name stack, primitive) of an equation."""
+    """Returns (chain of positions, end of the innermost frame, name stack, primitive) of an equation."""
     from jax._src import source_info_util
 
     frames = list(source_info_util.user_frames(equation.source_info.traceback))
@@ -232,7 +240,7 @@ def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _call_at(file: str, line: int, column: int) -> str:
-    """The name in the call that starts at a position of a source file; "" if there is none."""
+    """Returns the name in the call that starts at a position of a source file; "" if there is none."""
     for node in _source(file)[0].get(line, ()):
         if node.col_offset != column:
             continue
@@ -247,7 +255,8 @@ def _call_at(file: str, line: int, column: int) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _call_around(file: str, line: int, column: int) -> str:
-    """The name in the `checkpoint_name` call that contains a position of a source file; "" if there is none."""
+    """Returns the name in the `checkpoint_name` call that contains a position of a source file; "" if there is
+    none."""
     calls, aliases = _source(file)
     for nodes in calls.values():
         for node in nodes:
@@ -260,7 +269,8 @@ def _call_around(file: str, line: int, column: int) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _source(file: str) -> tuple[dict[int, list[ast.Call]], frozenset[str]]:
-    """The calls of a source file by line, and its names for `checkpoint_name`; empty if it is not Python."""
+    """Returns the calls of a source file by line, and the file's aliases of `checkpoint_name`; both are empty if the
+    file is not Python."""
     calls: dict[int, list[ast.Call]] = {}
     aliases = {"checkpoint_name"}
     try:

@@ -1,13 +1,16 @@
-"""The state ledger: bytes per parameter by role and dtype, in which bf16 AdamW takes 16 or 20.
+"""The ledger of the training state: bytes per parameter by role and dtype. AdamW in bf16 takes 16 or 20 bytes per
+parameter.
 
 State that lives through the step is counted from the arguments. Copies of parameters, gradients and gradient sums are
-temporary buffers with the shape of a stored parameter; each role is counted at the point where most parameters have a
-buffer of that role. All figures are those of ONE device: bytes per parameter divide by the parameters on that device.
-Frozen parameters, as under LoRA adapters, are rows of their own and in no total: parameters are the trained ones.
+temporary buffers with the shape of a stored parameter. Each of these roles is counted at the point of the timeline at
+which most parameters have a buffer of the role. All figures are those of ONE device: bytes per parameter divide by the
+number of trained parameters on that device. Frozen parameters, such as those under LoRA adapters, have rows of their
+own and are in no total.
 
-A compiler may sum and free some gradients before it makes the last ones; then no point has all of them, and the row
-shows the fullest point. llama_8b under `fp32_grads` with four micro-batches in a step on an H200 (jax 0.10.2): the
-gradients of the MLP are freed before that of the token table exists, 1.87 bytes of gradients and 19.87 in all.
+A compiler may sum and free some gradients before it computes the last ones. Then no point has all gradients, and the
+row shows the point with most of them. Example: in a step of llama_8b under `fp32_grads` with four micro-batches on an
+H200 (jax 0.10.2), the gradients of the MLP are freed before that of the token table exists, so the row shows 1.87
+bytes of gradients, and the total is 19.87.
 """
 
 from __future__ import annotations
@@ -24,17 +27,17 @@ from bytescope.memory.peak.buffer_rules import without_ones
 from bytescope.memory.records.report_record import Buffer, LedgerRow, PeakAccount, ZeroRow
 from bytescope.memory.units import human
 
-# Arguments in these roles are state; data and outputs are not.
+# Roles of arguments that are training state.
 STATE = ("params", "gradients", "accumulator", "optimizer", "frozen")
-# The named scope of a copy of all parameters that the step makes, and the order of the rows.
+# The named scope in which the step copies all parameters, and the order of the ledger's rows.
 COPY = "param_copy"
 ROLES = ("params", "copies", "gradients", "accumulator", "optimizer", "frozen")
 
 
 def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow, ...]:
-    """Ledger rows of a report's buffers, a total last.
+    """Returns the ledger rows of a report's buffers, with a total as the last row.
 
-    `elements`: position in `buffers` -> number of values the buffer holds.
+    `elements`: position in `buffers` -> number of array elements that the buffer holds.
     """
     buffers = tuple(buffers)
     stored: dict[tuple[int, ...], int] = {}
@@ -70,7 +73,8 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Temporary:
-    """A temporary buffer of state with its number of elements; `start`: when it, or what it is cast from, is made."""
+    """A temporary buffer of state with its number of elements. `start` is the point at which the buffer exists, or the
+    buffer from which it is cast."""
 
     buffer: Buffer
     count: int
@@ -84,22 +88,22 @@ def _add(sums: dict[tuple[str, str], list[int]], role: str, buffer: Buffer, coun
 
 
 def _temporary_role(buffer: Buffer) -> str:
-    """The role of a buffer that the step makes and frees again, "" for none."""
+    """Returns the role of a buffer that the step makes and frees again, "" for other buffers."""
     if buffer.memory != "device" or buffer.phase in ("argument", "output"):
         return ""
     if buffer.category in ("gradients", "accumulator"):
         return buffer.category
-    # The named scope around the cast of all parameters; a cast inside a layer is workspace.
+    # Only the cast of all parameters at once is a copy; a cast inside a layer is workspace.
     return "copies" if buffer.category == "workspace" and COPY in buffer.module.split("/") else ""
 
 
 def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], int]) -> list[_Temporary]:
-    """The buffers alive at the last point where most parameters have one.
+    """Returns the buffers that are alive at the last point at which most parameters have a buffer.
 
     A cast buffer counts instead of its source, from the start of the source. If a shape has more elements than
-    `stored`, one buffer is made from another: the narrow ones count.
+    `stored`, one buffer is made from another; then the buffers with fewer bytes per element count.
     """
-    items, best, most = _narrowed(items), [], 0
+    items, best, most = _without_cast_sources(items), [], 0
     by_width = sorted(items, key=lambda item: item.buffer.bytes / max(item.count, 1))
     for point in sorted({item.start for item in items}):
         alive, left = [], dict(stored)
@@ -114,8 +118,9 @@ def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], in
     return best
 
 
-def _narrowed(items: list[_Temporary]) -> list[_Temporary]:
-    """`items` without each buffer that a narrower one of its shape is made from; the narrow one starts as early."""
+def _without_cast_sources(items: list[_Temporary]) -> list[_Temporary]:
+    """Returns `items` without each buffer from which a buffer of fewer bytes per element was cast; the latter gets its
+    start."""
     left = sorted(items, key=lambda item: item.start)
     for narrow in list(left):
         dims = without_ones(narrow.buffer.shape)
@@ -128,7 +133,7 @@ def _narrowed(items: list[_Temporary]) -> list[_Temporary]:
             and other.start <= narrow.start <= other.buffer.end
         ]
         if sources:
-            source = min(sources, key=lambda other: other.buffer.end)  # the one that is read for the last time
+            source = min(sources, key=lambda other: other.buffer.end)  # the source that is freed first
             left.remove(source)
             narrow.start = source.start
     return left
@@ -151,14 +156,14 @@ class State:
     """The training state of one device.
 
     Fields:
-        parameters: number of parameters that one tensor-parallel rank uses, the P of the paper; 0 if unknown.
+        parameters: number of parameters that one tensor-parallel rank uses, the P of the ZeRO paper; 0 if unknown.
         zero: stage of ZeRO, None without facts.
-        degree: number of devices that shard state, Nd.
+        degree: number of devices that shard state, the Nd of the paper.
         tensor: number of devices of a tensor-parallel group.
-        gradients: bytes per parameter of gradients by the paper, sums in float32 included.
+        gradients: bytes per parameter of gradients by the paper, including sums in float32.
         replicated: path -> bytes of the parameters and optimizer leaves that each device of the group holds in full,
             although the strategy shards them.
-        routed: fraction of the parameters that are in routed experts.
+        routed: fraction of the parameters that are in routed experts, 0 to 1.
         expert: number of devices that share the routed experts, under any strategy.
     """
 
@@ -172,17 +177,19 @@ class State:
     expert: int = 1
 
     def shards(self, role: str) -> float:
-        """Number of devices that shard a role, 1 if none do; with routed experts a mean over the parameters."""
+        """Returns the number of devices that shard a role, 1 if none do. With routed experts, it is a mean over the
+        parameters."""
         degree = self.degree if role in ZERO[self.zero or 0] else 1
         if degree >= self.expert:
             return degree
         return 1 / ((1 - self.routed) / degree + self.routed / self.expert)
 
 
-def state_of(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, str]) -> State:
-    """The training state from the layouts of a program's arguments, else from its ledger and the trainer's facts.
+def read_state(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, str]) -> State:
+    """Returns the training state from the layouts of a program's arguments, or without layouts from its ledger and the
+    trainer's facts.
 
-    `roles`: entry parameter number -> role.
+    `roles`: number of an entry parameter -> role.
     """
     facts, mesh = program.facts, dict(program.mesh)
     shard: dict[str, int] = {}
@@ -194,7 +201,7 @@ def state_of(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, st
         degree = math.prod(shard.values()) if zero else 1
         tensor, expert = facts.devices("tensor", mesh=mesh), facts.devices("expert", mesh=mesh)
         routed = question.routed if expert > 1 else 0.0
-    if question and question.precision.gradients > question.precision.state:  # in 16 bits, and their float32 sums
+    if question and question.precision.gradients > question.precision.state:  # 16-bit gradients with float32 sums
         gradients = question.precision.gradients
     params = [layout for number, layout in program.layouts.items() if roles.get(number) == "params"]
     if params:
@@ -209,11 +216,14 @@ def state_of(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, st
 def parameter_counts(
     report: PeakAccount, program: PlacedProgram, roles: Mapping[int, str], state: State
 ) -> dict[str, int]:
-    """`total` parameters of a program, frozen ones included, and the `active` ones, which one token uses: all of them
-    unless the model has experts. {} if the parameters are unknown."""
-    found = [layout.elements for number, layout in program.layouts.items() if roles.get(number) in ("params", "frozen")]
+    """Returns the parameter counts of a program; {} if unknown.
+
+    `total` includes frozen parameters. `active` is the number that one token uses, which is lower only if the model
+    has experts.
+    """
+    sizes = [layout.elements for number, layout in program.layouts.items() if roles.get(number) in ("params", "frozen")]
     frozen = sum(row.elements for row in report.ledger if row.role == "frozen")
-    total = sum(found) or state.parameters * state.tensor + round(frozen * state.shards("params"))
+    total = sum(sizes) or state.parameters * state.tensor + round(frozen * state.shards("params"))
     if not total:
         return {}
     idle = idle_count(program.facts.question.model) if program.facts and program.facts.question else 0
@@ -221,22 +231,23 @@ def parameter_counts(
 
 
 def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int]) -> dict[str, int]:
-    """Path -> bytes of the arrays of state that the axes of `shard` do not all shard, largest first."""
-    module, found = program.module, {}
+    """Returns path -> bytes of the arrays of state that the axes of `shard` do not all shard, largest first."""
+    module, sizes = program.module, {}
     entry = module.computations[module.entry]
     for number, layout in program.layouts.items():
         if roles.get(number) in ("params", "optimizer") and layout.elements > 1 and not set(shard) <= set(layout.axes):
             parameter = module.instructions[entry.parameters[number]]
-            found[program.arguments.path(number)] = module.shape(parameter).bytes
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+            sizes[program.arguments.path(number)] = module.shape(parameter).bytes
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def zero_rows(report: PeakAccount, state: State) -> tuple[ZeroRow, ...]:
-    """ZeRO's accounting beside the bytes held at the peak, in bytes per parameter, with a total as the last row.
+    """Returns ZeRO's accounting beside the bytes held at the peak, in bytes per parameter, with a total as the last
+    row.
 
-    The held bytes are the params, gradients (accumulator included) and optimizer rows of the breakdown; "gathered" are
-    gathered or cast copies of parameters and the buffers of collectives. () for a program without parameters or without
-    a known stage of ZeRO.
+    The held bytes are the params, gradients (including accumulator) and optimizer rows of the breakdown; "gathered"
+    are gathered or cast copies of parameters and the buffers of collectives. Returns () for a program without
+    parameters or without a known stage of ZeRO.
     """
     if not state.parameters or state.zero is None:
         return ()
@@ -259,7 +270,7 @@ def zero_rows(report: PeakAccount, state: State) -> tuple[ZeroRow, ...]:
 
 
 def _reason(role: str, report: PeakAccount, state: State) -> str:
-    """Why a role takes other bytes than in the paper."""
+    """Returns the reason why a role takes other bytes than in the paper."""
     dtypes = " and ".join(sorted({row.dtype for row in report.ledger if row.role == role and "float" in row.dtype}))
     stored = sum(row.elements for row in report.ledger if row.role == "params")
     part = f", 1/{state.degree} on each device" if state.degree > 1 and stored < state.parameters else ""
@@ -283,7 +294,8 @@ def _reason(role: str, report: PeakAccount, state: State) -> str:
 
 
 def _gradient_reason(report: PeakAccount, state: State) -> str:
-    """Dtypes of the gradients that are alive at the peak, and whether these are fewer bytes than in the paper."""
+    """Returns the dtypes of the gradients that are alive at the peak, and the reason if they are fewer bytes than in
+    the paper."""
     sizes: dict[str, int] = {}
     for buffer in report.buffers:
         if buffer.at_peak and buffer.memory == "device" and buffer.category in ("gradients", "accumulator"):

@@ -1,9 +1,9 @@
 """Derives live ranges from the schedule, for a finished executable whose backend keeps no heap trace.
 
-The module gives the order of execution and the values that share memory by rule (tuples, bitcasts, loop state, in-place
-updates). From these follow buffers and a heap trace, in the same records as the compiler's. XLA's other decisions
-(which operand an operation overwrites, padding) are estimated; totals therefore come from its statistics, and
-`memory.analyze` shows the difference.
+The module gives the order of execution and the values that share memory by rule (tuples, bitcasts, loop state,
+in-place updates). From these follow buffers and a heap trace, in the same records as the compiler's. XLA's other
+decisions, such as which operand an operation overwrites, and padding, are estimated. Therefore totals come from XLA's
+statistics, and `memory.analyze` shows the difference.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _OVERWRITING = frozenset(
 
 
 def derive(module: Module) -> HloProgram:
-    """A program with buffers, allocations and a heap trace derived from the module's schedule.
+    """Returns a program with buffers, allocations and a heap trace that are derived from the module's schedule.
 
-    Sizes are unpadded bytes. Ids of buffers and allocations are those of this derivation, not of XLA.
+    Sizes are unpadded bytes. The ids of buffers and allocations are not those of XLA.
     """
     return _Derivation(module).program()
 
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """Values that share one stretch of memory."""
+    """Values that share one range of memory."""
 
     nodes: list[Node]
     size: int = 0
@@ -136,7 +136,7 @@ class _Derivation:
                     yield (id, index), source
 
     def _source(self, instruction: Instruction, index: Index) -> Node | None:
-        """The operand's value that a result shares its memory with; None if the result has its own memory."""
+        """Returns the value of an operand whose memory a result uses; None if the result has its own memory."""
         operands, opcode = instruction.operands, instruction.opcode
         if not operands:
             return None
@@ -161,7 +161,8 @@ class _Derivation:
         return None
 
     def _updated(self, fusion: Instruction, value: Instruction | None, index: Index) -> Node | None:
-        """The operand that a fusion updates in place, because its root writes into a slice of the operand."""
+        """Returns the operand that a fusion updates in place; None if there is none. The root of such a fusion writes
+        into a slice of the operand."""
         updating = False
         for _ in range(64):
             if value is None:
@@ -178,7 +179,7 @@ class _Derivation:
         return None
 
     def _groups(self, instructions: list[Instruction]) -> dict[Node, _Group]:
-        """Root node -> its stretch of memory with its live range."""
+        """Returns root node -> its range of memory with its live range."""
         groups: dict[Node, _Group] = {}
         entry = self.module.computations.get(self.module.entry)
         for instruction in instructions:
@@ -209,7 +210,7 @@ class _Derivation:
         return groups
 
     def _overwrite(self, instructions: list[Instruction], groups: dict[Node, _Group]) -> None:
-        """Puts a result into the memory of an operand of the same size whose live range ends there."""
+        """Lets a result use the memory of an operand of the same size whose live range ends there."""
         for instruction in instructions:
             if instruction.opcode not in _OVERWRITING:
                 continue
@@ -255,8 +256,8 @@ class _Derivation:
         return program
 
     def _preference(self, node: Node) -> tuple[bool, bool, int]:
-        """The key that ranks the node which describes a stretch of memory best: a loop's state, an operation, the
-        earliest."""
+        """Returns the sort key of the nodes of one range of memory. The node that describes it best is a loop's state,
+        then an operation, then the earliest node."""
         instruction = self.module.instructions[node[0]]
         passing = instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast")
         return instruction.opcode == "while", not passing, -self.order[node[0]]

@@ -1,9 +1,10 @@
-"""Reads from JAX's names and from source lines what the values of a program are.
+"""Names the values of a program, from JAX's op_names and from source lines.
 
-Few values carry a name that says what they are: compilers add copies, loops name their stacks after the loop, libraries
-open no scopes. A value without a name takes that of its makers, of the values it is copied or computed from, or of its
-readers. An operation without scopes takes the name of the functions it was called through. `label` is the key under
-which a report sums the buffers of one kind, and `folded` adds the number of modules that such a key covers.
+Few values have a name that describes them: compilers add copies, loops name their stacks after the loop, and some
+libraries open no scopes. A value without a name gets the name of its makers, of the values that it is copied or
+computed from, or of its readers. An operation without scopes gets the name of the functions through which it was
+called. `label` is the key under which a report sums the buffers of one kind, and `fold_labels` adds the number of
+modules that a key covers.
 """
 
 from __future__ import annotations
@@ -19,49 +20,50 @@ from bytescope.memory.hlo.shapes import Index
 from bytescope.memory.peak.checkpoint_names import MARK, Place
 from bytescope.memory.records.report_record import Buffer
 
-# Operations that say how a value was kept, not what it is; marks of a loop that reads and writes its stacks.
+# Operations that only keep or move a value; functions by which a scan reads and writes its stacks.
 _BOOKKEEPING = NOISE | {"reduce_precision"}
 _STACKING = ("jit(dynamic_update_index_in_dim)", "jit(dynamic_index_in_dim)")
-# Operations that take a part of their operand, or bring its parts together.
+# Operations that return a part of their operand, or gather its parts.
 _TAKING = frozenset(("dynamic-slice", "slice", "all-gather", "all-gather-start", "all-gather-done"))
 # Operations whose result is their operand.
 _MOVING = frozenset(("copy", "bitcast", "opt-barrier", "copy-done"))
-# Initial values, which have no meaning until something is written into them or computed from them.
+# Operations that make initial values; a name comes from what is later written into the value or computed from it.
 _FILLERS = frozenset(("broadcast", "constant", "iota", "partition-id", "replica-id", "rng-bit-generator"))
 
 _NUMBERED = re.compile(r"\d$")
-# Words of transformations that are operations too.
+# Names of transformations that are also operations.
 _OPERATIONS = frozenset(("transpose", ""))
 
 
 class Naming:
     """Looks up scopes and source lines in one module, with a cache.
 
-    displaced_marks: positions of marks on saved values that are not the positions of the values.
+    `displaced_marks`: positions of JAX's marks on saved values that have another position than their value.
     """
 
     def __init__(self, module: Module, flow: Flow, displaced_marks: Collection[Place] = ()):
         self.module, self.flow, self.displaced_marks = module, flow, displaced_marks
         self._scopes: dict[int, Scope] = {}
-        self._found: dict[tuple[int, Index], tuple[Instruction | None, Metadata, Scope]] = {}
+        self._best: dict[tuple[int, Index], tuple[Instruction | None, Metadata, Scope]] = {}
         self._code: dict[int, tuple[str, tuple[str, ...]]] = {}
 
     def scope(self, instruction: Instruction) -> Scope:
-        """The scope of an instruction, from its op_name; parts that the op_name lacks come from its stack frames."""
+        """Returns the scope of an instruction from its op_name. Parts that the op_name lacks come from its stack
+        frames."""
         if instruction.id not in self._scopes:
             metadata = self.module.metadata(instruction)
             scope = parse(metadata.op_name)
             component, path = scope.component, scope.path
             if metadata.op_name and all(scopes.is_layer(scopes.plain(word)) for word in path):
                 component, path = self._by_code(scope, metadata)
-            elif path and all(word.startswith(scopes.EQUINOX) for word in path):  # not the user's modules
+            elif path and all(word.startswith(scopes.EQUINOX) for word in path):  # scopes of Equinox, not of the user
                 path = self._by_code(scope, metadata)[1]
             self._scopes[instruction.id] = Scope(scope.phase, path, component, scope.operation)
         return self._scopes[instruction.id]
 
     def _by_code(self, scope: Scope, metadata: Metadata) -> tuple[str, tuple[str, ...]]:
-        """Component and module path of a scope without a module, from the frames it was called through."""
-        key = id(metadata.frames)  # of one module's table, where a chain of frames is one object
+        """Returns component and module path of a scope without a module, from the stack frames of its call."""
+        key = id(metadata.frames)  # in a module's table, each chain of frames is one object
         if key not in self._code:
             component = sources.component_of_code(metadata.frames) or scope.component
             line = sources.source_line(metadata).rpartition("/")[2]
@@ -70,16 +72,18 @@ class Naming:
         return component, modules or scope.path
 
     def best(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        """The instruction whose name describes a value best, with its metadata and scope; None if there is none.
+        """Returns the instruction whose name describes a value best, with its metadata and scope; None if there is
+        none.
 
-        That is the nearest maker that names a part of the model. The bookkeeping of a loop is used only if no other
-        maker has a name; without a named maker, what the value is copied or computed from, then its readers. A copy
-        that a loop or the compiler makes outside a known component has the scopes and the source line of its source.
+        This is the nearest maker that names a part of the model. Bookkeeping of a loop is used only if no other maker
+        has a name. Without a named maker, the values that it is copied or computed from are tried, then its readers. A
+        copy that a loop or the compiler makes outside of a known component gets the scopes and the source line of its
+        source.
         """
         key = instruction.id, index
-        if key not in self._found:
-            self._found[key] = self._find(instruction, index)
-        return self._found[key]
+        if key not in self._best:
+            self._best[key] = self._find(instruction, index)
+        return self._best[key]
 
     def _find(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
         rank, named = self._nearest(self.flow.makers(instruction, index))
@@ -117,7 +121,7 @@ class Naming:
         return named, metadata, scope
 
     def marked(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """The named maker of a saved value whose mark has another position than the value; None for other values."""
+        """Returns the named instruction that made a saved value with a displaced mark; None for other values."""
         mark = self.flow.origin(instruction, index).instruction
         if mark is None or mark.opcode != "reduce-precision":
             return None
@@ -127,8 +131,12 @@ class Naming:
         return self._nearest(self.flow.makers(self.module.operand(mark, 0)))[1]
 
     def _nearest(self, candidates: Iterable[Instruction], first: bool = False) -> tuple[int, Instruction | None]:
-        """The first candidate that is named after what it computes (rank 0), else after control flow (1), else after
-        the stacks of a loop (2); (3, None) for none. `first`: the first candidate of any rank."""
+        """Returns (rank, instruction) of the best named candidate, the first of equal rank; (3, None) if none is
+        named.
+
+        Rank 0 is named after the computation, rank 1 after control flow, rank 2 after the stacks of a loop. If
+        `first`, returns the first candidate of any rank.
+        """
         best: tuple[int, Instruction | None] = 3, None
         for candidate in candidates:
             op_name = self.module.metadata(candidate).op_name
@@ -146,24 +154,26 @@ class Naming:
         return best
 
     def _copied(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """The named maker of the array that a value is a slice of or is gathered from; None if it is neither."""
-        made = self.flow.origin(instruction, index).instruction
+        """Returns the named maker of the array that a value is a slice of or is gathered from; None for other
+        values."""
+        maker = self.flow.origin(instruction, index).instruction
         for _ in range(4):
-            if made is None or made.opcode not in _TAKING:
+            if maker is None or maker.opcode not in _TAKING:
                 return None
-            operand = self.module.operand(made, 0)
+            operand = self.module.operand(maker, 0)
             if operand is None:
                 return None
             rank, named = self._nearest(self.flow.makers(operand))
             if not rank:
                 return named
-            made = self.flow.origin(operand).instruction
+            maker = self.flow.origin(operand).instruction
         return None
 
     def _filled(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """The named maker of the values that a loop writes over an initial value, such as zeros; None for none."""
-        made = self.flow.origin(instruction, index).instruction
-        if made is None or made.opcode not in _FILLERS:
+        """Returns the named maker of the values that a loop writes over an initial value, such as zeros; None if there
+        is none."""
+        maker = self.flow.origin(instruction, index).instruction
+        if maker is None or maker.opcode not in _FILLERS:
             return None
         pending = [(instruction, index)]
         seen: set[tuple[int, Index]] = set()
@@ -184,8 +194,7 @@ class Naming:
         return None
 
     def _frames(self, instruction: Instruction, index: Index) -> tuple[Frame, ...]:
-        """The nearest frames with a source line, for a value whose name has none: of its makers, of what it is made
-        from, of its readers."""
+        """Returns the nearest stack frames with a source line, for a value whose own name has none."""
         for near in (*self.flow.makers(instruction, index), *self._near(instruction, index)):
             metadata = self.module.metadata(near)
             if sources.source_line(metadata):
@@ -193,37 +202,36 @@ class Naming:
         return ()
 
     def _near(self, instruction: Instruction, index: Index) -> Iterator[Instruction]:
-        """Instructions that a value added by the compiler belongs to: what it copies, its readers, the loop around it.
-
-        For an initial value the readers come first.
-        """
-        made = self.flow.origin(instruction, index).instruction or instruction
-        sides = [self.flow.ancestors(made), self.flow.readers(instruction)]
-        for side in reversed(sides) if made.opcode in _FILLERS else sides:
+        """Yields the instructions that a value added by the compiler belongs to: its sources, its readers, the loop
+        around it. For an initial value, the readers come first."""
+        maker = self.flow.origin(instruction, index).instruction or instruction
+        sides = [self.flow.ancestors(maker), self.flow.readers(instruction)]
+        for side in reversed(sides) if maker.opcode in _FILLERS else sides:
             yield from side
         yield from self.flow.callers.get(instruction.computation, ())
 
 
 def label(buffer: Buffer, modules: int = 1) -> str:
-    """The key of a residual in `residuals_by_name`, of another buffer in `workspace_by_scope`.
+    """Returns the key of a residual in `residuals_by_name`, or of another buffer in `workspace_by_scope`.
 
-    `modules`: number of modules that the component covers, appended if it is more than one.
+    `modules`: number of modules that the component covers, which is appended if it is more than one.
     """
     component = f"{buffer.component} x {modules}" if modules > 1 else buffer.component
     if buffer.category != "residuals":
         return f"{buffer.phase}/{component}"
     operation = parse(buffer.op_name.removesuffix(f"/{MARK}")).operation
     if operation in NOISE - _OPERATIONS:
-        operation = "carry"  # of a loop or a block
+        operation = "carry"  # the state that a loop or a block passes on
     return buffer.checkpoint_name or f"({component}/{operation})"
 
 
-def folded(buffers: Iterable[Buffer]) -> dict[str, str]:
-    """Key -> the key with its number of modules, "backward/CausalAttn x 6", for keys that cover several modules.
+def fold_labels(buffers: Iterable[Buffer]) -> dict[str, str]:
+    """Returns label -> label with its number of modules, such as "backward/CausalAttn x 6", for labels that cover
+    several modules.
 
-    `Attention_0` of six blocks, or `attn_0` to `attn_5`, are six of a kind: the module paths of the buffers at the peak
-    differ, up to the scope that names the component. Paths without numbers, such as those of classes, do not give the
-    number of modules.
+    The modules are counted by the module paths of the buffers at the peak, up to the scope that names the component:
+    `Attention_0` of six blocks, or `attn_0` to `attn_5`. Labels whose paths contain no numbers, such as class names,
+    are left out.
     """
     paths: dict[str, set[tuple[str, ...]]] = {}
     examples: dict[str, Buffer] = {}

@@ -1,20 +1,22 @@
-"""The bytes that a runtime takes in addition to a program's own buffers: a table of items that no compiler counts.
+"""The table of runtime overheads: memory that the runtime takes and the compiler's report does not contain.
 
-There are two kinds of items. Items in the pool are other requests to the allocator, part of its `peak_bytes_in_use`;
-with the compiler's `allocated_bytes` they add up to `predicted_bytes`, which the verdict compares with the limit. Items
-on the card are bytes that the driver and its libraries take outside the allocator's pool.
+There are two kinds of items. Items in the pool are additional requests to the allocator, and part of its
+`peak_bytes_in_use`. The compiler's `allocated_bytes` and these items add up to `predicted_bytes`, which the verdict
+compares with the limit. Items on the card are bytes that the driver and its libraries take outside of the allocator's
+pool.
 
-Not a row, because the compiler counts them: cuDNN's workspace (a u8 result of its calls), the states of random numbers,
-the holes between packed temporaries (the report's row fragmentation). Not a row, because they add nothing: programs
-that run before or after the step (their peaks are compared, not added: `train.plan.run_peak`), and the autotuner, which
-takes the operands of one product at a time before there is any state. Constants are a few bytes as a rule; the compiler
-counts them, and the runtime keeps them outside the pool. An allocator whose only free chunk is less than twice as large
-as the request, by less than 128 MiB, gives all of it (bfc_allocator.cc, ShouldSplitChunk). A pool that is taken in one
-piece, as by default, keeps a large free chunk for large requests, so nothing is added; a run that grows its pool, or
-frees large buffers between steps, may see this.
+These are not items, because the compiler counts them: cuDNN's workspace (a u8 result of its calls), the states of
+random numbers, and the holes between packed temporaries (the report's row fragmentation). These are not items, because
+they add nothing to the peak: programs that run before or after the step (`train.plan.run_peak` compares their peaks),
+and the autotuner, which takes the operands of one product at a time before there is any state. Constants are usually a
+few bytes; the compiler counts them, and the runtime keeps them outside of the pool. One more effect is not modelled:
+if the only free chunk of an allocator is less than twice as large as the request, and at most 128 MiB larger, the
+allocator gives all of it (bfc_allocator.cc, ShouldSplitChunk). By default the pool is taken in one piece and keeps a
+large free chunk for large requests, so nothing is added. A run that grows its pool, or frees large buffers between
+steps, may see this effect.
 
-Sources named by file are XLA's (openxla/xla). Figures marked "estimate" have not been measured on a card:
-`python tests/gpu/accuracy.py --calibrate` measures them and prints the line to put here.
+Sources named by file are in XLA (openxla/xla). Figures marked "estimate" have not been measured on a GPU: `python
+tests/gpu/accuracy.py --calibrate` measures them and prints the line for this file.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class LoopOverhead:
     """The arrays that the loop around a program keeps on the device while the program runs.
 
     Fields:
-        waiting: bytes of each array on one device: batches of the next and of the last update.
-        results: number of earlier calls whose results, if they alias no argument, have not been read yet.
+        waiting: bytes on one device of each array of the next and of the last update's batches.
+        results: number of earlier calls whose results are still held because they have not been read.
     """
 
     waiting: tuple[int, ...] = ()
@@ -52,16 +54,19 @@ class LoopOverhead:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The inputs of the table's formulas; sizes in bytes on one device.
+    """The inputs of the formulas of the table. Sizes are bytes on one device.
 
     Fields:
-        platform: of the target, "" if unknown. context: bytes that the target's runtime reserves.
-        requests: every request of the runtime to its allocator: arguments, results, temporaries.
-        results: the requests that are result arrays with memory of their own.
+        platform: the platform of the target ("cuda", "tpu", "cpu"), "" if unknown.
+        context: bytes that the target's runtime reserves.
+        requests: sizes of all requests of the runtime to its allocator: arguments, results, temporaries.
+        results: sizes of the requests that are result arrays with memory of their own.
         loop: arrays that the loop around the program keeps.
-        untuned_product: operands of the largest matrix product of a program whose compiler had no card to try cuBLAS
-            on; 0 if it had one. hopper: compute capability 9 or more.
-        communicators: number of groups of devices that exchange data. code: machine code, 0 if unknown.
+        untuned_product: bytes of the operands of the largest matrix product, if the compiler had no GPU on which to
+            try cuBLAS; otherwise 0.
+        hopper: whether the compute capability is 9 or more.
+        communicators: number of groups of devices that exchange data.
+        code: bytes of machine code, 0 if unknown.
     """
 
     platform: str = ""
@@ -77,7 +82,14 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A row of the table: a name, the place of the bytes (`POOL` or `CARD`), the formula in bytes, and its source."""
+    """A row of the table.
+
+    Fields:
+        name: the name in reports.
+        where: `POOL` or `CARD`.
+        bytes_of: the formula, which returns bytes.
+        source: the source of the formula, in words.
+    """
 
     name: str
     where: str
@@ -86,7 +98,7 @@ class Item:
 
 
 def rounded(size: int, platform: str) -> int:
-    """The bytes that an allocator of `platform` counts for a request of `size` bytes."""
+    """Returns the bytes that an allocator of `platform` counts for a request of `size` bytes."""
     unit = ROUNDING.get(platform, 1)
     return -(-size // unit) * unit
 
@@ -138,6 +150,6 @@ ITEMS = (
 
 
 def find(facts: Facts) -> tuple[RuntimeOverhead, ...]:
-    """The items that take bytes, in the order of the table."""
+    """Returns the items that take more than 0 bytes, in the order of the table."""
     rows = [RuntimeOverhead(item.name, int(item.bytes_of(facts)), item.where, item.source) for item in ITEMS]
     return tuple(row for row in rows if row.bytes)

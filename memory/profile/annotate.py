@@ -1,9 +1,9 @@
 """Writes JAX's scope names into the files of a profiler's trace.
 
-On CPUs and GPUs an event has the name of XLA's instruction, not JAX's op_name. This module adds the op_name as the stat
-`tf_op`, which traces of TPUs already have. In the *.xplane.pb it adds the stat to the metadata of CPU events only: for
-accelerators, XProf and TensorBoard read the op_name from the HloProto. In Perfetto's JSON it adds op_name, phase and
-component to each event. Times and all other fields stay the same.
+On CPUs and GPUs, an event has the name of XLA's instruction, not JAX's op_name. This module adds the op_name as the
+stat `tf_op`, which traces of TPUs already have. In the *.xplane.pb it adds the stat to the metadata of CPU events
+only, because for accelerators XProf and TensorBoard read the op_name from the HloProto. In Perfetto's JSON it adds
+op_name, phase and component to each event. Times and all other fields stay the same.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from bytescope.memory.profile.xplane import CALLS, ProfilerTrace, is_host
 
 PERFETTO = "perfetto_trace.json.gz"
 _OP = "tf_op"
-# An id for the stat's name that no other stat has: the profiler counts from 1.
+# Id of the stat's name. The profiler counts ids from 1, so no other stat has this id.
 _STAT = 1 << 40
 
 
 def name(path: Path, trace: ProfilerTrace) -> None:
     """Rewrites the *.xplane.pb of a trace with scope names, and Perfetto's file in the same folder if there is one.
 
-    Raises ReportError if they cannot be written.
+    Raises ReportError if the files cannot be written.
     """
     op_scopes = OpScopes(trace)
     named: dict[str, tuple[str, OpScope]] = {}
     for operation in trace.operations:
         if operation.program[1] == op_scopes.main and operation.name and operation.name not in named:
             key = (operation.program, operation.name, operation.op_name)
-            named[operation.name] = op_scopes.op_name(key), op_scopes.of(key)
+            named[operation.name] = op_scopes.op_name(key), op_scopes.scope(key)
     try:
         path.write_bytes(with_names(path.read_bytes(), {op: text for op, (text, _) in named.items() if text}))
         perfetto = path.parent / PERFETTO
         if perfetto.is_file():
             _perfetto(perfetto, named, op_scopes.main)
     except (OSError, WireError, ValueError) as error:
-        raise ReportError(f"cannot write names into {path.parent}: {error}") from error
+        raise ReportError(f"cannot write scope names into {path.parent}: {error}") from error
 
 
 def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
@@ -52,15 +52,16 @@ def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
     """
     out = []
     for field, value in wire.fields(data, (0, len(data))):
-        if isinstance(value, int):  # XSpace has only messages and strings
-            raise WireError("not a trace")
+        if isinstance(value, int):  # all fields of an XSpace are messages and strings
+            raise WireError("the bytes are not an XSpace")
         body = data[value[0] : value[1]]
         out.append(_field(field, _plane(data, value, body, names) if field == 1 else body))
     return b"".join(out)
 
 
 def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> bytes:
-    """Returns a plane with entries appended to its maps: of several entries with one key, readers take the last."""
+    """Returns a plane with entries appended to its maps. If a map has several entries with one key, readers use the
+    last one."""
     title, added = "", []
     for field, value in wire.fields(data, span):
         if field == 2:
@@ -80,7 +81,7 @@ def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> by
 
 
 def _field(number: int, value: int | bytes) -> bytes:
-    """Returns one protobuf field: a number as a varint, bytes with their length."""
+    """Returns one serialized protobuf field: a number as a varint, bytes with their length."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     return _varint(number << 3 | 2) + _varint(len(value)) + value
@@ -104,4 +105,4 @@ def _perfetto(path: Path, named: Mapping[str, tuple[str, OpScope]], main: str) -
         if scope and arguments.get("hlo_module", main) == main:
             arguments.update({_OP: text, "phase": scope.phase, "component": scope.component})
     with gzip.open(path, "wt", compresslevel=3) as file:
-        file.write(json.dumps(trace, separators=(",", ":")))  # json.dump into the file takes many times as long
+        file.write(json.dumps(trace, separators=(",", ":")))  # json.dump(trace, file) takes many times as long

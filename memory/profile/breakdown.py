@@ -1,13 +1,14 @@
-"""Where the time of traced updates went: a trace's records (`memory.profile.xplane`) -> seconds by phase and component.
+"""Breaks down the time of traced updates into seconds by phase and component. Times are picoseconds.
 
 At every moment, the instructions that run on a device share the moment evenly. So all shares add up to the time in
-which anything ran (`busy`), on any number of threads or streams; busy and idle add up to the wall time, from the start
+which anything ran (`busy`), on any number of threads or streams. Busy and idle add up to the wall time, from the start
 of the first traced update to the end of the last. A moment counts for collectives only if nothing is computed, for
-transfers only if no collective runs either, and for a loop only if nothing in the loop runs: the time in which other
-work overlaps collectives and transfers is `hidden`. A product that a CPU runs on several threads is one instruction and
-counts once.
+transfers only if no collective runs either, and for a loop only if nothing inside the loop runs. The time in which
+other work overlaps collectives and transfers is `hidden`. A product that a CPU runs on several threads is one
+instruction and counts once.
 
-`memory.profile.op_scopes` has the phase and component of an instruction. Times are picoseconds.
+The records of the trace come from `memory.profile.xplane`, the phase and component of an instruction from
+`memory.profile.op_scopes`.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from bytescope.memory.records.report_record import STEP_PHASES
 
 PHASES = (*STEP_PHASES, OTHER)
 PICO = 1e-12
-# Priority and component of instructions that other work can hide.
+# (priority, component) of instructions that other work can hide.
 _HIDEABLE = ((COLLECTIVE, COLLECTIVES), (TRANSFER, TRANSFERS))
-# The key of the edge that ends a trace.
+# Key of the event that ends a trace.
 _NO_KEY: Key = (None, ""), "", ""
 
 
@@ -55,8 +56,14 @@ class Instructions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostRow:
-    """Work of the host in picoseconds: `taken` leaves out nested work that has a row of its own; `idle` is the time in
-    which the devices were idle meanwhile, averaged over devices."""
+    """Work of the host in picoseconds.
+
+    Fields:
+        name: the annotation of the work.
+        taken: time of the work, without nested work that has a row of its own.
+        idle: time during this work in which the devices were idle, averaged over devices.
+        count: number of annotated intervals.
+    """
 
     name: str
     taken: int
@@ -66,14 +73,19 @@ class HostRow:
 
 @dataclasses.dataclass(frozen=True)
 class Breakdown:
-    """Where the time of traced updates went; times in picoseconds.
+    """The time of traced updates in picoseconds.
 
     Fields:
-        program: the main one. steps: numbers of the traced updates. devices: number of devices that ran it.
-        wall: from the first update's start to the last one's end, the same for every device.
-        cells: (phase, component) -> time; hidden: component -> time that others overlap; instructions: the longest
-            first; all three summed over the devices.
-        host: rows of the host's work. calls: of the program per update. paused: evaluations and checkpoints, of `wall`.
+        program: the name of the main program.
+        steps: numbers of the traced updates.
+        devices: number of devices that ran the program.
+        wall: time from the first update's start to the last one's end, the same for every device.
+        cells: (phase, component) -> time, summed over the devices.
+        hidden: component -> time that other work overlaps, summed over the devices.
+        instructions: the longest first, summed over the devices.
+        host: rows of the host's work.
+        calls: number of calls of the program per update.
+        paused: time of evaluations and checkpoints, a part of `wall`.
     """
 
     program: str
@@ -94,7 +106,7 @@ class Breakdown:
 
     @property
     def updates(self) -> int:
-        """Number of traced updates; a trace without numbered steps counts as one."""
+        """Number of traced updates. A trace without numbered steps counts as one update."""
         return len(self.steps) or 1
 
     @property
@@ -108,7 +120,7 @@ class Breakdown:
         return self.devices * self.wall - self.busy
 
     def seconds(self, taken: int) -> float:
-        """Seconds per update and device of a time in picoseconds that is summed over both."""
+        """Converts picoseconds summed over updates and devices to seconds per update and device."""
         return taken * PICO / (self.updates * self.devices)
 
     def to_json(self) -> dict[str, Any]:
@@ -150,7 +162,7 @@ class Breakdown:
 
 
 def find(trace: ProfilerTrace) -> Breakdown:
-    """Returns where the time of a trace went. Raises ReportError if no device ran anything in it."""
+    """Returns the breakdown of a trace. Raises ReportError if no device ran anything in the trace."""
     op_scopes = OpScopes(trace)
     steps = [span for span in trace.spans if span.step is not None]
     start = min((span.start for span in steps), default=min((op.start for op in trace.operations), default=0))
@@ -161,7 +173,7 @@ def find(trace: ProfilerTrace) -> Breakdown:
             by_device[operation.device].append(dataclasses.replace(operation, start=max(operation.start, start)))
     if not by_device:
         raise ReportError(
-            "the trace holds no work of a device: trace some updates, on a machine whose driver lets the "
+            "the trace contains no operations of a device: trace some updates, on a machine whose driver lets the "
             "profiler read the device's counters"
         )
     taken: Counter[Key] = Counter()
@@ -169,11 +181,11 @@ def find(trace: ProfilerTrace) -> Breakdown:
     hidden: Counter[str] = Counter()
     idle: dict[str, list[tuple[int, int]]] = {}
     for device, operations in by_device.items():
-        shares, idle[device], overlapped = divide(operations, op_scopes.of, start, stop)
+        shares, idle[device], overlapped = divide(operations, op_scopes.scope, start, stop)
         taken.update(shares)
         hidden.update(overlapped)
         counts.update(map(key_of, operations))
-    rows = [Instructions(key[1], op_scopes.of(key), taken[key], count) for key, count in counts.items()]
+    rows = [Instructions(key[1], op_scopes.scope(key), taken[key], count) for key, count in counts.items()]
     rows.sort(key=lambda row: (-row.taken, row.name))
     cells: Counter[tuple[str, str]] = Counter()
     for row in rows:
@@ -196,7 +208,7 @@ def find(trace: ProfilerTrace) -> Breakdown:
 
 
 def updates_text(steps: Sequence[int]) -> str:
-    """The traced updates in words."""
+    """Returns the numbers of the traced updates as text."""
     if not steps:
         return "the whole trace as one update"
     return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
@@ -242,7 +254,8 @@ def divide(
 
 
 def _share(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
-    """Adds `taken` picoseconds to `shares` in equal whole parts; the first keys get the remainder, one each."""
+    """Adds `taken` picoseconds to `shares` in equal integer parts. The first keys get one picosecond more each until
+    the remainder is used up."""
     keys = list(keys)
     each, rest = divmod(taken, len(keys))
     for number, key in enumerate(keys):
@@ -264,7 +277,7 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
     counts: Counter[str] = Counter()
     for mine in by_thread.values():
         counts.update(span.name for span in mine)
-        for name, begin, end in inmost(mine):
+        for name, begin, end in innermost_spans(mine):
             begin, end = max(begin, start), min(end, stop)
             taken[name] += max(end - begin, 0)
             device_idle[name] += sum(_overlap(gaps, begin, end) for gaps in idle) // max(len(idle), 1)
@@ -272,14 +285,14 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
         HostRow(name.removeprefix(HOST), time, device_idle[name], counts[name]) for name, time in taken.most_common()
     ]
     rest = stop - start - sum(taken.values())
-    if not rows or rest < 0:  # no annotations, or several threads at once
+    if not rows or rest < 0:  # there are no annotations, or they are of several concurrent threads
         return rows
     gaps = sum(high - low for found in idle for low, high in found) // max(len(idle), 1)
     return [*rows, HostRow("launch and other", rest, gaps - sum(device_idle.values()), 0)]
 
 
-def inmost(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
-    """Yields (name, start, stop) of the intervals of one thread in which a span is the innermost; spans are nested."""
+def innermost_spans(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
+    """Yields (name, start, stop) of the intervals of one thread in which a span is the innermost. Spans are nested."""
     open_spans: list[Span] = []
     at = 0
     for span in [*sorted(spans, key=lambda span: (span.start, -span.stop)), None]:
@@ -296,5 +309,5 @@ def inmost(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
 
 
 def _overlap(gaps: list[tuple[int, int]], start: int, stop: int) -> int:
-    """Returns the picoseconds of the intervals `gaps` between `start` and `stop`."""
+    """Returns the picoseconds of the intervals `gaps` that are between `start` and `stop`."""
     return sum(max(min(high, stop) - max(low, start), 0) for low, high in gaps)

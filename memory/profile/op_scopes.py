@@ -1,8 +1,9 @@
-"""The phase and component of each instruction of a trace, from the compiled modules that the trace contains.
+"""Looks up the phase and component of each instruction of a trace, in the compiled modules that the trace contains.
 
-An instruction is looked up in its module by name. An event without an instruction's name, such as a kernel inside a
-CUDA graph, is looked up by the name of its kernel. A fusion has the phase and component of its root. An instruction
-that the compiler added has no JAX name: it takes those of the instructions that made its operands, else of its readers.
+An instruction is looked up in its module by name. An event without the name of an instruction, such as a kernel inside
+a CUDA graph, is looked up by the name of its kernel. A fusion has the phase and component of its root. An instruction
+that the compiler added has no JAX name; it gets the phase and component of the instructions that made its operands, or
+else of its readers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bytescope.memory.profile.xplane import HOST, Operation, ProfilerTrace
 
 OTHER, OTHER_PROGRAMS = "other", "other programs"
 COLLECTIVES, TRANSFERS, COPIES, LOOPS = "collectives", "transfers", "copies", "loops"
-# Work of the host between updates, which belongs to no update.
+# Annotations of work between updates, which does not belong to an update.
 PAUSES = (f"{HOST}evaluation", f"{HOST}checkpoint")
 COMPUTE, COLLECTIVE, TRANSFER, ENCLOSING = range(4)
 _ENCLOSING = frozenset(("while", "call", "conditional"))
@@ -34,7 +35,11 @@ _COLLECTIVE_KERNEL = re.compile(r"nccl", re.I)
 class OpScope:
     """The place of an instruction in the program.
 
-    phase: one of `records.STEP_PHASES`, or other. component: as in the report. path: scopes joined by "/".
+    Fields:
+        phase: one of `records.STEP_PHASES`, or other.
+        component: the part of the model, as in a report.
+        path: scopes joined by "/".
+        opcode: the HLO opcode, "" if unknown.
     """
 
     phase: str = OTHER
@@ -47,13 +52,13 @@ Key = tuple[tuple[int | None, str], str, str]
 
 
 def key_of(operation: Operation) -> Key:
-    """Returns the key of an instruction, the same for all its runs: program, name (of the kernel if the instruction has
-    none), op_name."""
+    """Returns the key of an instruction, which is the same for all its runs: program, name (of the kernel if the
+    instruction has none), op_name."""
     return operation.program, operation.name or operation.kernel, operation.op_name
 
 
 class OpScopes:
-    """Looks up the phases and components of instructions; `main`: the program that ran longest outside of pauses."""
+    """Looks up the phases and components of instructions. `main` is the program that ran longest outside of pauses."""
 
     def __init__(self, trace: ProfilerTrace):
         self.trace = trace
@@ -65,17 +70,18 @@ class OpScopes:
         for operation in trace.operations:
             inside = any(start <= operation.start < stop for start, stop in pauses)
             (paused if inside else lengths)[operation.program[1]] += operation.stop - operation.start
-        named = [name for found in (lengths, paused) for name, _ in found.most_common() if name]
+        named = [name for counter in (lengths, paused) for name, _ in counter.most_common() if name]
         self.main = named[0] if named else ""
 
-    def of(self, key: Key) -> OpScope:
-        """Returns the scope of an instruction; if no module has it, the scope by its op_name or its kernel."""
+    def scope(self, key: Key) -> OpScope:
+        """Returns the scope of an instruction. If no module contains the instruction, the scope comes from its op_name
+        or its kernel."""
         if key not in self._known:
             self._known[key] = self._find(key)
         return self._known[key]
 
     def op_name(self, key: Key) -> str:
-        """Returns the op_name of an instruction in its module, else the event's own; "" if there is none."""
+        """Returns the op_name of an instruction in its module, or else the event's own; "" if there is none."""
         module = self._module(key[0])
         if module is None:
             return key[2]
@@ -83,12 +89,13 @@ class OpScopes:
         return key[2] if instruction is None else module.op_name(instruction)
 
     def runs_once(self, key: Key) -> bool:
-        """Returns whether an instruction is in the main program outside of loops and branches: it runs once a call."""
+        """Returns whether an instruction runs once per call, because it is in the main program outside of loops and
+        branches."""
         module = self._module(key[0])
         if module is None or key[0][1] != self.main:
             return False
         instruction = module.instruction(key[1])
-        return instruction is not None and instruction.computation == module.look.module.entry
+        return instruction is not None and instruction.computation == module.attribution.module.entry
 
     def _find(self, key: Key) -> OpScope:
         program, name, op_name = key
@@ -106,7 +113,8 @@ class OpScopes:
         return OpScope(scope.phase or OTHER, scope.component or OTHER, "/".join(scope.path))
 
     def _module(self, program: tuple[int | None, str]) -> _Module | None:
-        """Returns the module of a program by its number; a kernel without a program is looked up in the main one."""
+        """Returns the module of a program by its number. A kernel without a program is looked up in the main
+        program."""
         if program not in self._modules:
             number, name = program
             known = self.trace.programs
@@ -125,22 +133,21 @@ class _Module:
     def __init__(self, proto: bytes):
         program = hlo_buffers.read(proto)
         module = program.module
-        self.look = assemble.attribution_of(program)
+        self.attribution = assemble.attribute_program(program)
         self._named = {instruction.name: instruction for instruction in module.instructions.values()}
         self._kernels = {_plain(name): instruction for name, instruction in self._named.items()}
 
     def instruction(self, name: str) -> Instruction | None:
-        """Returns an instruction by its name, or by the name of its kernel, which has no dots and dashes."""
+        """Returns an instruction by its name, or by the name of its kernel, which has neither dots nor dashes."""
         return self._named.get(name) or self._kernels.get(_plain(name))
 
     def scope(self, instruction: Instruction) -> OpScope:
-        """Returns the phase and component of an instruction."""
-        look, opcode = self.look, instruction.opcode
-        scope = look.scope(instruction)
-        named = "/" in look.module.metadata(instruction).op_name
+        attribution, opcode = self.attribution, instruction.opcode
+        scope = attribution.scope(instruction)
+        named = "/" in attribution.module.metadata(instruction).op_name
         if not named:  # added by the compiler
-            scope = look.best_named(instruction, ())[2]
-        phase = "optimizer" if "optimizer" in scope.path else look.phase(scope, instruction)
+            scope = attribution.best_named(instruction, ())[2]
+        phase = "optimizer" if "optimizer" in scope.path else attribution.phase(scope, instruction)
         component = scope.component or OTHER
         if opcode in _ENCLOSING:
             component = LOOPS
@@ -151,20 +158,21 @@ class _Module:
         return OpScope(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
 
     def op_name(self, instruction: Instruction) -> str:
-        """Returns the op_name of an instruction, else of the nearest instruction that has a name."""
-        own = self.look.module.metadata(instruction).op_name
-        return own if "/" in own else self.look.best_named(instruction, ())[1].op_name
+        """Returns the op_name of an instruction, or else of the nearest instruction that has a name."""
+        own = self.attribution.module.metadata(instruction).op_name
+        return own if "/" in own else self.attribution.best_named(instruction, ())[1].op_name
 
     def _copies(self, instruction: Instruction) -> bool:
         """Returns whether an instruction only moves its operand."""
         if instruction.opcode == "fusion" and instruction.called:
-            root = self.look.module.root(instruction.called[0])
+            root = self.attribution.module.root(instruction.called[0])
             return root is not None and root.opcode in _COPYING
         return instruction.opcode in _COPYING
 
 
 def priority(scope: OpScope) -> int:
-    """Returns the rank of an instruction among those that run at one moment: compute, collectives, transfers, loops."""
+    """Returns the rank of an instruction among the instructions that run at one moment: compute, collectives,
+    transfers, loops."""
     if scope.opcode in _ENCLOSING:
         return ENCLOSING
     return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(scope.component, COMPUTE)

@@ -1,4 +1,4 @@
-"""Shows the time of an update by phase and component, on one screen of a terminal."""
+"""Shows the time of an update by phase and component on the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bytescope.memory.view.text_layout import Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, label
 
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
-# Components below this share of the total are merged into one row; maximum number of instructions shown.
+# Components below this fraction of the total are merged into one row; maximum number of instructions to show.
 _SMALL, _MAX_INSTRUCTIONS = 0.001, 10
 _LEGEND = {
     "blocks": "blocks: reads and writes the stacks of the loop over layers",
@@ -26,67 +26,72 @@ _LEGEND = {
 }
 
 
-def show(found: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
-    """Prints the breakdown to a console, by default stdout. `predicted`: as in `prediction`."""
-    put(render(found, predicted), console)
+def show(breakdown: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
+    """Prints the breakdown to a console, which is stdout by default. `predicted` is the argument of `prediction`."""
+    put(render(breakdown, predicted), console)
 
 
-def render(found: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
-    """Phases and components, the host, the longest instructions, and the predicted time."""
-    unit, scale = next(((name, size) for name, size in _UNITS if found.wall * PICO / found.updates >= size), _UNITS[-1])
+def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
+    """Returns tables of phases and components, the host's work and the longest instructions, and the predicted
+    time."""
+    unit, scale = next(
+        ((name, size) for name, size in _UNITS if breakdown.wall * PICO / breakdown.updates >= size), _UNITS[-1]
+    )
 
-    def shown(seconds: float) -> str:
+    def format_seconds(seconds: float) -> str:
         return f"{seconds / scale:.3f}" if seconds else ""
 
     return blocks(
-        Group(_head(found, unit), _cells(found, shown), *_legend(found)),
-        _host(found, shown),
-        _longest(found, shown),
-        Prose(prediction(found, predicted)) if predicted else None,
+        Group(_head(breakdown, unit), _cells(breakdown, format_seconds), *_legend(breakdown)),
+        _host(breakdown, format_seconds),
+        _longest(breakdown, format_seconds),
+        Prose(prediction(breakdown, predicted)) if predicted else None,
     )
 
 
-def prediction(found: Breakdown, predicted: Mapping[str, Any]) -> str:
-    """Predicted and measured seconds per update in one line; `predicted`: of one call (`commands.trace.prediction`)."""
-    measured = found.measured
-    aside = " without pauses" if found.paused else ""  # evaluations and checkpoints: between updates
+def prediction(breakdown: Breakdown, predicted: Mapping[str, Any]) -> str:
+    """Returns predicted and measured seconds per update in one line. `predicted` is the prediction of one call
+    (`commands.trace.prediction`)."""
+    measured = breakdown.measured
+    aside = " without pauses" if breakdown.paused else ""  # pauses are evaluations and checkpoints between updates
     once, bound = predicted["seconds"], predicted["at_least"]
-    least = f"at least {bound * found.calls:.4g} s by {predicted['bound']}" if bound else ""
+    least = f"at least {bound * breakdown.calls:.4g} s by {predicted['bound']}" if bound else ""
     if not once:
-        return f"{least}, measured {measured:.4g} s{aside}, {measured / (bound * found.calls):.3g} x"
-    low, high = (rounded(predicted[end] * found.calls, 2) for end in ("low", "high"))
+        return f"{least}, measured {measured:.4g} s{aside}, {measured / (bound * breakdown.calls):.3g} x"
+    low, high = (rounded(predicted[end] * breakdown.calls, 2) for end in ("low", "high"))
     rates = one_line(predicted["rates"])
     return (
-        f"predicted {rounded(once * found.calls)} s ({low} to {high}; rates: {rates}), measured "
-        f"{measured:.4g} s{aside}, {measured / (once * found.calls):.3g} x{f'; {least}' if least else ''}"
+        f"predicted {rounded(once * breakdown.calls)} s ({low} to {high}; rates: {rates}), measured "
+        f"{measured:.4g} s{aside}, {measured / (once * breakdown.calls):.3g} x{f'; {least}' if least else ''}"
     )
 
 
-def _head(found: Breakdown, unit: str) -> RenderableType:
-    many = f" and device, mean of {found.devices} devices" if found.devices > 1 else ""
+def _head(breakdown: Breakdown, unit: str) -> RenderableType:
+    many = f" and device, mean of {breakdown.devices} devices" if breakdown.devices > 1 else ""
     return Prose(
         Text.assemble(
             ("where an update's time goes", "bold"),
-            f": {one_line(found.program)}, {updates_text(found.steps)}, {unit} per update{many}",
+            f": {one_line(breakdown.program)}, {updates_text(breakdown.steps)}, {unit} per update{many}",
         )
     )
 
 
-def _cells(found: Breakdown, shown: Callable[[float], str]) -> FigureTable:
-    """Components down, phases across; the phases and components each add up to busy, with idle to the total."""
-    phases = [phase for phase in PHASES if any(phase == other for other, _ in found.cells)]
+def _cells(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> FigureTable:
+    """Returns a table with a row per component and a column per phase. The rows add up to busy; busy and idle add up
+    to the total."""
+    phases = [phase for phase in PHASES if any(phase == other for other, _ in breakdown.cells)]
     heads = (figure(Text(phase, style=PHASE_STYLE.get(phase, ""))) for phase in phases)
     table = FigureTable(label(Text("device", style="bold")), *heads, figure("all"), figure("%"), heading="dim")
     rows: dict[str, dict[str, int]] = {}
-    for (phase, component), taken in found.cells.items():
+    for (phase, component), taken in breakdown.cells.items():
         rows.setdefault(component, {})[phase] = taken
-    whole = found.devices * found.wall
+    whole = breakdown.devices * breakdown.wall
 
     def add(name: str, row: Mapping[str, int], total: int, style: str = "") -> None:
         table.add(
             name,
-            *(shown(found.seconds(row.get(phase, 0))) for phase in phases),
-            shown(found.seconds(total)),
+            *(format_seconds(breakdown.seconds(row.get(phase, 0))) for phase in phases),
+            format_seconds(breakdown.seconds(total)),
             f"{total / whole:.1%}".rstrip("%"),
             style=style,
         )
@@ -100,23 +105,25 @@ def _cells(found: Breakdown, shown: Callable[[float], str]) -> FigureTable:
     if small:
         add("smaller", small, sum(small.values()), "dim")
     sums = {phase: sum(row.get(phase, 0) for row in rows.values()) for phase in phases}
-    add("busy", sums, found.busy, "bold")
-    add("idle", {}, found.idle)
+    add("busy", sums, breakdown.busy, "bold")
+    add("idle", {}, breakdown.idle)
     add("total", {}, whole, "bold")
     return table
 
 
-def _legend(found: Breakdown) -> list[Prose]:
-    components = {component for _, component in found.cells}
+def _legend(breakdown: Breakdown) -> list[Prose]:
+    components = {component for _, component in breakdown.cells}
     lines = ["; ".join(text for word, text in _LEGEND.items() if word in components)]
     lines += [
-        f"{name} hidden behind compute: {found.seconds(taken):.4g} s" for name, taken in found.hidden.items() if taken
+        f"{name} hidden behind compute: {breakdown.seconds(taken):.4g} s"
+        for name, taken in breakdown.hidden.items()
+        if taken
     ]
     return [Prose(line, "dim") for line in lines if line]
 
 
-def _host(found: Breakdown, shown: Callable[[float], str]) -> RenderableType:
-    if not found.host:
+def _host(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> RenderableType:
+    if not breakdown.host:
         return Prose("the trace has no annotated work of the host", "dim")
     table = FigureTable(
         label(Text("host", style="bold")),
@@ -126,19 +133,19 @@ def _host(found: Breakdown, shown: Callable[[float], str]) -> RenderableType:
         figure("times"),
         heading="dim",
     )
-    for row in found.host:
+    for row in breakdown.host:
         table.add(
             row.name.replace("_", " "),
-            shown(row.taken * PICO / found.updates),
-            f"{row.taken / found.wall:.1%}".rstrip("%"),
-            shown(row.idle * PICO / found.updates),
+            format_seconds(row.taken * PICO / breakdown.updates),
+            f"{row.taken / breakdown.wall:.1%}".rstrip("%"),
+            format_seconds(row.idle * PICO / breakdown.updates),
             str(row.count or ""),
         )
     return table
 
 
-def _longest(found: Breakdown, shown: Callable[[float], str]) -> RenderableType | None:
-    if not found.instructions:
+def _longest(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> RenderableType | None:
+    if not breakdown.instructions:
         return None
     table = FigureTable(
         label(Text("longest instructions", style="bold")),
@@ -149,12 +156,12 @@ def _longest(found: Breakdown, shown: Callable[[float], str]) -> RenderableType 
         label("where", "dim"),
         heading="dim",
     )
-    for row in found.instructions[:_MAX_INSTRUCTIONS]:
+    for row in breakdown.instructions[:_MAX_INSTRUCTIONS]:
         table.add(
             row.name,
-            shown(found.seconds(row.taken)),
-            f"{row.taken / (found.devices * found.wall):.1%}".rstrip("%"),
-            f"{row.count / (found.devices * found.updates):.3g}",
+            format_seconds(breakdown.seconds(row.taken)),
+            f"{row.taken / (breakdown.devices * breakdown.wall):.1%}".rstrip("%"),
+            f"{row.count / (breakdown.devices * breakdown.updates):.3g}",
             row.scope.phase,
             row.scope.path or row.scope.component,
         )

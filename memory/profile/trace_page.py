@@ -1,8 +1,8 @@
 """Shows the time of an update as one HTML file that opens offline: phases and components, the host, the longest
 operations.
 
-The input is the JSON of a breakdown (`memory.profile.breakdown.Breakdown.to_json`, which a run keeps as profile.json).
-This module prepares tables for `templates/trace.html`; `static/trace.js` draws the bars.
+The input is the JSON of a breakdown (`memory.profile.breakdown.Breakdown.to_json`), which a run stores as
+profile.json. This module prepares tables for `templates/trace.html`; `static/trace.js` draws the bars.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.view.elements import Cell, HeaderFigure, PageTable, program_facts, subject, table, versions
 from bytescope.memory.view.frame import page
 
-# Maximum rows of the table of operations and bars of components; the rest is one row.
+# Maximum rows of the table of operations, and maximum bars of components. The rest is merged into one.
 MAX_OPERATIONS, MAX_BARS = 250, 24
 NOTES = (
     "Seconds per update and device. An instant shared by several instructions is shared evenly between them, so the "
@@ -29,43 +29,46 @@ NOTES = (
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
-def render(found: Mapping[str, Any], name: str = "", report: ReportRecord | None = None) -> str:
-    """The page of a breakdown's JSON, as text. `name`: the title, such as the run directory; `report`: of the program,
-    for the header."""
-    title = name or str(found["program"])
+def render(breakdown: Mapping[str, Any], name: str = "", report: ReportRecord | None = None) -> str:
+    """Returns the page of a breakdown's JSON as text.
+
+    `name`: the title, such as the run directory. `report`: the report of the program, whose subject is shown in the
+    header.
+    """
+    title = name or str(breakdown["program"])
     return page(
         "trace",
         f"{title} · where the time went",
-        page_data(found),
+        page_data(breakdown),
         heading=title,
-        where=" · ".join(filter(None, (subject(report) if report else "", where_text(found)))),
+        where=" · ".join(filter(None, (subject(report) if report else "", where_text(breakdown)))),
         facts=program_facts(report) if report else [],
         versions=versions(report.versions) if report else "",
-        figures=figures(found),
-        cells=cells(found),
-        operations=_operations(found),
-        left=max(len(found["instructions"]) - MAX_OPERATIONS, 0),
-        has_host=bool(found["host"]),
+        figures=figures(breakdown),
+        cells=cells(breakdown),
+        operations=_operations(breakdown),
+        left=max(len(breakdown["instructions"]) - MAX_OPERATIONS, 0),
+        has_host=bool(breakdown["host"]),
         phases=PHASES,
         notes=NOTES,
     )
 
 
-def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON values that the script draws: seconds per update and device, by component, phase and work of the
-    host."""
-    parts = _components(found)
-    shown, rest = parts[:MAX_BARS], parts[MAX_BARS:]
+def page_data(breakdown: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the JSON values that the script draws: seconds per update and device, by component and phase, and the
+    host's work."""
+    parts = _components(breakdown)
+    largest, rest = parts[:MAX_BARS], parts[MAX_BARS:]
     if rest:
         summed = {phase: sum(row.get(phase, 0.0) for _, row in rest) for phase in PHASES}
-        shown.append((f"{len(rest)} smaller", summed))
+        largest.append((f"{len(rest)} smaller", summed))
     return {
-        "unit": unit(found["total"]),
-        "total": found["total"],
-        "idle": found["idle"],
+        "unit": unit(breakdown["total"]),
+        "total": breakdown["total"],
+        "idle": breakdown["idle"],
         "phases": list(PHASES),
         "components": [
-            {"name": component, "seconds": [row.get(phase, 0.0) for phase in PHASES]} for component, row in shown
+            {"name": component, "seconds": [row.get(phase, 0.0) for phase in PHASES]} for component, row in largest
         ],
         "sums": [sum(row.get(phase, 0.0) for _, row in parts) for phase in PHASES],
         "host": [
@@ -75,30 +78,30 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
                 "idle": min(row["device_idle_seconds"], row["seconds"]),
                 "count": row["count"],
             }
-            for row in found["host"]
+            for row in breakdown["host"]
         ],
     }
 
 
 def unit(seconds: float) -> tuple[str, float]:
-    """(name, seconds) of the unit for figures of at most `seconds`."""
+    """Returns (name, seconds) of the unit for figures of at most `seconds`."""
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale), _UNITS[-1])
 
 
 def written(seconds: float) -> str:
-    """Seconds with four digits, in s, ms or µs."""
+    """Returns seconds as text with four digits, in s, ms or µs."""
     name, scale = unit(seconds)
     return f"{seconds / scale:.4g} {name}"
 
 
-def cells(found: Mapping[str, Any]) -> PageTable:
-    """A row per component, a column per phase, and the share of the whole; busy, idle and the whole are the last
-    rows."""
-    whole, (_, scale) = found["total"], unit(found["total"])
-    used = [phase for phase in PHASES if any(cell["phase"] == phase for cell in found["cells"])]
-    parts = _components(found)
+def cells(breakdown: Mapping[str, Any]) -> PageTable:
+    """Returns a table with a row per component, a column per phase, and the share of the whole update. The last rows
+    are busy, idle and the whole."""
+    whole, (_, scale) = breakdown["total"], unit(breakdown["total"])
+    used = [phase for phase in PHASES if any(cell["phase"] == phase for cell in breakdown["cells"])]
+    parts = _components(breakdown)
     sums = {phase: sum(row.get(phase, 0.0) for _, row in parts) for phase in used}
-    rows = [*parts, ("busy", sums), ("idle", {"": found["idle"]}), ("whole update", {"": whole})]
+    rows = [*parts, ("busy", sums), ("idle", {"": breakdown["idle"]}), ("whole update", {"": whole})]
 
     def seconds(value: float) -> Cell:
         return Cell(f"{value / scale:.3f}" if value else "", value=value)
@@ -113,14 +116,14 @@ def cells(found: Mapping[str, Any]) -> PageTable:
 
 
 def share(seconds: float, whole: float) -> Cell:
-    """Per cent of the whole."""
+    """Returns a cell with the share of the whole in per cent."""
     return Cell(f"{100 * seconds / whole:.1f}" if whole else "", value=seconds)
 
 
-def _components(found: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    """(component, phase -> seconds), the longest first."""
+def _components(breakdown: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """Returns (component, phase -> seconds) of each component, the longest first."""
     rows: dict[str, dict[str, float]] = {}
-    for cell in found["cells"]:
+    for cell in breakdown["cells"]:
         row = rows.setdefault(cell["component"], {})
         row[cell["phase"]] = row.get(cell["phase"], 0.0) + cell["seconds"]
     return sorted(rows.items(), key=lambda item: -sum(item[1].values()))
@@ -129,32 +132,32 @@ def _components(found: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
 # ---- the header -----------------------------------------------------------------------------------------------
 
 
-def where_text(found: Mapping[str, Any]) -> str:
-    """The traced program, updates and devices in one line."""
-    devices = found["devices"]
+def where_text(breakdown: Mapping[str, Any]) -> str:
+    """Returns the traced program, updates and devices in one line."""
+    devices = breakdown["devices"]
     on = "1 device" if devices == 1 else f"mean of {devices} devices"
-    return " · ".join((str(found["program"]), updates_text(found["steps"]), on))
+    return " · ".join((str(breakdown["program"]), updates_text(breakdown["steps"]), on))
 
 
-def figures(found: Mapping[str, Any]) -> list[HeaderFigure]:
-    """An update in a few large figures."""
-    whole, alone = found["total"], found["without_pauses"]
-    waits = next((row["device_idle_seconds"] for row in found["host"] if row["name"] == "wait_for_data"), None)
+def figures(breakdown: Mapping[str, Any]) -> list[HeaderFigure]:
+    """Returns the header figures of an update."""
+    whole, alone = breakdown["total"], breakdown["without_pauses"]
+    waits = next((row["device_idle_seconds"] for row in breakdown["host"] if row["name"] == "wait_for_data"), None)
     pause = f"and {written(whole - alone)} of evaluation and checkpoint"
-    shown = [
+    header = [
         HeaderFigure("one update", written(alone), pause if whole - alone > 0.001 * whole else ""),
-        HeaderFigure("device busy", _percent(found["busy"], whole)),
-        HeaderFigure("device idle", _percent(found["idle"], whole)),
+        HeaderFigure("device busy", _percent(breakdown["busy"], whole)),
+        HeaderFigure("device idle", _percent(breakdown["idle"], whole)),
     ]
     if waits is not None:
-        shown.append(HeaderFigure("waiting for data", _percent(waits, whole), "device idle while the host waited"))
-    predicted = found.get("predicted_seconds")
+        header.append(HeaderFigure("waiting for data", _percent(waits, whole), "device idle while the host waited"))
+    predicted = breakdown.get("predicted_seconds")
     if predicted:
         times = alone / predicted
-        low, high = found.get("predicted_seconds_low"), found.get("predicted_seconds_high")
+        low, high = breakdown.get("predicted_seconds_low"), breakdown.get("predicted_seconds_high")
         spread = f"{written(low)} to {written(high)}; " if low and high else ""
-        shown.append(HeaderFigure("predicted", written(predicted), f"{spread}measured {times:.3g} x that"))
-    return shown
+        header.append(HeaderFigure("predicted", written(predicted), f"{spread}measured {times:.3g} x that"))
+    return header
 
 
 def _percent(seconds: float, whole: float) -> str:
@@ -164,9 +167,9 @@ def _percent(seconds: float, whole: float) -> str:
 # ---- operations -----------------------------------------------------------------------------------------------
 
 
-def _operations(found: Mapping[str, Any]) -> PageTable:
-    whole, (name, scale) = found["total"], unit(found["total"])
-    per_update = found["devices"] * (len(found["steps"]) or 1)
+def _operations(breakdown: Mapping[str, Any]) -> PageTable:
+    whole, (name, scale) = breakdown["total"], unit(breakdown["total"])
+    per_update = breakdown["devices"] * (len(breakdown["steps"]) or 1)
     columns = (
         ("operation", "name", lambda row: row["name"]),
         ("phase", "text", lambda row: row["phase"]),
@@ -176,4 +179,4 @@ def _operations(found: Mapping[str, Any]) -> PageTable:
         (name, "num", lambda row: Cell(f"{row['seconds'] / scale:.3f}", value=row["seconds"])),
         ("%", "num", lambda row: share(row["seconds"], whole)),
     )
-    return table(columns, found["instructions"][:MAX_OPERATIONS])
+    return table(columns, breakdown["instructions"][:MAX_OPERATIONS])

@@ -1,17 +1,18 @@
-"""A profiler's trace -> records: the operations of each device with their times, and the work of the host.
+"""Reads a profiler's trace into records: the operations of each device with their times, and the work of the host.
 
-Reads the `*.xplane.pb` that `jax.profiler` writes (XSpace, tsl/profiler/protobuf/xplane.proto) without jax: the format
-is the same in all its versions. Operations are in these places:
+Reads the `*.xplane.pb` that `jax.profiler` writes (XSpace, tsl/profiler/protobuf/xplane.proto) without jax; the format
+is the same in all versions of jax. Operations are in these places:
 
 - CPU: on the host's plane, one line per thread; events with the stats `hlo_op`, `hlo_module`, `program_id` and
-  `device_ordinal`. A result that comes later than its call returns ends at the event "end: ..." of its flow. Seen
+  `device_ordinal`. A result that is computed after its call returns ends at the event "end: ..." of its flow. Checked
   with jax 0.10.2, 0.11.2 and 0.12.0.
 - GPU: on planes "/device:GPU:0", one line per stream; events are kernels and copies, with `hlo_op` (scopes of several
-  calls joined by "::", the inmost last) and `hlo_module`. Read in XLA's sources, not seen on a card.
-- TPU: on planes "/device:TPU:0", line "XLA Ops", whose events carry the instruction's name. Read, not seen.
+  calls joined by "::", the innermost last) and `hlo_module`. Taken from XLA's sources; not yet checked on hardware.
+- TPU: on planes "/device:TPU:0", line "XLA Ops", whose events have the instruction's name. Taken from XLA's sources;
+  not yet checked on hardware.
 
 Lines that a viewer derives from these ("XLA Modules", "Framework Ops") are ignored. The plane "/host:metadata" has the
-HloProto of every program that ran, by `program_id`, also of a program from the persistent cache.
+HloProto of every program that ran, by `program_id`, including programs from the persistent cache.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ HOST = "host/"
 SUFFIX = ".xplane.pb"
 _METADATA, _HOST_PLANE, _DEVICE = "/host:metadata", "/host:", "/device:"
 _STREAM, _XLA_OPS, _END, CALLS = "Stream", "XLA Ops", "end: ", "::"
-# Fields of an XStat by the kind of its value; a reference is to the name of another stat.
+# Field numbers of an XStat, one per kind of value. The value of a reference is the name of another stat.
 _DOUBLE, _STRING, _BLOB, _REFERENCE = 2, 5, 6, 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One run of an instruction on a device; times in picoseconds on the trace's clock.
+    """One run of an instruction on a device.
 
     Fields:
-        name: of the HLO instruction, "" for a kernel or copy without one; kernel: the name of the event.
-        program: (id of the program, name of its module), None and "" if unknown.
+        device: the name of the device.
+        name: the name of the HLO instruction, "" for a kernel or copy without one.
+        kernel: the name of the event.
+        start, stop: picoseconds on the trace's clock.
+        program: (id of the program, name of its module); None and "" if unknown.
         op_name: JAX's name, "" in most traces.
     """
 
@@ -57,7 +61,14 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Work of the host under an annotation, in picoseconds; `step`: the number of a StepTraceAnnotation."""
+    """Annotated work of the host.
+
+    Fields:
+        name: the annotation.
+        thread: the thread that did the work.
+        start, stop: picoseconds on the trace's clock.
+        step: the number of a StepTraceAnnotation, None for other annotations.
+    """
 
     name: str
     thread: str
@@ -76,7 +87,7 @@ class ProfilerTrace:
 
 
 def find(place: str | Path) -> Path:
-    """The trace file of a path: the file itself, or the newest *.xplane.pb below a folder.
+    """Returns the trace file of a path: the file itself, or the newest *.xplane.pb below a folder.
 
     Raises ReportError if there is none, or if the folder has the traces of several processes.
     """
@@ -84,17 +95,19 @@ def find(place: str | Path) -> Path:
     if os.path.isfile(place):
         return place
     inside = place.rglob(f"*{SUFFIX}") if os.path.isdir(place) else ()
-    found = sorted(inside, key=lambda path: (path.parent.name, path.name))
-    if not found:
-        raise ReportError(f"no *{SUFFIX} in {place}: bytescope train --profile=3 writes one, as jax.profiler does")
-    newest = [path for path in found if path.parent == found[-1].parent]
+    traces = sorted(inside, key=lambda path: (path.parent.name, path.name))
+    if not traces:
+        raise ReportError(f"no *{SUFFIX} in {place}: write one with bytescope train --profile=3 or with jax.profiler")
+    newest = [path for path in traces if path.parent == traces[-1].parent]
     if len(newest) > 1:
-        raise ReportError(f"{len(newest)} traces in {newest[0].parent}, one per process: name one, such as {newest[0]}")
+        raise ReportError(
+            f"{len(newest)} traces in {newest[0].parent}, one per process: give the path of one, such as {newest[0]}"
+        )
     return newest[0]
 
 
 def read(path: str | Path) -> ProfilerTrace:
-    """Reads a *.xplane.pb. Raises ReportError if it is unreadable or damaged."""
+    """Reads a *.xplane.pb. Raises ReportError if the file is unreadable or damaged."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -106,12 +119,12 @@ def read(path: str | Path) -> ProfilerTrace:
 
 
 def is_host(plane: str) -> bool:
-    """Whether a plane of this name has events of the host, and of a CPU as a device."""
+    """Returns whether a plane of this name has events of the host, which include the operations of a CPU device."""
     return plane != _METADATA and plane.startswith(_HOST_PLANE)
 
 
 def parse(data: bytes) -> ProfilerTrace:
-    """The records of a serialized XSpace. Raises WireError for other bytes."""
+    """Returns the records of a serialized XSpace. Raises WireError for other bytes."""
     operations: list[Operation] = []
     on_host: list[Operation] = []
     spans: list[Span] = []
@@ -125,15 +138,15 @@ def parse(data: bytes) -> ProfilerTrace:
         elif plane.name.startswith(_DEVICE):
             operations += plane.device_operations()
         elif is_host(plane.name):
-            found, more = plane.host_events()
-            on_host += found
+            host_operations, more = plane.host_events()
+            on_host += host_operations
             spans += more
-    # If there is an accelerator, the step did not run on the host's own threads.
+    # If there is an accelerator, operations on threads of the host do not belong to the step.
     return ProfilerTrace(tuple(operations or on_host), tuple(spans), programs)
 
 
 class _Plane:
-    """XPlane: name 2, lines 3, event_metadata 4, stat_metadata 5 (both maps: key 1, value 2)."""
+    """An XPlane: name 2, lines 3, event_metadata 4, stat_metadata 5 (both maps: key 1, value 2)."""
 
     def __init__(self, data: bytes, span: Bytes):
         self.data, self.name = data, ""
@@ -156,37 +169,38 @@ class _Plane:
                     self.stat_names[key] = wire.text(data, named[2]) if 2 in named else ""
 
     def kind(self, key: int) -> tuple[str, str, dict[str, Any]]:
-        """(name, display name, stats) of a kind of event. XEventMetadata: name 2, display_name 4, stats 5."""
+        """Returns (name, display name, stats) of a kind of event. XEventMetadata: name 2, display_name 4, stats 5."""
         if key not in self._known:
-            name, shown = "", ""
+            name, display_name = "", ""
             stats: dict[str, Any] = {}
             for field, value in wire.fields(self.data, self.kinds.get(key, (0, 0))):
                 if field == 2:
                     name = wire.text(self.data, value)
                 elif field == 4:
-                    shown = wire.text(self.data, value)
+                    display_name = wire.text(self.data, value)
                 elif field == 5:
                     stats.update([self.stat(wire.message(value))])
-            self._known[key] = name, shown, stats
+            self._known[key] = name, display_name, stats
         return self._known[key]
 
     def stat(self, span: Bytes) -> tuple[str, Any]:
-        """(name, value) of a XStat: metadata_id 1, the value in one of the fields 2 to 7; bytes stay a span."""
+        """Returns (name, value) of a XStat: metadata_id 1, the value in one of the fields 2 to 7. Bytes are returned
+        as a span."""
         name = ""
-        found: str | wire.Value | None = None
+        stat_value: str | wire.Value | None = None
         for field, value in wire.fields(self.data, span):
             if field == 1:
                 name = self.stat_names.get(wire.number(value), "")
             elif field == _STRING:
-                found = wire.text(self.data, value)
+                stat_value = wire.text(self.data, value)
             elif field == _REFERENCE:
-                found = self.stat_names.get(wire.number(value), "")
-            elif field != _DOUBLE:  # no stat that is used here is a double
-                found = value
-        return name, found
+                stat_value = self.stat_names.get(wire.number(value), "")
+            elif field != _DOUBLE:  # none of the stats that are read is a double
+                stat_value = value
+        return name, stat_value
 
     def programs(self) -> Iterator[tuple[int, tuple[str, bytes]]]:
-        """Yields (program id, (module's name, HloProto)) from a plane that has them as kinds of events."""
+        """Yields (program id, (name of the module, HloProto)) if the plane has programs as kinds of events."""
         for key in self.kinds:
             name, _, stats = self.kind(key)
             blob = next((value for value in stats.values() if isinstance(value, tuple)), None)
@@ -194,8 +208,8 @@ class _Plane:
                 yield stats.get("program_id", key), (name.rsplit("(", 1)[0], self.data[blob[0] : blob[1]])
 
     def events(self, line: Bytes) -> Iterator[tuple[int, int, int, list[Bytes]]]:
-        """(kind, start, stop, stats) of a line's events; XLine: timestamp_ns 3, events 4; XEvent: metadata_id 1,
-        offset_ps 2, duration_ps 3, stats 4."""
+        """Yields (kind, start, stop, stats) of a line's events. XLine: timestamp_ns 3, events 4. XEvent: metadata_id
+        1, offset_ps 2, duration_ps 3, stats 4."""
         fields = list(wire.fields(self.data, line))
         began = 1000 * next((wire.number(value) for field, value in fields if field == 3), 0)
         for field, value in fields:
@@ -210,27 +224,27 @@ class _Plane:
             yield numbers[1], began + numbers[2], began + numbers[2] + numbers[3], stats
 
     def line_name(self, line: Bytes) -> str:
-        """A line's name 2."""
+        """Returns the name of a line (field 2)."""
         return next((wire.text(self.data, value) for field, value in wire.fields(self.data, line) if field == 2), "")
 
     def device_operations(self) -> list[Operation]:
-        """The operations of streams, or of a TPU's line of operations."""
+        """Returns the operations of streams, or of a TPU's line of operations."""
         device, out = self.name.removeprefix(_DEVICE), []
         for line in self.lines:
             title = self.line_name(line)
             if not title.startswith(_STREAM) and title != _XLA_OPS:
                 continue
             for key, start, stop, spans in self.events(line):
-                kernel, shown, known = self.kind(key)
+                kernel, display_name, known = self.kind(key)
                 stats = {**known, **dict(map(self.stat, spans))}
-                name = str(stats.get("hlo_op") or (shown if title == _XLA_OPS else "")).rsplit(CALLS, 1)[-1]
-                out.append(_operation(device, name, shown or kernel, start, stop, stats))
+                name = str(stats.get("hlo_op") or (display_name if title == _XLA_OPS else "")).rsplit(CALLS, 1)[-1]
+                out.append(_operation(device, name, display_name or kernel, start, stop, stats))
         return out
 
     def host_events(self) -> tuple[list[Operation], list[Span]]:
-        """(operations of the CPU as a device, annotated work of the host)."""
+        """Returns (operations of the CPU as a device, annotated work of the host)."""
         spans: list[Span] = []
-        ends: dict[Any, int] = {}  # flow -> time at which its result was there
+        ends: dict[Any, int] = {}  # flow -> time at which its result is complete
         begun: list[tuple[str, int, int, dict[str, Any]]] = []
         for line in self.lines:
             thread = self.line_name(line)

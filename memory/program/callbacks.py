@@ -1,9 +1,9 @@
-"""Lowers programs that call back into Python for devices that are not present.
+"""Lowers programs with Python callbacks for devices that are not present.
 
-To lower a callback jax needs the runtime of its platform, which a described device does not have. For a GPU the
-program gets the custom call that jax would make, with its operands and results but without a function, so that the
-compiled program has the same buffers. On other platforms zeros of the same shapes that depend on the operands replace
-the results.
+To lower a callback, jax needs the runtime of its platform, which a described device does not have. For a GPU, the
+callback is replaced with the custom call that jax would make, with the same operands and results but without a
+function, so that the compiled program has the same buffers. On other platforms, the results are replaced with zeros of
+the same shapes that depend on the operands.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bytescope.memory.jaxprs import bodies, opened, with_parameters
+from bytescope.memory.jaxprs import bodies, inner_jaxpr, with_parameters
 
 # Primitive -> whether it has side effects, so that it is called even if nothing uses its results.
 CALLBACKS = {"debug_callback": True, "debug_print": True, "io_callback": True, "pure_callback": False}
-# Kernels print in their own way.
+# Prints inside kernels are not callbacks.
 _KERNELS = {"pallas_call"}
 _EFFECTS = {"DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"}
 _GPUS = {"cuda", "rocm"}
 
 
 def count(jaxpr: Any) -> int:
-    """Number of equations that call back into Python in a Jaxpr or ClosedJaxpr and its inner jaxprs; each jaxpr counts
-    once."""
-    number, seen, pending = 0, {}, [opened(jaxpr)]
+    """Returns the number of equations in a Jaxpr or ClosedJaxpr, including inner jaxprs, that call Python. A jaxpr
+    that is used several times counts once."""
+    number, seen, pending = 0, {}, [inner_jaxpr(jaxpr)]
     while pending:
         inside = pending.pop()
         if id(inside) in seen:
@@ -40,40 +40,41 @@ def count(jaxpr: Any) -> int:
 
 
 def without_runtime(closed: Any, platform: str) -> Any:
-    """A ClosedJaxpr whose callbacks lower for absent devices of a platform; the same object if it has none."""
+    """Returns a ClosedJaxpr whose callbacks can be lowered for absent devices of a platform. A ClosedJaxpr without
+    callbacks is returned unchanged."""
     return _CallbackRewriter(platform).value(closed) if count(closed) else closed
 
 
 def note(number: int) -> str:
-    """The report's note on `number` callbacks."""
+    """Returns the report's note on `number` callbacks."""
     if number == 1:
-        return "1 Python callback: compiled as a call of nothing, since the target is not here"
-    return f"{number} Python callbacks: compiled as calls of nothing, since the target is not here"
+        return "1 Python callback: compiled as an empty call, because the target is not present"
+    return f"{number} Python callbacks: compiled as empty calls, because the target is not present"
 
 
 def _inner(equation: Any) -> list[Any]:
-    """The jaxprs that an equation runs, except for those of a kernel."""
+    """Returns the jaxprs inside an equation; none for a kernel."""
     return [] if equation.primitive.name in _KERNELS else list(bodies(equation))
 
 
 class _CallbackRewriter:
-    """Rewrites the callbacks of one program; a shared jaxpr stays shared."""
+    """Rewrites the callbacks of one program. A jaxpr that is shared by several equations stays shared."""
 
     def __init__(self, platform: str):
         self.platform = platform
         self._done: dict[int, Any] = {}
 
     def value(self, value: Any) -> Any:
-        """A parameter of an equation with every jaxpr in it rewritten."""
+        """Returns a parameter of an equation with all jaxprs in it rewritten."""
         if hasattr(value, "eqns"):
-            bare = opened(value)
+            bare = inner_jaxpr(value)
             return self.jaxpr(bare) if bare is value else value.replace(jaxpr=self.jaxpr(bare))
         if type(value) in (tuple, list):
             return type(value)(map(self.value, value))
         return value
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """A Jaxpr without callbacks and without their effects, for which lowering would add tokens."""
+        """Returns a Jaxpr without callbacks and without their effects, for which lowering would add tokens."""
         if id(jaxpr) in self._done:
             return self._done[id(jaxpr)][1]
         equations = []
@@ -90,23 +91,24 @@ class _CallbackRewriter:
         return rewritten
 
     def call(self, equation: Any) -> list[Any]:
-        """The equations that replace a callback: one, or none if it has no results and needs no call."""
+        """Returns the equations that replace a callback: one, or none if the callback has no results and the platform
+        is not a GPU."""
         results = tuple(variable.aval for variable in equation.outvars)
         primitive = _primitive() if self.platform in _GPUS else None
         if primitive is None and not results:
             return []
         if primitive is None:
-            return [_replaced(equation, lambda *operands: _zeros_after(operands, results))]
+            return [_replace(equation, lambda *operands: _zeros_after(operands, results))]
         params = {
             "results": results,
             "partitioned": bool(equation.params.get("partitioned")),
             "acts": _side_effects() if CALLBACKS[equation.primitive.name] else frozenset(),
         }
-        return [_replaced(equation, lambda *operands: primitive.bind(*map(_key_data, operands), **params))]
+        return [_replace(equation, lambda *operands: primitive.bind(*map(_key_data, operands), **params))]
 
 
-def _replaced(equation: Any, function: Callable[..., Any]) -> Any:
-    """An equation that computes a function of another equation's operands instead of the equation."""
+def _replace(equation: Any, function: Callable[..., Any]) -> Any:
+    """Returns an equation with the same operands and results that computes `function` instead."""
     import jax
 
     avals = [operand.aval for operand in equation.invars]
@@ -118,15 +120,15 @@ def _replaced(equation: Any, function: Callable[..., Any]) -> Any:
 
 
 def _without_callbacks(effects: Any) -> Any:
-    """Effects without those of callbacks, which become the effects of a custom call, so that jax does not drop the
-    jaxprs around it."""
+    """Replaces the effects of callbacks with the effects of a custom call, so that jax does not drop the jaxprs around
+    it."""
     left = {each for each in effects if type(each).__name__ not in _EFFECTS}
     return type(effects)(left | _side_effects() if len(left) < len(effects) else left)
 
 
 @functools.cache
 def _side_effects() -> frozenset[Any]:
-    """jax's effects of a custom call with side effects."""
+    """Returns jax's effects of a custom call with side effects."""
     import jax
 
     traced = jax.make_jaxpr(lambda: jax.ffi.ffi_call("acts", (), has_side_effect=True)())()
@@ -134,7 +136,8 @@ def _side_effects() -> frozenset[Any]:
 
 
 def _key_data(operand: Any) -> Any:
-    """An operand as numbers, since the compiler has no type for random keys."""
+    """Converts a random key to its integers, because the compiler has no type for random keys. Other operands are
+    unchanged."""
     import jax
 
     return jax.random.key_data(operand) if jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key) else operand
@@ -142,13 +145,13 @@ def _key_data(operand: Any) -> Any:
 
 @functools.cache
 def _primitive() -> Any:
-    """A primitive that lowers to jax's custom call of a callback on a GPU, without a function; None if this version of
-    jax lowers callbacks in another way."""
+    """Returns a primitive that lowers to jax's GPU callback custom call, but without a function. Returns None if this
+    version of jax lowers callbacks differently."""
     import numpy as np
     from jax.extend import core
     from jax.interpreters import mlir
 
-    try:  # no public API says on which of several devices a call runs
+    try:  # no public API sets the device on which a call runs
         from jax._src.callback import _callback_op_sharding
         from jax._src.ffi import build_ffi_lowering_function
         from jax._src.interpreters.mlir import set_sharding
@@ -176,7 +179,7 @@ def _primitive() -> Any:
 
 
 def _zeros_after(operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Zeros with the types `results` that depend on the operands."""
+    """Returns zeros with the types `results` that depend on the operands."""
     import jax
 
     zeros = [jax.numpy.zeros(result.shape, result.dtype) for result in results]

@@ -1,7 +1,7 @@
-"""Compiles a program given in any form: a step with its arguments, a stage of jax, an HLO dump.
+"""Compiles a program given in any form: a step with its arguments, a jax stage or an HLO dump.
 
-A step or a `Traced` is compiled for the given target (`retarget`). A `Lowered` and a `Compiled` are for the devices
-that they were made for; another target is refused, since the report would describe another program than it says.
+A step or a `Traced` is compiled for the given target (`retarget`). A `Lowered` or `Compiled` already has devices.
+Another target is refused, because the report would describe a different program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bytescope.memory.devices.compiler import (
     read_compiled,
 )
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.hlo import dumps
 from bytescope.memory.hlo.jax_types import CompiledStage, LoweredStage, TracedStage
 from bytescope.memory.program import callbacks, retarget, tracing
@@ -41,35 +41,35 @@ def compiled_for(
     """Returns the compilation of a program, and the target whose memory it is compared with.
 
     Args:
-        program: a step, plain or jitted, with `args` and `kwargs` (arrays, ShapeDtypeStructs, pytrees of them); or
-            without arguments a `jax.stages.Traced`, `Lowered` or `Compiled`, a wrapper of one, a serialized HloProto,
-            or its path.
-        target: a Target or its name; None: the devices of the arguments' shardings, else the available devices; no
-            target for a proto.
-        options: of `jax.jit` for a plain step (`tracing.OPTIONS`).
+        program: a step, plain or jitted, with `args` and `kwargs` (arrays, ShapeDtypeStructs, or pytrees of them).
+            Without arguments: a `jax.stages.Traced`, `Lowered` or `Compiled`, a wrapper of one, a serialized HloProto,
+            or the path of a proto.
+        target: a Target or its name. None: the devices in the arguments' shardings, otherwise the available devices; a
+            proto then has no target.
+        options: options of `jax.jit` for a plain step (`tracing.OPTIONS`).
 
-    Raises ReportError for an object that is no program, a program that cannot be compiled for the target, and damaged
-    files.
+    Raises ReportError if the object is not a program, if it cannot be compiled for the target, or if a file is
+    damaged.
     """
     if isinstance(target, str):
         target = targets.parse(target)
     elif target is not None and not isinstance(target, Target):
-        raise ReportError(f'target={target!r:.60}: give a name such as "h200:8", or memory.target of one')
+        raise ReportError(f'target={target!r:.60}: give a name such as "h200:8", or memory.target("h200:8")')
     if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
         raise ReportError(
-            f"{a_kind(program)} with arguments: it is a program already, leave them out; or "
-            f"give the step with them, {_CALLED}"
+            f"{type_phrase(program)} with arguments: it is a program already, leave the arguments out; or "
+            f"give the step with its arguments, {_CALLED}"
         )
     if isinstance(program, Compilation):
         return program, target or (targets.parse("local") if program.local else None)
     if isinstance(program, (str, Path, bytes, bytearray, memoryview)):
         return _compilation_of_dump(_dump(program), target)
-    if args or kwargs or (takes_arguments(program) and tracing.takes_none(program)):
+    if args or kwargs or (takes_arguments(program) and tracing.takes_no_arguments(program)):
         if target is not None and target.is_described:
             target.devices()  # a missing compiler is reported before anything is traced
         if not callable(program):
-            raise ReportError(f"{a_kind(program)} with arguments is no step: {_CALLED}")
-        program = tracing.traced(program, args, kwargs or {}, options or {})
+            raise ReportError(f"{type_phrase(program)} is not a step that takes arguments: give a function, {_CALLED}")
+        program = tracing.trace(program, args, kwargs or {}, options or {})
     stage = _stage(program)
     if _is_traced(stage):
         check_sizes(stage.jaxpr)
@@ -85,9 +85,9 @@ def compiled_for(
 
 
 def compilation_of(program: Any) -> Compilation:
-    """Returns the Compilation of a compiled, lowered or dumped program; compiles a Lowered for its own devices.
+    """Returns the Compilation of a compiled, lowered or dumped program. A Lowered is compiled for its own devices.
 
-    Raises ReportError for an object that is no program, and for a file that cannot be read.
+    Raises ReportError if the object is not a program, or if a file cannot be read.
     """
     if isinstance(program, Compilation):
         return program
@@ -99,27 +99,27 @@ def compilation_of(program: Any) -> Compilation:
     if _is_lowered(program):
         return compile_lowered(program)
     if hasattr(program, "lower") or callable(program):
-        raise ReportError(f"{a_kind(program)} is not a program without its arguments: {_CALLED}")
+        raise ReportError(f"{type_phrase(program)} cannot be compiled without its arguments: give them, {_CALLED}")
     raise ReportError(
-        f"{a_kind(program)} is not a program: give a step with its arguments, {_CALLED}; a "
+        f"{type_phrase(program)} is not a program: give a step with its arguments, {_CALLED}; a "
         "jax.stages.Traced, Lowered or Compiled; the bytes of an HloProto, or its path"
     )
 
 
 def takes_arguments(program: Any) -> bool:
-    """Whether a program is a step, which `compiled_for` takes with arguments; stages of jax are not, even callable
-    ones."""
+    """Returns whether a program is a step, which `compiled_for` takes with arguments. jax stages are not steps, even
+    if they are callable."""
     return callable(program) and not is_stage(program)
 
 
 def is_stage(program: Any) -> bool:
-    """Whether a program is a `jax.stages.Traced`, `Lowered` or `Compiled`, or a wrapper of one."""
+    """Returns whether a program is a `jax.stages.Traced`, `Lowered` or `Compiled`, or a wrapper of one."""
     stage = _stage(program)
     return _is_traced(stage) or _is_lowered(stage) or _is_compiled(stage)
 
 
 def _stage(program: Any) -> Any:
-    """jax's own stage inside the class of Flax or equinox that wraps it."""
+    """Returns the jax stage inside a wrapper of Flax or equinox; returns any other object unchanged."""
     for name in ("traced", "lowered", "compiled"):
         stage = getattr(program, name, None)
         if _is_traced(stage) or _is_lowered(stage) or _is_compiled(stage):
@@ -134,16 +134,16 @@ def _dump(program: str | Path | bytes | bytearray | memoryview) -> dumps.Dump:
 
 
 def _compilation_of_dump(dump: dumps.Dump, target: Target | None) -> tuple[Compilation, Target | None]:
-    """Returns a dump with a note on the platform that it was compiled for, and the target; no target if it is of
-    another platform."""
+    """Returns a dump as a compilation with a note on its platform, and the target; None if the target has another
+    platform."""
     platform = dumps.platform_of(dump.proto)
     if not platform:
         return Compilation(proto=dump.proto, notes=dump.notes), target
     note = f"an HLO dump, compiled for {_PLATFORMS[platform]}"
     if target is not None and platform != _FAMILIES.get(target.platform, target.platform):
         note += (
-            f": {target.name} does not judge it, since its compiler makes another program; name a target of the "
-            "dump's kind, or give the step itself"
+            f": not compared with {target.name}, whose compiler would make a different program; give a target of the "
+            "dump's platform, or the step itself"
         )
         target = None
     return Compilation(proto=dump.proto, notes=(*dump.notes, note)), target
@@ -162,10 +162,10 @@ def _is_traced(program: Any) -> TypeGuard[TracedStage]:
 
 
 def _lowered(program: TracedStage, target: Target | None) -> LoweredStage:
-    """Lowers a Traced for the target, or without one for the devices of its arguments."""
+    """Lowers a Traced for the target; without a target, for the devices of its arguments."""
     devices, asked = retarget.devices_of(program), target
     if target is None and devices and is_described(devices[0]):
-        target = targets.of(devices)
+        target = targets.from_devices(devices)
     if target is None:
         return program.lower()
     calls_back = target.is_described and callbacks.count(program.jaxpr) > 0
@@ -175,24 +175,25 @@ def _lowered(program: TracedStage, target: Target | None) -> LoweredStage:
 
 
 def _target_of(stage: Any, compilation: Compilation) -> Target | None:
-    """The target of the devices that a program was compiled for; None if they are not known."""
+    """Returns the target of the devices that a program was compiled for; None if the devices are unknown."""
     if compilation.local:
         return targets.parse("local")
     devices = devices_of(stage)
-    return targets.of(devices) if devices else None
+    return targets.from_devices(devices) if devices else None
 
 
 def _refuse_another(stage: Any, target: Target) -> None:
-    """Raises ReportError for a Lowered or Compiled that is for other devices than the target's."""
+    """Raises ReportError if a Lowered or Compiled is for other devices than the target's."""
     devices = devices_of(stage)
-    if not devices:  # unknown: assumed to be the target's
+    if not devices:  # unknown devices are assumed to be the target's
         return
-    here, same = not is_described(devices[0]), devices[0].device_kind == target.kind
-    if targets.platform_of(devices[0]) == target.platform and (here or same) and here != target.is_described:
+    is_present, same_kind = not is_described(devices[0]), devices[0].device_kind == target.kind
+    same_platform = targets.platform_of(devices[0]) == target.platform
+    if same_platform and (is_present or same_kind) and is_present != target.is_described:
         return
-    made = "compiled" if _is_compiled(stage) else "lowered"
+    verb = "compiled" if _is_compiled(stage) else "lowered"
     raise ReportError(
-        f"a program that is {made} for {devices[0].device_kind} is not one for {target.name}: give the "
-        f'step and its arguments,\n  memory.analyze(step, *arguments, target="{target.name}")\nor what '
-        f'jax traced,\n  memory.analyze(jax.jit(step).trace(*arguments), target="{target.name}")'
+        f"a program that is {verb} for {devices[0].device_kind} cannot be analyzed for {target.name}: give the "
+        f'step and its arguments,\n  memory.analyze(step, *arguments, target="{target.name}")\nor the '
+        f'traced step,\n  memory.analyze(jax.jit(step).trace(*arguments), target="{target.name}")'
     )

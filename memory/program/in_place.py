@@ -1,7 +1,7 @@
-"""Refuses steps that update Flax NNX objects in place under `jax.jit`, which loses the updates.
+"""Refuses steps that update Flax NNX objects in place under `jax.jit`, because the updates are lost.
 
-`flax.nnx.jit` returns the updates. A step that neither uses it nor returns the objects that it updates would be
-compiled without its optimizer, and its report would describe another step than the one that trains.
+`flax.nnx.jit` returns the updates. A step that neither uses `flax.nnx.jit` nor returns the updated objects would be
+compiled without its optimizer, and its report would not describe the step that trains.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _LIBRARY = "flax.nnx"
 
 
 class LostUpdateError(ReportError):
-    """A step updates its arguments in place, and the updates are lost."""
+    """A step updates its arguments in place, and `jax.jit` loses the updates."""
 
 
-def refused(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a plain step that raises LostUpdateError if it is traced with NNX objects whose updates would be lost.
+def refuse_lost_updates(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a plain step so that tracing it raises LostUpdateError if updates of NNX objects would be lost.
 
-    Updates of scalars may be lost, since dropout counts its calls.
+    Lost updates of scalars are ignored, because dropout counts its calls in a scalar.
     """
     if _LIBRARY not in sys.modules:
         return step
@@ -46,7 +46,7 @@ def refused(step: Callable[..., Any]) -> Callable[..., Any]:
         if lost:
             raise LostUpdateError(
                 f"{getattr(step, '__name__', 'the step')} updates {' and '.join(lost)} in place, "
-                "which jax.jit loses: give flax.nnx.jit(step), or return what is updated"
+                "and jax.jit loses the updates: give flax.nnx.jit(step), or return the updated objects"
             )
         return out
 

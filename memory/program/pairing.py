@@ -1,8 +1,8 @@
-"""Pairs results with the arguments that they update: by path, shape and dtype first, then by data flow. Pure.
+"""Pairs each result with the argument that it updates: by path, shape and dtype first, then by data flow. Pure.
 
-Paths are split into keys: `state.params['w']` is the root `state` with the keys params and w, `args[0]['w']` the root
-`args[0]` with the key w; results have no root. Positions in tuples ("[0]") are weak evidence: they count only if all
-leaves of an argument are returned together.
+A path is split into a root and keys: `state.params['w']` has the root `state` and the keys params and w,
+`args[0]['w']` the root `args[0]` and the key w. Paths of results have no root. Positions in tuples ("[0]") are weak
+evidence: they count only if all leaves of an argument are returned together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Keys = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ResultPair:
-    """An argument and the result that is its update, or its gradient (`gradient`); both by position in their lists."""
+    """An argument and the result that is its update, or its gradient if `gradient`. Both are positions in their
+    lists."""
 
     argument: int
     result: int
@@ -31,12 +32,12 @@ class ResultPair:
 
 
 def keys_of(path: str) -> Keys:
-    """The keys of a path without its root: `state.params['w'][0]` is ("params", "w", "0")."""
+    """Returns the keys of a path without its root: `state.params['w'][0]` -> ("params", "w", "0")."""
     return tuple(next(filter(None, match), "") for match in _KEY.findall(path[len(root_of(path)) :]))
 
 
 def root_of(path: str) -> str:
-    """The argument that a path is a leaf of: "state", "args[1]"; "" for a result's path."""
+    """Returns the argument that contains the leaf of a path: "state" or "args[1]"; "" for the path of a result."""
     name = re.split(r"\W", path, maxsplit=1)[0]
     place = re.match(r"\[\d+\]", path[len(name) :])
     return name + place[0] if name in _PLACED and place else name
@@ -49,16 +50,17 @@ def pairs(
     trained: bool,
     aliased: Mapping[int, int],
 ) -> list[ResultPair]:
-    """Returns the results that are updates or gradients of arguments, each result once.
+    """Returns the pairs of arguments with results that are their updates or gradients. Each result is in one pair at
+    most.
 
     Args:
-        arguments, results: leaves; results of a dump have no paths.
+        arguments, results: the leaves. Results of a dump have no paths.
         updates: the data flow of each result. trained: whether the program has a backward pass.
-        aliased: position of a result -> position of the argument whose memory it takes.
+        aliased: position of a result -> position of the argument whose memory it reuses.
     """
     pairing = _Pairing(arguments, results, updates, trained)
-    for found in (pairing.whole_arguments(), pairing.by_keys(), pairing.by_flow(), aliased.items()):
-        pairing.take(found)
+    for candidates in (pairing.whole_arguments(), pairing.by_keys(), pairing.by_flow(), aliased.items()):
+        pairing.take(candidates)
     return [
         ResultPair(argument, result, pairing.is_gradient(argument, result))
         for result, argument in pairing.taken.items()
@@ -66,7 +68,7 @@ def pairs(
 
 
 class _Pairing:
-    """Results that are paired with arguments so far. taken: position of a result -> position of its argument."""
+    """The results that are paired so far. taken: position of a result -> position of its argument."""
 
     def __init__(
         self,
@@ -85,14 +87,14 @@ class _Pairing:
             self.by_array.setdefault(_array(leaf), []).append(place)
 
     def take(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Keeps (result, argument) pairs whose result and argument have no pair yet."""
+        """Adds the (result, argument) pairs whose result and argument have no pair yet."""
         for result, argument in pairs:
             if result not in self.taken and argument not in self.back and self._same(argument, result):
                 self.taken[result] = argument
                 self.back.add(argument)
 
     def is_gradient(self, argument: int, result: int) -> bool:
-        """Whether a result is computed by the backward pass and is no update of the argument."""
+        """Returns whether the backward pass computes a result and the result is not an update of the argument."""
         update = self.updates[result]
         return update.phase == "backward" and self.arguments[argument].parameter not in update.arguments
 
@@ -100,46 +102,48 @@ class _Pairing:
         return _array(self.arguments[argument]) == _array(self.results[result])
 
     def whole_arguments(self) -> Iterator[tuple[int, int]]:
-        """Yields pairs of arguments whose leaves are all returned below one path of the results; updates come before
+        """Yields pairs of arguments whose leaves are all returned under one path of the results. Updates come before
         gradients."""
         roots: dict[str, list[int]] = {}
         for place, leaf in enumerate(self.arguments):
             roots.setdefault(root_of(leaf.path), []).append(place)
         below = {keys: place for place, keys in enumerate(self.outside)}
         for places in roots.values():
-            if len(places) < 2 and not _named(self.inside[places[0]]):
+            if len(places) < 2 and not _has_name(self.inside[places[0]]):
                 continue
-            found = []
+            matches = []
             for result in self.by_array.get(_array(self.arguments[places[0]]), ()):
                 own, mine = self.outside[result], self.inside[places[0]]
                 if own[len(own) - len(mine) :] != mine:
                     continue
                 trunk = own[: len(own) - len(mine)]
-                there = [below.get(trunk + self.inside[place], -1) for place in places]
-                if all(at >= 0 and self._same(place, at) for place, at in zip(places, there)):
-                    found.append((self.is_gradient(places[0], result), trunk, list(zip(there, places))))
-            for _, _, both in sorted(found, key=lambda item: item[0]):
-                yield from both
+                results = [below.get(trunk + self.inside[place], -1) for place in places]
+                if all(at >= 0 and self._same(place, at) for place, at in zip(places, results)):
+                    matches.append((self.is_gradient(places[0], result), list(zip(results, places))))
+            for _, matched in sorted(matches, key=lambda item: item[0]):
+                yield from matched
 
     def by_keys(self) -> Iterator[tuple[int, int]]:
-        """Yields pairs of leaves whose last keys are equal and include a name; pairs with the most equal keys first."""
-        found = []
+        """Yields pairs of leaves whose last keys are equal and include a name. Pairs with more equal keys come
+        first."""
+        matches = []
         for argument, leaf in enumerate(self.arguments):
             for result in self.by_array.get(_array(leaf), ()):
                 common = common_keys(self.inside[argument], self.outside[result])
-                if _named(self.inside[argument][len(self.inside[argument]) - common :]):
-                    found.append((-common, result, argument))
-        yield from ((result, argument) for _, result, argument in sorted(found))
+                if _has_name(self.inside[argument][len(self.inside[argument]) - common :]):
+                    matches.append((-common, result, argument))
+        yield from ((result, argument) for _, result, argument in sorted(matches))
 
     def by_flow(self) -> Iterator[tuple[int, int]]:
-        """Yields results that are computed from an argument element by element; results of few arguments first."""
+        """Yields results that are computed element by element from an argument. Results of few arguments come
+        first."""
         numbers = {leaf.parameter: place for place, leaf in enumerate(self.arguments)}
         for result in sorted(range(len(self.results)), key=lambda at: len(self.updates[at].arguments)):
-            made = self.updates[result]
-            for number, how in made.arguments.items():
-                if number in numbers and self._is_update(how, made, self.results[result]):
+            update = self.updates[result]
+            for number, how in update.arguments.items():
+                if number in numbers and self._is_update(how, update, self.results[result]):
                     yield result, numbers[number]
-        # A result of the backward pass is a gradient of the first argument of its shape that has none.
+        # A result of the backward pass is the gradient of the first argument of its shape that has no gradient yet.
         for result, leaf in enumerate(self.results):
             is_gradient = self.updates[result].phase == "backward" and leaf.shape and "float" in leaf.dtype
             if self.trained and is_gradient:
@@ -147,11 +151,12 @@ class _Pairing:
                     if self._same(place, result):
                         yield result, place
 
-    def _is_update(self, how: str, made: Update, result: SignatureLeaf) -> bool:
-        """Whether the data flow of a result proves an update. Sums of activations are computed from arguments as well,
-        so elementwise results count only in a step with a backward pass, and outside of both passes."""
+    def _is_update(self, how: str, update: Update, result: SignatureLeaf) -> bool:
+        """Returns whether the data flow proves that a result is an update. Sums of activations are computed from
+        arguments too, so elementwise results count only in a step with a backward pass, and outside the forward and
+        backward pass."""
         if how == ELEMENTWISE:
-            return self.trained and made.phase == "" and (bool(result.shape) or "int" in result.dtype)
+            return self.trained and update.phase == "" and (bool(result.shape) or "int" in result.dtype)
         return how in (SAME, WRITTEN)
 
 
@@ -159,12 +164,12 @@ def _array(leaf: SignatureLeaf) -> tuple[tuple[int, ...], str]:
     return leaf.shape, leaf.dtype
 
 
-def _named(keys: Keys) -> bool:
+def _has_name(keys: Keys) -> bool:
     return any(not key.isdigit() for key in keys)
 
 
 def common_keys(one: Keys, other: Keys) -> int:
-    """Number of equal last keys."""
+    """Returns the number of equal keys at the end of two paths."""
     count = 0
     while count < min(len(one), len(other)) and one[-1 - count] == other[-1 - count]:
         count += 1

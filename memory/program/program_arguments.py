@@ -1,4 +1,4 @@
-"""Finds the role of each argument of a program, from its signature, its names and the flow of its values."""
+"""Finds the role of each argument of a program, from its signature, its names and its data flow."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from bytescope.memory.program.state_flow import SAME, StateFlow, Update, Value
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One entry parameter.
+    """One entry parameter of a program.
 
     Fields:
-        path: as the caller named it; role: a row of the breakdown.
-        owner: path of the parameter that a moment or a sum of gradients belongs to, "" for none.
-        update: position of the result that is its update, -1 for none. shape: over all devices if jax says it, of one
-            device otherwise.
+        path: the parameter's path in the caller's arguments. role: a row of the breakdown, such as "params".
+        owner: path of the parameter that an optimizer moment or a gradient sum belongs to, "" for none.
+        update: position of the result that is the updated argument, -1 for none.
+        shape: shape over all devices if jax provides it, otherwise the shape on one device.
     """
 
     path: str
@@ -39,9 +39,9 @@ class Arguments:
     """The arguments of a program.
 
     Fields:
-        by_number: entry parameter number -> argument.
-        owners: a value on the way to an update, such as a gradient -> path of the updated parameter.
-        results: position of a result -> path of the parameter whose gradient it is.
+        by_number: number of an entry parameter -> argument.
+        owners: a value that leads to an update, such as a gradient -> path of the updated parameter.
+        results: position of a result that is a gradient -> path of its parameter.
     """
 
     by_number: Mapping[int, Argument] = dataclasses.field(default_factory=dict)
@@ -50,15 +50,15 @@ class Arguments:
 
     @property
     def roles(self) -> dict[int, str]:
-        """Entry parameter number -> role."""
+        """Maps the number of an entry parameter to its role."""
         return {number: argument.role for number, argument in self.by_number.items()}
 
     def path(self, number: int) -> str:
-        """The path of an entry parameter, "" for an unknown one."""
+        """Returns the path of an entry parameter, "" if it is unknown."""
         return self.by_number[number].path if number in self.by_number else ""
 
     def of_role(self, role: str) -> list[int]:
-        """Numbers of the entry parameters in a role."""
+        """Returns the numbers of the entry parameters with a role."""
         return [number for number, argument in self.by_number.items() if argument.role == role]
 
 
@@ -71,18 +71,18 @@ def read(
     """Returns the arguments of a program.
 
     Args:
-        flow: of its module, if there is one already. signature: by jax; without it the names and shapes of the module
-            are used.
-        extra: (pattern, role) pairs, which are tried first.
+        flow: the value flow of the program's module, if it is already computed.
+        signature: the names and shapes that jax provides. Without it, the names and shapes of the module are used.
+        extra: (pattern, role) pairs of the caller, which are tried first.
 
-    Raises ReportError for a role or a pattern that is not valid.
+    Raises ReportError for an unknown role or an invalid pattern.
     """
     state = StateFlow(flow or Flow(program.module))
     return _Reading(program, state, signature, tuple(extra)).arguments()
 
 
 class _Reading:
-    """The leaves of one program's arguments and results, and the evidence for the role of each argument."""
+    """Collects the leaves of one program's arguments and results, and the evidence for the role of each argument."""
 
     def __init__(
         self, program: HloProgram, state: StateFlow, signature: Signature | None, extra: tuple[tuple[str, str], ...]
@@ -103,7 +103,8 @@ class _Reading:
         self.reads = [state.reads(leaf.parameter) for leaf in self.leaves]
 
     def _arguments(self, signature: Signature | None) -> list[SignatureLeaf]:
-        """The leaves that the program uses, by number; from the module where the signature lacks them."""
+        """Returns the leaves that the program uses, by number. Leaves that are missing in the signature come from the
+        module."""
         known = signature.by_parameter if signature is not None else {}
         aliased = {number for _, number, _ in self.module.aliases}
         leaves = []
@@ -117,7 +118,8 @@ class _Reading:
         return leaves
 
     def _results(self, signature: Signature | None) -> list[SignatureLeaf]:
-        """The leaves of the results. Tokens, which come first in the module, are not in the signature."""
+        """Returns the leaves of the results. The module also returns tokens, which come first and are not in the
+        signature."""
         known = signature.results if signature is not None else ()
         if known and len(known) <= len(self.values):
             return [SignatureLeaf("", (), "token")] * (len(self.values) - len(known)) + list(known)
@@ -125,13 +127,14 @@ class _Reading:
         return [SignatureLeaf("", shape.dims, shape.dtype) for shape in shapes]
 
     def arguments(self) -> Arguments:
-        """Decides the roles twice: leaves that mirror parameters are known only once the parameters are."""
+        """Decides the roles twice, because leaves that mirror parameters can be found only when the parameters are
+        known."""
         evidence = [self._evidence(place) for place in range(len(self.leaves))]
         weights = _weight_roots(evidence)
         evidence = [dataclasses.replace(one, weights=root_of(one.path) in weights) for one in evidence]
         first = self._decided(evidence)
         if "params" not in first:
-            evidence = [dataclasses.replace(one, alone=True) for one in evidence]
+            evidence = [dataclasses.replace(one, no_params=True) for one in evidence]
             first = self._decided(evidence)
         mirrored = self._mirrored([leaf for leaf, role in zip(self.leaves, first) if role == "params"])
         shaped = _shaped(evidence, first)
@@ -139,27 +142,27 @@ class _Reading:
             dataclasses.replace(one, mirrors=place in mirrored, shaped=root_of(one.path) in shaped)
             for place, one in enumerate(evidence)
         ]
-        found = self._decided(evidence)
+        decided = self._decided(evidence)
         # Leaves that learn come first: a moment belongs to the parameters, not to a copy of them from earlier steps.
-        ranked = sorted(range(len(found)), key=lambda place: not evidence[place].learns)
-        owner = _Owners([self.leaves[place] for place in ranked if found[place] == "params"])
+        ranked = sorted(range(len(decided)), key=lambda place: not evidence[place].learns)
+        owner = _Owners([self.leaves[place] for place in ranked if decided[place] == "params"])
         by_number, results = {}, {}
-        for place, (leaf, role) in enumerate(zip(self.leaves, found)):
-            pair, changed = self.pairs.get(place), self._update_of(place)
+        for place, (leaf, role) in enumerate(zip(self.leaves, decided)):
+            pair, changed = self.pairs.get(place), self._changed_pair(place)
             update = changed.result if changed is not None else -1
-            by_number[leaf.parameter] = Argument(leaf.path, role, owner.of(leaf, role), update, leaf.shape)
+            by_number[leaf.parameter] = Argument(leaf.path, role, owner.find_path(leaf, role), update, leaf.shape)
             if pair is not None and pair.gradient and role == "params":
                 results[pair.result] = leaf.path
         return Arguments(by_number, self._values(by_number, results), results)
 
     def _decided(self, evidence: Sequence[Evidence]) -> list[str]:
-        """The role of each leaf: by the caller's patterns, otherwise by the evidence."""
-        decided = roles.frozen(evidence, roles.decide(evidence))
+        """Returns the role of each leaf: by the caller's patterns, otherwise by the evidence."""
+        decided = roles.mark_frozen(evidence, roles.decide(evidence))
         return [roles.given(one.path, self.extra) or role for one, role in zip(evidence, decided)]
 
     def _evidence(self, place: int) -> Evidence:
         leaf, pair, reads = self.leaves[place], self.pairs.get(place), self.reads[place]
-        changed = self._update_of(place)
+        changed = self._changed_pair(place)
         state = changed is not None
         learns = changed is not None and self.state.trained and self.state.from_backward(*self.values[changed.result])
         return Evidence(
@@ -171,7 +174,7 @@ class _Reading:
             any((leaf.shape, leaf.dtype) == (result.shape, result.dtype) for result in self.results),
             bool(pair is not None and pair.gradient),
             learns,
-            # Read by the model, not only by the update; a product whose name is lost belongs to the model.
+            # Read by the model, not only by the update. A matrix product without a name is assumed to be the model's.
             reads.by_model or (reads.unnamed if self.state.trained else reads.products),
             "forward" in reads.phases,
             reads.products,
@@ -179,8 +182,9 @@ class _Reading:
             batch_dim=not state and leaf.shape[:1] in self._batch_dims,
         )
 
-    def _update_of(self, place: int) -> ResultPair | None:
-        """Returns the pair of an argument that is returned with other values; None for any other argument."""
+    def _changed_pair(self, place: int) -> ResultPair | None:
+        """Returns the pair of an argument whose update has other values than the argument; None for other
+        arguments."""
         pair = self.pairs.get(place)
         if pair is None or pair.gradient:
             return None
@@ -189,7 +193,8 @@ class _Reading:
 
     @functools.cached_property
     def _batch_dims(self) -> frozenset[tuple[int, ...]]:
-        """First dimensions of results that are no state, and of integer data."""
+        """Returns the first dimensions of results that are not state, and of integer arguments that are not
+        returned."""
         paired = {pair.result for pair in self.pairs.values()}
         batched = [leaf for place, leaf in enumerate(self.results) if place not in paired and leaf.dtype != "token"]
         for place, leaf in enumerate(self.leaves):
@@ -198,19 +203,19 @@ class _Reading:
         return frozenset(leaf.shape[:1] for leaf in batched if leaf.shape)
 
     def _mirrored(self, params: Sequence[SignatureLeaf]) -> frozenset[int]:
-        """Positions of leaves that are no parameters, but have the shape and the last keys of one; state without keys
-        mirrors the only parameter of its shape."""
+        """Returns the positions of leaves that are not parameters but have the shape and the last keys of a parameter.
+        State without keys mirrors the only parameter of its shape."""
         owners = _Owners(params)
         mirrored = set()
         for place, leaf in enumerate(self.leaves):
-            is_state = self._update_of(place) is not None
-            if leaf not in params and owners.alike(leaf, alone=is_state) is not None:
+            is_state = self._changed_pair(place) is not None
+            if leaf not in params and owners.find(leaf, by_shape=is_state) is not None:
                 mirrored.add(place)
         return frozenset(mirrored)
 
     def _values(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
-        """Returns a value on the way to the update of a parameter, or to its gradient -> path of the parameter. A value
-        on several ways counts for the shortest."""
+        """Maps values that lead to the update or gradient of a parameter to the parameter's path. A value that leads
+        to several updates counts for the one with the fewest values."""
         out: dict[Value, str] = {}
         for place, update in sorted(enumerate(self.updates), key=lambda item: len(item[1].values)):
             path = gradients.get(place) or _updated_path(update, arguments)
@@ -221,17 +226,18 @@ class _Reading:
 
 
 def _updated_path(update: Update, arguments: Mapping[int, Argument]) -> str:
-    """The path of the parameter that an update is made of, or whose moment it is made of; "" if that is not unique."""
-    made = [arguments[number] for number in update.arguments if number in arguments]
-    params = [argument.path for argument in made if argument.role == "params"]
-    owners = {argument.owner for argument in made if argument.owner}
+    """Returns the path of the only parameter that an update is computed from, or whose moment it is computed from; ""
+    if there is no single one."""
+    sources = [arguments[number] for number in update.arguments if number in arguments]
+    params = [argument.path for argument in sources if argument.role == "params"]
+    owners = {argument.owner for argument in sources if argument.owner}
     if len(params) == 1:
         return params[0]
     return owners.pop() if not params and len(owners) == 1 else ""
 
 
 def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
-    """Root -> its float leaves that are no state; only roots with several of them."""
+    """Groups the float leaves that are not state by their root; roots with a single leaf are left out."""
     leaves: dict[str, list[Evidence]] = {}
     for one in evidence:
         if one.floats and not one.state:
@@ -240,7 +246,7 @@ def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
 
 
 def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
-    """Roots with more than half of their elements in weights."""
+    """Returns the roots of which more than half of the elements are in weights."""
     roots = set()
     for root, group in _by_root(evidence).items():
         weights = sum(math.prod(one.shape) for one in group if one.weight)
@@ -249,14 +255,15 @@ def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
     return frozenset(roots)
 
 
-def _shaped(evidence: Sequence[Evidence], found: Sequence[str]) -> frozenset[str]:
-    """Roots with more than half of their elements, or of their leaves, in shapes of dimensions of learned parameters.
+def _shaped(evidence: Sequence[Evidence], decided: Sequence[str]) -> frozenset[str]:
+    """Returns the roots whose leaves mostly have the dimensions of learned parameters: more than half of their
+    elements, or of their leaves.
 
-    Parts of these dimensions count too: 4-bit codes are two per byte, their scales one per block of 64. Data have a
-    batch dimension instead.
+    A dimension divided by 2 or 64 counts too, because 4-bit codes are packed two per byte and have one scale per block
+    of 64. Data have a batch dimension instead.
     """
     dims = {1}
-    for one, role in zip(evidence, found):
+    for one, role in zip(evidence, decided):
         if role == "params" and one.learns:
             for dim in one.shape:
                 dims.update(dim // part for part in (1, 2, 64) if dim % part == 0)
@@ -280,26 +287,27 @@ class _Owners:
             self.by_last.setdefault(keys[-1] if keys else "", []).append((keys, leaf))
             self.by_shape.setdefault(leaf.shape, []).append(leaf)
 
-    def of(self, leaf: SignatureLeaf, role: str) -> str:
-        """The path of the parameter that a leaf belongs to, "" for none. Only leaves of the optimizer and of gradients
-        belong to a parameter."""
+    def find_path(self, leaf: SignatureLeaf, role: str) -> str:
+        """Returns the path of the parameter that a leaf belongs to, "" for none. Only leaves of the optimizer and of
+        gradients belong to a parameter."""
         if role not in ("optimizer", "accumulator", "gradients"):
             return ""
-        found = self.alike(leaf, same_shape=False)
-        return found.path if found is not None else ""
+        parameter = self.find(leaf, same_shape=False)
+        return parameter.path if parameter is not None else ""
 
-    def alike(self, leaf: SignatureLeaf, *, same_shape: bool = True, alone: bool = True) -> SignatureLeaf | None:
-        """The parameter that shares the most last keys with a leaf; None if it shares no name.
+    def find(self, leaf: SignatureLeaf, *, same_shape: bool = True, by_shape: bool = True) -> SignatureLeaf | None:
+        """Returns the parameter with the largest number of equal last keys; None if the leaf shares no name with a
+        parameter.
 
-        alone: for a leaf without names, the only parameter of its shape.
+        by_shape: for a leaf without names, return the only parameter of its shape.
         """
         keys = keys_of(leaf.path)
-        most, best = 0, None
+        most_common, best = 0, None
         for own, param in self.by_last.get(keys[-1] if keys else "", ()) if leaf.shape else ():
             common = common_keys(keys, own)
-            if common > most and (param.shape == leaf.shape or not same_shape):
-                most, best = common, param
-        if best is not None and not all(key.isdigit() for key in keys[len(keys) - most :]):
+            if common > most_common and (param.shape == leaf.shape or not same_shape):
+                most_common, best = common, param
+        if best is not None and not all(key.isdigit() for key in keys[len(keys) - most_common :]):
             return best
-        shaped = self.by_shape.get(leaf.shape, ()) if leaf.shape and alone else ()
+        shaped = self.by_shape.get(leaf.shape, ()) if leaf.shape and by_shape else ()
         return shaped[0] if len(shaped) == 1 and all(key.isdigit() for key in keys) else None

@@ -1,9 +1,9 @@
-"""Lowers any traced step for a target: for devices that are not present, or not the ones that the step was written for.
+"""Lowers a traced step for a target that is not present, or that the step was not written for.
 
-A jaxpr says what is computed. Devices are named by shardings, in the arguments and inside the jaxpr (sharding
-constraints, shard_map, inner jits), and by the types of values. Those that name devices of this process are moved: a
-mesh becomes the mesh of the same axes and sizes over the target's devices. The compiled program is then the target's
-own, to the byte. Parts that name no device are not changed, and shared parts stay shared.
+A jaxpr names devices in its shardings (of arguments, sharding constraints, shard_map and inner jits) and in the types
+of its values. Shardings of devices of this process are moved: a mesh becomes a mesh of the same axes and sizes over
+the target's devices. So the compiled program is exactly the target's program. Parts that name no device are not
+changed, and shared parts stay shared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.hlo.jax_types import LoweredStage, TracedStage
 from bytescope.memory.jaxprs import parameters, with_parameters
 from bytescope.memory.program import callbacks
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def moves(program: TracedStage, target: Target) -> bool:
-    """Whether a `jax.stages.Traced` is for other devices than the target's, by the shardings of its arguments, or
-    without any by the meshes in its jaxpr."""
+    """Returns whether a `jax.stages.Traced` is for other devices than the target's, according to the shardings of its
+    arguments, or without shardings to the meshes in its jaxpr."""
     devices = set(devices_of(program))
     if not devices:
         for mesh in _meshes(program.jaxpr.jaxpr, {}):
@@ -34,7 +34,7 @@ def moves(program: TracedStage, target: Target) -> bool:
 
 
 def _meshes(jaxpr: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """Yields the meshes of devices that equations of a Jaxpr name."""
+    """Yields the meshes of devices that the equations of a Jaxpr name."""
     import jax
 
     if id(jaxpr) in seen:
@@ -54,7 +54,8 @@ def _meshes(jaxpr: Any, seen: dict[int, Any]) -> Iterator[Any]:
 
 
 def devices_of(program: TracedStage) -> list[Any]:
-    """The devices of a `jax.stages.Traced` by the shardings of its arguments; [] if the shardings name none."""
+    """Returns the devices of a `jax.stages.Traced` according to the shardings of its arguments; [] if no sharding
+    names a device."""
     devices: list[Any] = []
     for sharding in _shardings(program):
         if sharding is not None and not _is_abstract(getattr(sharding, "mesh", None)):
@@ -63,9 +64,9 @@ def devices_of(program: TracedStage) -> list[Any]:
 
 
 def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
-    """A `jax.stages.Traced` lowered for a target's devices, as a `jax.stages.Lowered`; arguments keep their names.
+    """Lowers a `jax.stages.Traced` for a target's devices, as a `jax.stages.Lowered`. Arguments keep their names.
 
-    Raises ReportError if the program's mesh has another number of devices than the target.
+    Raises ReportError if the program's mesh and the target have different numbers of devices.
     """
     import jax
     from jax.extend import core
@@ -110,7 +111,8 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
 
 
 def _shardings(program: TracedStage) -> list[Any]:
-    """The sharding of each leaf of the arguments; None if neither jit's in_shardings nor a committed array fixes it."""
+    """Returns the sharding of each leaf of the arguments; None if neither jit's in_shardings nor a committed array
+    determines it."""
     import jax
 
     shardings: list[Any] = []
@@ -123,7 +125,7 @@ def _shardings(program: TracedStage) -> list[Any]:
 
 
 def _signature(program: TracedStage) -> inspect.Signature:
-    """The parameters of the traced function, by the names that jax keeps of its leaves."""
+    """Returns the parameters of the traced function, from the leaf names that jax keeps."""
     import jax
 
     (args, kwargs), leaf_names = program.args_info, iter(program.jaxpr.jaxpr.debug_info.arg_names or ())
@@ -132,7 +134,7 @@ def _signature(program: TracedStage) -> inspect.Signature:
         own = [next(leaf_names, "") or "" for _ in jax.tree.leaves(arg)]
         root = re.match(r"[A-Za-z_]\w*(?=$|\[|\.)", own[0]) if own else None
         names.append(root[0] if root else f"args_{number}")
-    if len({*names, *kwargs}) < len(names) + len(kwargs):  # the leaves of all values of *args have its name
+    if len({*names, *kwargs}) < len(names) + len(kwargs):  # all values of a parameter *args have the same name
         return inspect.Signature(
             [
                 inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
@@ -146,7 +148,7 @@ def _signature(program: TracedStage) -> inspect.Signature:
 
 
 def _is_abstract(mesh: Any) -> bool:
-    """Whether a mesh is an AbstractMesh, which has no devices."""
+    """Returns whether a mesh is an AbstractMesh, which has no devices."""
     import jax
 
     return isinstance(mesh, jax.sharding.AbstractMesh)
@@ -162,43 +164,45 @@ class TargetPlacement:
         self.one_device = jax.sharding.SingleDeviceSharding(target.devices()[0])
         self.kind = jax.sharding.Mesh(target.devices()[:1], ("one",)).abstract_mesh.abstract_device
         self._meshes: dict[Any, Any] = {}
-        self._first_abstract: Any = None  # the first abstract mesh that was met
+        self._first_abstract: Any = None  # the program's first abstract mesh
         self._jaxprs: dict[int, Any] = {}
         self._contexts: dict[Any, Any] = {}
 
     @property
     def has_mesh(self) -> bool:
-        """Whether anything that was moved has a mesh, which then names the devices; jax places the rest."""
+        """True if any moved sharding has a mesh. Then the mesh names the devices, and jax places the remaining
+        values."""
         return bool(self._meshes)
 
     # ---- meshes and shardings
 
     def concrete(self, sharding: Any) -> Any:
-        """The sharding of an argument or a result over the target's devices, also if its mesh is abstract; None stays
-        None."""
+        """Returns the sharding of an argument or result over the target's devices, even if its mesh is abstract; None
+        stays None."""
         mesh = getattr(sharding, "mesh", None)
         return self.sharding(sharding.update(mesh=self._over_target(mesh)) if _is_abstract(mesh) else sharding)
 
     def sharding(self, sharding: Any) -> Any:
-        """A sharding over the target's devices; None stays None."""
+        """Returns a sharding over the target's devices; None stays None. Raises ReportError for a sharding that is
+        neither a NamedSharding nor a SingleDeviceSharding."""
         import jax
 
         if isinstance(sharding, jax.sharding.NamedSharding):
             if _is_abstract(sharding.mesh):
                 return sharding.update(mesh=self.abstract(sharding.mesh))
-            # Every sharding has a memory kind; these two are the default and not a request of the program.
+            # Every sharding has a memory kind. These are defaults, which the program did not ask for.
             default = sharding.memory_kind in (None, "device", "unpinned_host")
             memory_kind = None if default else sharding.memory_kind
             return jax.sharding.NamedSharding(self.mesh(sharding.mesh), sharding.spec, memory_kind=memory_kind)
         if isinstance(sharding, jax.sharding.SingleDeviceSharding):
             return self.one_device
         if isinstance(sharding, jax.sharding.Sharding):
-            raise ReportError(f"{a_kind(sharding)} cannot be moved to {self.target.name}: say it as a NamedSharding")
+            raise ReportError(f"{type_phrase(sharding)} cannot be moved to {self.target.name}: use a NamedSharding")
         return sharding
 
     def mesh(self, mesh: Any) -> Any:
-        """The mesh of the same axes and sizes over the target's devices; the same object if it has these devices
-        already, or none."""
+        """Returns the mesh of the same axes and sizes over the target's devices. A mesh that is empty, abstract, or
+        already over these devices is returned unchanged."""
         import jax
 
         if not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
@@ -212,24 +216,25 @@ class TargetPlacement:
         return self._meshes[mesh]
 
     def _over_target(self, mesh: Any) -> Any:
-        """The mesh of the target's devices for an abstract mesh."""
+        """Returns a mesh of the target's devices with the axes of an abstract mesh."""
         import jax
 
         own = jax.sharding.Mesh(self._mesh_devices(mesh), mesh.axis_names, axis_types=mesh.axis_types)
         return self._meshes.setdefault(own, own)
 
     def _mesh_devices(self, mesh: Any) -> Any:
-        """The target's devices in the shape of a mesh. Raises ReportError for a mesh of another size."""
+        """Returns the target's devices in the shape of a mesh. Raises ReportError if the mesh has another size."""
         if mesh.size != self.target.n_devices:
             axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
             raise ReportError(
                 f"a mesh of {mesh.size} devices ({axes}) on {self.target.name}, which has "
-                f"{self.target.n_devices}: change the mesh or the target"
+                f"{self.target.n_devices} devices: change the mesh or the target"
             )
         return self.target.mesh_devices(*mesh.axis_sizes)
 
     def abstract(self, mesh: Any) -> Any:
-        """An abstract mesh with the target's kind of device, if it names a kind; the same object if nothing changes."""
+        """Returns an abstract mesh with the target's kind of device, if the mesh names a kind; otherwise the same
+        object."""
         if not _is_abstract(mesh) or mesh.empty:
             return mesh
         if self._first_abstract is None and not mesh.manual_axes:
@@ -239,7 +244,7 @@ class TargetPlacement:
         return mesh.update(abstract_device=self.kind)
 
     def context(self, mesh: Any) -> Any:
-        """The context to lower in: the mesh that the program was traced under, over the target's devices."""
+        """Returns the context to lower in: the mesh under which the program was traced, over the target's devices."""
         import jax
 
         if getattr(mesh, "empty", True) and self._first_abstract is not None and not self.has_mesh:
@@ -250,7 +255,7 @@ class TargetPlacement:
     # ---- jaxprs
 
     def closed(self, jaxpr: Any) -> Any:
-        """A ClosedJaxpr over the target's devices; its constants become numpy arrays, except for random keys."""
+        """Returns a ClosedJaxpr over the target's devices. Its constants become numpy arrays, except random keys."""
         import jax
         import numpy as np
         from jax.extend import core
@@ -262,7 +267,7 @@ class TargetPlacement:
         return core.ClosedJaxpr(self.jaxpr(jaxpr.jaxpr), consts)
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """A Jaxpr whose equations and types name the target's devices; a shared jaxpr stays shared."""
+        """Returns a Jaxpr whose equations and types name the target's devices. A shared jaxpr stays shared."""
         from jax.extend import core
 
         if id(jaxpr) in self._jaxprs:
@@ -283,7 +288,7 @@ class TargetPlacement:
 
         equations = []
         for equation in jaxpr.eqns:
-            # In this order, so that the abstract mesh that `context` takes is the first one of the program.
+            # Variables are moved before parameters, so that `context` uses the program's first abstract mesh.
             invars, outvars = atoms(equation.invars), atoms(equation.outvars)
             params = with_parameters(equation, lambda _, value: self.parameter(value), self.type)
             context = self.equation_context(equation)
@@ -298,17 +303,17 @@ class TargetPlacement:
         return moved
 
     def literal(self, literal: Any) -> Any:
-        """A literal whose type names the target's kind of device; its value has the type a second time."""
+        """Returns a literal whose type names the target's kind of device; the type is stored in its value too."""
         aval = self.type(literal.aval)
         if aval is literal.aval:
             return literal
         value = literal.val
-        if hasattr(value, "aval"):  # a scalar or an array of jax's own; a new one has no mesh in its type
+        if hasattr(value, "aval"):  # a jax scalar or array; a new one has no mesh in its type
             value = value.copy() if hasattr(value, "copy") else type(value)(value, value.dtype)
         return type(literal)(value, aval)
 
     def type(self, aval: Any) -> Any:
-        """A type that names the target's kind of device; the same object if nothing changes."""
+        """Returns a type that names the target's kind of device; the same object if nothing changes."""
         sharding = getattr(aval, "sharding", None)
         mesh = getattr(sharding, "mesh", None)
         if sharding is None or mesh is None:
@@ -317,14 +322,14 @@ class TargetPlacement:
         return aval if moved is mesh else aval.update(sharding=sharding.update(mesh=moved))
 
     def equation_context(self, equation: Any) -> Any:
-        """The context that an equation was traced under, with the target's kind of device in its mesh."""
+        """Returns the context in which an equation was traced, with the target's kind of device in its mesh."""
         import jax
 
         context, kernel = equation.ctx, equation.primitive.name == "pallas_call"
         mesh = moved = context.cur_abstract_mesh
         if not mesh.empty:
             moved = self.abstract(mesh)
-        elif kernel and self.target.platform == "cuda":  # from jax 0.11 on Pallas asks which GPU a kernel is for
+        elif kernel and self.target.platform == "cuda":  # since jax 0.11, Pallas reads the GPU of a kernel
             moved = jax.sharding.AbstractMesh((), (), abstract_device=self.kind)
         if moved is mesh:
             return context
@@ -339,7 +344,7 @@ class TargetPlacement:
         return self._contexts[key]
 
     def parameter(self, value: Any) -> Any:
-        """A parameter of an equation, with every mesh, sharding and jaxpr in it moved."""
+        """Returns a parameter of an equation with all meshes, shardings and jaxprs in it moved."""
         import jax
         from jax.extend import core
 

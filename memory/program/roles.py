@@ -1,10 +1,11 @@
-"""Decides the role of each argument of a step by what the step does with it, and by its path if needed. Pure.
+"""Decides the role of each argument of a step by its use in the step, and by its path if the use is not enough. Pure.
 
-State is returned: its update is among the results. The model reads parameters, and their updates depend on gradients;
-moments mirror parameters, and only the update reads them; state without a gradient is carried state; parameters that a
-training step reads and never updates are frozen, such as the weights under LoRA adapters. Names are whole keys of a
-path, from outside in: `kv_proj.kernel` is no KV cache, and a `positional_embedding` no position. If neither decides, a
-caller passes `memory.analyze(..., roles=...)`, which is tried first.
+State is an argument whose update is among the results. Parameters are state that the model reads and whose update
+depends on gradients. Optimizer moments mirror parameters, and only the update reads them. State that does not depend
+on gradients is carried state. Parameters that a training step reads but never updates are frozen, such as the weights
+under LoRA adapters. Names are whole keys of a path, so `kv_proj.kernel` is not a KV cache and `positional_embedding`
+is not a position; the outermost key comes first. If neither use nor path decides, a caller can pass
+`memory.analyze(..., roles=...)`, which takes precedence.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.program.pairing import Keys, keys_of, root_of
 
-# Roles of arguments are rows of the breakdown.
+# The roles of arguments, which are rows of the breakdown.
 ROLES = ("params", "frozen", "optimizer", "accumulator", "cache", "rng", "gradients", "batch")
 # Roles of the model's parameters, trained or not.
 WEIGHTS = ("params", "frozen")
-# The role of an argument without evidence: the caller's data.
+# The role of an argument without evidence: input data.
 UNKNOWN = "batch"
 
 
@@ -30,18 +31,19 @@ class Evidence:
     """The evidence for the role of one leaf of the arguments.
 
     Fields:
-        path, shape, dtype: as the program was called.
-        trained: the program has a backward pass.
-        state: an update of it is among the results; returned: an array of its shape and dtype is among them.
-        gradient: a gradient of it is among the results; learns: its update depends on gradients.
-        read: the forward or the backward pass reads it; forward: the forward pass reads it; products: a product, a
-            convolution or a lookup reads it.
-        random: random bits are drawn from it.
-        mirrors: it has the last keys and the shape of a parameter.
-        batch_dim: its first dimension is that of a result, or of integer data.
-        weights: most bytes of the argument that contains it are weights by these signs; shaped: most of these bytes
-            have dimensions of learned parameters.
-        alone: no parameter is known, as in a linear loss, in which only the update reads parameters.
+        path, shape, dtype: as in the caller's arguments.
+        trained: whether the program has a backward pass.
+        state: whether the leaf's update is among the results. returned: whether an array of its shape and dtype is.
+        gradient: whether the leaf's gradient is among the results. learns: whether its update depends on gradients.
+        read: whether the forward or backward pass reads the leaf. forward: whether the forward pass reads it.
+        products: whether a matrix product, a convolution or a lookup reads the leaf.
+        random: whether random bits are drawn from the leaf.
+        mirrors: whether the leaf has the last keys and the shape of a parameter.
+        batch_dim: whether the leaf's first dimension is also the first dimension of a result that is not state, or of
+            integer data.
+        weights: whether most elements of the whole argument are weights. shaped: whether most have dimensions of
+            learned parameters.
+        no_params: whether no parameter was recognized, as with a linear loss, where only the update reads parameters.
     """
 
     path: str
@@ -60,30 +62,30 @@ class Evidence:
     batch_dim: bool = False
     weights: bool = False
     shaped: bool = False
-    alone: bool = False
+    no_params: bool = False
 
     @property
     def container(self) -> str:
-        """The role of a container in the path by its name, "" for none."""
+        """The role of the outermost known container in the path, by its name; "" for none."""
         return by_container(self.path)
 
     @property
     def name(self) -> str:
-        """The role of a word in the path, "" for none."""
+        """The role of the innermost known word in the path; "" for none."""
         return by_name(self.path)
 
     @property
     def floats(self) -> bool:
-        """Whether its dtype may have a gradient, including quantized and complex ones."""
+        """True if arrays of the leaf's dtype may have a gradient: floats, complex numbers and quantized integers."""
         return any(kind in self.dtype for kind in ("float", "complex", "int4", "int8"))
 
     @property
     def weight(self) -> bool:
-        """Whether it is read like weights and has no batch dimension."""
+        """True if the leaf is read like a weight and has no batch dimension."""
         return self.floats and bool(self.shape) and self.products and not self.batch_dim
 
 
-# (role, rule), first match wins.
+# (role, rule): the first rule that matches decides.
 RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("rng", lambda e: e.dtype.startswith("key<")),
     ("rng", lambda e: e.dtype == "uint32" and e.shape[-1:] in ((2,), (4,)) and (e.random or e.name == "rng")),
@@ -91,7 +93,7 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("rng", lambda e: "rngs" in keys_of(e.path) and "int" in e.dtype and not e.container),  # Flax counts its draws
     # Some optimizers keep the parameters themselves with their moments.
     ("params", lambda e: e.container == "optimizer" and e.state and e.floats and e.learns and e.forward),
-    # A container gives its role to everything in it, except that data are never returned.
+    # A container gives its role to everything in it.
     ("accumulator", lambda e: e.container == "accumulator"),
     ("optimizer", lambda e: e.container == "optimizer"),
     ("params", lambda e: e.container == "params" or (e.container == "frozen" and (e.state or not e.trained))),
@@ -100,11 +102,11 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("cache", lambda e: e.container == "cache"),
     # State of a step with a backward pass.
     ("optimizer", lambda e: e.state and e.trained and e.mirrors and not e.read),
-    ("params", lambda e: e.state and e.floats and e.learns and e.alone),
+    ("params", lambda e: e.state and e.floats and e.learns and e.no_params),
     ("params", lambda e: e.state and e.trained and e.floats and e.read and (e.learns or e.mirrors)),
     ("cache", lambda e: e.state and e.trained and bool(e.shape) and not e.learns),
     ("optimizer", lambda e: e.state and e.trained),
-    # Parameters that a step reads and does not train; `frozen` below finds those that are known as parameters.
+    # Parameters that a step reads and does not train. `mark_frozen` finds the ones that another rule called params.
     (
         "frozen",
         lambda e: (
@@ -129,12 +131,12 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("cache", lambda e: e.name == "cache"),
     ("params", lambda e: e.name == "params" and e.floats and not (e.batch_dim and len(e.shape) == 1)),
     ("batch", lambda e: e.name == "batch"),
-    # In a step with a backward pass, leaves without gradient and name are data, even if a product reads them.
+    # In a step with a backward pass, leaves without gradient and name are data, even if a matrix product reads them.
     ("params", lambda e: not e.trained and (e.weight or (e.weights and e.floats and not (e.batch_dim and e.products)))),
 )
 
-# (pattern of a whole key, role). The first key of a path that matches decides, except that sums of gradients inside the
-# optimizer's state keep their own role.
+# (pattern of a whole key, role). The first matching key of a path decides, except that gradient sums inside the
+# optimizer state are accumulators.
 _CONTAINERS = (
     (
         r"(acc|accumulated|accumulator|sum|summed)_?(grads?|gradients?)|grads?_?acc\w*|gradients?_accumulator",
@@ -151,8 +153,8 @@ _CONTAINERS = (
     ),
     (r"(\w+_)?batch|batches|inputs?|targets?|labels?|examples?|minibatch|input_ids|attention_mask", "batch"),
 )
-# (pattern of a whole key, role): words that name a leaf; the innermost counts. `_ROOTS` are matched only with the
-# argument's own name: a `k` inside a model is no data.
+# (pattern of a whole key, role): words that name a leaf; the innermost word decides. `_ROOTS` are matched only with the
+# name of the whole argument: a `k` inside a model is not data.
 _WORDS = (
     (r"(\w+_)?(rngs?|prng|prng_key|keys?|seeds?|rng_state|rng_key)", "rng"),
     (
@@ -179,36 +181,39 @@ _ROOTS = (
 
 
 def decide(evidence: Sequence[Evidence]) -> list[str]:
-    """The role of each leaf by the first matching rule of `RULES`; UNKNOWN if none matches."""
-    found = []
+    """Returns the role of each leaf: the role of the first matching rule in `RULES`, UNKNOWN if no rule matches."""
+    decided = []
     for one in evidence:
         matching = (role for role, rule in RULES if rule(one))
-        found.append(next(matching, UNKNOWN))
-    return found
+        decided.append(next(matching, UNKNOWN))
+    return decided
 
 
-def frozen(evidence: Sequence[Evidence], found: Sequence[str]) -> list[str]:
-    """The roles `found`, with `frozen` for parameters that a training step never updates: if any parameter learns,
-    parameters without an update and without a gradient among the results are frozen."""
-    learn = any(role == "params" and (one.learns or one.gradient) for one, role in zip(evidence, found))
+def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[str]) -> list[str]:
+    """Returns the decided roles, with `frozen` in place of `params` for parameters that a training step never updates.
+
+    If any parameter learns, a parameter is frozen if neither its update nor its gradient is among the results.
+    """
+    learn = any(role == "params" and (one.learns or one.gradient) for one, role in zip(evidence, decided))
     return [
         "frozen" if learn and role == "params" and not (one.state or one.gradient) else role
-        for one, role in zip(evidence, found)
+        for one, role in zip(evidence, decided)
     ]
 
 
 def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:
-    """The role of an argument by its path only, such as `state.params['blocks']['wq']`; UNKNOWN if nothing matches.
+    """Returns the role of an argument by its path only, such as `state.params['blocks']['wq']`; UNKNOWN if nothing
+    matches.
 
-    `extra`: (regular expression, role) pairs that are tried first. Raises ReportError as `given` does.
+    extra: (regular expression, role) pairs that are tried first. Raises ReportError for an invalid pair.
     """
     return given(path, extra) or by_container(path) or by_name(path) or UNKNOWN
 
 
 def given(path: str, extra: Iterable[tuple[str, str]]) -> str:
-    """The role of a path by a caller's (regular expression, role) pairs, "" for none.
+    """Returns the role of a path by a caller's (regular expression, role) pairs, "" if no pair matches.
 
-    Raises ReportError as `checked_roles` does.
+    Raises ReportError for an invalid pair.
     """
     for pattern, name in checked_roles(extra):
         if _compiled(pattern).search(path):
@@ -217,8 +222,11 @@ def given(path: str, extra: Iterable[tuple[str, str]]) -> str:
 
 
 def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Returns a caller's pairs unchanged. Raises ReportError for an object that is no pairs, an unknown role, and a
-    pattern that is no regular expression, so that errors come before a program is compiled."""
+    """Checks a caller's (regular expression, role) pairs before a program is compiled, and returns them unchanged.
+
+    Raises ReportError if the object is not a list of pairs, a role is unknown, or a pattern is not a regular
+    expression.
+    """
     pairs = () if isinstance(extra, (str, Mapping)) and extra else tuple(extra)
     if (extra and not pairs) or not all(isinstance(each, (tuple, list)) and len(each) == 2 for each in pairs):
         raise ReportError(
@@ -236,17 +244,18 @@ def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ..
 
 @functools.lru_cache(maxsize=65536)
 def by_container(path: str) -> str:
-    """The role of the outmost container in a path by its name, "" for none."""
+    """Returns the role of the outermost known container in a path, "" for none."""
     keys = _words_of(path)
-    found = next(filter(None, (_match(key, _CONTAINERS) for key in keys)), "")
-    if found == "optimizer" and any(_match(key, _CONTAINERS[:1]) for key in keys):
+    role = next(filter(None, (_match(key, _CONTAINERS) for key in keys)), "")
+    if role == "optimizer" and any(_match(key, _CONTAINERS[:1]) for key in keys):
         return "accumulator"
-    return found
+    return role
 
 
 @functools.lru_cache(maxsize=65536)
 def by_name(path: str) -> str:
-    """The role of the innermost word in a path that has one, otherwise of the argument's name; "" for none."""
+    """Returns the role of the innermost known word in a path, otherwise the role of the argument's name; "" for
+    none."""
     words = _words_of(path)
     for word in reversed(words):
         name = _match(word, _WORDS)
@@ -256,7 +265,7 @@ def by_name(path: str) -> str:
 
 
 def _words_of(path: str) -> Keys:
-    """Root and keys of a path in lower case, without positions in tuples and attributes without meaning."""
+    """Returns the root and the keys of a path in lower case, without tuple positions and without generic names."""
     words = (re.sub(r"\W.*", "", root_of(path)), *keys_of(path))
     return tuple(word.lower() for word in words if word and not word.isdigit() and word not in ("args", "value"))
 

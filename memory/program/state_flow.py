@@ -1,7 +1,7 @@
-"""Follows state through a compiled step: the arguments that a result updates, and the operations that read an argument.
+"""Follows state through a compiled step: which arguments a result updates, and which operations read an argument.
 
-Each element of a loop's state and of a fusion's results is a value of its own. So the origins of batch statistics in a
-loop over micro-batches are not mixed with the origins of its gradients.
+Each element of a loop's state and of a fusion's results is a separate value. So, in a loop over micro-batches, the
+origins of batch statistics are not mixed with the origins of gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bytescope.memory.hlo.shapes import Index
 
 Value = tuple[int, Index]
 
-# Operations that pass a value on unchanged, perhaps to another location or with another shape or layout.
+# Operations that pass a value on unchanged, possibly to another location or with another shape or layout.
 _HANDING = frozenset(
     (
         "parameter",
@@ -104,9 +104,9 @@ _WRITING = frozenset(("dynamic-update-slice", "scatter"))
 _GATHERING = frozenset(("all-gather", "all-gather-start", "all-gather-done"))
 _PRODUCTS = frozenset(("dot", "ragged-dot", "convolution", "custom-call", "gather"))
 _RANDOM = ("threefry", "random_bits", "random_split", "random_fold_in", "random_unwrap", "rng_bit_generator")
-_MOST = 4000
+_MAX_VALUES = 4000
 
-# How a result comes from an argument: unchanged, element by element, or with a part of it overwritten.
+# How a result depends on an argument: unchanged, computed element by element, or with a part overwritten.
 SAME, ELEMENTWISE, WRITTEN = "same", "elementwise", "written"
 
 
@@ -115,10 +115,10 @@ class Update:
     """The arguments that a result is computed from, element by element.
 
     Fields:
-        arguments: number of an entry parameter -> how the result comes from it (SAME, ELEMENTWISE, WRITTEN).
-        values: all values on the way: gradients, moments, their summands.
-        phase: of the operation that computes the result: "backward" if it is a gradient.
-        changed: whether any operation on the way computes; if not, the result is the unchanged argument.
+        arguments: number of an entry parameter -> how the result depends on it (SAME, ELEMENTWISE or WRITTEN).
+        values: all values between the arguments and the result: gradients, moments, their summands.
+        phase: phase of the operation that computes the result; "backward" for a gradient.
+        changed: whether any operation on the way computes. If not, the result is the unchanged argument.
     """
 
     arguments: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -129,11 +129,13 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """The operations that read an argument, or casts and slices of it.
+    """The operations that read an argument, or a cast or slice of it.
 
     Fields:
-        phases: of the operations. products: whether one is a matrix product, a convolution or a lookup. unnamed:
-            whether one of these products has lost its name. random: whether one draws random bits.
+        phases: the phases of the operations.
+        products: whether one of them is a matrix product, a convolution or a lookup.
+        unnamed: whether one of these products has no name.
+        random: whether one of them draws random bits.
     """
 
     phases: frozenset[str] = frozenset()
@@ -143,7 +145,7 @@ class Reads:
 
     @property
     def by_model(self) -> bool:
-        """Whether the forward or the backward pass reads it."""
+        """True if the forward or backward pass reads the argument."""
         return not self.phases.isdisjoint(("forward", "recompute", "backward"))
 
 
@@ -156,14 +158,14 @@ class StateFlow:
 
     @functools.cached_property
     def trained(self) -> bool:
-        """Whether the program has a backward pass."""
+        """True if the program has a backward pass."""
         return any(self._phase(i) == "backward" for i in self.module.instructions.values())
 
     def _phase(self, instruction: Instruction) -> str:
         return scopes.parse(self.module.metadata(instruction).op_name).phase
 
     def results(self) -> list[tuple[Instruction, Index]]:
-        """The values that the program returns, in order."""
+        """Returns the values that the program returns, in order."""
         root = self.module.root(self.module.entry)
         if root is None:
             return []
@@ -173,16 +175,16 @@ class StateFlow:
     # ---- from a result back ------------------------------------------------------------------------------------
 
     def update(self, result: Instruction, index: Index, along: frozenset[int] = frozenset()) -> Update:
-        """Returns what a result is computed from by operations that keep every element at its position.
+        """Returns the arguments from which a result is computed by operations that keep every element at its position.
 
-        along: sizes of dimensions; arrays may be padded, sliced and joined along dimensions of other sizes.
+        along: sizes of dimensions. Arrays may be padded, sliced and joined along dimensions of other sizes.
         """
-        found: dict[int, str] = {}
+        arguments: dict[int, str] = {}
         seen: dict[Value, None] = {}
         phase, changed = None, False
         # (value, how the result comes from it so far, inside the overwritten part, summed over devices)
         pending = [(result, index, SAME, False, False)]
-        while pending and len(seen) < _MOST:
+        while pending and len(seen) < _MAX_VALUES:
             instruction, index, how, inside, summed = pending.pop()
             if (instruction.id, index) in seen:
                 continue
@@ -190,20 +192,20 @@ class StateFlow:
             opcode = instruction.opcode
             if opcode == "parameter" and instruction.computation == self.module.entry:
                 if not summed and not inside:
-                    found.setdefault(instruction.parameter, how)
+                    arguments.setdefault(instruction.parameter, how)
                 continue
             changed |= opcode not in _HANDING
             if phase is None and opcode not in _HANDING and self.module.metadata(instruction).op_name:
                 phase = self._phase(instruction)
             if opcode in _HANDING:
-                pending += [(made, at, how, inside, summed) for made, at in self._made_of(instruction, index)]
+                pending += [(source, at, how, inside, summed) for source, at in self._sources(instruction, index)]
             elif opcode in _WRITING:
                 pending += self._written(instruction, summed)
-            elif opcode == "dynamic-slice" and inside:  # of the stack that the loop iterates over
+            elif opcode == "dynamic-slice" and inside:  # a slice of the stack that the loop iterates over
                 pending += [(operand, (), WRITTEN, False, summed) for operand in self._operands(instruction)[:1]]
             elif is_collective(opcode):
                 shared = summed or opcode not in _GATHERING
-                pending += [(made, at, how, inside, shared) for made, at in self._made_of(instruction, index)]
+                pending += [(source, at, how, inside, shared) for source, at in self._sources(instruction, index)]
             elif opcode in _SHIFTING and along:
                 pending += [
                     (operand, (), how, inside, summed)
@@ -211,22 +213,24 @@ class StateFlow:
                     if self._keeps(instruction, operand, along)
                 ]
             elif opcode in _ELEMENTWISE:
-                least = self.flow.shape(instruction, index).elements
+                elements = self.flow.shape(instruction, index).elements
                 after = how if opcode == "convert" else max(how, ELEMENTWISE, key=(SAME, ELEMENTWISE, WRITTEN).index)
                 pending += [
                     (operand, (), after, inside, summed)
                     for operand in self._operands(instruction)
-                    if self.module.shape(operand).elements == least
+                    if self.module.shape(operand).elements == elements
                 ]
-        return Update(found, tuple(seen), phase or "", changed)
+        return Update(arguments, tuple(seen), phase or "", changed)
 
     def _keeps(self, instruction: Instruction, operand: Instruction, along: frozenset[int]) -> bool:
-        """Whether an operand has a dimension with one of these sizes that the operation does not change."""
+        """Returns whether an operand has a dimension of one of the sizes `along` that the operation does not
+        change."""
         before, after = self.module.shape(operand).dims, self.module.shape(instruction).dims
         return len(before) == len(after) and any(a == b and a in along for a, b in zip(before, after))
 
     def _written(self, instruction: Instruction, summed: bool) -> list[tuple[Instruction, Index, str, bool, bool]]:
-        """Returns the operand that an operation writes into, and the update of a loop over layers."""
+        """Returns the operand that an operation overwrites in part, and for a dynamic-update-slice also the written
+        update."""
         written: list[tuple[Instruction, Index, str, bool, bool]] = []
         operands = self._operands(instruction)
         if operands:
@@ -236,7 +240,7 @@ class StateFlow:
         return written
 
     def from_backward(self, result: Instruction, index: Index) -> bool:
-        """Whether a value depends on a gradient; conditions of a select do not count."""
+        """Returns whether a value depends on a gradient. Conditions of a select do not count."""
         seen: set[Value] = set()
         pending = [(result, index)]
         while pending:
@@ -246,11 +250,11 @@ class StateFlow:
             seen.add((instruction.id, index))
             if instruction.opcode not in _HANDING and self._phase(instruction) == "backward":
                 return True
-            pending += self._made_of(instruction, index)
+            pending += self._sources(instruction, index)
         self._clean |= seen
         return False
 
-    def _made_of(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
+    def _sources(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
         """Yields the values that a value is computed from."""
         module, opcode = self.module, instruction.opcode
         if opcode == "parameter":
@@ -281,7 +285,7 @@ class StateFlow:
             yield from ((operand, ()) for operand in operands[skipped:])
 
     def _passed(self, parameter: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the values that callers pass for a computation's parameter; none for the entry's."""
+        """Yields the values that callers pass for a computation's parameter; none for the entry computation."""
         for caller in self.flow.callers.get(parameter.computation, ()):
             operands = self._operands(caller)
             if caller.opcode == "while":
@@ -299,17 +303,17 @@ class StateFlow:
         known = self.module.instructions
         return [known[id] for id in instruction.operands if id in known]
 
-    # ---- from an argument on -----------------------------------------------------------------------------------
+    # ---- from an argument forward ------------------------------------------------------------------------------
 
     def reads(self, number: int) -> Reads:
-        """Returns the reads of an entry parameter by its number."""
+        """Returns the reads of an entry parameter, given its number."""
         entry = self.module.computations.get(self.module.entry)
         first = self.module.instructions.get(entry.parameters.get(number, -1)) if entry else None
         phases: set[str] = set()
         products, unnamed, random = False, False, False
         pending: list[tuple[Instruction, Index]] = [] if first is None else [(first, ())]
         seen: set[tuple[int, Index]] = set()
-        while pending and len(seen) < _MOST:
+        while pending and len(seen) < _MAX_VALUES:
             instruction, index = pending.pop()
             if (instruction.id, index) in seen:
                 continue
@@ -328,7 +332,8 @@ class StateFlow:
         return Reads(frozenset(phases), products, unnamed, random)
 
     def readers(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the next values after a value: where it is passed on, otherwise the operations that read it."""
+        """Yields the next values after a value: the values that it is passed to, otherwise the operations that read
+        it."""
         for user in self.flow.users.get(instruction.id, ()):
             if user.opcode in _HANDING:
                 yield from self._onward(instruction, index, user)
@@ -337,7 +342,7 @@ class StateFlow:
         yield from self._returned(instruction, index)
 
     def _onward(self, instruction: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the values through which a value goes on in one of its readers."""
+        """Yields the values that continue a value inside or after one of its readers."""
         if user.opcode == "get-tuple-element":
             if index[:1] == (user.tuple_index,):
                 yield user, index[1:]
@@ -359,13 +364,13 @@ class StateFlow:
 
     def _inner(self, computations: list[int], number: int, index: Index) -> Iterator[tuple[Instruction, Index]]:
         for id in computations:
-            found = self.module.computations.get(id)
-            inner = self.module.instructions.get(found.parameters.get(number, -1)) if found else None
+            computation = self.module.computations.get(id)
+            inner = self.module.instructions.get(computation.parameters.get(number, -1)) if computation else None
             if inner is not None:
                 yield inner, index
 
     def _returned(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the calls whose result a value is."""
+        """Yields the calls that return a value as their result."""
         computation = self.module.computations.get(instruction.computation)
         if computation is not None and computation.root == instruction.id:
             yield from (

@@ -1,7 +1,7 @@
-"""Traces steps of any form once: plain or jitted functions, wrappers of jit, arguments of any type.
+"""Traces a step once: a plain function, a jitted function, or a function wrapped by another library's jit.
 
-Arguments that are not arrays (strings, functions, configs) are static: the step reads them when it is traced, and they
-are no part of the program, as in equinox.
+Arguments that are not arrays (strings, functions, configs) are static: the step reads them while it is traced, and
+they are not inputs of the program, as in equinox.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ OPTIONS = ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames",
 _NUMBERS = (bool, int, float, complex)
 
 
-def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Returns the `jax.stages.Traced` of a step, traced once, or a library's wrapper of it.
+def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Returns the `jax.stages.Traced` of a step, or another library's wrapper of a Traced.
 
     Args:
         step: a function, or a function wrapped by `jax.jit` or another library's jit.
         args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them; other leaves are static.
-        options: of `jax.jit` (`OPTIONS`), for a plain function.
+        options: options of `jax.jit` (`OPTIONS`) for a plain function.
 
-    Raises ReportError for options with a step that is already jitted, and for `jax.pmap` over more devices than this
-    process has.
+    Raises ReportError if options are given for a step that is already jitted, or if `jax.pmap` needs more devices than
+    this process has.
     """
     import jax
 
@@ -38,19 +38,20 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     is_jitted = hasattr(step, "trace") or hasattr(step, "lower")
     if is_jitted and given:
         raise ReportError(
-            f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give the function itself"
+            f"{', '.join(given)} with a step that is jitted already: give the options to jax.jit, or give the plain "
+            "function"
         )
     if hasattr(step, "trace"):
         return step.trace(*args, **kwargs)
     if not is_jitted:
-        return _of_function(step, args, kwargs, given)
+        return _trace_function(step, args, kwargs, given)
     try:
-        return _of_wrapper(step, args, kwargs)
+        return _trace_wrapper(step, args, kwargs)
     except ValueError as error:
         mapped, available = _mapped_devices(step, args, kwargs), jax.local_device_count()
         if mapped > available and _PMAP_ERROR.search(str(error)):
             raise ReportError(
-                f"jax.pmap over {mapped} devices, and this process has {available}: set "
+                f"jax.pmap over {mapped} devices, but this process has {available}: set "
                 f"JAX_NUM_CPU_DEVICES={mapped} before jax starts, or use jax.jit over a mesh of the "
                 "target's devices"
             ) from error
@@ -62,8 +63,8 @@ _PMAP_ERROR = re.compile(r"cannot select an axis to squeeze out|applied to the f
 
 
 def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Returns the length of the axis that `jax.pmap` maps, the most common first dimension of the arguments; 0 if the
-    step is not wrapped by `jax.pmap`."""
+    """Returns the length of the axis that `jax.pmap` maps: the most common first dimension of the arguments. Returns 0
+    if the step is not wrapped by `jax.pmap`."""
     import jax
 
     if not getattr(step.lower, "__qualname__", "").startswith("pmap."):
@@ -73,14 +74,15 @@ def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def check_options(options: Iterable[str], function: str) -> None:
-    """Raises TypeError for an option of `function` that `jax.jit` does not know."""
+    """Raises TypeError if an option is not known to `jax.jit`. function: the name of the called function in the
+    message."""
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise TypeError(f"{function}() got {', '.join(unknown)}: options of jax.jit are {', '.join(OPTIONS)}")
+        raise TypeError(f"{function}() got {', '.join(unknown)}: give only options of jax.jit, {', '.join(OPTIONS)}")
 
 
-def takes_none(step: Any) -> bool:
-    """Whether a step can be called without arguments."""
+def takes_no_arguments(step: Any) -> bool:
+    """Returns whether a step can be called without arguments."""
     try:
         inspect.signature(step).bind()
     except (TypeError, ValueError):
@@ -88,32 +90,34 @@ def takes_none(step: Any) -> bool:
     return True
 
 
-def _of_function(
+def _trace_function(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:
-    """Traces a plain function with jax.jit; Python numbers are arguments."""
+    """Traces a plain function with jax.jit. Python numbers are arguments, not static."""
     import jax
 
-    step = in_place.refused(step)
+    step = in_place.refuse_lost_updates(step)
     static = {number % len(args) for number in _numbers(given.get("static_argnums")) if args}
     named = _names(given.get("static_argnames")) | _parameters(step, static)
-    marked = [value if number in static else _marked(value, numbers=False) for number, value in enumerate(args)]
-    marked_by_name = {name: value if name in named else _marked(value, numbers=False) for name, value in kwargs.items()}
+    marked = [value if number in static else _mark_static(value, numbers=False) for number, value in enumerate(args)]
+    marked_by_name = {
+        name: value if name in named else _mark_static(value, numbers=False) for name, value in kwargs.items()
+    }
     if not any(map(_is_static, jax.tree.leaves((marked, marked_by_name), is_leaf=_is_static))):
         return jax.jit(step, **given).trace(*args, **kwargs)
     return jax.jit(_with_static_leaves(step), **given).trace(*marked, **marked_by_name)
 
 
-def _of_wrapper(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Traces a function wrapped by another library's jit as it is called; arguments that it donates are donated.
+def _trace_wrapper(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Traces a function wrapped by another library's jit. Arguments that the wrapper donates are donated.
 
     As in these libraries, Python numbers are static. Arrays that are bound to the function are arguments.
     """
     import jax
 
     bound = [step] if any(map(_is_array, jax.tree.leaves(step))) else []
-    marked = [_marked(value, numbers=True) for value in (*bound, *args)]
-    marked_by_name = _marked(kwargs, numbers=True)
+    marked = [_mark_static(value, numbers=True) for value in (*bound, *args)]
+    marked_by_name = _mark_static(kwargs, numbers=True)
     function = _with_static_leaves(_call if bound else step, like=step)
     first = jax.jit(function).trace(*marked, **marked_by_name)
     donated = _donated(first, len(marked))
@@ -121,19 +125,21 @@ def _of_wrapper(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def _call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Takes a function with bound arrays as an argument, so that the arrays are arguments of the program too."""
+    """Calls a function that is passed as an argument, so that arrays bound to the function are arguments of the
+    program."""
     return fun(*args, **kwargs)
 
 
 def _with_static_leaves(step: Callable[..., Any], like: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A step whose arguments and results may have static leaves, with the name and the parameters of `like`."""
+    """Returns a step whose arguments and results may have static leaves. It has the name and the parameters of
+    `like`."""
     import jax
 
     def function(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(
             lambda leaf: leaf.value if _is_static(leaf) else leaf, (args, kwargs), is_leaf=_is_static
         )
-        return _marked(step(*args, **kwargs), numbers=False)
+        return _mark_static(step(*args, **kwargs), numbers=False)
 
     functools.update_wrapper(function, like or step)
     function.__name__ = getattr(like or step, "__name__", type(like or step).__name__)
@@ -149,7 +155,7 @@ def _with_static_leaves(step: Callable[..., Any], like: Callable[..., Any] | Non
 
 
 def _donated(program: Any, count: int) -> tuple[int, ...]:
-    """Numbers of the positional arguments all of whose leaves a wrapper's own jit donates."""
+    """Returns the numbers of the positional arguments that a wrapper's jit donates with all their leaves."""
     import jax
     from jax.extend.core import Var
 
@@ -159,17 +165,20 @@ def _donated(program: Any, count: int) -> tuple[int, ...]:
             if donated and isinstance(variable, Var):
                 given.add(variable)
     args, _ = program.args_info
-    variables, found = iter(program.jaxpr.jaxpr.invars), []
+    variables, numbers = iter(program.jaxpr.jaxpr.invars), []
     for number, arg in zip(range(count), args):
         own = [next(variables) for _ in jax.tree.leaves(arg)]
         if own and given.issuperset(own):
-            found.append(number)
-    return tuple(found)
+            numbers.append(number)
+    return tuple(numbers)
 
 
-def _marked(tree: Any, *, numbers: bool) -> Any:
-    """A tree whose leaves are marked static unless they are arrays, so that they are part of its structure. `numbers`:
-    Python numbers are static too."""
+def _mark_static(tree: Any, *, numbers: bool) -> Any:
+    """Returns a tree with every leaf that is not an array marked as static, so that it is part of the tree's
+    structure.
+
+    numbers: whether Python numbers are static too.
+    """
     import jax
 
     def mark(leaf: Any) -> Any:
@@ -180,7 +189,7 @@ def _marked(tree: Any, *, numbers: bool) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether jax takes a leaf as an array, which excludes numpy arrays of objects and of text."""
+    """Returns whether jax accepts a leaf as an array. Numpy arrays of objects or text are not accepted."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and hasattr(leaf, "shape") and getattr(dtype, "kind", "") not in ("O", "U", "S")
 
@@ -191,7 +200,7 @@ def _is_static(leaf: Any) -> bool:
 
 @functools.cache
 def _static() -> type:
-    """The type of a static leaf, which is no leaf for jax and equal only to itself."""
+    """Returns the type of a static leaf. For jax it is an empty node, equal only to itself."""
     import jax
 
     class Static:
@@ -203,21 +212,21 @@ def _static() -> type:
 
 
 def _numbers(value: int | Iterable[int] | None) -> tuple[int, ...]:
-    """An option of `jax.jit` that is one number, several numbers, or None."""
+    """Returns an option of `jax.jit` that is one number, several numbers or None, as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _names(value: str | Iterable[str] | None) -> set[str]:
-    """An option of `jax.jit` that is one name, several names, or None."""
+    """Returns an option of `jax.jit` that is one name, several names or None, as a set."""
     if value is None:
         return set()
     return {value} if isinstance(value, str) else set(value)
 
 
 def _parameters(step: Any, numbers: Iterable[int]) -> set[str]:
-    """The names of the parameters with these numbers, since static arguments may also be passed by name."""
+    """Returns the names of the parameters with these numbers, because static arguments may also be passed by name."""
     try:
         names = list(inspect.signature(step).parameters)
     except (TypeError, ValueError):

@@ -1,12 +1,13 @@
-"""Loads a step of any repository by the name of a function that makes it: `module:function` or `path/file.py:function`.
+"""Loads a step by the name of a function that returns it: `module:function` or `path/file.py:function`.
 
-`report` calls the function without arguments, `compare` with the values of a grid: each parameter with a default is a
-key of the grid, `target` gets the target, and `overrides` gets all keys in one dict. The function returns one of
+`report` calls the function without arguments. `compare` calls it with the values of a grid: each parameter with a
+default is a key of the grid, `target` gets the target, and `overrides` gets all keys in one dict. The function returns
+one of
 
     step, (state, batch)                                       # arrays or ShapeDtypeStructs
-    step, (state, batch), {"donate_argnums": 0}                # options of memory.analyze; "kwargs" are the step's,
-                                                               # "tokens" those of an update, over all devices
-    jax.jit(step).trace(state, batch)                          # or .lower(...): a stage of jax
+    step, (state, batch), {"donate_argnums": 0}                # options of memory.analyze; "kwargs": keyword arguments
+                                                               # of the step; "tokens": per update, over all devices
+    jax.jit(step).trace(state, batch)                          # or .lower(...): a jax stage
     config                                                     # an object or a dict with such a function as `program`
 """
 
@@ -28,22 +29,24 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError, did_you_mean, message_of
 
-# Options of a program besides those of jax.jit.
+# Options of a program in addition to the options of jax.jit.
 OWN_OPTIONS = ("kwargs", "target", "config", "facts", "roles", "names", "tokens")
-# Parameters of a function that get the target, and all keys of the grid in one dict.
+# Names of the parameters that receive the target, and all keys of the grid in one dict.
 TARGET, OVERRIDES = "target", "overrides"
-# The attribute or key of a config factory's result that is the function.
+# The attribute or key of a config that contains the function.
 FUNCTION = "program"
 _RETURN = "return (step, (state, batch)), a jax.stages.Traced or Lowered"
-_SHOWN = 6
+_MAX_NAMES = 6
 # jax's error messages for a mesh that is larger than the number of devices.
 _FEW_DEVICES = re.compile(r"[Nn]umber of devices \d+ must|cannot reshape array of size \d+ into shape")
 
 
 @dataclasses.dataclass(frozen=True)
 class UserProgram:
-    """The program that a user's function returned: a step with its arguments, or a stage of jax without arguments.
-    options: of `memory.analyze`."""
+    """The program that a user's function returned: a step with its arguments, or a jax stage without arguments.
+
+    options: options of `memory.analyze`.
+    """
 
     name: str
     program: Any
@@ -53,22 +56,23 @@ class UserProgram:
 
 @dataclasses.dataclass(frozen=True)
 class UserFunction:
-    """A user's function that makes a program. name: as in --program; module: the module that contains it."""
+    """A user's function that returns a program. name: its name as in --program. module: the module that contains
+    it."""
 
     name: str
     function: Any
     module: ModuleType
 
     def make(self, overrides: Mapping[str, Any] = {}, target: Any = None) -> UserProgram:
-        """Calls the function and reads its result. Raises ReportError, in one line, if either fails."""
+        """Calls the function and reads its result. Raises ReportError, a one-line message, if either fails."""
         with _own_arguments(self.name), one_line_errors(self.name):  # reading an attribute may run the user's code too
-            return _made(self.name, _called(self.name, self.function, overrides, target), self.module)
+            return _read_result(self.name, _call(self.name, self.function, overrides, target), self.module)
 
 
 def load_function(name: str) -> UserFunction:
-    """Returns the function `module:function` or `file.py:function`; the current folder is searched too.
+    """Returns the function `module:function` or `file.py:function`. Modules in the current folder can be imported too.
 
-    Raises ReportError, in one line, for a module or function that does not exist or fails.
+    Raises ReportError, a one-line message, if the module or function does not exist or fails.
     """
     where, function = split(name)
     with _own_arguments(name), one_line_errors(name):
@@ -77,14 +81,16 @@ def load_function(name: str) -> UserFunction:
 
 
 def load(name: str) -> UserProgram:
-    """Returns the program of `module:function` or `file.py:function`, called without overrides; raises as
-    `load_function`."""
+    """Returns the program of `module:function` or `file.py:function`, which is called without overrides.
+
+    Raises ReportError, a one-line message, if the module or function does not exist or fails.
+    """
     return load_function(name).make()
 
 
 @contextlib.contextmanager
 def _own_arguments(name: str) -> Iterator[None]:
-    """A context in which a user's script does not see the arguments of this process."""
+    """Hides the arguments of this process from a user's script inside the context."""
     arguments, sys.argv = sys.argv, [split(name)[0]]
     try:
         yield
@@ -94,8 +100,8 @@ def _own_arguments(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Turns every exception of the user's code, SystemExit included, into a ReportError that begins with `what`; lets
-    KeyboardInterrupt (Ctrl-C) pass."""
+    """Turns every exception of user code inside the context, including SystemExit, into a ReportError that begins with
+    `what`. KeyboardInterrupt (Ctrl-C) passes."""
     try:
         yield
     except ReportError:
@@ -103,19 +109,20 @@ def one_line_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         if type(error) is KeyboardInterrupt:
             raise
-        raise ReportError(f"{what}: {told(error)}") from error
+        raise ReportError(f"{what}: {describe_user_error(error)}") from error
 
 
 def split(name: str) -> tuple[str, str]:
-    """Returns (module or file, function) of a name. Raises ReportError for a name in another form."""
+    """Splits a name into (module or file, function). Raises ReportError if the name has another form."""
     where, colon, function = name.rpartition(":")
     if not colon or not where or not function or not all(map(str.isidentifier, function.split("."))):
         raise ReportError(f"--program={name}: write it as module:function or path/to/file.py:function")
     return where, function
 
 
-def told(error: BaseException) -> str:
-    """An error of a user's code in one line: its class, its first line, and the last source line outside libraries."""
+def describe_user_error(error: BaseException) -> str:
+    """Returns an error of user code in one line: its class, its first line, and the last source line outside
+    libraries."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     lines = message_of(error).strip().splitlines() or [""]
     kind = type(error).__name__
@@ -126,7 +133,7 @@ def told(error: BaseException) -> str:
 
 
 def _is_users(path: str) -> bool:
-    """Whether a file belongs neither to this package, nor to Python, nor to an installed library."""
+    """Returns whether a file is the user's: not of this package, of Python or of an installed library."""
     libraries = str(Path(__file__).parent), os.path.dirname(os.__file__), "<frozen"
     return not (path.startswith(libraries) or "site-packages" in path)
 
@@ -137,7 +144,7 @@ def _is_users(path: str) -> bool:
 def _module(where: str) -> ModuleType:
     """Returns a module by its name or its file. Raises ReportError if it does not exist or fails."""
     if where.endswith(".py") or "/" in where or os.sep in where:
-        return _of_file(Path(os.path.expanduser(where)))
+        return _import_file(Path(os.path.expanduser(where)))
     if os.path.isfile(where):
         raise ReportError(f"{where} is not a Python file: give path/to/file.py:function")
     if not all(map(str.isidentifier, where.split("."))):
@@ -145,23 +152,24 @@ def _module(where: str) -> ModuleType:
             f"--program={where}: {where!r} is neither a module nor a file; write module:function or "
             "path/to/file.py:function"
         )
-    _look_in(Path.cwd())
-    return _imported(where, where)
+    _search_first(Path.cwd())
+    return _import_module(where, where)
 
 
-def _of_file(path: Path) -> ModuleType:
-    """Returns the module of a file; in a package by its full name, so that its relative imports work."""
+def _import_file(path: Path) -> ModuleType:
+    """Returns the module of a file. A file in a package is imported by its full name, so that its relative imports
+    work."""
     if not os.path.isfile(path):
         folder = path.parent if os.path.isdir(path.parent) else Path(".")
-        near = did_you_mean(path.name, [found.name for found in folder.glob("*.py")])
+        near = did_you_mean(path.name, [file.name for file in folder.glob("*.py")])
         raise ReportError(f"no file {path}: {near or 'give path/to/file.py:function'}")
     path = path.resolve()
     folder, parts = path.parent, [path.stem]
-    while (folder / "__init__.py").is_file() and folder.name.isidentifier():  # inside of a package: it has siblings
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():  # the folder is a package
         folder, parts = folder.parent, [folder.name, *parts]
-    _look_in(folder)
+    _search_first(folder)
     if len(parts) > 1:
-        return _imported(".".join(parts[:-1] if path.stem == "__init__" else parts), str(path))
+        return _import_module(".".join(parts[:-1] if path.stem == "__init__" else parts), str(path))
     name = parts[0] if parts[0].isidentifier() and parts[0] not in sys.modules else f"bytescope_program_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -175,16 +183,16 @@ def _of_file(path: Path) -> ModuleType:
     return module
 
 
-def _look_in(folder: Path) -> None:
-    """Makes a folder the first in which modules are searched."""
+def _search_first(folder: Path) -> None:
+    """Makes a folder the first entry of the module search path."""
     if str(folder) not in sys.path[:1]:
         sys.path.insert(0, str(folder))
 
 
-def _imported(module: str, shown: str) -> ModuleType:
-    """Returns a module by its dotted name; `shown`: the name in messages, as the user wrote it."""
+def _import_module(module: str, name: str) -> ModuleType:
+    """Imports a module by its dotted name. name: the module's name in messages, as the user wrote it."""
     importlib.invalidate_caches()
-    with one_line_errors(f"{shown} cannot be imported"):
+    with one_line_errors(f"{name} cannot be imported"):
         try:
             return importlib.import_module(module)
         except ModuleNotFoundError as error:
@@ -192,35 +200,37 @@ def _imported(module: str, shown: str) -> ModuleType:
             if module == missing or module.startswith(f"{missing}."):
                 remedy = _near_module(missing) or "run it from its folder, or write path/to/file.py:function"
                 raise ReportError(
-                    f"no module {missing}, in {Path.cwd()} or among what is installed: {remedy}"
+                    f"no module {missing} in {Path.cwd()} or among the installed packages: {remedy}"
                 ) from error
-            raise ReportError(f"{shown} cannot be imported: {told(error)}: install it here") from error
+            raise ReportError(
+                f"{name} cannot be imported: {describe_user_error(error)}: install {missing} in this environment"
+            ) from error
 
 
 def _near_module(missing: str) -> str:
-    """A hint with modules of the same folder or package whose names are like a missing one; "" for none."""
+    """Returns a hint with modules of the same folder or package whose names resemble a missing one, "" for none."""
     parent, _, last = missing.rpartition(".")
     names = []
     for folder in getattr(sys.modules.get(parent), "__path__", ()) if parent else (Path.cwd(),):
-        for found in Path(folder).iterdir():
-            is_module = found.suffix == ".py" or (found / "__init__.py").is_file()
-            if is_module and found.stem != "__init__":
-                names.append(found.stem)
+        for path in Path(folder).iterdir():
+            is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
+            if is_module and path.stem != "__init__":
+                names.append(path.stem)
     return did_you_mean(last, names)
 
 
 def _function(module: ModuleType, name: str) -> Any:
-    """Returns a function of a module, or of a class in it. Raises ReportError, with the nearest name, if missing."""
-    found: Any = module
+    """Returns a function of a module, or of a class in it. If missing, raises ReportError with the nearest name."""
+    value: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise ReportError(f"{module.__name__} has no {name}: {_near_function(found, part, module)}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(value, part):
+            raise ReportError(f"{module.__name__} has no {name}: {_near_function(value, part, module)}")
+        value = getattr(value, part)
+    return value
 
 
 def _near_function(holder: Any, name: str, module: ModuleType) -> str:
-    """A hint with functions whose names are like a missing one, otherwise with the existing functions."""
+    """Returns a hint with functions whose names resemble a missing one, otherwise with the existing functions."""
     own = [
         key
         for key, value in vars(holder).items()
@@ -230,20 +240,20 @@ def _near_function(holder: Any, name: str, module: ModuleType) -> str:
     ]
     if not own:
         return "it has no function; define one that returns (step, (state, batch))"
-    more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
-    return did_you_mean(name, own) or f"it has {', '.join(own[:_SHOWN])}{more}"
+    more = f" and {len(own) - _MAX_NAMES} more" if len(own) > _MAX_NAMES else ""
+    return did_you_mean(name, own) or f"it has {', '.join(own[:_MAX_NAMES])}{more}"
 
 
-# ---- what it returns -------------------------------------------------------------------------------------------------
+# ---- the result of the function --------------------------------------------------------------------------------------
 
 
-def _called(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: Any = None) -> Any:
-    """Calls a function with overrides and returns its result; returns other objects unchanged."""
+def _call(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: Any = None) -> Any:
+    """Calls a function with overrides and returns its result. Returns an object that is not a function unchanged."""
     from bytescope.memory.program.compilation import is_stage
 
     if not callable(function) or is_stage(function):
         if overrides:
-            raise ReportError(f"{name} is no function, so it takes no {', '.join(overrides)}")
+            raise ReportError(f"{name} is not a function, so it takes no {', '.join(overrides)}: leave --grid out")
         return function
     parameters = parameters_of(function)
     given: dict[str, Any] = {}
@@ -262,8 +272,8 @@ def _called(name: str, function: Any, overrides: Mapping[str, Any] = {}, target:
     ]
     if needed:
         raise ReportError(
-            f"{name} takes {', '.join(needed)}: name a function without arguments, which returns the "
-            "step with them, (step, (state, batch))"
+            f"{name} takes {', '.join(needed)}: name a function without arguments that returns the step with its "
+            "arguments, (step, (state, batch))"
         )
     with one_line_errors(f"{name}() fails"):
         try:
@@ -272,31 +282,32 @@ def _called(name: str, function: Any, overrides: Mapping[str, Any] = {}, target:
             if isinstance(error, ReportError) or not _FEW_DEVICES.search(message_of(error)):
                 raise
             raise ReportError(
-                f"{name}() fails: {told(error)}: name a target with as many, such as h100:8 or cpu:8"
+                f"{name}() fails: {describe_user_error(error)}: name a target with as many devices, such as h100:8 or "
+                "cpu:8"
             ) from error
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name; {} for a function in C."""
+    """Returns the parameters of a function by name; {} for a function written in C."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
 
 
-def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:
-    """Reads a function's result as a program. `within`: the function is already the one of a config."""
+def _read_result(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:
+    """Reads a function's result as a program. within: whether the function already comes from a config."""
     from bytescope.memory.program.compilation import is_stage, takes_arguments
 
     if is_stage(result):
         return UserProgram(name, result)
     if isinstance(result, (tuple, list)):
-        return _of_parts(name, result)
+        return _read_parts(name, result)
     inner = getattr(result, FUNCTION, None)
     if inner is None and isinstance(result, Mapping):
         inner = result.get(FUNCTION)
     if inner is not None and not within:
-        return _made(f"{name}().{FUNCTION}", _called(f"{name}().{FUNCTION}", inner), module, within=True)
+        return _read_result(f"{name}().{FUNCTION}", _call(f"{name}().{FUNCTION}", inner), module, within=True)
     if takes_arguments(result):
         raise ReportError(f"{name} returns the step without its arguments: return (step, (state, batch))")
     is_config = all(hasattr(result, key) for key in ("remat", "optimizer", "model", "batch"))
@@ -311,16 +322,16 @@ def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> U
     )
 
 
-def _of_parts(name: str, parts: Sequence[Any]) -> UserProgram:
-    """Reads a tuple of a step, its arguments and options."""
+def _read_parts(name: str, parts: Sequence[Any]) -> UserProgram:
+    """Reads a tuple of a step, its arguments and optional options."""
     from bytescope.memory.program.compilation import takes_arguments
 
     if not parts or not takes_arguments(parts[0]):
-        raise ReportError(f"{name} returns ({', '.join(map(_kind, parts))}), whose first is not a step: {_RETURN}")
+        raise ReportError(f"{name} returns ({', '.join(map(_kind, parts))}), whose first item is not a step: {_RETURN}")
     step, *rest = parts
     if not rest or not isinstance(rest[0], (tuple, list)):
         raise ReportError(
-            f"{name} returns ({', '.join(map(_kind, parts))}): the second is a tuple of the step's "
+            f"{name} returns ({', '.join(map(_kind, parts))}): the second item must be a tuple of the step's "
             "arguments, as in (step, (state, batch))"
         )
     if len(rest) > 2 or (len(rest) == 2 and not isinstance(rest[1], Mapping)):
@@ -333,23 +344,23 @@ def _of_parts(name: str, parts: Sequence[Any]) -> UserProgram:
 
 
 def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
-    """Returns the options. Raises ReportError for an option of neither jax.jit nor memory.analyze."""
+    """Returns the options. Raises ReportError for an option that neither jax.jit nor memory.analyze has."""
     from bytescope.memory.program.tracing import OPTIONS
 
     for key in options:
         if key not in (*OPTIONS, *OWN_OPTIONS):
             near = did_you_mean(str(key), (*OPTIONS, *OWN_OPTIONS))
             raise ReportError(
-                f"{name} returns the option {key!r}: {near or 'there is none of that name.'} Keyword "
+                f"{name} returns the option {key!r}: {near or 'this option does not exist.'} Keyword "
                 "arguments of the step go into {'kwargs': {...}}"
             )
     if not isinstance(options.get("kwargs", {}), Mapping):
-        raise ReportError(f"{name} returns kwargs as {_kind(options['kwargs'])}: give a dict")
+        raise ReportError(f"{name} returns the option 'kwargs' as {_kind(options['kwargs'])}: return a dict")
     return options
 
 
 def _kind(value: Any) -> str:
-    """The name of a value in a message: the name of a function, the type of another object."""
+    """Returns the name of a value in a message: the name of a function, or the type of another object."""
     if value is None:
         return "None"
     kind = type(value).__name__

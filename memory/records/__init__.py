@@ -1,5 +1,4 @@
-"""The records of a report: buffers, timeline and ledger, collectives, the compiled schedule.
+"""Records of a report: buffers, timeline, ledger, collectives and the compiled schedule.
 
-In: plain values. Out: frozen records and their JSON. Start at `report_record.py`, which
-explains every JSON key.
+All records are frozen and have a JSON form. Start at `report_record.py`, which explains every JSON key.
 """

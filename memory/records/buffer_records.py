@@ -1,4 +1,5 @@
-"""Records about the memory of one device: its buffers, its timeline, its state, and the words for them.
+"""Records of the memory of one device: buffers, timeline, ledger of the training state, and their categories and
+phases.
 
 All sizes are bytes. `report_record` re-exports these names.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-# What a byte at the peak can be, in the order in which reports show it.
+# Rows of the breakdown of the peak, in the order in which reports show them.
 ROWS = (
     "params",
     "frozen",
@@ -27,31 +28,37 @@ ROWS = (
     "fragmentation",
 )
 CATEGORIES = ROWS[:-1]
-# The phases of a training step in their order; then all phases of buffers: arguments and outputs have phases of their
-# own, and "" is unknown.
+# The phases of a training step in their order, and all phases of buffers: arguments and outputs have phases of their
+# own, and "" is an unknown phase.
 STEP_PHASES = ("forward", "recompute", "backward", "optimizer")
 PHASES = ("argument", *STEP_PHASES, "output", "")
 MEMORIES = ("device", "on_chip", "host")
-# Places of the bytes that the compiler does not count: in the allocator's pool, or on the GPU outside of the pool.
+# Places of runtime overheads: in the allocator's pool, or on the GPU outside of the pool.
 POOL, CARD = "pool", "card"
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array, or another value, in device memory with its live range.
+    """An array or another value in device memory, with its live range.
 
     Fields:
-        name: the instruction that defines it, or the pytree path of an argument.
-        bytes: its size; shape, dtype: of its array (() and "" if it holds no array).
-        category: a row of `CATEGORIES`; phase: one of `PHASES`.
-        component: attention, mlp, embed, ... by the named scopes around it, else the innermost module. Without scopes,
-            the caller: a class, else a function as "attend()", else "file.py:line". "" if nothing is known.
-        module: the named scopes around it, or without scopes the classes of its callers, joined by "/".
-        op_name: the operation as JAX named it; source: "file.py:line" of the user's code, "" if unknown.
+        name: the instruction that defines the value, or the pytree path of an argument.
+        bytes: size of the buffer in bytes.
+        shape: dimensions of the array on one device; () if the buffer holds no array.
+        dtype: dtype of the array, as in HLO; "" if the buffer holds no array.
+        category: a row of `CATEGORIES`.
+        phase: one of `PHASES`.
+        component: the part of the model (attention, mlp, embed, ...) by the named scopes around the value, else the
+            innermost module. Without scopes, the caller: a class, a function as "attend()", or "file.py:line". "" if
+            nothing is known.
+        module: the named scopes around the value, or without scopes the classes of its callers, joined by "/".
+        op_name: JAX's name of the operation.
+        source: "file.py:line" of the user's code, "" if unknown.
         checkpoint_name: the `checkpoint_name` of a residual, "" if it has none.
-        parameter: the path of the parameter that a gradient or an optimizer's state belongs to, "" if unknown.
-        start, end: the first and the last point of the timeline at which it is alive, inclusive.
-        at_peak: alive at the peak; memory: one of `MEMORIES`; only "device" is part of the peak.
+        parameter: the path of the parameter that a gradient or optimizer state belongs to, "" if unknown.
+        start, end: first and last index in the timeline at which the buffer is alive, inclusive.
+        at_peak: whether the buffer is alive at the peak.
+        memory: one of `MEMORIES`; only "device" memory is part of the peak.
     """
 
     name: str
@@ -74,7 +81,15 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class TimelinePoint:
-    """Live bytes in main memory while `instruction` runs, its output included; `index`: position in the timeline."""
+    """A point of the timeline: the live bytes in device memory while one instruction runs.
+
+    Fields:
+        index: position in the timeline, from 0.
+        bytes: live bytes of one device, including the instruction's output.
+        phase: one of `PHASES`.
+        instruction: the name of the HLO instruction.
+        component: the part of the model, as in `Buffer`.
+    """
 
     index: int
     bytes: int
@@ -85,10 +100,16 @@ class TimelinePoint:
 
 @dataclasses.dataclass(frozen=True)
 class LedgerRow:
-    """Training state of one role and dtype: its number of elements, its bytes, and bytes per trained parameter.
+    """The training state of one role and dtype on one device.
 
-    The last row has role "total" and dtype "", and excludes frozen parameters. `bytes_per_param` is 0.0 in rows of
-    frozen parameters and for a program without parameters.
+    The last row has role "total" and dtype "", and excludes frozen parameters.
+
+    Fields:
+        role: params, copies, gradients, accumulator, optimizer, frozen, or total.
+        dtype: dtype of the arrays, as in HLO.
+        elements: number of array elements.
+        bytes: size in bytes.
+        bytes_per_param: bytes per trained parameter; 0.0 for frozen parameters and for a program without parameters.
     """
 
     role: str
@@ -100,7 +121,14 @@ class LedgerRow:
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeOverhead:
-    """Bytes of one device that no compiler counts. `where`: `POOL` or `CARD`; `source`: the source of the figure."""
+    """Memory of one device that the runtime takes and the compiler's report does not contain.
+
+    Fields:
+        name: the name of the item, such as "NCCL".
+        bytes: size in bytes.
+        where: `POOL` (in the allocator's pool) or `CARD` (on the GPU outside of the pool).
+        source: the source of the figure, in words.
+    """
 
     name: str
     bytes: int
@@ -109,15 +137,15 @@ class RuntimeOverhead:
 
 
 def overhead_bytes(rows: Iterable[RuntimeOverhead], where: str) -> int:
-    """Returns the bytes of these overheads in the `POOL` or on the `CARD`."""
+    """Returns the sum of the overheads in one place, `POOL` or `CARD`, in bytes."""
     return sum(row.bytes for row in rows if row.where == where)
 
 
 @dataclasses.dataclass(frozen=True)
 class PeakAccount:
-    """The peak of a program, its parts, and the timeline that leads to it, by the program's buffers alone.
+    """The peak of a program with its parts and timeline, computed from the program's buffers only.
 
-    Fields are keys of a report's JSON, which `report_record` explains.
+    Each field is the JSON key of the same name, which `report_record` explains.
     """
 
     peak_bytes: int
@@ -137,11 +165,11 @@ class PeakAccount:
 
     @property
     def unplaced_bytes(self) -> int:
-        """Bytes at the peak, arguments excluded, with neither a source line nor a module path."""
+        """Bytes at the peak, without arguments, of buffers that have neither a source line nor a module path."""
         live = self.alive_at(self.peak_index)
         return sum(b.bytes for b in live if b.phase != "argument" and not (b.source or b.module))
 
     def alive_at(self, index: int) -> tuple[Buffer, ...]:
-        """Buffers in main memory that are alive at a point of the timeline, largest first."""
+        """Returns the buffers in device memory that are alive at a point of the timeline, largest first."""
         live = (b for b in self.buffers if b.memory == "device" and b.start <= index <= b.end)
         return tuple(sorted(live, key=lambda b: -b.bytes))

@@ -9,8 +9,11 @@ import dataclasses
 class ZeroRow:
     """Bytes per parameter of one part of the training state on one device, by ZeRO's accounting and as compiled.
 
-    `role`: a role of `LedgerRow`, "gathered" or "total"; `classic`: by Rajbhandari et al. 2020 (arXiv 1910.02054);
-    `held`: compiled, at the peak; `reason`: why the two differ, "" if they agree.
+    Fields:
+        role: a role of `LedgerRow`, "gathered" or "total".
+        classic: bytes per parameter by ZeRO's accounting (Rajbhandari et al. 2020, arXiv 1910.02054).
+        held: bytes per parameter in the compiled program, at the peak.
+        reason: the reason for the difference between the two, "" if they agree.
     """
 
     role: str
@@ -21,19 +24,23 @@ class ZeroRow:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective operation; bytes are those of one device and one execution.
+    """One collective operation. Bytes are those of one device and one execution.
 
     Fields:
-        name: of the instruction; kind: all-gather, all-reduce, reduce-scatter, all-to-all, collective-permute ...
-        axes: names of the mesh axes it spans, () when unknown; group: devices that exchange data in it.
-        dtype: of the data; "bfloat16+float32" for several combined arrays, the dtype with the most bytes first.
-        times: executions in one step, the product of the trip counts of the loops around it.
-        bytes: the payload, the unsharded array: the result of an all-gather, the operands of any other kind.
-        wire_bytes: what the device sends by the ring algorithm: (N-1)/N of the payload, an all-reduce twice that.
-        phase, component, module, op_name: as in `Buffer`.
-        asynchronous: whether it has a start and a done; overlapped: number of compute operations between the two;
-        overlapped_flops: FLOPs of their matrix products.
-        in_flight_bytes: operands and results, which stay in memory from the start to the done.
+        name: the name of the HLO instruction.
+        kind: all-gather, all-reduce, reduce-scatter, all-to-all, collective-permute ...
+        axes: names of the mesh axes that the collective spans, () if unknown.
+        group: number of devices that exchange data with each other.
+        dtype: dtype of the data; "bfloat16+float32" for several combined arrays, the dtype with the most bytes first.
+        times: executions in one step, the product of the trip counts of the loops around the collective.
+        bytes: the payload, which is the unsharded array: the result of an all-gather, the operands of any other kind.
+        wire_bytes: bytes that the device sends by the ring algorithm over N devices: (N-1)/N of the payload, and twice
+            this amount for an all-reduce.
+        phase, component, module, op_name: the fields of `Buffer` with these names.
+        asynchronous: whether the collective has a start and a done instruction.
+        overlapped: number of compute operations between start and done.
+        overlapped_flops: FLOPs of the matrix products of these operations.
+        in_flight_bytes: bytes of operands and results, which stay in memory from start to done.
         hosts: maximum number of hosts that one group of devices spans; 1 if unknown.
     """
 
@@ -57,17 +64,25 @@ class Collective:
 
     @property
     def exposed(self) -> bool:
-        """Whether nothing is computed while it runs."""
+        """True if nothing is computed while the collective runs."""
         return not self.asynchronous or not self.overlapped
 
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """All collectives of one kind over the same mesh axes, bytes of one device and one step.
+    """The sum of all collectives of one kind over the same mesh axes. Bytes are those of one device and one step.
 
-    `times`: executions; `bytes`: payload; `wire_bytes`: bytes that the device sends; `exposed_bytes`: the part of
-    `wire_bytes` in collectives that are not overlapped; `formula_bytes`: wire bytes by the formula, None without one;
-    `hosts`: maximum number of hosts that one group of devices spans, 1 if unknown.
+    Fields:
+        kind: all-gather, all-reduce, reduce-scatter, all-to-all, collective-permute ...
+        axes: names of the mesh axes, () if unknown.
+        group: number of devices that exchange data with each other.
+        times: number of executions.
+        bytes: payload in bytes.
+        wire_bytes: bytes that the device sends.
+        exposed_bytes: the part of `wire_bytes` in collectives that no compute overlaps.
+        formula_bytes: wire bytes that a published formula expects, None without a formula.
+        formula: the formula in words.
+        hosts: maximum number of hosts that one group of devices spans, 1 if unknown.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Two reports compared: which categories and buffers grew or shrank. Pure."""
+"""Compares two reports: categories and buffers that grew or shrank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Bytes under one name in both reports; `kind`: total, category, residual, workspace or buffer."""
+    """Bytes that two reports have under the same name.
+
+    Fields:
+        kind: total, category, residual, workspace or buffer.
+        name: the row, checkpoint name, scope or buffer.
+        before, after: bytes in the first and in the second report.
+    """
 
     kind: str
     name: str
@@ -19,31 +25,32 @@ class Change:
 
     @property
     def growth(self) -> int:
-        """Bytes gained, negative for bytes saved."""
+        """Bytes gained from the first to the second report; negative if bytes were saved."""
         return self.after - self.before
 
     @property
     def percent(self) -> float:
-        """Growth in per cent of the first report; infinite if the first report has no bytes of it."""
+        """Growth in per cent of the bytes in the first report; infinite if the first report has no such bytes."""
         if not self.before:
             return float("inf") if self.after else 0.0
         return 100.0 * self.growth / self.before
 
     @property
     def percent_text(self) -> str:
-        """The growth in per cent as text: "+6.1"; "new" if the first report has none, ">999" for 1,000 % and more."""
+        """The growth in per cent as text: "+6.1"; "new" if the first report has no such bytes; ">999" from 1,000 %
+        on."""
         if self.percent == float("inf"):
             return "new"
         return f"{self.percent:+.1f}" if self.percent < 1000 else ">999"
 
 
 def diff(before: ReportRecord, after: ReportRecord) -> tuple[Change, ...]:
-    """Returns the totals, then the changes of categories, residuals by name, workspace by scope and buffers at the
-    peak, each kind with its largest change first.
+    """Returns the changes between two reports: first the totals, then the changes of categories, residuals by name,
+    workspace by scope and buffers at the peak, each kind with its largest change first.
 
-    Buffers are matched by category, phase, module, operation, shape and dtype, because the compiler's names change from
-    one compile to the next. Buffers without such a match, as of another program, are matched by category, dtype and
-    shape.
+    Buffers are matched by category, phase, module, operation, shape and dtype, because the compiler's names change
+    from one compile to the next. Buffers without such a match (for example, if the programs are different) are matched
+    by category, dtype and shape.
     """
     totals = [
         Change("total", name, getattr(before, name), getattr(after, name))
@@ -62,7 +69,13 @@ def diff(before: ReportRecord, after: ReportRecord) -> tuple[Change, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """One figure of both reports that is not a size of memory; `unit`: "seconds", "FLOPs" or "bytes" (sent)."""
+    """A figure of two reports that is not a size of memory.
+
+    Fields:
+        name: what was measured or predicted, in words.
+        unit: "seconds", "FLOPs", or "bytes" for bytes sent.
+        before, after: the figure in the first and in the second report.
+    """
 
     name: str
     unit: str
@@ -71,10 +84,11 @@ class Measure:
 
 
 def measures(before: ReportRecord, after: ReportRecord) -> tuple[Measure, ...]:
-    """Returns seconds, FLOPs and traffic of two reports, without figures that one report lacks or that are 0 in both.
+    """Returns the seconds, FLOPs and traffic of two reports, without figures that one report lacks or that are 0 in
+    both.
 
     Seconds are predicted for an update, in total and by term. FLOPs are those of one device and one call of the step,
-    with recomputed FLOPs. Bytes are sent by one device in one call, by kind of collective and mesh axes.
+    including recomputed FLOPs. Bytes are those that one device sends in one call, by kind of collective and mesh axes.
     """
     rows: list[tuple[str, str, float, float]] = []
     if before.prediction and after.prediction:
@@ -92,12 +106,13 @@ def measures(before: ReportRecord, after: ReportRecord) -> tuple[Measure, ...]:
 
 
 def _is_figure(value: object) -> bool:
-    """Whether a value of a report file, which may be damaged, is a finite number of 0 or more."""
+    """Returns whether a value of a possibly damaged report file is a finite number of 0 or more."""
     return isinstance(value, int | float) and 0 <= value < 1e300
 
 
 def _flops(report: ReportRecord, phase: str = "") -> float:
-    """FLOPs of one phase, or of all phases; 0 if a damaged report has no number there."""
+    """Returns the FLOPs of one phase, or of all phases if `phase` is "". Values of a damaged report that are not
+    numbers count as 0."""
     phases = [report.work.get(phase, {})] if phase else report.work.values()
     counts = [work.get("flops") for work in phases if isinstance(work, Mapping)]
     numbers = [number for count in counts if isinstance(count, Mapping) for number in count.values()]
@@ -105,7 +120,7 @@ def _flops(report: ReportRecord, phase: str = "") -> float:
 
 
 def _sent(report: ReportRecord) -> dict[str, int]:
-    """Kind of collective with its mesh axes -> bytes that one device sends in a call."""
+    """Returns a text with kind and mesh axes of a collective -> bytes that one device sends in a call."""
     out: dict[str, int] = {}
     for row in report.communication:
         name = f"sent by {row.kind} over {' x '.join(row.axes) or f'groups of {row.group}'}"
@@ -114,54 +129,56 @@ def _sent(report: ReportRecord) -> dict[str, int]:
 
 
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
-    """Returns the totals, of peak and allocated bytes, that grew by more than `percent` per cent."""
+    """Returns the changes of total peak and allocated bytes that are larger than `percent` per cent."""
     return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
 
 
 def version_changes(before: ReportRecord, after: ReportRecord) -> tuple[tuple[str, str, str], ...]:
-    """(package, version before, version after) of each package whose version differs; "none" for a missing one."""
+    """Returns (package, version before, version after) of each package whose version differs; a missing package has
+    the version "none"."""
     names = dict.fromkeys((*before.versions, *after.versions))
     pairs = ((name, before.versions.get(name, "none"), after.versions.get(name, "none")) for name in names)
     return tuple(pair for pair in pairs if pair[1] != pair[2])
 
 
 def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
-    """Returns a sentence for each reason why two reports are hard to compare: targets, versions of jax, methods."""
-    found = []
+    """Returns a sentence for each reason why two reports are hard to compare: different targets, versions of jax, or
+    methods."""
+    sentences = []
     targets = [str(report.target.get("name") or "no target") for report in (before, after)]
     if targets[0] != targets[1]:
-        found.append(
+        sentences.append(
             f"Compiled for different targets, {targets[0]} and {targets[1]}: other compilers and other "
             "kernels are part of this difference."
         )
     for package in ("jax", "jaxlib"):
         versions = [str(report.versions.get(package) or "an unknown version") for report in (before, after)]
         if versions[0] != versions[1]:
-            found.append(
+            sentences.append(
                 f"Compiled by different versions of {package}, {versions[0]} and {versions[1]}: the compiler "
                 "is part of this difference."
             )
             break
     if before.method != after.method:
-        found.append(
+        sentences.append(
             "One peak is of the compiler's own heap trace, the other is derived from the schedule: they may "
             "differ by some per cent for the same program."
         )
-    return tuple(found)
+    return tuple(sentences)
 
 
 def grown_buffers(changes: Iterable[Change]) -> list[Change]:
-    """Returns the buffers at the peak that grew, sorted by their growth."""
+    """Returns the changes of buffers at the peak that grew, largest growth first."""
     return sorted((c for c in changes if c.kind == "buffer" and c.growth > 0), key=lambda c: -c.growth)
 
 
 def sources(report: ReportRecord) -> dict[str, str]:
-    """Name of a buffer's change -> "file.py:line" that makes the largest buffer of that name at the peak."""
-    found: dict[str, str] = {}
+    """Returns the name of a buffer's change -> "file.py:line" of the largest buffer with that name at the peak."""
+    lines: dict[str, str] = {}
     for b in report.alive_at(report.peak_index):  # the largest first
         if b.source:
-            found.setdefault(_identity(b), b.source)
-    return found
+            lines.setdefault(_identity(b), b.source)
+    return lines
 
 
 def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], names: Iterable[str] = ()) -> list[Change]:
@@ -170,7 +187,8 @@ def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], nam
 
 
 def _matched_buffers(before: ReportRecord, after: ReportRecord) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns name -> bytes at the peak for each report; matching buffers have one name, that of the second report."""
+    """Returns name -> bytes at the peak for each report. A buffer that is matched in both reports has the second
+    report's name in both."""
     (old, old_roles), (new, new_roles) = _by_identity(before), _by_identity(after)
     only_new: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for name in sorted(new.keys() - old.keys()):
@@ -183,7 +201,7 @@ def _matched_buffers(before: ReportRecord, after: ReportRecord) -> tuple[dict[st
 
 
 def _by_identity(report: ReportRecord) -> tuple[dict[str, int], dict[str, tuple[str, str, tuple[int, ...]]]]:
-    """Returns identity -> bytes at the peak, and identity -> role: (category, dtype, shape)."""
+    """Returns identity -> bytes at the peak, and identity -> role. A role is (category, dtype, shape)."""
     sizes: dict[str, int] = {}
     roles: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     for b in report.alive_at(report.peak_index):
@@ -194,7 +212,7 @@ def _by_identity(report: ReportRecord) -> tuple[dict[str, int], dict[str, tuple[
 
 
 def _identity(b: Buffer) -> str:
-    """Returns a name of a buffer that does not change from one compile to the next."""
+    """Returns a name for a buffer that stays the same from one compile to the next."""
     if b.phase == "argument":
         words: tuple[str, ...] = (b.category, b.name)
     else:

@@ -1,4 +1,4 @@
-"""Records to JSON and back: plain values out, fields checked against their annotations in. Pure."""
+"""Converts records to plain JSON values and back, with a check of each field against its annotation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record", bound="DataclassInstance")
 
-# No count of bytes, FLOPs or elements is larger; Python's own integers have no end.
+# Maximum count of bytes, FLOPs or elements; a larger integer is damaged.
 LARGEST = 2**80
 
 
 def is_count(value: Any) -> bool:
-    """Whether a JSON value is an integer in the range of bytes, FLOPs and elements; a change may be negative."""
+    """Returns whether a JSON value is an integer in the range of bytes, FLOPs and element counts, including negative
+    ones."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a JSON value is a finite number."""
+    """Returns whether a JSON value is a finite number."""
     return is_count(value) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -31,7 +32,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-# Annotation of a record's field -> whether a JSON value can be one.
+# Annotation of a record's field -> function that checks a JSON value.
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "str": _is_text,
     "int": is_count,
@@ -44,8 +45,11 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def parse(text: str | bytes) -> Any:
-    """Parses JSON. Raises ValueError for text that is not JSON, for NaN and Infinity, which Python's parser accepts,
-    and for nesting beyond the recursion limit."""
+    """Parses JSON.
+
+    Raises ValueError for text that is not JSON, for NaN and Infinity (which Python's parser accepts), and for nesting
+    beyond the recursion limit.
+    """
     try:
         return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
@@ -71,7 +75,7 @@ def plain(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Returns plain JSON values with NaN and infinite numbers replaced by None."""
+    """Returns plain JSON values in which NaN and infinite numbers are replaced by None."""
     if isinstance(value, Mapping):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -80,10 +84,10 @@ def finite(value: Any) -> Any:
 
 
 def read_item(record: type[Record], value: Any) -> Record:
-    """Returns the record of a JSON object and ignores unknown keys.
+    """Returns a record of class `record` with the fields of a JSON object. Unknown keys are ignored.
 
-    Raises:
-      TypeError: not an object, or a field of another type than its annotation; the message has field and value.
+    Raises: TypeError: the value is not a JSON object, or a field does not have the type of its annotation. The message
+    has the field and the value.
     """
     if not isinstance(value, dict):
         raise TypeError(f"{record.__name__} is {type(value).__name__}, not an object")

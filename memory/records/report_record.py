@@ -1,47 +1,57 @@
-"""The report as plain records: what every reader fills and every renderer reads.
+"""The report of a program as plain records: analysis fills them, and text, pages and commands read them.
 
 All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1):
 
-- `schema`: the number of this layout. It rises when a key changes its meaning or goes away.
-- `versions`: name -> version of what compiled the program (jax, jaxlib, plugin, python).
-- `target`: what the program was compiled for (`name`, `platform`, memory sizes ...); {} when nobody said.
-- `config`: the configuration the caller passed; {} when there is none.
-- `subject`: what a trainer says of it (`Subject`): the config's name, its batch, its policy; empty for other programs.
-- `parameters`: parameter counts over all devices: `total`, frozen ones included, and `active`, those that one token
-  uses; {} if they are not known.
-- `program`: the name of the compiled module; `method`: how lifetimes were computed (`METHODS`).
+- `schema`: the version number of this layout. It rises if a key changes its meaning or is removed.
+- `versions`: package -> version for the packages that compiled the program (jax, jaxlib, plugin, python).
+- `target`: the device that the program was compiled for (`name`, `platform`, memory sizes ...); {} if unknown.
+- `config`: the configuration that the caller passed; {} if there is none.
+- `subject`: the trainer's description of the program (`Subject`): the config's name, its batch, its policy; empty for
+  other programs.
+- `parameters`: parameter counts over all devices: `total`, which includes frozen parameters, and `active`, the
+  parameters that one token uses; {} if unknown.
+- `program`: the name of the compiled module.
+- `method`: how live ranges were computed (`METHODS`).
 - `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
-- `peak_bytes`: the maximum of bytes live at one time in device memory, as XProf counts it; `peak_index`: the index of
-  that point in `timeline`.
-- `allocated_bytes`: bytes that the runtime allocates: arguments, outputs without an alias, constants, packed
-  temporaries.
-- `unseen`: bytes that the runtime takes and the compiler does not count (`RuntimeOverhead`; the table is in
-  peak/runtime_overheads.py). `peak_bytes` and `allocated_bytes` do not include them. `predicted_bytes`: allocated bytes
-  plus the `unseen` ones inside the allocator's pool.
-- `limit_bytes`: bytes available on the device; `fits`: whether `predicted_bytes` are within it; `verdict`: the same as
-  a word. Without a target they are null, null and "unknown".
+- `peak_bytes`: the maximum number of bytes that are live at one time in device memory, as XProf counts it.
+- `peak_index`: the index of the peak in `timeline`.
+- `allocated_bytes`: bytes that the runtime allocates for the program: arguments, outputs without an alias, constants,
+  packed temporaries.
+- `runtime_overheads`: memory that the runtime takes and the compiler's report does not contain: CUDA context, NCCL
+  buffers, rounding of the allocator and others (`RuntimeOverhead`; the table is in peak/runtime_overheads.py).
+  `peak_bytes` and `allocated_bytes` do not include them.
+- `unseen`: the same list under its key of version 0.1. This version still writes it, the next version will not.
+- `predicted_bytes`: allocated bytes plus the runtime overheads inside the allocator's pool.
+- `limit_bytes`: bytes that are available on the device; null without a target.
+- `fits`: whether `predicted_bytes` are at most `limit_bytes`; null without a target.
+- `verdict`: the same as a word: fits, tight (above 95 % of the limit), exceeds; unknown without a target.
 - `host_bytes`, `on_chip_bytes`: bytes in host memory and in on-chip memory; no figure above includes them.
-- `breakdown`: row of `ROWS` -> bytes at the peak. All rows without fragmentation sum to `peak_bytes`, with it to
-  `allocated_bytes`. Rows of arguments: params, trained parameters; frozen, parameters that a step reads and never
-  updates, such as weights under LoRA adapters; optimizer, the optimizer's state; accumulator, sums of gradients; cache,
-  state without a gradient that a step passes on (KV caches, recurrent state, batch statistics); rng, random keys;
-  batch, all other arguments.
-- `residuals_by_name`: checkpoint name -> bytes at the peak; a residual without a name is listed in
-  parentheses by component and operation, "(attention/exp)", and what a loop of blocks carries from one to the
-  next as "(blocks input)"; sums to the residuals row.
-- `workspace_by_scope`: "phase/component" -> bytes at the peak; sums to the workspace row.
-- `unplaced_bytes`: bytes at the peak, arguments excluded, with neither a source line nor a module path.
+- `breakdown`: row of `ROWS` -> bytes at the peak. The rows without fragmentation sum to `peak_bytes`, with
+  fragmentation to `allocated_bytes`. Rows of arguments: params, the trained parameters; frozen, parameters that a step
+  reads and never updates, such as weights under LoRA adapters; optimizer, the optimizer's state; accumulator, sums of
+  gradients; cache, state without a gradient that a step passes on (KV caches, recurrent state, batch statistics); rng,
+  random keys; batch, all other arguments.
+- `residuals_by_name`: checkpoint name -> bytes at the peak, which sum to the residuals row. A residual without a name
+  is listed in parentheses by component and operation, "(attention/exp)". The activations that a loop of blocks carries
+  from one block to the next are "(blocks input)".
+- `workspace_by_scope`: "phase/component" -> bytes at the peak, which sum to the workspace row.
+- `unplaced_bytes`: bytes at the peak, without arguments, of buffers that have neither a source line nor a module path.
 - `communication`: bytes per step by kind of collective and mesh axes, with the bytes that a formula expects
-  (`Communication`); `collectives`: every collective of the program, with the compute that overlaps it (`Collective`).
-- `transfers`: bytes per step between device and host memory, and their seconds at the host link (`Transfer`).
+  (`Communication`).
+- `collectives`: every collective of the program, with the compute that overlaps it (`Collective`).
+- `transfers`: bytes per step between device and host memory, with their seconds at the rate of the host link
+  (`Transfer`).
 - `work`: phase -> FLOPs, bytes and messages of one call (`cost.roofline` lists the keys); {} for a program that was
-  not traced. `roofline`: the least seconds of this work at the data sheet's rates (`cost.roofline`); {} if unknown.
+  not traced.
+- `roofline`: the minimum seconds of this work at the rates of the data sheet (`cost.roofline`); {} if unknown.
 - `prediction`: predicted seconds of an update with their spread (`seconds.step_prediction`); {} if unknown.
-- `schedule`: what one device runs in a call, in order: kernels with their sizes, collectives and copies over the host
-  link from start to wait, loops (records/schedule_records.py; lists, `to_json` there); [] if no schedule is known.
+- `schedule`: the operations that one device runs in a call, in order: kernels with their sizes, collectives and copies
+  over the host link from start to wait, and loops. The format is a list of lists (`to_json` in
+  records/schedule_records.py); [] if no schedule is known.
 - `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a trainer's facts.
-- `ledger`, `timeline`, `buffers` (records/buffer_records.py), `findings`: records; `notes`: sentences on what is not
-  exact.
+- `ledger`, `timeline`, `buffers`: records of records/buffer_records.py.
+- `findings`: problems with their remedies (`Finding`).
+- `notes`: sentences about figures that are not exact.
 """
 
 from __future__ import annotations
@@ -49,6 +59,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,7 +86,7 @@ from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.schedule_records import from_json as read_schedule
 from bytescope.memory.records.schedule_records import to_json as schedule_json
 
-# The report's records, and those of the other modules of records, which are re-exported here.
+# The records of this module, and the records of the other modules of this folder, which are re-exported.
 __all__ = [
     "CARD",
     "CATEGORIES",
@@ -104,9 +115,9 @@ __all__ = [
 ]
 
 SCHEMA = 1
-# What a run directory calls the report of its step.
+# File name of a step's report in its run directory.
 IN_RUN = "memory.json"
-# How lifetimes were found -> what that says of them.
+# Method by which live ranges were found -> a sentence about its accuracy.
 METHODS = {
     "heap_trace": "exact: the compiler's own heap trace",
     "schedule": "totals are XLA's; lifetimes derived from the scheduled HLO, the difference is a row",
@@ -116,10 +127,15 @@ VERDICTS = ("fits", "tight", "exceeds", "unknown")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A problem that an expert would point at: the bytes that it concerns, the message, and the remedy in words.
+    """A problem of a program that costs memory or time, with a remedy.
 
-    `flags`: the remedy as flags of the trainer's command line, to copy; "" if there are none. Then the remedy names
-    functions of JAX.
+    Fields:
+        kind: the rule that reported the finding.
+        bytes: bytes that the problem concerns.
+        message: the problem in words.
+        remedy: the remedy in words.
+        flags: the remedy as flags of `bytescope train`, to copy; "" if there are none, and then the remedy names
+            functions of JAX.
     """
 
     kind: str
@@ -131,10 +147,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Bytes that one step moves over a device's host link in one direction ("to device", "to host") in one phase.
+    """Bytes that one step moves over a device's host link in one direction and one phase.
 
-    `seconds`: at the target's `host_link_bytes_per_s`, 0.0 if that is unknown; whether compute overlaps the transfer
-    is not considered.
+    Fields:
+        phase: one of `STEP_PHASES`.
+        direction: "to device" or "to host".
+        bytes: bytes of one step.
+        seconds: seconds at the target's `host_link_bytes_per_s`, without regard to overlap with compute; 0.0 if the
+            rate is unknown.
     """
 
     phase: str
@@ -148,10 +168,13 @@ class Subject:
     """The trainer's description of the program that a report is about.
 
     Fields:
-        name: of the config, "llama_8b"; changes: keys that were changed for this report, "batch.micro=2".
-        batch: how the batch is made up, in words; policy: what the layers recompute, in words.
-        tokens: of one update, over all devices; calls: of the program per update.
-        model_flops: of one call, over all devices and without recomputation; 0 if they were not counted.
+        name: the name of the config, "llama_8b".
+        changes: config keys that were changed for this report, "batch.micro=2".
+        batch: the composition of the batch, in words.
+        policy: the remat policy of the layers, in words.
+        tokens: tokens of one update, over all devices.
+        calls: number of calls of the program per update.
+        model_flops: FLOPs of one call, over all devices and without recomputation; 0 if they were not counted.
     """
 
     name: str = ""
@@ -165,7 +188,7 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class XlaStats:
-    """The compiler's statistics of main memory; a field is None if the backend does not give it."""
+    """The compiler's statistics of device memory, in bytes; a field is None if the backend does not give it."""
 
     argument_bytes: int | None = None
     output_bytes: int | None = None
@@ -183,32 +206,41 @@ class XlaStats:
 
 @dataclasses.dataclass(frozen=True)
 class JudgedProgram(PeakAccount):
-    """A program's account with its traffic, its work and the verdict on its bytes. The rules of findings read it.
+    """The account of a program's peak with its traffic, its work and the verdict. The rules of findings read this
+    record.
 
-    Fields are JSON keys explained above.
+    Each field is the JSON key of the same name, which the module's docstring explains.
     """
 
     collectives: tuple[Collective, ...] = ()
     work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    unseen: tuple[RuntimeOverhead, ...] = ()
+    runtime_overheads: tuple[RuntimeOverhead, ...] = ()
     limit_bytes: int | None = None
     fits: bool | None = None
     verdict: str = "unknown"
 
     @property
     def predicted_bytes(self) -> int:
-        """Maximum bytes that the allocator will count: allocated bytes and the overheads in its pool."""
+        """Maximum number of bytes that the allocator will count: allocated bytes and the runtime overheads in its
+        pool."""
         return self.allocated_bytes + self.overhead(POOL)
 
+    @property
+    def unseen(self) -> tuple[RuntimeOverhead, ...]:
+        """The former name of `runtime_overheads`. Reading it emits a DeprecationWarning."""
+        warnings.warn("report.unseen is now report.runtime_overheads", DeprecationWarning, stacklevel=2)
+        return self.runtime_overheads
+
     def overhead(self, where: str) -> int:
-        """Bytes that the runtime takes in the `POOL` or on the `CARD` and the compiler does not count."""
-        return overhead_bytes(self.unseen, where)
+        """Returns the sum of the runtime overheads in the allocator's pool (`POOL`) or outside of it (`CARD`), in
+        bytes."""
+        return overhead_bytes(self.runtime_overheads, where)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportRecord(JudgedProgram):
-    """What every byte of a program's peak is. Its fields are the JSON keys explained above."""
+    """The report of a program. Each field is the JSON key of the same name, which the module's docstring explains."""
 
     findings: tuple[Finding, ...] = ()
     communication: tuple[Communication, ...] = ()
@@ -223,40 +255,46 @@ class ReportRecord(JudgedProgram):
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     schema: int = SCHEMA
-    # Predicted seconds from the start of the step to each point of `timeline`, then to its end; () if unknown. They are
-    # not in the JSON, so a report that was loaded has none, and two reports are compared without them.
+    # Predicted seconds from the start of the step to each point of `timeline`, then to the end of the step; () if
+    # unknown. They are not in the JSON, so a loaded report has none, and two reports are compared without them.
     point_seconds: tuple[float, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def title(self) -> str:
-        """The name of the program's config, else the compiler's name of the program."""
+        """The name of the program's config; without a config, the compiler's name of the program."""
         return self.subject.name or self.program or "program"
 
     def moved(self, direction: str) -> int:
-        """Bytes that one step moves over a device's host link, "to device" or "to host"."""
+        """Returns the bytes that one step moves over a device's host link in one direction, "to device" or "to
+        host"."""
         return sum(row.bytes for row in self.transfers if row.direction == direction)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as plain JSON values, keys in a stable order."""
-        out = {key: schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key)) for key in KEYS}
+        """Returns the report as plain JSON values, with keys in a stable order."""
+        out = {}
+        for key in KEYS:
+            out[key] = schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key))
+            if key == "runtime_overheads":
+                out["unseen"] = out[key]  # the key of version 0.1
         out["predicted_bytes"] = self.predicted_bytes
         out["unplaced_bytes"] = self.unplaced_bytes
         out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
         return out
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_json()` to a file. Raises OSError if it cannot be written."""
+        """Writes `to_json()` to a file. Raises OSError if the file cannot be written."""
         whole = Path(path)
         partial = whole.with_name(f".{whole.name}.{os.getpid()}")
         try:
             partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-            partial.replace(whole)  # a full disk never leaves half a report in the place of a good one
+            partial.replace(whole)  # an interrupted write leaves the former report intact
         finally:
             partial.unlink(missing_ok=True)
 
     @classmethod
     def from_json(cls, value: Any) -> ReportRecord:
-        """Returns the report of a JSON object. Raises ReportError if it is not a report, or has another schema."""
+        """Returns the report of a JSON object. Raises ReportError if the object is not a report or has another
+        schema."""
         if not isinstance(value, dict) or "peak_bytes" not in value:
             raise ReportError("not a memory report: write one with bytescope report --json=FILE")
         if value.get("schema") != SCHEMA:
@@ -264,10 +302,12 @@ class ReportRecord(JudgedProgram):
                 f"a report of schema {value.get('schema')!r}, this version reads {SCHEMA}: "
                 "write it again with bytescope report --json=FILE"
             )
+        if "runtime_overheads" not in value and "unseen" in value:  # written by version 0.1
+            value = {**value, "runtime_overheads": value["unseen"]}
         try:
             return cls(**{key: _read(key, value[key]) for key in KEYS if key in value})
         except (TypeError, ValueError, AttributeError) as error:
-            raise ReportError(f"a damaged memory report ({one_line(error)}): write it again") from error
+            raise ReportError(f"the report is damaged ({one_line(error)}): write it again") from error
 
 
 # The order of keys in the JSON.
@@ -297,7 +337,7 @@ KEYS = (
     "communication",
     "collectives",
     "transfers",
-    "unseen",
+    "runtime_overheads",
     "work",
     "roofline",
     "prediction",
@@ -317,7 +357,7 @@ _ITEMS = {
     "collectives": Collective,
     "zero": ZeroRow,
     "transfers": Transfer,
-    "unseen": RuntimeOverhead,
+    "runtime_overheads": RuntimeOverhead,
 }
 _RECORDS = {"xla": XlaStats, "subject": Subject}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
@@ -326,9 +366,9 @@ _OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline", "predic
 
 
 def load(path: str | Path) -> ReportRecord:
-    """Reads the JSON of a report, or of the report in a run directory.
+    """Reads a report from a JSON file, or from a run directory that contains one.
 
-    Raises ReportError for a missing, damaged or foreign file.
+    Raises ReportError if the file is missing or damaged, or is not a report.
     """
     path = Path(path)
     if os.path.isfile(path / IN_RUN):
@@ -347,7 +387,7 @@ def load(path: str | Path) -> ReportRecord:
 
 
 def _read(key: str, value: Any) -> Any:
-    """Returns the record's value of a JSON key. Raises TypeError or ValueError for a value of another type."""
+    """Returns the record's value for a JSON key. Raises TypeError or ValueError if the value has the wrong type."""
     if key in _ITEMS:
         return tuple(read_item(_ITEMS[key], item) for item in value)
     if key in _RECORDS:
@@ -357,14 +397,14 @@ def _read(key: str, value: Any) -> Any:
     if key == "notes":
         return tuple(str(note) for note in value)
     if key in _OBJECTS and not isinstance(value, dict):
-        raise TypeError(f"{key} is {type(value).__name__}, not an object")
+        raise TypeError(f"{key} is {type(value).__name__}, expected a JSON object")
     if key in _VALUES and not _VALUES[key](value):
-        raise TypeError(f"{key} is {value!r:.60}")
+        raise TypeError(f"{key}={value!r:.60} is not valid")
     return value
 
 
 def _is_prediction(value: Mapping[str, Any]) -> bool:
-    """Whether an object is what `seconds.step_prediction.StepPrediction.to_json` writes."""
+    """Returns whether an object has the form of `seconds.step_prediction.StepPrediction.to_json`."""
     amounts = [value.get(key) for key in ("seconds", "seconds_low", "seconds_high")]
     amounts += [value[key] for key in ("tokens_per_s", "mfu") if value.get(key) is not None]
     parts = [value.get(key) for key in ("by_phase", "by_term")]
@@ -377,7 +417,7 @@ def _is_prediction(value: Mapping[str, Any]) -> bool:
     )
 
 
-# Key -> whether a JSON value is valid for it; values of _OBJECTS are objects, items of lists are checked by field.
+# Key -> function that checks a JSON value. Values of _OBJECTS are known to be objects; `read_item` checks list items.
 _VALUES = {
     **dict.fromkeys(_COUNTS, lambda value: is_count(value) and value >= 0),
     **dict.fromkeys(_BYTES, lambda value: all(map(is_count, value.values()))),

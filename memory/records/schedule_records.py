@@ -1,7 +1,8 @@
-"""The schedule of a compiled step as records: kernels by their sizes, collectives and copies from start to wait, loops.
+"""Records of the schedule of a compiled step on one device: kernels with their sizes, collectives and copies from
+start to wait, and loops.
 
-The schedule is that of one device. Equal kernels between two events on other streams are one record with a number of
-runs, so that a step of thousands of kernels is some hundred records of JSON.
+Consecutive equal kernels are one record with a number of runs, unless an event on another stream is between them. So
+the JSON of a step with thousands of kernels has only some hundred records.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from bytescope.memory.records.buffer_records import STEP_PHASES
 from bytescope.memory.records.report_json import is_count
 
 # Kinds of kernels: a matrix product; a flash attention kernel, forward and backward; a convolution; a kernel of unknown
-# work; a product of 8-bit operands with scales by tile, and products of rows with the matrices of their experts, both
-# in kernels that are no library's; all other kernels, which move memory.
+# work; a product of 8-bit operands with a scale per tile (tiled); products of rows with the matrices of their experts
+# (grouped); all other kernels, which only move memory. Tiled and grouped products are kernels outside of libraries.
 PRODUCT, ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, FOREIGN, TILED, GROUPED, MOVING = KERNELS = (
     "product",
     "attention",
@@ -26,21 +27,25 @@ PRODUCT, ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, FOREIGN, TILED, GROUPED, MO
     "grouped_product",
     "memory",
 )
-# Kinds of transfers over the host link, beside the kinds of collectives (cost.collectives.WIRE).
+# Kinds of transfers over the host link. All other kinds of `Start` are collectives (cost.collectives.WIRE).
 TO_HOST, TO_DEVICE = "to-host", "to-device"
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledKernel:
-    """A kernel with its number of consecutive runs.
+    """A kernel and its number of consecutive runs.
 
     Fields:
-        kind: of `KERNELS`. phase: of `records.STEP_PHASES`.
-        bytes: of device memory that one run reads and writes. flops: of one run; causal attention counts FLOPs below
-            the diagonal.
-        dtype: of a product's operands, as in HLO ("bfloat16", "float8_e4m3fn"); float32 that may be rounded is "tf32".
-        size: (batch, m, n, k) of a product, (batch x heads, queries, keys, head width) of attention; () for others.
-        causal: whether attention is causal. times: number of runs.
+        kind: one of `KERNELS`.
+        phase: one of `records.STEP_PHASES`.
+        bytes: bytes of device memory that one run reads and writes.
+        flops: FLOPs of one run; causal attention counts only FLOPs below the diagonal.
+        dtype: dtype of the operands of a matrix product, as in HLO ("bfloat16", "float8_e4m3fn"). A float32 product
+            whose operands may be rounded has "tf32".
+        size: (batch, m, n, k) of a matrix product, (batch x heads, queries, keys, head dimension) of attention, () for
+            other kernels.
+        causal: whether the kernel is causal attention.
+        times: number of consecutive runs.
     """
 
     kind: str
@@ -58,11 +63,13 @@ class Start:
     """The start of a collective, or of a copy over the host link, on its own stream.
 
     Fields:
-        name: of the instruction, to which a `Wait` refers. "" if compute waits at once.
-        kind: of `cost.collectives.WIRE`, TO_HOST or TO_DEVICE. phase: of `records.STEP_PHASES`.
-        bytes: the payload, the unsharded array (`Collective.bytes`); of a copy, its bytes.
-        group: number of devices that exchange data; hosts: number of hosts of these devices. arrays: number of combined
-            arrays.
+        name: the name of the instruction, to which a `Wait` refers; "" if compute waits at once.
+        kind: a key of `cost.collectives.WIRE`, TO_HOST or TO_DEVICE.
+        phase: one of `records.STEP_PHASES`.
+        bytes: for a collective, the payload (`Collective.bytes`); for a copy, the bytes copied.
+        group: number of devices that exchange data with each other.
+        hosts: number of hosts of these devices.
+        arrays: number of combined arrays.
     """
 
     name: str
@@ -76,7 +83,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Compute waits for the `Start` of this name."""
+    """The point at which compute waits for the `Start` with this name."""
 
     name: str
 
@@ -95,11 +102,12 @@ Steps = tuple[Step, ...]
 
 @dataclasses.dataclass(frozen=True)
 class InstructionSteps:
-    """The steps of one instruction of a compiled schedule. They are not part of a report's JSON.
+    """The steps of one instruction of a compiled schedule. This record is not part of a report's JSON.
 
     Fields:
-        name: of the instruction. steps: what it runs, a loop as one step.
-        inside: the instructions of the computation that it calls, such as the body of a loop, for one run.
+        name: the name of the instruction.
+        steps: the steps that it runs; a loop is one step.
+        inside: for one run, the instructions of the computation that it calls, such as the body of a loop.
     """
 
     name: str
@@ -107,10 +115,10 @@ class InstructionSteps:
     inside: tuple[InstructionSteps, ...] = ()
 
 
-# Letter of a record in JSON -> its class. Fields follow in their order, without trailing default values.
+# Letter of a record in JSON -> its class. The fields follow the letter in order, without trailing default values.
 _LETTERS: Mapping[str, type] = {"k": ScheduledKernel, "s": Start, "w": Wait, "l": Loop}
 _LETTER = {kind: letter for letter, kind in _LETTERS.items()}
-_DEEPEST = 32
+_MAX_DEPTH = 32
 
 
 def to_json(steps: Steps) -> list[Any]:
@@ -129,31 +137,31 @@ def _row(step: Step) -> list[Any]:
 
 
 def from_json(rows: Any, depth: int = 0) -> Steps:
-    """Reads the steps of `to_json`. Raises ValueError for any other value."""
-    if not isinstance(rows, (list, tuple)) or depth > _DEEPEST:
-        raise ValueError(f"a schedule is {rows!s:.40}")
+    """Reads the lists that `to_json` returns. Raises ValueError for any other value."""
+    if not isinstance(rows, (list, tuple)) or depth > _MAX_DEPTH:
+        raise ValueError(f"schedule {rows!s:.40} is not a list of steps, or its loops are nested too deeply")
     return tuple(_step(row, depth) for row in rows)
 
 
 def _step(row: Any, depth: int) -> Step:
     kind = _LETTERS.get(row[0]) if isinstance(row, (list, tuple)) and row and isinstance(row[0], str) else None
     if kind is None:
-        raise ValueError(f"a step of a schedule is {row!s:.40}")
+        raise ValueError(f"schedule step {row!s:.40} is not valid")
     if kind is Loop:
         if len(row) != 3 or not (is_count(row[1]) and row[1] >= 0):
-            raise ValueError(f"a loop of a schedule is {row!s:.40}")
+            raise ValueError(f"schedule loop {row!s:.40} is not valid")
         return Loop(row[1], from_json(row[2], depth + 1))
     fields = dataclasses.fields(kind)
     values = [tuple(value) if isinstance(value, list) else value for value in row[1:]]
     if len(values) > len(fields) or not all(_fits(row[0], field, value) for field, value in zip(fields, values)):
-        raise ValueError(f"a step of a schedule is {row!s:.60}")
+        raise ValueError(f"schedule step {row!s:.60} is not valid")
     try:
         return kind(*values)
     except TypeError as error:
-        raise ValueError(f"a step of a schedule is {row!s:.60}") from error
+        raise ValueError(f"schedule step {row!s:.60} is not valid") from error
 
 
-# Annotation -> whether a value can be one.
+# Annotation -> function that checks a value.
 _FITS = {
     "str": lambda value: isinstance(value, str),
     "int": lambda value: is_count(value) and value >= 0,

@@ -1,9 +1,10 @@
-"""Follows shardings from the arguments of any model through its jaxpr, to count the devices that shard each value.
+"""Follows shardings from the arguments of a model through its jaxpr, to count the devices over which each value is
+sharded.
 
-The decisions of the partitioner are known only to the compiler; this module applies its simple rules. A dimension keeps
-its axes through elementwise work, broadcasts, transposes and products. A product whose operands both use an axis gives
-it to the larger operand (FSDP gathers the weights). A sum over a sharded dimension drops its axes. Without a rule, a
-value counts as replicated.
+Only the compiler knows the decisions of the partitioner; this module applies its simple rules. A dimension keeps its
+mesh axes through elementwise work, broadcasts, transposes and products. If both operands of a product use an axis, the
+larger operand keeps it (FSDP gathers the weights). A sum over a sharded dimension drops its axes. A value without a
+rule counts as replicated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class JaxprSharding:
     """Follows the shardings of arguments through a jaxpr.
 
     Attributes:
-        sizes: mesh axis -> devices, {} for one device. inputs: id of an inner Jaxpr -> specs of its inputs.
+        sizes: mesh axis -> number of devices, {} for one device.
+        inputs: id of an inner Jaxpr -> specs of its inputs.
     """
 
     def __init__(self, sizes: Mapping[str, int] | None = None):
@@ -32,8 +34,8 @@ class JaxprSharding:
         self._known: dict[Any, Spec] = {}
 
     @classmethod
-    def of(cls, jaxpr: Any, leaves: Sequence[Any]) -> JaxprSharding:
-        """The shardings of a ClosedJaxpr by the NamedShardings of its arguments."""
+    def from_arguments(cls, jaxpr: Any, leaves: Sequence[Any]) -> JaxprSharding:
+        """Returns the shardings of a ClosedJaxpr, from the NamedShardings of its arguments (`leaves`)."""
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
         sizes: dict[str, int] = {}
         for sharding in shardings:
@@ -48,13 +50,15 @@ class JaxprSharding:
             own.walk(jaxpr.jaxpr, given)
         return own
 
-    def of_layer(self, jaxpr: Any) -> list[Spec]:
-        """The specs of the inputs of an inner Jaxpr; replicated if the walk did not meet it."""
+    def layer_specs(self, jaxpr: Any) -> list[Spec]:
+        """Returns the specs of the inputs of an inner Jaxpr. The inputs count as replicated if the walk did not reach
+        this Jaxpr."""
         known = self.inputs.get(id(jaxpr))
         return known or [_whole(variable.aval) for variable in jaxpr.invars]
 
     def parts(self, variable: Any) -> int:
-        """Number of devices over which the value of a variable is sharded; 1 for a literal and an unknown variable."""
+        """Returns the number of devices over which the value of a variable is sharded; 1 for a literal or an unknown
+        variable."""
         count = 1
         if not hasattr(variable, "val"):
             for axes in self._known.get(variable, ()):
@@ -62,7 +66,7 @@ class JaxprSharding:
         return count
 
     def walk(self, jaxpr: Any, given: Sequence[Spec]) -> list[Spec]:
-        """Returns the specs of the results of a Jaxpr by the specs of its inputs."""
+        """Returns the specs of the results of a Jaxpr from `given`, the specs of its inputs."""
         if not self.sizes:
             return [_whole(atom.aval) for atom in jaxpr.outvars]
         self.inputs[id(jaxpr)] = list(given)
@@ -77,7 +81,7 @@ class JaxprSharding:
         return _whole(atom.aval) if hasattr(atom, "val") else self._known.get(atom, _whole(atom.aval))
 
     def _possible(self, spec: Spec, aval: Any) -> Spec:
-        """A spec without axes that do not divide their dimension."""
+        """Returns the spec without mesh axes whose size does not divide their dimension."""
         shape = getattr(aval, "shape", ())
         return tuple(axes if size % self._devices(axes) == 0 else () for axes, size in zip(spec, shape))
 
@@ -95,11 +99,12 @@ class JaxprSharding:
             return ins[-len(equation.outvars) :]
         if name not in ("shard_map", "pallas_call") and len(getattr(inner, "invars", ())) == len(ins) and ins:
             return self.walk(inner, ins)
-        rule = _RULES.get(name, _alike)
+        rule = _RULES.get(name, _same_dims)
         return [rule(equation, ins, variable.aval) for variable in equation.outvars]
 
     def _loop(self, equation: Any, body: Any, ins: list[Spec]) -> list[Spec]:
-        """Carried values have the specs that the body returns; stacked values have one dimension more."""
+        """Returns the specs of a loop's results: carried values have the specs that the body returns, and stacked
+        values have one dimension more."""
         inside = [spec[len(spec) - len(variable.aval.shape) :] for spec, variable in zip(ins, body.invars)]
         carried = sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(equation.outvars, body.outvars))
         stacked = sum(len(spec) > len(variable.aval.shape) for spec, variable in zip(ins, body.invars))
@@ -117,7 +122,7 @@ def _whole(aval: Any) -> Spec:
 
 
 def _padded(spec: Any, rank: int) -> Spec:
-    """A PartitionSpec with an entry for each dimension."""
+    """Returns a PartitionSpec as a spec with an entry for each dimension."""
     axes: list[tuple[str, ...]] = []
     for entry in spec or ():
         if isinstance(entry, str):
@@ -127,13 +132,13 @@ def _padded(spec: Any, rank: int) -> Spec:
 
 
 def _stated(aval: Any) -> Spec:
-    """The spec in a type, if the axes of the mesh are explicit; () if the type has none."""
+    """Returns the spec in a type if the axes of the mesh are explicit; () if the type has none."""
     spec = _padded(getattr(getattr(aval, "sharding", None), "spec", ()), len(getattr(aval, "shape", ())))
     return spec if any(spec) else ()
 
 
 def _merged(specs: Sequence[Spec], rank: int) -> Spec:
-    """Merges specs of one rank; earlier specs have priority, and an axis is used once."""
+    """Merges specs of one rank. Earlier specs have priority, and each mesh axis is used once."""
     out: list[tuple[str, ...]] = [()] * rank
     used: set[str] = set()
     for spec in specs:
@@ -144,8 +149,8 @@ def _merged(specs: Sequence[Spec], rank: int) -> Spec:
     return tuple(out)
 
 
-def _alike(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Elementwise work, and operations that keep the dimensions."""
+def _same_dims(equation: Any, ins: list[Spec], out: Any) -> Spec:
+    """The rule for elementwise work and other operations that keep the dimensions."""
     shape = getattr(out, "shape", ())
     same: list[Spec] = []
     for spec, atom in zip(ins, equation.invars):
@@ -180,7 +185,7 @@ def _transpose(equation: Any, ins: list[Spec], out: Any) -> Spec:
 
 
 def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
-    """The rule for operations that drop the dimensions in the parameter `key`."""
+    """Returns the rule for operations that drop the dimensions listed in the parameter `key`."""
 
     def rule(equation: Any, ins: list[Spec], out: Any) -> Spec:
         dropped = [number % len(ins[0]) for number in equation.params[key]]
@@ -201,7 +206,7 @@ def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
 
 
 def _gather(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Rows of a table are sharded like their indices."""
+    """The gathered rows are sharded like their indices."""
     inside = equation.params["dimension_numbers"].offset_dims
     rows = iter(ins[1][:-1])
     return tuple(() if number in inside else next(rows, ()) for number in range(len(out.shape)))

@@ -1,7 +1,7 @@
 """Finds the layers of any loss in its jaxpr, and puts a remat policy into them.
 
-A layer is a function under `jax.checkpoint`. In a loss without checkpoints, layers are the body of its largest loop, or
-a jitted function that is called several times; these are put under a checkpoint.
+A layer is a function under `jax.checkpoint`. In a loss without checkpoints, the layers are the body of its largest
+loop, or a jitted function that is called several times. These are put under a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from bytescope.memory.cost import flops
 from bytescope.memory.errors import ReportError
 from bytescope.memory.jaxprs import checkpoint_name_of, checkpoint_of, parameters, with_parameters
 
-# Calls that only run their body.
+# Primitives of calls that only run their body.
 INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
-# Equations with a derivative rule of their own, so that their bodies are not differentiated.
+# Equations with a custom derivative rule, so that their bodies are not differentiated.
 _OWN_RULE = ("custom_jvp_call", "custom_vjp_call")
 _STOPS = ("stop_gradient",)
 _OF_LIBRARIES = re.compile(r"/(jax|jaxlib|flax|equinox|haiku)/|<frozen|/contextlib.py|/memory/remat(_plan)?/")
@@ -27,16 +27,19 @@ CHECKPOINT, LOOP, CALL = "checkpoint", "scan", "call"
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One kind of layer; all that run the same jaxpr are one kind.
+    """One kind of layer. All layers that run the same jaxpr are one kind.
 
     Fields:
-        body: its ClosedJaxpr. times: number of runs in one evaluation of the loss.
-        active: of each of its inputs, whether it depends on differentiated inputs of the loss.
-        mark: equal for layers of one kind. how: CHECKPOINT, or the LOOP or CALL that has no checkpoint yet.
-        name: of its function; where: file:line of its call, or of the function if a library calls it.
-        policy: the policy of its checkpoint.
-        constants, carried: of a LOOP, the number of inputs that are the same for all layers, and the number of the
-            following inputs, which are carried from layer to layer.
+        body: the ClosedJaxpr of the layer.
+        times: number of runs in one evaluation of the loss.
+        active: for each input of the layer, whether it depends on differentiated inputs of the loss.
+        mark: a text that is equal for layers of one kind.
+        how: CHECKPOINT, or LOOP or CALL if the layer has no checkpoint yet.
+        name: the name of the layer's function.
+        where: file:line of the call, or of the function if a library calls it.
+        policy: the policy of the layer's checkpoint.
+        constants: for a LOOP, the number of inputs that are the same for all layers.
+        carried: for a LOOP, the number of the following inputs, which are carried from layer to layer.
     """
 
     body: Any
@@ -53,17 +56,18 @@ class Layer:
     @property
     def flops(self) -> int:
         """FLOPs of one forward pass through all layers of this kind."""
-        return self.times * sum(flops.of_equation(equation).total for equation in self.body.jaxpr.eqns)
+        return self.times * sum(flops.count_equation(equation).total for equation in self.body.jaxpr.eqns)
 
 
-def layers_of(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) -> list[Layer]:
+def find_layers(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) -> list[Layer]:
     """Returns the kinds of layers of a loss, those with the most FLOPs first.
 
     Kinds whose checkpoint has another policy than the first kind's are left out.
 
     Args:
-        jaxpr: the loss as a ClosedJaxpr. active: of each of its inputs, whether it is differentiated.
-        only: names of functions under `jax.checkpoint`, () for all.
+        jaxpr: the loss as a ClosedJaxpr.
+        active: for each input of the loss, whether the loss is differentiated by it.
+        only: names of functions under `jax.checkpoint` to consider, () for all.
 
     Raises ReportError if there are none.
     """
@@ -74,7 +78,9 @@ def layers_of(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) ->
         names = sorted({layer.name for layer in layers})
         layers = [layer for layer in layers if layer.name in only]
         if not layers:
-            raise ReportError(f"no layer is named {', '.join(only)}: there are {', '.join(names) or 'none'}")
+            raise ReportError(
+                f"no layer is named {', '.join(only)}: the loss has {', '.join(names) or 'no named layers'}"
+            )
     if not layers:
         raise ReportError(
             "no layers found: put jax.checkpoint around the block that repeats, or run the layers in a jax.lax.scan"
@@ -84,10 +90,12 @@ def layers_of(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) ->
 
 
 def named_loop(jaxpr: Any, active: Sequence[bool]) -> Layer:
-    """Returns the loop over layers that name their values, as one kind of layer; the one with most FLOPs of several.
+    """Returns the loop over layers that name their values, as one kind of layer. If there are several, returns the one
+    with the most FLOPs.
 
     Args:
-        jaxpr: the loss as a ClosedJaxpr. active: of each of its inputs, whether it is differentiated.
+        jaxpr: the loss as a ClosedJaxpr.
+        active: for each input of the loss, whether the loss is differentiated by it.
 
     Raises ReportError if no loop names a value.
     """
@@ -112,20 +120,20 @@ def _names_a_value(jaxpr: Any) -> bool:
 class _Finder:
     """Walks a loss once, and collects candidates for layers with their active inputs in `seen`.
 
-    by_names: a loop whose body names values is a layer, whatever else it contains.
+    If `by_names`, a loop whose body names values is a layer, whatever else it contains.
     """
 
     by_names: bool = False
     seen: list[Layer] = dataclasses.field(default_factory=list)
 
     def layers(self) -> list[Layer]:
-        """Returns the kinds of checkpoints; without checkpoints the largest loop; without loops the largest repeated
-        call."""
-        alike: dict[tuple[str, str], list[Layer]] = {}
+        """Returns the kinds of checkpoints. Without checkpoints, returns the largest loop; without loops, the largest
+        repeated call."""
+        groups: dict[tuple[str, str], list[Layer]] = {}
         for one in self.seen:
-            alike.setdefault((one.how, one.mark), []).append(one)
+            groups.setdefault((one.how, one.mark), []).append(one)
         kinds: dict[str, list[Layer]] = {CHECKPOINT: [], LOOP: [], CALL: []}
-        for group in alike.values():
+        for group in groups.values():
             times = sum(one.times for one in group)
             active = tuple(map(any, zip(*(one.active for one in group))))
             kinds[group[0].how].append(dataclasses.replace(group[0], times=times, active=active))
@@ -138,7 +146,7 @@ class _Finder:
         return []
 
     def visit(self, jaxpr: Any, active: Sequence[bool], times: int) -> list[bool]:
-        """Returns for each output of a Jaxpr whether it is active."""
+        """Returns for each output of a Jaxpr whether it is active, that is, depends on a differentiated input."""
         env = dict(zip(jaxpr.invars, active))
 
         def read(atom: Any) -> bool:
@@ -169,7 +177,7 @@ class _Finder:
 
     def _loop(self, equation: Any, active: list[bool], times: int) -> list[bool]:
         body, carried = equation.params["jaxpr"], carried_count(equation)
-        first, trips = alike(equation.invars, body.jaxpr.invars) - carried, times * equation.params["length"]
+        first, trips = count_same_rank(equation.invars, body.jaxpr.invars) - carried, times * equation.params["length"]
         while True:  # a value that one iteration makes active is active in the next
             seen_before = len(self.seen)
             out = self.visit(body.jaxpr, active, trips)
@@ -205,43 +213,47 @@ class _Finder:
 
 
 def carried_count(loop: Any) -> int:
-    """Number of values that a loop carries between iterations; jax's own parameter for it changes between versions."""
-    return alike(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
+    """Returns the number of values that a loop carries between iterations. jax's own parameter for it changes between
+    versions."""
+    return count_same_rank(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
 
 
-def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Number of values with the same rank outside a loop and in its body; stacked values have one dimension more."""
+def count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """Returns the number of values that have the same rank outside of a loop and in its body. Stacked values have one
+    dimension more outside."""
     return sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(outside, inside))
 
 
 def mark(body: Any) -> str:
-    """The text of a body without addresses, which is equal for bodies that compute the same."""
+    """Returns the text of a body without memory addresses, which is equal for bodies that compute the same."""
     return _ADDRESS.sub("", str(getattr(body, "jaxpr", body)))
 
 
 def with_policy(jaxpr: Any, layers: Sequence[Layer], policy: Any) -> Any:
-    """The ClosedJaxpr with a policy for the checkpoints of these layers; layers without a checkpoint get one."""
+    """Returns the ClosedJaxpr with a policy for the checkpoints of these layers. Layers without a checkpoint get
+    one."""
     return _PolicyRewriter({layer.mark for layer in layers}, layers[0].how, policy).closed(jaxpr)
 
 
 class _PolicyRewriter:
-    """Changes the policy of some checkpoints of a jaxpr; shared jaxprs stay shared."""
+    """Changes the policy of some checkpoints of a jaxpr. Jaxprs that are shared stay shared."""
 
     def __init__(self, marks: Collection[str], how: str, policy: Any):
         self._marks, self._how, self._policy = marks, how, policy
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def closed(self, closed: Any) -> Any:
-        """A ClosedJaxpr with the policy changed."""
         return closed.replace(jaxpr=self.jaxpr(closed.jaxpr))
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """A Jaxpr with the policy changed."""
         return self._once(jaxpr, lambda: jaxpr.replace(eqns=[self._equation(equation) for equation in jaxpr.eqns]))
 
     def _once(self, old: Any, make: Callable[[], Any]) -> Any:
         if id(old) not in self._done:
-            self._done[id(old)] = old, make()  # keeps the old jaxpr, so that its id is not used again
+            self._done[id(old)] = (
+                old,
+                make(),
+            )  # holds a reference to the old jaxpr, so that Python does not reuse its id
         return self._done[id(old)][1]
 
     def _equation(self, equation: Any) -> Any:
@@ -271,16 +283,16 @@ class _PolicyRewriter:
         return self.jaxpr(value) if hasattr(value, "eqns") else value
 
     def _checkpoint(self, body: Any, loop: bool) -> Any:
-        """A ClosedJaxpr that runs only the body, under a checkpoint."""
+        """Returns a ClosedJaxpr that runs only the body, under a checkpoint."""
         import jax
         from jax.extend import core
 
         under = jax.checkpoint(core.jaxpr_as_fun(body), policy=self._policy, prevent_cse=not loop)
-        return jax.make_jaxpr(under)(*specs_of(body.jaxpr))
+        return jax.make_jaxpr(under)(*input_specs(body.jaxpr))
 
 
-def specs_of(jaxpr: Any) -> list[Any]:
-    """The inputs of a Jaxpr as `jax.ShapeDtypeStruct`s."""
+def input_specs(jaxpr: Any) -> list[Any]:
+    """Returns the inputs of a Jaxpr as `jax.ShapeDtypeStruct`s."""
     import jax
 
     return [
@@ -302,19 +314,19 @@ def _is_float(aval: Any) -> bool:
 
 
 def _name(equation: Any, body: Any) -> str:
-    """The name of the function that jax keeps for its error messages."""
+    """Returns the name of the function that jax keeps for its error messages."""
     traced_name = getattr(body.jaxpr.debug_info, "func_name", "") or ""
     return str(equation.params.get("name") or traced_name)
 
 
 def _defined(body: Any) -> str:
-    """file:line of the traced function, "" if jax does not know it."""
+    """Returns file:line of the traced function, "" if jax does not know it."""
     info = body.jaxpr.debug_info
     return f"{info.func_filename}:{info.func_lineno}" if getattr(info, "func_filename", None) else ""
 
 
 def where_of(equation: Any) -> str:
-    """file:line of the innermost frame outside libraries, "" for none."""
+    """Returns file:line of the innermost stack frame outside of libraries, "" if there is none."""
     traceback = equation.source_info.traceback
     frames = list(traceback.frames) if traceback is not None else []
     frame = next((f for f in frames if not _OF_LIBRARIES.search(f.file_name)), None)

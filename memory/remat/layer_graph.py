@@ -1,8 +1,8 @@
-"""A layer's forward pass as a graph: the values that its backward pass reads, named values, costs of recomputation.
+"""The graph of a layer's forward pass: values that the backward pass reads, named values, and costs of recomputation.
 
-For every choice of names the graph says what is kept and what is recomputed, as `jax.checkpoint` decides it
+For every choice of names, the graph shows which values are kept and which are recomputed by `jax.checkpoint`
 (remat/remat_solver.py). It is plain data and is sent between processes as JSON. `named_block` builds it for a model
-that names its values, `layer_values` for any loss; both read jax's derivative of the layer.
+that names its values, `layer_values` for any loss. Both read jax's derivative of the layer.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ from typing import Any
 
 from bytescope.memory.cost import flops
 
-# The name of a layer's input, which its loop carries: it is kept under every policy.
+# The name of a layer's input. The loop over layers carries it, so it is kept under every policy.
 LAYER_INPUT = "block_in"
-# Maximum results of one equation whose FLOPs are counted separately, by looking at each set of them.
+# Maximum number of results of one equation for which FLOPs are counted for every subset of the results.
 MAX_RESULTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphStep:
-    """One equation. Values are numbers; `name`: the checkpoint name that it gives, "" for none.
+    """One equation of a layer. Values are numbers.
 
-    outs, ins: values that it computes and reads, without inputs of the block. flops: over all devices, for computing
-    each of `outs` alone; all_flops: for computing all of them. dtype: the unit that computes (a key of
-    `Target.peak_flops`), "" without FLOPs. bytes: of each of `outs`, on one device. shared: (numbers of results in
-    `outs`, FLOPs) of work that is in the `flops` of each of these results, and is done once for all of them.
+    Fields:
+        name: the checkpoint name that the equation gives, "" for none.
+        outs, ins: values that the equation computes and reads, without inputs of the layer.
+        flops: for each of `outs`, FLOPs over all devices of computing only this value.
+        all_flops: FLOPs over all devices of computing all of `outs`.
+        dtype: the compute unit (a key of `Target.peak_flops`), "" without FLOPs.
+        bytes: for each of `outs`, bytes on one device.
+        shared: (indices in `outs`, FLOPs) of work that several results need. It is in the `flops` of each of them, and
+            is done once for all.
     """
 
     outs: tuple[int, ...]
@@ -49,10 +54,12 @@ class LayerGraph:
     """The forward pass of one of `layers` equal layers.
 
     Fields:
-        steps: its equations in order. read: values that its backward pass reads.
-        carry_bytes: of its input, on one device. none_bytes: of all values that plain autodiff keeps.
-        bound: name -> names that must be kept on the device with it. Such a name is a result of a kernel outside of the
-            checkpoint, whose residuals have no names and are kept with it.
+        steps: the equations in order.
+        read: values that the backward pass reads.
+        carry_bytes: bytes of the layer's input, on one device.
+        none_bytes: bytes of all values that plain autodiff keeps, on one device.
+        bound: name -> names that must be kept on the device together with it. Such a name is a result of a kernel
+            outside of the checkpoint, whose residuals have no names and are kept with the result.
     """
 
     layers: int
@@ -64,7 +71,7 @@ class LayerGraph:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of values that are recomputed if nothing is kept, in the order in which they are made."""
+        """Names of values that are recomputed if nothing is kept, in the order of their equations."""
         needed = set(self.read)
         named: list[str] = []
         for step in reversed(self.steps):
@@ -75,7 +82,7 @@ class LayerGraph:
 
     @functools.cached_property
     def keepers(self) -> tuple[str, ...]:
-        """For each step, the name whose decision keeps its results, "" if none does."""
+        """For each step, the name whose decision keeps the results of the step, "" if there is none."""
         kernels: dict[tuple[int, ...], str] = {}
         for tag in self.steps:
             if tag.name in self.bound:
@@ -85,8 +92,8 @@ class LayerGraph:
         )
 
     def kept_bytes(self, number: int) -> int:
-        """Bytes on one device of keeping a step's results; for a bound name, with all values that its kernel's gradient
-        reads."""
+        """Returns the bytes on one device of keeping a step's results. For a bound name, they include all values that
+        the gradient of its kernel reads."""
         name = self.keepers[number]
         if name not in self.bound:
             return sum(self.steps[number].bytes)
@@ -96,7 +103,7 @@ class LayerGraph:
         return sum(tag.bytes) + sum(others)
 
     def scaled(self, times: float) -> LayerGraph:
-        """The same layer with `times` as many tokens."""
+        """Returns the same layer with `times` as many tokens."""
         steps = []
         for step in self.steps:
             steps.append(
@@ -122,7 +129,7 @@ class LayerGraph:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LayerGraph:
-        """The graph of `dataclasses.asdict`, read back from JSON."""
+        """Returns the graph from the JSON of `dataclasses.asdict(graph)`."""
         steps = []
         for step in values["steps"]:
             steps.append(GraphStep(**{key: _tuples(value) for key, value in step.items()}))
@@ -130,14 +137,14 @@ class LayerGraph:
         return cls(**{**values, "steps": tuple(steps), "read": tuple(values["read"]), "bound": bound})
 
 
-def step_of(
+def build_step(
     equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int | Fraction, times: int = 1
 ) -> GraphStep:
     """Returns the step of an equation in `times` layers, with its results and operands as numbers.
 
-    parts: number of devices over which its results are sharded.
+    `parts`: number of devices over which the results are sharded.
     """
-    counted = flops.of_equation(equation)
+    counted = flops.count_equation(equation)
     every = counted.total
     each, shared = _by_result(equation, every)
     dtype = max(counted.by, key=lambda unit: counted.by[unit])[1] if every else ""
@@ -154,9 +161,9 @@ def step_of(
 
 
 def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
-    """Returns the FLOPs of each result alone, and FLOPs that several results share, as in `GraphStep`.
+    """Returns the FLOPs of each result, and FLOPs that several results share, as in `GraphStep`.
 
-    Of more than MAX_RESULTS results, each is assumed to need all FLOPs.
+    If there are more than MAX_RESULTS results, each is assumed to need all FLOPs.
     """
     count = len(equation.outvars)
     everything = tuple(range(count))
@@ -164,8 +171,8 @@ def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[
         return (every,) * count, ()
     if count > MAX_RESULTS:
         return (every,) * count, ((everything, every),)
-    # Set of results -> FLOPs that all of them need and no other result: FLOPs that the other results do not need, less
-    # those of smaller sets.
+    # Set of results -> FLOPs that all of these results need and no other result needs: the FLOPs that the other
+    # results do not need, minus those of smaller sets.
     own: dict[tuple[int, ...], int] = {}
     for size in range(1, count + 1):
         for which in itertools.combinations(everything, size):
@@ -179,24 +186,25 @@ def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[
 
 
 def _live(equation: Any, which: Sequence[int]) -> int:
-    """FLOPs of an equation if only these results are needed; a call or a loop then runs only a part of its body."""
+    """Returns the FLOPs of an equation if only these results are needed. A call or a loop then runs only a part of its
+    body."""
     from jax.interpreters import partial_eval
 
     rule = partial_eval.dce_rules.get(equation.primitive)
     wanted = [number in which for number in range(len(equation.outvars))]
-    # From jax 0.12 on a rule also takes which operands are needed.
+    # From jax 0.12 on, a rule also takes a list of the operands that are needed.
     arguments: list[Any] = [wanted, equation]
     if rule and len(inspect.signature(rule).parameters) > 2:
         arguments.insert(1, [True] * len(equation.invars))
     live = rule(*arguments)[1] if rule else equation
-    return flops.of_equation(live).total if live else 0
+    return flops.count_equation(live).total if live else 0
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, also inside lists."""
+    """Converts lists to tuples, including nested lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def size_of(aval: Any) -> int:
-    """Bytes of an array, over all devices."""
+    """Returns the bytes of an array, over all devices."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)

@@ -1,7 +1,9 @@
-"""The values that a layer of any model can keep: the layer's graph, and the keys by which a policy recognizes values.
+"""Lists the values that a layer of any model can keep: the layer's graph, and the keys by which a policy recognizes
+values.
 
 The graph is read from jax's derivative of the layer with everything kept, which returns the layer's result and the
-values that the backward pass reads. A value can be kept if jax asks a policy about it, that is outside of loops.
+values that the backward pass reads. A value can be kept if jax asks a policy about it, which jax does outside of
+loops.
 """
 
 from __future__ import annotations
@@ -14,18 +16,18 @@ from typing import Any, NamedTuple
 
 from bytescope.memory.jaxprs import NAME, bodies, checkpoint_name_of, checkpoint_of, parameters
 from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
-from bytescope.memory.remat.layer_discovery import INLINED, Layer, specs_of, where_of
-from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph, size_of, step_of
+from bytescope.memory.remat.layer_discovery import INLINED, Layer, input_specs, where_of
+from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph, build_step, size_of
 from bytescope.memory.remat.recognition import NamesRead, Value, Wanted, key_of, type_of
 
-# Functions with a derivative rule of their own. jax asks about one as a whole if it is left in a derivative, because
-# the rule of another function calls it.
+# Functions with a custom derivative rule. If such a function remains in a derivative, because the rule of another
+# function calls it, jax asks a policy about the function as a whole.
 _WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call"))
 # Calls whose bodies jax walks with the policy, or inlines when it differentiates.
-_OPENED = INLINED | _WITH_RULES
-# A scope opened by a user or a module; transformations have brackets, and einsum writes its equation.
+_INLINED_CALLS = INLINED | _WITH_RULES
+# Matches a scope opened by a user or a module, but not transformations (which have brackets) and einsum equations.
 _SCOPE = re.compile(r"[\w.-]+")
-# A product with fewer FLOPs per byte of its result counts as elementwise work.
+# A matrix product with fewer FLOPs per byte of its result counts as elementwise work.
 MIN_FLOPS_PER_BYTE = 4.0
 
 
@@ -33,7 +35,10 @@ MIN_FLOPS_PER_BYTE = 4.0
 class LayerValues:
     """The values that the layers can keep.
 
-    graph: one layer that stands for all layers of all kinds. values: label -> value. order, known: as in `Wanted`.
+    Fields:
+        graph: one layer that represents all layers of all kinds.
+        values: label -> value.
+        order, known: the fields of `Wanted` with these names.
     """
 
     graph: LayerGraph
@@ -58,7 +63,7 @@ class LayerValues:
 
 @dataclasses.dataclass
 class _CountedValue:
-    """A `Value` whose kinds, count and bytes are still added up, with the fields of `Value`."""
+    """A `Value` under construction: its kinds, count and bytes are still being added up."""
 
     label: str
     name: str
@@ -75,8 +80,11 @@ class _CountedValue:
 class _Made:
     """An equation of a layer's graph.
 
-    outs, ins: numbers of its results and operands. key: "" if jax asks no policy about it. nested: in a body that jax
-    inlines. parts: number of devices over which its result is sharded.
+    Fields:
+        outs, ins: numbers of its results and operands.
+        key: the key about which jax asks a policy, "" if jax does not ask.
+        nested: whether the equation is in a body that jax inlines.
+        parts: number of devices over which the result is sharded.
     """
 
     equation: Any
@@ -87,16 +95,17 @@ class _Made:
     parts: int
 
 
-def values_of(layers: Sequence[Layer], shards: JaxprSharding | None = None, ordered: bool = True) -> LayerValues:
+def find_values(layers: Sequence[Layer], shards: JaxprSharding | None = None, ordered: bool = True) -> LayerValues:
     """Returns the values that the layers can keep.
 
     Args:
         shards: shardings in the program that contains the layers, None for one device.
-        ordered: whether a policy can distinguish equations of one key by their order, which needs jax to walk the
-            layers in the program as it walks them alone.
+        ordered: whether a policy can distinguish equations of one key by their order. This requires that jax walks the
+            layers inside the program in the same order as alone.
     """
     forwards = [LayerForward(layer, shards) for layer in layers]
-    # A policy sees an equation, not the kind of its layer: keys that are ambiguous in one kind are so in all.
+    # A policy sees only the equation, not the kind of its layer. So a key that is ambiguous in one kind is ambiguous
+    # in all kinds.
     hidden: set[str] = set()
     for forward in forwards:
         hidden |= forward.asked - {key for _, key in forward.order}
@@ -111,7 +120,7 @@ def values_of(layers: Sequence[Layer], shards: JaxprSharding | None = None, orde
         labels = _labels(forward, order, kind, layer.times, counted)
         for number, one in enumerate(forward.equations):
             outs, ins = [first + value for value in one.outs], [first + value for value in one.ins]
-            steps.append(step_of(one.equation, outs, ins, labels.get(number, ""), one.parts, layer.times))
+            steps.append(build_step(one.equation, outs, ins, labels.get(number, ""), one.parts, layer.times))
         read += [first + value for value in forward.read]
         first += forward.count
         carry += layer.times * forward.result_bytes
@@ -147,10 +156,11 @@ def with_names(graph: LayerGraph, names: Collection[str]) -> LayerGraph:
 def worth_deciding(graph: LayerGraph) -> set[str]:
     """Returns the labels of the values that a plan of least recomputation may have to keep.
 
-    Elementwise work is recomputed for free. A value is left out if another choice is never worse: a smaller value from
-    which it is recomputed for free, the smaller result of the only step that reads it, or recomputing it for free from
-    a value that is needed whenever it is. This loses no plan. A label of several values, which a policy cannot
-    distinguish, is left out too if none of them is a product, or smaller than a product from which only it is made.
+    Elementwise work is assumed to be recomputed for free. A value is left out if another choice is never worse: a
+    smaller value from which it is recomputed for free, the smaller result of the only step that reads it, or
+    recomputing it for free from a value that is always needed together with it. This loses no plan. A label of several
+    values that a policy cannot distinguish is also left out if none of them is a product, or is smaller than a product
+    from which only this value is made.
     """
     users, together = _users_and_needed_together(graph)
     size: dict[int, int] = {}
@@ -184,7 +194,7 @@ def worth_deciding(graph: LayerGraph) -> set[str]:
         replaced = False
         if value not in graph.read and len(readers) == 1:
             result = readers[0]
-            # Of two equally large values one has to stay: the first, if the second is free from it.
+            # Of two equally large values that are free from each other, only one may be left out: the second.
             same = size[result] == size[value] and value in free_from.get(result, ())
             replaced = members[label[result]] == 1 and size[result] <= size[value] and not same
         if not (smaller or replaced or before & together[value]):
@@ -197,8 +207,8 @@ def _is_product(flops: int, size: int) -> bool:
 
 
 def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphStep]], dict[int, set[int]]]:
-    """Returns value -> the steps that read it, and value -> the other values that are needed whenever it is; both for
-    the values that are needed if nothing is kept."""
+    """Returns value -> the steps that read it, and value -> the other values that are needed whenever it is. Both
+    contain the values that are needed if nothing is kept."""
     users: dict[int, list[GraphStep]] = {value: [] for value in graph.read}
     together = {value: set(graph.read) - {value} for value in graph.read}
     for step in reversed(graph.steps):
@@ -214,7 +224,8 @@ def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphS
 
 
 def _free_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]]:
-    """Returns value -> the values from each of which it is recomputed for free; values without products are left out.
+    """Returns value -> the values from each of which it is recomputed for free. Values that need no product are left
+    out.
 
     A value with one of the labels `shared` may be kept because of another value, so it does not count as free.
     """
@@ -233,15 +244,19 @@ class LayerForward:
     """A layer's forward pass as jax differentiates it.
 
     Attributes:
-        equations: in order. read: numbers of values that the backward pass reads. count: number of values.
-        asked: keys about which jax asks a policy; order: (index in `equations`, key) for equations in a known order.
-        result_bytes: bytes of its result on one device. unvarying: numbers of values that are the same for all layers.
+        equations: the equations in order.
+        read: numbers of values that the backward pass reads.
+        count: number of values.
+        asked: keys about which jax asks a policy.
+        order: (index in `equations`, key) for equations in a known order.
+        result_bytes: bytes of the layer's result on one device.
+        unvarying: numbers of values that are the same for all layers.
     """
 
     def __init__(self, layer: Layer, shards: JaxprSharding | None = None):
         shards = shards or JaxprSharding()
         jaxpr, self._shards = _derivative(layer), shards
-        shards.walk(jaxpr.jaxpr, shards.of_layer(layer.body.jaxpr))
+        shards.walk(jaxpr.jaxpr, shards.layer_specs(layer.body.jaxpr))
         results = len(layer.body.jaxpr.outvars)
         calls = _calls(layer)
         self.asked = frozenset(calls)
@@ -253,7 +268,7 @@ class LayerForward:
         outs = self._read(jaxpr.jaxpr, inputs, nested=False)
         self.read = sorted({value.number for value in outs[results:] if value.number is not None})
         top = [(number, one.key) for number, one in enumerate(self.equations) if one.key and not one.nested]
-        # A derivative adds equations, and a walk may leave them out; a forward pass has the same ones in every walk.
+        # A walk may lack equations that a derivative adds. Equations of the forward pass are in every walk.
         once = Counter(calls)
         derived, plain = Counter(key for _, key in top), Counter(_keys(layer.body.jaxpr))
         hidden = {one.key for one in self.equations if one.nested} | set(_inside(jaxpr.jaxpr))
@@ -264,7 +279,8 @@ class LayerForward:
         ]
 
     def _read(self, jaxpr: Any, given: Sequence[_Operand], nested: bool) -> list[_Operand]:
-        """Adds the equations of a Jaxpr to `equations`; returns its results, given its inputs."""
+        """Adds the equations of a Jaxpr to `equations`. `given` are the operands for its inputs; returns the operands
+        of its results."""
         env = dict(zip(jaxpr.invars, given))
 
         def operand(atom: Any) -> _Operand:
@@ -292,22 +308,22 @@ class LayerForward:
 
 
 class _Operand(NamedTuple):
-    """An operand of an equation: the index of the value that it reads, None for an input of the layer or a literal, and
-    whether the value differs between layers."""
+    """An operand of an equation: the number of the value that it reads (None for an input of the layer or a literal),
+    and whether the value differs between layers."""
 
     number: int | None
     varies: bool
 
 
 def _derivative(layer: Layer) -> Any:
-    """The ClosedJaxpr that returns a layer's result and all values that its backward pass reads."""
+    """Returns the ClosedJaxpr that computes a layer's result and all values that its backward pass reads."""
     import jax
 
-    return jax.make_jaxpr(lambda *inputs: _vjp(layer, None, inputs))(*specs_of(layer.body.jaxpr))
+    return jax.make_jaxpr(lambda *inputs: _vjp(layer, None, inputs))(*input_specs(layer.body.jaxpr))
 
 
 def _calls(layer: Layer) -> list[str]:
-    """The keys about which jax asks a policy in one walk of a layer, in order."""
+    """Returns the keys about which jax asks a policy in one walk of a layer, in order."""
     import jax
 
     keys: list[str] = []
@@ -316,10 +332,11 @@ def _calls(layer: Layer) -> list[str]:
         keys.append(key_of(primitive.name, avals, params))
         return False
 
-    specs = specs_of(layer.body.jaxpr)
+    specs = input_specs(layer.body.jaxpr)
     jax.make_jaxpr(lambda *inputs: _vjp(layer, note, inputs))(*specs)
     if keys:
         return keys
+    # jax calls no policy except its own (`asks_any_policy`), or the layer has nothing to keep.
     read = NamesRead()
     jax.make_jaxpr(lambda *inputs: _vjp(layer, read.policy(), inputs))(*specs)
     return [_key_of(equation) for equation in _named(layer.body.jaxpr) if checkpoint_name_of(equation) in read.names]
@@ -335,7 +352,8 @@ def _named(jaxpr: Any) -> Iterator[Any]:
 
 
 def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
-    """The result of a layer and its derivative by the active inputs; under a checkpoint if there is a policy."""
+    """Returns the result of a layer and its derivative by the active inputs. If there is a policy, the layer is under
+    a checkpoint."""
     import jax
     from jax.extend import core
 
@@ -351,8 +369,8 @@ def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _body(equation: Any) -> Any:
-    """The Jaxpr of a call that jax inlines, None for other equations."""
-    if equation.primitive.name not in _OPENED and not checkpoint_of(equation):
+    """Returns the Jaxpr of a call that jax inlines, None for other equations."""
+    if equation.primitive.name not in _INLINED_CALLS and not checkpoint_of(equation):
         return None
     given = parameters(equation)
     inner = next((given[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in given), None)
@@ -360,7 +378,7 @@ def _body(equation: Any) -> Any:
 
 
 def _key(equation: Any) -> str:
-    """The key of an equation; "" if jax asks no policy about it, since it walks into its body; kernels have keys."""
+    """Returns the key of an equation; "" if jax asks no policy about it because jax walks into its body."""
     if equation.primitive.name != "pallas_call" and any(bodies(equation)):
         return ""
     return _key_of(equation)
@@ -397,10 +415,11 @@ def _labels(
     times: int,
     counted: dict[Any, _CountedValue],
 ) -> dict[int, str]:
-    """Returns index in `equations` -> label of its value, for all equations about which jax asks a policy.
+    """Returns index in `equations` -> label of the equation's value, for all equations about which jax asks a policy.
 
-    counted: the key by which a policy recognizes a value -> the value. The key is the value's name; or the keys of all
-    equations up to it, if their order is known; or its own key. The values of this kind of layer are added to it.
+    `counted`: the key by which a policy recognizes a value -> the value. This key is the value's name; or the keys of
+    all equations up to it, if their order is known; or the equation's own key. The values of this kind of layer are
+    added to it.
     """
     place, keys = {number: at for at, (number, _) in enumerate(order)}, tuple(key for _, key in order)
     in_loops: set[str] = set()
@@ -432,7 +451,8 @@ def _labels(
 
 
 def _label(equation: Any, name: str, taken: set[str]) -> str:
-    """The name of a value, otherwise its innermost scope and its primitive; numbered if that label is taken."""
+    """Returns the name of a value, or else its innermost scope and its primitive. A number is appended if that label
+    is taken."""
     scopes = [part for part in str(equation.source_info.name_stack).split("/") if _SCOPE.fullmatch(part)]
     plain = name or ".".join([*scopes[-1:], equation.primitive.name])
     label, number = plain, 1

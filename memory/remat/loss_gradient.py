@@ -1,11 +1,12 @@
-"""Turns any loss into a training step with an exchangeable remat policy: traced once, differentiated per policy."""
+"""Turns any loss into a training step with an exchangeable remat policy. The loss is traced once and differentiated
+per policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 from bytescope.memory.remat.layer_discovery import Layer, with_policy
 from bytescope.memory.remat.recognition import type_of
@@ -14,21 +15,25 @@ _CALLED = "plan_remat(loss, (params, batch), ...)"
 
 
 class Loss:
-    """A loss of (params, ...) as a jaxpr, in which the policies of layers can be changed.
+    """A loss of (params, ...) as a jaxpr in which the policies of layers can be changed.
 
     Attributes:
-        args, kwargs: the arguments of the trace. jaxpr: its ClosedJaxpr. tree: the structure of its result.
+        args, kwargs: the arguments of the trace.
+        jaxpr: the ClosedJaxpr of the loss.
+        tree: the tree structure of its result.
 
-    Raises ReportError for a function that is no loss.
+    Raises ReportError if the function is not a loss.
     """
 
     def __init__(self, loss: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         import jax
 
         if not callable(loss):
-            raise ReportError(f"{a_kind(loss)} is not a loss: {_CALLED}")
+            raise ReportError(f"{type_phrase(loss)} is not a loss: {_CALLED}")
         if not isinstance(args, tuple | list) or not args:
-            raise ReportError(f"arguments of a loss are a tuple that begins with what is differentiated: {_CALLED}")
+            raise ReportError(
+                f"the arguments of a loss are not a tuple that begins with what is differentiated: call {_CALLED}"
+            )
         _check_leaves(args)
         traced = (loss if hasattr(loss, "trace") else jax.jit(loss)).trace(*args, **kwargs)
         self.args, self.kwargs, self.jaxpr = tuple(args), dict(kwargs), traced.jaxpr
@@ -36,7 +41,7 @@ class Loss:
         avals = self.jaxpr.out_avals
         params = self.jaxpr.in_avals[: sum(self.active)]
         if len(avals) > 1 and [aval.shape for aval in avals[1:]] == [aval.shape for aval in params]:
-            raise ReportError(f"this returns a gradient: give the loss that it is of, {_CALLED}")
+            raise ReportError(f"this function returns a gradient: give the loss itself, {_CALLED}")
         if not avals or avals[0].shape or (len(avals) > 1 and not self.has_aux):
             raise ReportError(
                 "a loss returns a scalar, or (scalar, anything): this one returns "
@@ -45,7 +50,7 @@ class Loss:
 
     @property
     def has_aux(self) -> bool:
-        """Whether the loss returns a pair."""
+        """True if the loss returns a pair (scalar, auxiliary result)."""
         children = self.tree.children()
         return len(children) == 2 and children[0].num_leaves == 1
 
@@ -59,13 +64,13 @@ class Loss:
 
     @property
     def shards(self) -> JaxprSharding:
-        """The shardings of its values over the devices of its arguments."""
+        """The shardings of the values of the loss over the devices of its arguments."""
         import jax
 
-        return JaxprSharding.of(self.jaxpr, jax.tree.leaves((self.args, self.kwargs)))
+        return JaxprSharding.from_arguments(self.jaxpr, jax.tree.leaves((self.args, self.kwargs)))
 
     def under(self, layers: Sequence[Layer], policy: Any) -> Callable[..., Any]:
-        """The loss as a function with its layers under a policy."""
+        """Returns the loss as a function in which these layers are under a policy."""
         import jax
         from jax.extend import core
 
@@ -78,8 +83,11 @@ class Loss:
         return loss
 
     def step(self, layers: Sequence[Layer], policy: Any, optimizer: Any = None) -> Any:
-        """Returns the `jax.stages.Traced` of the loss and its gradient by the first argument, or with an optimizer
-        (`init`, `update`) of a whole update to which params and state are donated."""
+        """Returns the `jax.stages.Traced` of the loss and its gradient by the first argument.
+
+        With an optimizer (`init`, `update`), returns the Traced of a whole update, to which params and state are
+        donated.
+        """
         import jax
 
         gradient, params = jax.value_and_grad(self.under(layers, policy), has_aux=self.has_aux), self.args[0]
@@ -97,7 +105,7 @@ class Loss:
 
         if optimizer is None:
             return jax.jit(differentiate).trace(*self.args, **self.kwargs)
-        state = _state_of(optimizer, params)
+        state = _optimizer_state(optimizer, params)
         return jax.jit(step, donate_argnums=(0, 1)).trace(params, state, *self.args[1:], **self.kwargs)
 
 
@@ -108,19 +116,19 @@ def _check_leaves(args: Sequence[Any]) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(args))[0]:
         if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
             raise ReportError(
-                f"args{jax.tree_util.keystr(path)} is {a_kind(leaf)}: give arrays, and close "
-                "the loss over the rest (equinox.partition, flax.nnx.split)"
+                f"args{jax.tree_util.keystr(path)} is {type_phrase(leaf)}: give arrays, and let "
+                "the loss capture all other values (equinox.partition, flax.nnx.split)"
             )
         kind = jax.dtypes.result_type(leaf)
         if path[0].idx == 0 and not jnp.issubdtype(kind, jnp.inexact):
             raise ReportError(
-                f"args{jax.tree_util.keystr(path)} is {kind} and cannot be differentiated: the first "
-                "argument is the parameters, give the rest after it"
+                f"args{jax.tree_util.keystr(path)} is {kind} and cannot be differentiated: give the "
+                "parameters as the first argument, and all other values after it"
             )
 
 
 def _sharded_as(gradient: Any, param: Any) -> Any:
-    """A gradient with the sharding of its parameter."""
+    """Constrains a gradient to the sharding of its parameter."""
     import jax
 
     sharding = getattr(param, "sharding", None)
@@ -128,12 +136,14 @@ def _sharded_as(gradient: Any, param: Any) -> Any:
     return jax.lax.with_sharding_constraint(gradient, sharding) if given else gradient
 
 
-def _state_of(optimizer: Any, params: Any) -> Any:
-    """The optimizer's state as ShapeDtypeStructs; leaves with the shape of a parameter have its sharding."""
+def _optimizer_state(optimizer: Any, params: Any) -> Any:
+    """Returns the optimizer's state as ShapeDtypeStructs. Leaves with the shape of a parameter have its sharding."""
     import jax
 
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
-        raise ReportError(f"optimizer={optimizer!r:.60}: give one with init and update, such as optax.adamw(1e-3)")
+        raise ReportError(
+            f"optimizer={optimizer!r:.60}: give an object with init and update, such as optax.adamw(1e-3)"
+        )
     like = {
         tuple(leaf.shape): leaf.sharding
         for leaf in jax.tree.leaves(params)

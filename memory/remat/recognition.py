@@ -1,10 +1,10 @@
 """A `jax.checkpoint` policy that keeps chosen values of blocks whose values have no names.
 
-jax asks a policy about each equation of a block's forward pass, with its primitive, operand shapes and parameters: the
-equation's `key`. Equations with equal keys are distinguished by their order. jax walks a block from its first equation
-to its last, so the policy counts the equations whose order it knows, and starts again at the beginning of each walk.
-Equations that differ between walks of one block (coefficients of derivatives, and bodies that jax caches) are
-recognized only by their key. A value with a name is recognized by its name.
+jax asks a policy about each equation of a block's forward pass, with its primitive, operand shapes and parameters.
+These are the `key` of the equation. Equations with equal keys are distinguished by their order: jax walks a block from
+its first equation to its last, so the policy counts the equations whose order it knows, and restarts at the beginning
+of each walk. Equations that differ between walks of one block (coefficients of derivatives, and bodies that jax
+caches) are recognized only by their key. A value with a name is recognized by its name.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.jaxprs import NAME
 
 _PLAIN = (str, int, float, bool, type(None), enum.Enum)
-# Parameters with devices and source lines, which are no part of a key.
+# Parameters with devices and source lines, which are not part of a key.
 _ELSEWHERE = ("sharding", "out_sharding", "mesh", "devices", "name_and_src_info", "debug_info")
 
 
 def key_of(primitive: str, avals: Sequence[Any], params: Mapping[str, Any]) -> str:
-    """The key of an equation: "dot_general float32[8,32] float32[32,64] dimension_numbers=..."."""
+    """Returns the key of an equation: "dot_general float32[8,32] float32[32,64] dimension_numbers=..."."""
     parameters = [
         f"{name}={value!r}" for name, value in sorted(params.items()) if name not in _ELSEWHERE and _plain(value)
     ]
@@ -39,7 +39,7 @@ def _plain(value: Any) -> bool:
 
 
 def type_of(aval: Any) -> str:
-    """A type in short: "float32[8,32]"."""
+    """Returns a type as short text: "float32[8,32]"."""
     shape = ",".join(map(str, getattr(aval, "shape", ())))
     return f"{getattr(aval, 'dtype', type(aval).__name__)}[{shape}]"
 
@@ -49,9 +49,10 @@ class Wanted:
     """The values that a policy keeps. Plain data.
 
     Fields:
-        names: values of `checkpoint_name`.
-        keys: equations that are recognized only by their keys. order: for each kind of block, the keys of the equations
-            that are distinguished by their order. places: for each kind, the indices in `order` that are kept.
+        names: names of values (`checkpoint_name`).
+        keys: equations that are recognized only by their keys.
+        order: for each kind of block, the keys of the equations that are distinguished by their order.
+        places: for each kind of block, the indices in `order` of the values to keep.
         known: all keys of the blocks.
     """
 
@@ -62,7 +63,7 @@ class Wanted:
     known: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
-        """Every field as plain JSON values."""
+        """Returns every field as plain JSON values."""
         return {
             "names": sorted(self.names),
             "keys": sorted(self.keys),
@@ -73,7 +74,7 @@ class Wanted:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Wanted:
-        """Reads the values of `to_json`."""
+        """Reads the values that `to_json` returns."""
         return cls(
             frozenset(values["names"]),
             frozenset(values["keys"]),
@@ -88,11 +89,15 @@ class Value:
     """A value that a layer can keep, or several values that a policy cannot distinguish.
 
     Fields:
-        label: its text in a plan. kinds: the numbers of the kinds of layers that have it.
-        name: its checkpoint name, "" for none. key: of its equation. place: its index in the layer's order, -1 if it is
-            recognized by its key.
-        type: "bfloat16[8,1024,4096]" of one layer. count: number of values in all layers. bytes: of all these values on
-            one device. where: file:line.
+        label: the text of the value in a plan.
+        kinds: the numbers of the kinds of layers that have the value.
+        name: the checkpoint name, "" for none.
+        key: the key of its equation.
+        place: the index in the order of the layer's equations, -1 if the value is recognized by its key.
+        type: the type in one layer, "bfloat16[8,1024,4096]".
+        count: number of values in all layers.
+        bytes: bytes of all these values on one device.
+        where: file:line.
     """
 
     label: str
@@ -107,7 +112,10 @@ class Value:
 
 
 def asks_any_policy() -> bool:
-    """Returns whether `jax.checkpoint` asks any function that is its policy, and not only policies of jax's own."""
+    """Returns whether `jax.checkpoint` calls any function that is its policy.
+
+    With `jax_remat3`, jax before 0.12 ignores all policies except its own.
+    """
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
@@ -125,7 +133,7 @@ def asks_any_policy() -> bool:
 
 
 def policy_keeping(wanted: Wanted) -> Any:
-    """Returns a policy that keeps these values: a RematPolicy, or jax's own for names if jax asks no other policy."""
+    """Returns a policy that keeps these values: a RematPolicy, or `save_only_these_names` if jax ignores a RematPolicy."""
     import jax
 
     if asks_any_policy():
@@ -134,7 +142,9 @@ def policy_keeping(wanted: Wanted) -> Any:
 
 
 class NamesRead:
-    """Finds out which names jax looks up in a policy of its own, where it asks no other policy.
+    """Records the names that jax looks up in its policy `save_only_these_names`.
+
+    This shows which names can be kept if jax calls no other policy.
 
     Attributes:
         names: the names that were looked up so far.
@@ -144,7 +154,7 @@ class NamesRead:
         self.names: set[str] = set()
 
     def policy(self) -> Any:
-        """Returns jax's policy `save_only_these_names` that looks names up here."""
+        """Returns a `save_only_these_names` that looks its names up in this object."""
         import jax
 
         policy = jax.checkpoint_policies.save_only_these_names()
@@ -156,14 +166,15 @@ class NamesRead:
 
 
 class RematPolicy:
-    """A policy for `jax.checkpoint`, `flax.linen.remat` and the like, made by `memory.plan_remat`.
+    """A policy for `jax.checkpoint`, `flax.linen.remat` and similar functions, made by `memory.plan_remat`.
 
-    It is for blocks of the shapes for which it was planned. For other blocks it warns, and values that it does not
-    recognize are recomputed; results are the same in any case. After a trace, `check()` raises an error unless all
-    values that it keeps were in the program.
+    The policy is for blocks of the shapes for which it was planned. For other blocks it warns, and values that it does
+    not recognize are recomputed; the results of the program are the same in any case. After a trace, `check()` raises
+    an error unless all values that the policy keeps were in the program.
 
     Attributes:
-        wanted: the values that it keeps. lost: the first difference between the traces and the plan, "" for none.
+        wanted: the values that the policy keeps.
+        lost: the first difference between the traces and the plan, "" for none.
     """
 
     def __init__(self, wanted: Wanted):
@@ -172,7 +183,9 @@ class RematPolicy:
     def _start(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self._ordered: frozenset[str] = frozenset().union(*wanted.order)
-        self._at: list[tuple[int, int]] = []  # all possible (kind of block, number of its keys that were met)
+        self._at: list[
+            tuple[int, int]
+        ] = []  # all possible positions: (kind of block, number of its keys that the walk has passed)
         self._met: set[Any] = set()
         self.lost = ""
 
@@ -187,7 +200,7 @@ class RematPolicy:
         return self._keep(key) if key in self.wanted.keys else False
 
     def _in_order(self, key: str) -> bool:
-        """Whether to keep the next equation of a walk whose order is known."""
+        """Returns whether to keep the next equation of a walk whose order is known."""
         order = self.wanted.order
         after = [(kind, at + 1) for kind, at in self._at if at < len(order[kind]) and order[kind][at] == key]
         if not after:
@@ -208,13 +221,13 @@ class RematPolicy:
         if not self.lost:
             self.lost = why
             warnings.warn(
-                f"a remat policy meets another block than it was planned for: {why}; plan_remat again for "
+                f"this block is not the block that the remat policy was planned for: {why}; call plan_remat again for "
                 "these shapes and this version of jax",
                 stacklevel=2,
             )
 
     def missed(self) -> list[str]:
-        """The names and keys that it keeps and that no trace has had so far."""
+        """Returns the names and keys that the policy keeps and that no trace has contained so far."""
         wanted = self.wanted
         missed = sorted((wanted.names | wanted.keys) - self._met)
         for kind, places in enumerate(wanted.places):
@@ -222,7 +235,8 @@ class RematPolicy:
         return missed
 
     def check(self) -> None:
-        """Raises ReportError unless the traces so far had every value that it keeps in the expected order."""
+        """Raises ReportError unless the traces so far contained every value that the policy keeps, in the expected
+        order."""
         import jax
 
         missed = self.missed()
@@ -230,7 +244,7 @@ class RematPolicy:
             why = self.lost or f"{len(missed)} of the values that it keeps were not there, the first {missed[0]}"
             raise ReportError(
                 "the remat policy does not recognize this program's blocks under jax "
-                f"{jax.__version__}: {why}; plan_remat again"
+                f"{jax.__version__}: {why}; call plan_remat again"
             )
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The records of a search for the least recomputation: the problem, the plans and the compiler's figures. Plain data.
+"""Records of a search for the least recomputation: the problem, the plans and the compiler's figures. Plain data.
 
 A problem has one layer graph, built by `named_block` for a model that names its tensors, or by `layer_values` for the
 layers of any loss.
@@ -23,7 +23,13 @@ MAX_RANGES = 2
 
 
 class RecomputeRates(NamedTuple):
-    """FLOP/s of one device by compute unit (a key of `Target.peak_flops`), its memory's bytes/s, number of devices."""
+    """Rates of one device.
+
+    Fields:
+        flops: compute unit (a key of `Target.peak_flops`) -> FLOP/s.
+        memory: bytes per second of the device memory.
+        devices: number of devices that run the program.
+    """
 
     flops: Mapping[str, float]
     memory: float
@@ -32,8 +38,12 @@ class RecomputeRates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of all layers' forward and backward pass for one micro-batch without recomputation; bytes per second of
-    the host link, 0 if there is none."""
+    """Seconds of all layers' forward and backward pass for one micro-batch without recomputation.
+
+    Fields:
+        forward, backward: seconds of the two passes.
+        host_link: bytes per second of the host link, 0 if there is none.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -45,10 +55,12 @@ class KeepPattern:
     """The values that one layer keeps for its backward pass, and their costs.
 
     Fields:
-        bytes: kept on one device. host_bytes: kept in host memory. The layer's input is included in one of the two.
-        seconds: of recomputation and of moving the kept values. flops: recomputed, over all devices.
+        bytes: bytes kept on one device.
+        host_bytes: bytes kept in host memory. The layer's input is included in one of the two.
+        seconds: seconds of recomputation and of moving the kept values.
+        flops: recomputed FLOPs, over all devices.
         save, offload: names kept on the device and in host memory.
-        policy: the policy that keeps these, "" for a choice of names.
+        policy: the policy that keeps these values, "" for a choice of names.
     """
 
     bytes: int
@@ -86,15 +98,15 @@ class LayerPlan:
         return sum(pattern.flops * count for pattern, count in self.ranges)
 
     def seconds(self, passes: PassSeconds) -> float:
-        """Seconds of a micro-batch's forward and backward pass with recomputation; transfers to and from the host take
-        only the time that exceeds the pass they overlap with."""
+        """Returns the seconds of a micro-batch's forward and backward pass with recomputation. Transfers to and from
+        the host add only the time by which they are longer than the pass that overlaps them."""
         recomputed = sum(pattern.seconds * count for pattern, count in self.ranges)
         link = self.host_bytes / passes.host_link if passes.host_link else 0.0
         return max(passes.forward, link) + max(passes.backward + recomputed, link)
 
     @property
     def policy(self) -> str:
-        """The policy of all layers; "" for a choice of names and for several ranges."""
+        """The policy of all layers; "" for a choice of names or several ranges."""
         return self.ranges[0][0].policy if len(self.ranges) == 1 else ""
 
     def __str__(self) -> str:
@@ -106,10 +118,14 @@ class RematProblem:
     """The problem that a search solves.
 
     Fields:
-        graph: the layer for one micro-batch. rates: of the target. passes: of one micro-batch, nothing recomputed.
-        cost: "time", or "flops": recomputed FLOPs, whatever the transfers cost.
-        offload: whether tensors may go to host memory. host_budget: bytes of host memory per device.
-        policies: policy -> the names it keeps, None if only the compiler knows them; each is a candidate too.
+        graph: the layer for one micro-batch.
+        rates: rates of the target.
+        passes: seconds of one micro-batch without recomputation.
+        cost: "time", or "flops" to minimize recomputed FLOPs regardless of transfers.
+        offload: whether tensors may be offloaded to host memory.
+        host_budget: bytes of host memory per device.
+        policies: policy -> the names that it keeps, None if only the compiler knows them. Each policy is a candidate
+            too.
         ranges: maximum number of layer ranges with different patterns, 1 or 2.
     """
 
@@ -136,12 +152,12 @@ class RematProblem:
         policies: Mapping[str, Sequence[str] | None],
         ranges: int = MAX_RANGES,
     ) -> RematProblem:
-        """The problem of a program on a target.
+        """Returns the problem of a program on a target.
 
         Args:
             by_phase: seconds of `micro_steps` micro-batches of the program that recomputes everything.
-            figures: rates of large products and copies. They rank plans before any is compiled; compiled plans are
-                ranked by their own predicted seconds.
+            figures: rates of large products and copies. They rank plans before any plan is compiled; compiled plans
+                are ranked by their own predicted seconds.
             ranges: 1 if one program runs on all stages of a pipeline.
         """
         rates = RecomputeRates(
@@ -157,8 +173,15 @@ class RematProblem:
 
 @dataclasses.dataclass(frozen=True)
 class PlanFigures:
-    """The compiler's figures of a plan: bytes on one device and in host memory, predicted seconds (of an update or of a
-    call, the same within one search), FLOPs recomputed. status: "ok", or why there are no figures."""
+    """The compiler's figures of a plan.
+
+    Fields:
+        allocated_bytes: bytes allocated on one device.
+        host_bytes: bytes in host memory.
+        seconds: predicted seconds of an update or of a call, the same within one search.
+        flops: recomputed FLOPs.
+        status: "ok", or the reason why there are no figures.
+    """
 
     allocated_bytes: int = 0
     host_bytes: int = 0
@@ -169,7 +192,7 @@ class PlanFigures:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledPlan:
-    """A plan, the bytes predicted for it (0: nothing was predicted), and the compiler's figures."""
+    """A plan, the bytes that were predicted for it (0 if nothing was predicted), and the compiler's figures."""
 
     plan: LayerPlan
     predicted_bytes: int
@@ -177,7 +200,7 @@ class CompiledPlan:
 
     @property
     def ok(self) -> bool:
-        """Whether it compiled."""
+        """True if the plan compiled."""
         return self.compiled.status == "ok"
 
 
@@ -186,9 +209,10 @@ class SearchOutcome:
     """The result of a search for one budget.
 
     Fields:
-        best: the plan to run, None if none fits. tried: the plans compiled for this budget, in order.
-        tightest: the plan with the fewest bytes of all that were compiled. If none fits, its bytes are the least that
-            the step can take by recomputation (and offload, if allowed).
+        best: the plan to run, None if no plan fits.
+        tried: the plans compiled for this budget, in order.
+        tightest: the plan with the fewest bytes of all compiled plans. If no plan fits, its bytes are the least to
+            which recomputation (and offload, if allowed) can reduce the step.
     """
 
     best: CompiledPlan | None

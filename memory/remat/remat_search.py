@@ -1,9 +1,9 @@
-"""`remat.policy=auto`: searches for the least recomputation within a budget, by formula and by the compiler.
+"""Searches for the least recomputation within a budget, by formula and by the compiler (`remat.policy=auto`).
 
-The bytes that layers keep follow from their graph (`layer_graph`); the bytes of the rest of the step are known only to
-the compiler. So the solver (`remat_solver`) proposes a plan, it is compiled, and its allocated bytes correct the
-allocation model. The search ends if the plan that the model proposes has been compiled and fits: the next better plan
-is then predicted to exceed the budget.
+The bytes that layers keep follow from their graph (`layer_graph`). The bytes of the rest of the step are known only to
+the compiler. So the solver (`remat_solver`) proposes a plan, the plan is compiled, and its allocated bytes correct the
+allocation model. The search ends when the plan that the model proposes has been compiled and fits: the next better
+plan is then predicted to exceed the budget.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from bytescope.memory.remat.remat_solver import pareto_patterns, pattern_keeping
 from bytescope.memory.seconds.ranking import TIE
 
 # Maximum compiles of one search, and maximum compiles that check for a better plan if budget is left.
-MOST_COMPILES, MOST_CHECKS = 12, 2
-# A plan that leaves less than this share of the budget unused is accepted without a check.
+MAX_COMPILES, MAX_CHECKS = 12, 2
+# A plan that leaves less than this fraction of the budget unused is accepted without a check.
 CLOSE = 0.02
-# A plan is compiled only if its predicted cost is lower by this share.
+# A plan is compiled only if its predicted cost is lower by this fraction.
 EVEN = 1e-3
-# The expected error of the model's seconds: fixed policies within this share of the best cost are compiled too.
+# The expected relative error of the model's seconds. Fixed policies within this fraction of the best cost are compiled
+# too.
 NEAR = 0.03
 FULL, NONE = "full", "none"
-# Bytes allocated per byte kept: the assumed maximum, and the slope below which the peak depends on something else.
+# Bytes allocated per byte kept: the assumed maximum, and the slope below which the peak does not depend on kept bytes.
 STEEPEST, FLAT = 2.0, 0.5
 # The kind of plans (`_kind`) with one pattern and no transfers.
 WHOLE = (False, False)
@@ -42,8 +43,12 @@ WHOLE = (False, False)
 
 @dataclasses.dataclass
 class _BudgetState:
-    """Progress of the search for one budget. asked: plans compiled for it; checks: compiles that checked for a better
-    plan."""
+    """Progress of the search for one budget.
+
+    Fields:
+        asked: plans compiled for the budget.
+        checks: number of compiles that checked for a better plan.
+    """
 
     budget: float
     asked: list[str] = dataclasses.field(default_factory=list)
@@ -51,7 +56,7 @@ class _BudgetState:
 
 
 class RematSearch:
-    """Searches for plans within one or several budgets, which share what has been compiled.
+    """Searches for plans within one or several budgets. The searches share all compiled plans.
 
     Args:
         problem: the problem to solve.
@@ -72,7 +77,7 @@ class RematSearch:
         self.full = pattern_keeping(graph, rates, FULL, ())
         self.none = pattern_keeping_all(graph, rates, NONE)
         self.named: list[KeepPattern] = []
-        # Nothing is predicted for these: only the compiler's figures count.
+        # Patterns whose bytes cannot be predicted, so that only the compiler's figures count.
         self.unknown: list[KeepPattern] = []
         by_save: dict[tuple[str, ...], KeepPattern] = {}
         for policy, names in reversed(list(problem.policies.items())):
@@ -80,14 +85,14 @@ class RematSearch:
                 self.unknown.insert(0, KeepPattern(graph.carry_bytes, 0.0, policy=policy))
             else:
                 pattern = pattern_keeping(graph, rates, policy, names)
-                by_save[pattern.save] = pattern  # the first policy stays, of policies that keep the same tensors
-        self.named = [pattern for pattern in by_save.values() if pattern.save]  # without those that equal `full`
+                by_save[pattern.save] = pattern  # of policies that keep the same tensors, the first one is used
+        self.named = [pattern for pattern in by_save.values() if pattern.save]  # without policies that equal `full`
         self.tried: dict[str, CompiledPlan] = {}
 
     # ---- compiling ---------------------------------------------------------------------------------------------
 
     def compile(self, plans: Sequence[LayerPlan]) -> list[CompiledPlan]:
-        """Returns the plans with the compiler's figures; compiles those that have not been compiled."""
+        """Returns the plans with the compiler's figures. Only plans that have not been compiled are compiled."""
         new = list({str(plan): plan for plan in plans if str(plan) not in self.tried}.values())
         predicted = [self.predict(plan) for plan in new]
         for plan, size, compiled in zip(new, predicted, self._compile(new) if new else ()):
@@ -96,22 +101,23 @@ class RematSearch:
         return [self.tried[str(plan)] for plan in plans]
 
     def whole(self, pattern: KeepPattern) -> LayerPlan:
-        """Every block under one pattern."""
+        """Returns the plan in which every layer has this pattern."""
         return LayerPlan(((pattern, self.problem.graph.layers),))
 
     @property
     def fixed(self) -> list[LayerPlan]:
-        """For each policy that keeps other tensors than the policies before it, the plan with all blocks under it."""
+        """For each policy that keeps other tensors than the policies before it, the plan in which all layers have this
+        policy."""
         return [self.whole(pattern) for pattern in (self.full, self.none, *self.named, *self.unknown)]
 
     def best_fixed(self, budget: float) -> CompiledPlan | None:
-        """The best of the fixed policies that are compiled and fit `budget` bytes; None if none does."""
+        """Returns the best of the fixed policies that are compiled and fit `budget` bytes; None if there is none."""
         done = [self.tried[str(plan)] for plan in self.fixed if str(plan) in self.tried]
         return min((tried for tried in done if self._fits(tried, budget)), key=self.compiled_cost, default=None)
 
     def compiled_cost(self, tried: CompiledPlan) -> tuple[float, float, int]:
-        """The cost of a compiled plan by the compiler's figures, for comparison: seconds and FLOPs in the order of the
-        problem's cost, then bytes allocated."""
+        """Returns a sort key for the cost of a compiled plan by the compiler's figures: seconds and FLOPs in the order
+        of the problem's cost, then allocated bytes."""
         figures = tried.compiled
         first = (figures.seconds, figures.flops) if self.problem.cost == "time" else (figures.flops, figures.seconds)
         return (*first, figures.allocated_bytes)
@@ -119,29 +125,33 @@ class RematSearch:
     # ---- predicting --------------------------------------------------------------------------------------------
 
     def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
-        """Points of the allocation model from compiled plans of a kind. Without any, from plans that agree in whether
-        they transfer tensors to the host, since transfers allocate more; without any of these, from all plans."""
+        """Returns the points of the allocation model from compiled plans of a kind.
+
+        Without any, returns those of plans that agree in whether they transfer tensors to the host, because transfers
+        allocate more; without these, those of all plans.
+        """
         done = self._done()
         alike = [tried for tried in done if _kind(tried.plan)[1] == kind[1]]
         return allocation_points([tried for tried in alike if _kind(tried.plan) == kind] or alike or done)
 
     def _done(self) -> list[CompiledPlan]:
-        """The compiled plans whose kept tensors are known."""
+        """Returns the compiled plans whose kept tensors are known."""
         return [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
 
     def predict(self, plan: LayerPlan) -> int:
-        """Predicted bytes that the compiler allocates for a plan, by compiled plans that keep about as much; 0 before
-        anything is compiled, and for plans whose kept tensors are not known."""
+        """Returns the predicted bytes that the compiler allocates for a plan, from compiled plans that keep about as
+        much. Returns 0 if nothing is compiled yet or the kept tensors of the plan are not known."""
         points = self._points(_kind(plan)) if self._known(plan) else []
         return round(allocated_at(points, plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
-        """Maximum bytes that blocks may keep so that a plan of this kind is predicted to fit the budget."""
+        """Returns the maximum bytes that layers may keep so that a plan of this kind is predicted to fit the
+        budget."""
         points = self._points(kind)
         if not points:
             return math.inf
         if _slope(points) < FLAT:
-            # Only a plan that is too large, of any kind, shows where the flat part ends.
+            # Only a plan above the budget shows where the flat part ends, so plans of all kinds are used.
             points = allocation_points(self._done())
         low, high = 0.0, float(min((x for x, y in points if y > budget), default=budget + 1) - 1)
         for _ in range(60):
@@ -155,7 +165,7 @@ class RematSearch:
     # ---- solving -----------------------------------------------------------------------------------------------
 
     def _usable(self) -> list[KeepPattern]:
-        """The patterns without those that occur only in plans that failed to compile."""
+        """Returns the patterns without those that occur only in plans that failed to compile."""
         failed: set[KeepPattern] = set()
         done: set[KeepPattern] = set()
         for tried in self.tried.values():
@@ -163,13 +173,17 @@ class RematSearch:
         return [pattern for pattern in self.patterns if pattern in done or pattern not in failed]
 
     def _host_room(self) -> float:
-        """Bytes of host memory available to blocks, after the bytes that the rest of the step takes."""
+        """Returns the bytes of host memory that are available to layers, after subtracting the bytes of the rest of
+        the step."""
         others = [tried.compiled.host_bytes - tried.plan.host_bytes for tried in self.tried.values() if tried.ok]
         return self.problem.host_budget - max(others, default=0)
 
     def candidates(self, budget: float, above: float = 0.0) -> list[LayerPlan]:
-        """The plans that the model proposes for a budget, cheapest first: with one pattern, with several patterns, and
-        fixed policies of about the same cost. `above`: bytes by which each plan may exceed its room."""
+        """Returns the plans that the model proposes for a budget, cheapest first: with one pattern, with several
+        patterns, and fixed policies of about the same cost.
+
+        `above`: bytes by which each plan may exceed its room.
+        """
         problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
         moves = (False, True) if problem.offload else (False,)
         for most, moved in itertools.product(range(1, problem.ranges + 1), moves):
@@ -196,7 +210,7 @@ class RematSearch:
         return sorted({str(plan): plan for plan in proposed}.values(), key=self.cost)
 
     def cost(self, plan: LayerPlan) -> float:
-        """The predicted cost of a plan: seconds of the passes, or recomputed FLOPs; infinite if not known."""
+        """Returns the predicted cost of a plan: seconds of the passes, or recomputed FLOPs; infinite if unknown."""
         if any(pattern in self.unknown for pattern, _ in plan.ranges):
             return math.inf
         return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops
@@ -209,9 +223,11 @@ class RematSearch:
         )
 
     def best(self, budget: float) -> CompiledPlan | None:
-        """Returns the compiled plan of lowest cost that fits. Plans whose costs differ by at most the fraction `TIE`,
-        and are not above that of the best named policy, tie: the plan that recomputes least wins, then the plan of
-        fewest bytes, then a named policy."""
+        """Returns the compiled plan of lowest cost that fits.
+
+        Plans tie if their costs differ by at most the fraction `TIE` and are not above the cost of the best named
+        policy. Of tied plans, the plan that recomputes least wins, then the plan of fewest bytes, then a named policy.
+        """
         fitting = [tried for tried in self.tried.values() if self._fits(tried, budget)]
         if self.problem.cost == "time" and fitting:
             least, fixed = min(tried.compiled.seconds for tried in fitting), self.best_fixed(budget)
@@ -223,11 +239,12 @@ class RematSearch:
             default=None,
         )
 
-    def run(self, budget: float, *, most: int = MOST_COMPILES, at_once: int = 1) -> SearchOutcome:
+    def run(self, budget: float, *, most: int = MAX_COMPILES, at_once: int = 1) -> SearchOutcome:
         """Returns the best plan within `budget` bytes.
 
         Args:
-            most: maximum number of compiles. at_once: plans that are compiled together.
+            most: maximum number of compiles.
+            at_once: number of plans that are compiled together.
         """
         return self.run_all([budget], most=most, at_once=at_once)[0]
 
@@ -235,16 +252,18 @@ class RematSearch:
         self,
         budgets: Sequence[float],
         *,
-        most: int = MOST_COMPILES,
+        most: int = MAX_COMPILES,
         at_once: int = 1,
         together: float = math.inf,
         settled: Callable[[float, int], None] = lambda budget, compiled: None,
     ) -> list[SearchOutcome]:
-        """Returns the best plan within each of several budgets, whose searches advance together and share results.
+        """Returns the best plan within each of several budgets. The searches advance together and share results.
 
         Args:
-            most, at_once: as in `run`, for each budget. together: plans of all budgets that are compiled together.
-            settled: called with each budget whose best plan is found, and the number of plans compiled for it.
+            most, at_once: the arguments of `run`, for each budget.
+            together: maximum number of plans of all budgets that are compiled together.
+            settled: called when the best plan of a budget is found, with the budget and the number of plans compiled
+                for it.
         """
         states = [_BudgetState(budget) for budget in budgets]
         before = set(self.tried)
@@ -276,21 +295,24 @@ class RematSearch:
         return outcomes
 
     def _next(self, state: _BudgetState) -> list[LayerPlan]:
-        """The plans to compile next for a budget, cheapest first; [] if its search is finished."""
+        """Returns the plans to compile next for a budget, cheapest first; [] if its search is finished."""
         best = self.best(state.budget)
         plans = self._better(self.candidates(state.budget), best)
         if not plans and best is None:
-            return self._better([self.whole(pattern) for pattern in sorted(self._usable())[:1]], best)  # fewest bytes
-        if not plans and best is not None and state.checks < MOST_CHECKS and self._worth_a_check(best, state.budget):
+            return self._better(
+                [self.whole(pattern) for pattern in sorted(self._usable())[:1]], best
+            )  # plans of fewest bytes first
+        if not plans and best is not None and state.checks < MAX_CHECKS and self._worth_a_check(best, state.budget):
             state.checks += 1
             plans = self._better(self.candidates(state.budget, above=self._next_tensor()), best)
         return plans
 
     def _better(self, plans: Sequence[LayerPlan], best: CompiledPlan | None) -> list[LayerPlan]:
-        """Plans that are not compiled yet and are predicted to cost less than `best`, and all new plans with a policy.
+        """Returns plans that are not compiled yet and are predicted to cost less than `best`, and all new plans with a
+        policy.
 
-        If `best` transfers tensors, its compiled cost counts: the model hides transfers behind compute, the compiler's
-        schedule often does not.
+        If `best` transfers tensors, its compiled cost is used: the model hides transfers behind compute, but the
+        compiler's schedule often does not.
         """
         most = math.inf if best is None else self.cost(best.plan)
         if best is not None and best.plan.host_bytes:
@@ -303,27 +325,33 @@ class RematSearch:
         return better
 
     def _known(self, plan: LayerPlan) -> bool:
-        """Whether the tensors that blocks keep are known: not for plain autodiff and for policies without names."""
+        """Returns whether the tensors that layers keep are known, which they are not for plain autodiff and for
+        policies without names."""
         return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
     def _worth_a_check(self, best: CompiledPlan, budget: float) -> bool:
-        """Whether to compile a plan that keeps one tensor more: budget is left, or the model has only one point."""
+        """Returns whether to compile a plan that keeps one tensor more, because budget is left or the model has only
+        one point."""
         return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
 
     def _next_tensor(self) -> float:
-        """The smallest difference in bytes between two patterns of one layer."""
+        """Returns the smallest difference in bytes between two patterns of one layer."""
         sizes = sorted({pattern.bytes for pattern in self.patterns})
         return float(min((b - a for a, b in itertools.pairwise(sizes)), default=0))
 
 
 def _kind(plan: LayerPlan) -> tuple[bool, bool]:
-    """The kind of a plan, (several ranges, transfers): plans of one kind allocate about the same bytes for the rest of
-    the step. Several ranges take slices of the parameters, transfers take buffers."""
+    """Returns the kind of a plan: (whether it has several ranges, whether it transfers tensors).
+
+    Plans of one kind allocate about the same bytes for the rest of the step. Several ranges need slices of the
+    parameters, and transfers need buffers.
+    """
     return len(plan.ranges) > 1, plan.host_bytes > 0
 
 
 def spread(items: Sequence[Any]) -> list[Any]:
-    """Returns the items so that each is as far as possible from those before it: ends first, then middles."""
+    """Returns the items in an order in which each is as far as possible from those before it: ends first, then
+    middles."""
     out: list[int] = []
     left = list(range(len(items)))
     while left:
@@ -335,8 +363,8 @@ def spread(items: Sequence[Any]) -> list[Any]:
 
 # ---- the allocation model -------------------------------------------------------------------------------------------
 
-# How allocated bytes depend on the bytes that blocks keep. A point is (bytes that blocks keep, bytes allocated) on one
-# device.
+# The allocation model: how allocated bytes depend on the bytes that layers keep. A point is (bytes kept, bytes
+# allocated) on one device.
 
 
 def allocation_points(done: Sequence[CompiledPlan]) -> list[tuple[int, int]]:
@@ -349,7 +377,7 @@ def allocation_points(done: Sequence[CompiledPlan]) -> list[tuple[int, int]]:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Bytes allocated per byte kept, by the last two points; 1 for a single point."""
+    """Returns the bytes allocated per byte kept, by the last two points; 1 for a single point."""
     if len(points) < 2:
         return 1.0
     (x0, y0), (x1, y1) = points[-2:]
@@ -357,9 +385,12 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
-    """Bytes allocated by a plan that keeps `kept` bytes: piecewise linear between the points, with slope 1 before the
-    first point and the slope of the last two points after the last. That slope is below 1 if the peak does not depend
-    on kept bytes, as in the update of the parameters."""
+    """Returns the bytes allocated by a plan that keeps `kept` bytes, from points (bytes kept, bytes allocated).
+
+    The result is piecewise linear between the points, has slope 1 before the first point, and has the slope of the
+    last two points after the last. That slope is below 1 if the peak does not depend on kept bytes, for example in the
+    update of the parameters.
+    """
     (first, lowest), (last, highest) = points[0], points[-1]
     if kept <= first:
         return lowest + kept - first
@@ -370,8 +401,8 @@ def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
 
 
 def kept_after_bend(points: Sequence[tuple[float, float]], budget: float) -> float:
-    """Bytes kept at which the budget is reached, if the allocation is flat up to a bend and from there rises by a byte
-    per byte to the first plan above the budget; 0 if the points show no such bend."""
+    """Returns the bytes kept at which the budget is reached, if the allocation is constant up to a bend and from there
+    rises by a byte per byte to the first plan above the budget; 0 if the points show no such bend."""
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:]):
         if y1 <= budget < y2 and (y1 - y0) / (x1 - x0) < FLAT * (y2 - y1) / (x2 - x1):
             return x2 - (y2 - budget)

@@ -1,9 +1,10 @@
-"""Solves exactly for the least recomputation within a byte budget. Pure; no compiler.
+"""Solves exactly for the least recomputation within a byte budget, without a compiler.
 
 There are two steps. `pareto_patterns` finds all useful patterns of values that one layer keeps: it walks the layer's
 graph backwards, as `jax.checkpoint` does, and carries the Pareto front of bytes, cost and host bytes for every set of
-values that are still needed. `solve` then gives every layer one of these patterns, at most two in a plan, so that the
-bytes fit the budget at the lowest cost. Transfers of offloaded tensors overlap with the forward and the backward pass.
+values that are still needed. `solve` then gives every layer one of these patterns, with at most two patterns in a
+plan, so that the bytes fit the budget at the lowest cost. Transfers of offloaded tensors overlap with the forward and
+the backward pass.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ import numpy as np
 from bytescope.memory.remat.layer_graph import LAYER_INPUT, GraphStep, LayerGraph
 from bytescope.memory.remat.remat_problem import MAX_RANGES, KeepPattern, LayerPlan, PassSeconds, RecomputeRates
 
-# Number of times that the bytes of a tensor are read or written: if it is kept, copied into the stack of its loop and
-# out of it; if it is offloaded, copied to the host and back; if a kernel recomputes it, written and read.
+# Number of times that the bytes of a tensor are read or written. A kept tensor is copied into the stack of its loop
+# and out of it, an offloaded tensor is copied to the host and back, a recomputed tensor is written and read by
+# kernels.
 STACKED, OFFLOADED, RECOMPUTED = 4.0, 2.0, 2.0
 # The decision about a named value.
 RECOMPUTE, KEEP, OFFLOAD = 0, 1, 2
-# Fronts are exact up to MAX_FRONT points; a longer front keeps the best point in each cell of a grid. MAX_STATES: sets
-# of needed values that are followed at once; with more sets, fewer names are decided.
+# Fronts are exact up to MAX_FRONT points; of a longer front, only the best point in each cell of a grid is kept.
+# MAX_STATES is the maximum number of states that are followed at once; with more states, fewer names are decided.
 MAX_FRONT, GRID, MAX_STATES = 1000, 30, 4096
 # Number of first patterns that are compared with all others in one array.
 CHUNK = 32
-# Passes of zero seconds hide no transfer, so that only recomputation counts.
+# Passes of zero seconds, which hide no transfer.
 NO_PASSES = PassSeconds()
-# Costs that differ by less than this share are equal, apart from rounding.
+# Costs that differ by less than this fraction are equal except for rounding.
 ROUNDING = 1e-12
 
 
@@ -38,12 +40,13 @@ ROUNDING = 1e-12
 def pareto_patterns(
     graph: LayerGraph, rates: RecomputeRates, *, offload: bool = False, cost: str = "seconds"
 ) -> list[KeepPattern]:
-    """Returns the Pareto-optimal patterns of a layer in bytes, cost and host bytes, fewest bytes first.
+    """Returns the patterns of a layer that are Pareto-optimal in bytes, cost and host bytes, fewest bytes first.
 
     Args:
-        offload: whether tensors may go to host memory. cost: "seconds" or "flops", the field of a pattern to minimize.
+        offload: whether tensors may be offloaded to host memory.
+        cost: "seconds" or "flops", the field of a pattern to minimize.
     """
-    # Of equally good choices the first one stays, which keeps the values that are computed last.
+    # Of equally good choices, the first one is used. It keeps the values that are computed last.
     everywhere = (KEEP, OFFLOAD, RECOMPUTE) if offload else (KEEP, RECOMPUTE)
     names = list(graph.names)
     while True:
@@ -66,7 +69,7 @@ def pareto_patterns(
 
 
 def pattern_keeping(graph: LayerGraph, rates: RecomputeRates, policy: str, names: Collection[str]) -> KeepPattern:
-    """Returns what a layer keeps and recomputes under a policy that keeps the values of these names."""
+    """Returns the pattern of a layer under a policy that keeps the values of these names."""
     kept = set(names).union(*(graph.bound.get(name, ()) for name in names))
     front = _explore(graph, rates, dict.fromkeys(kept, (KEEP,)), "seconds")
     front = front._replace(
@@ -76,12 +79,13 @@ def pattern_keeping(graph: LayerGraph, rates: RecomputeRates, policy: str, names
 
 
 def pattern_keeping_all(graph: LayerGraph, rates: RecomputeRates, policy: str) -> KeepPattern:
-    """Returns what a layer keeps without any checkpoint: everything that its backward pass reads."""
+    """Returns the pattern of a layer without a checkpoint, which keeps everything that its backward pass reads."""
     return KeepPattern(graph.none_bytes, STACKED * graph.none_bytes / rates.memory, policy=policy)
 
 
 class _Front(NamedTuple):
-    """Pareto-optimal partial choices, one per row. decisions: int8 [choices, names + 1], the last for the input."""
+    """Pareto-optimal partial choices, one per row. decisions: int8 [choices, names + 1], of which the last is for the
+    layer's input."""
 
     bytes: np.ndarray
     host: np.ndarray
@@ -91,15 +95,15 @@ class _Front(NamedTuple):
 
 
 class _TooManyStates(Exception):
-    """The graph is too wide for every choice of these names to be followed."""
+    """Raised if the graph has too many states to follow every choice of these names."""
 
 
 def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Sequence[int]], cost: str) -> _Front:
-    """Returns the Pareto front over every choice for the names in `allowed`; all others are recomputed.
+    """Returns the Pareto front over every choice for the names in `allowed`. All other names are recomputed.
 
     A state is the set of values that steps not yet visited must make, and the decisions for names that some of these
     steps have too. Two partial choices with one state cost the same from there on, so only the front of each state is
-    kept: nothing that could be optimal is lost.
+    kept, and no optimal choice is lost.
     """
     column = {name: number for number, name in enumerate(graph.names)}
     keepers = graph.keepers
@@ -126,7 +130,7 @@ def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Seq
                 options = allowed[name]
             for option in options:
                 if option == OFFLOAD and name in graph.bound:
-                    continue  # its kernel reads it on the device
+                    continue  # the kernel to which the value is bound reads it on the device
                 rest = needed.difference(step.outs)
                 choices = dict(known)
                 if option == RECOMPUTE:
@@ -150,7 +154,7 @@ def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Seq
 
 
 def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRates) -> _Front:
-    """The front with one more value kept on the device or in host memory."""
+    """Returns the front with one more value kept on the device or in host memory."""
     decisions = front.decisions.copy()
     decisions[:, column] = option
     if option == KEEP:
@@ -161,10 +165,10 @@ def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRa
 
 
 def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: RecomputeRates) -> tuple[float, float]:
-    """FLOPs and seconds of computing the wanted results of a step again.
+    """Returns the FLOPs and seconds of computing the wanted results of a step again.
 
-    A product runs at its unit's rate, and its results and named values are written and read once. Other elementwise
-    work counts as part of the kernels around it.
+    A matrix product runs at the rate of its compute unit, and its results and named values are written and read once.
+    Other elementwise work counts as part of the kernels around it.
     """
     flops = float(sum(count for count, result in zip(step.flops, wanted) if result))
     for results, count in step.shared:
@@ -178,8 +182,10 @@ def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: RecomputeRat
 
 
 def _pareto(fronts: Sequence[_Front], cost: str) -> _Front:
-    """Merges Pareto fronts: drops each choice for which another one has no more bytes, no more cost and no more host
-    bytes. `cost`: a choice -> what its recomputation costs, in seconds or FLOPs."""
+    """Merges Pareto fronts. Drops each choice that another choice equals or beats in bytes, cost and host bytes.
+
+    `cost`: "seconds" or "flops", the cost of recomputation to minimize.
+    """
     merged = _Front(*(np.concatenate(column) for column in zip(*fronts)))
     first, second = (merged.seconds, merged.flops) if cost == "seconds" else (merged.flops, merged.seconds)
     order = np.lexsort((second, merged.host, first, merged.bytes))
@@ -209,7 +215,8 @@ def _rows(front: _Front, which: np.ndarray) -> _Front:
 
 
 def _undominated(costs: np.ndarray, host: np.ndarray, chunk: int = 256) -> np.ndarray:
-    """Returns which rows no earlier row beats or equals in both columns; rows are in the order of their bytes."""
+    """Returns a mask of the rows that no earlier row equals or beats in both columns. Rows are in the order of their
+    bytes."""
     useful = np.zeros(len(costs), bool)
     kept_costs, kept_host = np.empty(0), np.empty(0)
     for start in range(0, len(costs), chunk):
@@ -239,7 +246,7 @@ def _pattern(graph: LayerGraph, front: _Front, number: int, policy: str = "") ->
 
 
 def _most_saving(graph: LayerGraph, rates: RecomputeRates, names: Sequence[str]) -> list[str]:
-    """Returns the half of these names that saves the most FLOPs per kept byte when kept alone."""
+    """Returns the half of these names that saves the most FLOPs per kept byte if only this name is kept."""
     nothing = pattern_keeping(graph, rates, "", ())
 
     def saved_per_byte(name: str) -> float:
@@ -262,11 +269,12 @@ def solve(
     host_budget: float = np.inf,
     ranges: int = MAX_RANGES,
 ) -> LayerPlan | None:
-    """Returns the plan of least cost that keeps at most `budget` bytes on the device; None if there is none.
+    """Returns the plan of lowest cost that keeps at most `budget` bytes on the device; None if there is none.
 
     Args:
-        cost: "time", or "flops": recomputed FLOPs, whatever the transfers cost.
-        host_budget: bytes of host memory per device. ranges: patterns in one plan, 1 or 2.
+        cost: "time", or "flops" to minimize recomputed FLOPs regardless of transfers.
+        host_budget: bytes of host memory per device.
+        ranges: maximum number of patterns in one plan, 1 or 2.
     """
     forward, backward, link = (passes.forward, passes.backward, passes.host_link) if cost == "time" else (0.0, 0.0, 0.0)
     patterns = sorted(patterns, key=lambda pattern: pattern.bytes)
@@ -275,14 +283,16 @@ def solve(
     moved = host / link if link else np.zeros(len(patterns))
     recomputed = np.array([pattern.seconds if cost == "time" else pattern.flops for pattern in patterns], float)
     columns = np.array([kept, host, moved, recomputed])
-    fits_alone = np.flatnonzero(kept * layers <= budget)  # one of two patterns always does
+    fits_alone = np.flatnonzero(
+        kept * layers <= budget
+    )  # if a plan of two patterns fits, so does a plan of one of them
     lowest = np.inf, -np.inf  # cost and bytes
-    best: tuple[int, int, int] | None = None  # two patterns, and how many layers have the first
+    best: tuple[int, int, int] | None = None  # the indices of two patterns, and the number of layers with the first
     for start in range(0, len(fits_alone), CHUNK):
         first = fits_alone[start : start + CHUNK, None]
         second = np.arange(len(patterns))[None] if ranges > 1 else first
-        # Each sum over all layers is linear in the number of layers that have the first pattern, and the cost is convex
-        # in it: its minimum lies where a budget is used up, at a bend of the cost, or at an end.
+        # Each sum over all layers is linear in the number of layers that have the first pattern, and the cost is
+        # convex in this number. So the minimum is where a budget is used up, at a bend of the cost, or at an end.
         if_none, step = layers * columns[:, second], columns[:, first] - columns[:, second]
         with np.errstate(divide="ignore", invalid="ignore"):
             points = [(budget - if_none[0]) / step[0]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo.sources import notebook_cell
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, shorten
@@ -26,8 +26,6 @@ _NAME, _TYPE = 60, 28
 _KINDS = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u", "complex": "c"}
 # The number of a layer in a name.
 _NUMBER = re.compile(r"(\d+)")
-# The file name that a notebook's kernel gives a cell.
-_CELL = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
 _DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
 # Columns of the table that `Report.table` returns.
 TABLE_COLUMNS = (
@@ -40,10 +38,10 @@ TABLE_COLUMNS = (
 )
 
 
-def render(report: ReportRecord, shown: int = SHOWN) -> RenderableType | None:
+def render(report: ReportRecord, n: int = SHOWN) -> RenderableType | None:
     """Returns the largest buffers at the peak, equal ones in one line; None if there are none."""
-    found = largest(report, shown)
-    if not found:
+    groups = largest(report, n)
+    if not groups:
         return None
     table = FigureTable(
         path(Text("largest at the peak", style="bold")),
@@ -54,10 +52,10 @@ def render(report: ReportRecord, shown: int = SHOWN) -> RenderableType | None:
         place("line", "dim"),
         heading="dim",
     )
-    for alike in found:
+    for alike in groups:
         name, kind = shorten(one_line(alike.name), _NAME), shorten(one_line(array_type(alike.one)), _TYPE)
         table.add(name, alike.times_text, human(alike.one.bytes), kind, alike.one.category, line(alike.one.source))
-    return Group(table, Prose(of_all(report, found), "dim"))
+    return Group(table, Prose(of_all(report, groups), "dim"))
 
 
 def largest_table(report: ReportRecord, n: int = 10) -> Table:
@@ -71,8 +69,8 @@ def largest_table(report: ReportRecord, n: int = 10) -> Table:
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ReportError(f"n={n!r}: the number of buffers to list, 1 or more")
-    found = largest(report, n)
-    return Table(TABLE_COLUMNS, tuple(map(_cells, found)), note=of_all(report, found))
+    groups = largest(report, n)
+    return Table(TABLE_COLUMNS, tuple(map(_cells, groups)), note=of_all(report, groups))
 
 
 def _cells(alike: Alike) -> dict[str, Any]:
@@ -112,12 +110,12 @@ def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
 
     Buffers of unscanned layers whose names differ only in the layer's number are one entry.
     """
-    found: dict[tuple[object, ...], list[Buffer]] = {}
+    groups: dict[tuple[object, ...], list[Buffer]] = {}
     for buffer in report.alive_at(report.peak_index):
         name = _NUMBER.sub("*", what(buffer))
         alike = (name, buffer.bytes, buffer.dtype, buffer.shape, buffer.category, buffer.phase, buffer.source)
-        found.setdefault(alike, []).append(buffer)
-    return tuple(Alike(_common(list(map(what, alike))), len(alike), alike[0]) for alike in list(found.values())[:n])
+        groups.setdefault(alike, []).append(buffer)
+    return tuple(Alike(_common(list(map(what, alike))), len(alike), alike[0]) for alike in list(groups.values())[:n])
 
 
 def _common(names: list[str]) -> str:
@@ -126,11 +124,11 @@ def _common(names: list[str]) -> str:
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
-def of_all(report: ReportRecord, found: Iterable[Alike]) -> str:
+def of_all(report: ReportRecord, groups: Iterable[Alike]) -> str:
     """Returns the number of listed buffers and their share of the peak, in words."""
-    found = tuple(found)
-    count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in found)
-    share = sum(alike.times * alike.one.bytes for alike in found) / max(report.peak_bytes, 1)
+    groups = tuple(groups)
+    count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in groups)
+    share = sum(alike.times * alike.one.bytes for alike in groups) / max(report.peak_bytes, 1)
     return f"{listed:,} of {count:,} buffers, {share:.1%} of the peak"
 
 
@@ -167,17 +165,9 @@ def line(source: str) -> str:
     path, colon, number = source.rpartition(":")
     if not colon or not os.path.isabs(path):
         return source
-    if _CELL.search(path):
-        return f"{_cell(path)}:{number}"
+    if cell := notebook_cell(path):
+        return f"{cell}:{number}"
     inside = os.path.relpath(path)
     if inside.startswith(os.pardir):
         inside = os.path.join(*path.split(os.sep)[-2:])
     return f"{inside}:{number}"
-
-
-def _cell(path: str) -> str:
-    """Returns the name of a cell, "In[3]", if this process runs its notebook, else "cell"."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    named = shell.compile.format_code_name(path) if shell is not None else None
-    return named[1] if named else "cell"

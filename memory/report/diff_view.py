@@ -135,13 +135,13 @@ def render_text(
     sizes = [change for change in changes if change.kind != "buffer"]
     buffers = [change for change in changes if change.kind == "buffer"]
     more = len(buffers) - shown
-    told = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
+    warning_lines = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
     versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
     rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
     measured = measures(before, after)
     named = change_columns("buffers that changed most", lambda change: change.name)
     printed = blocks(
-        Group(*told) if told else None,
+        Group(*warning_lines) if warning_lines else None,
         terminal_table(TableView(change_columns("", _kind_and_name), sizes)) if sizes else None,
         terminal_table(TableView(MEASURE_COLUMNS, measured)) if measured else None,
         Group(terminal_table(TableView(named, buffers[:shown])), *rest) if buffers else None,
@@ -197,7 +197,7 @@ def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -
 
 def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]]:
     """The highest point of the stretch at each place: bytes, phase and instruction; empty for no timeline."""
-    found = (
+    highest = (
         [
             max(
                 timeline[
@@ -213,9 +213,9 @@ def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]
         else []
     )
     return {
-        "bytes": [point.bytes for point in found],
-        "phase": [point.phase for point in found],
-        "instruction": [point.instruction for point in found],
+        "bytes": [point.bytes for point in highest],
+        "phase": [point.phase for point in highest],
+        "instruction": [point.instruction for point in highest],
     }
 
 
@@ -246,17 +246,17 @@ def _both(one: str, other: str) -> str:
 
 
 def _figures(before: ReportRecord, after: ReportRecord) -> list[HeaderFigure]:
-    figures = [("predicted", "predicted_bytes"), ("peak live", "peak_bytes"), ("allocated", "allocated_bytes")]
-    found = [
+    fields = [("predicted", "predicted_bytes"), ("peak live", "peak_bytes"), ("allocated", "allocated_bytes")]
+    figures = [
         HeaderFigure(
             name,
             human(getattr(after, field)),
             f"was {human(getattr(before, field))}, {_growth(getattr(before, field), getattr(after, field))}",
             exact(getattr(after, field)),
         )
-        for name, field in figures
+        for name, field in fields
     ]
-    return [*found, *_seconds(before, after)]
+    return [*figures, *_seconds(before, after)]
 
 
 # What is compared of the time of two reports: the title, and where a report has it; the first that both have.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.records import report_diff as plan_diff
 from bytescope.memory.records.report_diff import Change
 from bytescope.memory.records.report_record import ReportRecord, load
@@ -91,5 +91,5 @@ def _report(given: Any) -> ReportRecord:
     if isinstance(given, str | Path):
         return load(given)
     raise ReportError(
-        f"{a_kind(given)} is not a report: give what memory.analyze returns, or the path of one that was saved"
+        f"{type_phrase(given)} is not a report: give what memory.analyze returns, or the path of one that was saved"
     )

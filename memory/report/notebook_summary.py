@@ -34,7 +34,7 @@ _NEAR = 1.5
 
 def render(report: ReportRecord) -> str:
     """Returns the HTML of a report, under 300 KB for any program."""
-    found = largest(report, BUFFERS)
+    groups = largest(report, BUFFERS)
     cells = [
         [
             cut(alike.name),
@@ -43,7 +43,7 @@ def render(report: ReportRecord) -> str:
             alike.one.category,
             cut(line(alike.one.source)),
         ]
-        for alike in found
+        for alike in groups
     ]
     notes = [METHODS.get(report.method, report.method), *report.notes][:NOTES]
     return notebook_piece.render(
@@ -60,7 +60,7 @@ def render(report: ReportRecord) -> str:
         limit=human(report.limit_bytes),
         heads=HEADS,
         cells=cells,
-        of_all=of_all(report, found),
+        of_all=of_all(report, groups),
         findings=[_finding(each) for each in report.findings[:FINDINGS]],
         findings_left=max(len(report.findings) - FINDINGS, 0),
         notes=[cut(note, _SENTENCE) for note in notes],
@@ -108,14 +108,14 @@ def timeline(report: ReportRecord) -> Timeline | None:
     points = report.timeline
     if len(points) < 2:
         return None
-    shown = thin(points, report.peak_index, MAX_TIMELINE_POINTS)
+    indices = thin(points, report.peak_index, MAX_TIMELINE_POINTS)
     device = [buffer for buffer in report.buffers if buffer.memory == "device"]
-    series = by_category(device, len(points), shown) or {"unattributed": [points[i].bytes for i in shown]}
+    series = by_category(device, len(points), indices) or {"unattributed": [points[i].bytes for i in indices]}
     stacks = _stacked(list(series.values()))
     limit = report.limit_bytes
     near = limit if limit and limit <= _NEAR * report.peak_bytes else None
     top = max(1, near or 0, max(stacks[-1]))
-    xs = [_x(i, len(points)) for i in shown]
+    xs = [_x(i, len(points)) for i in indices]
     ys = [[_y(size, top) for size in stack] for stack in stacks]
     areas = tuple(
         Area(row, f"{row_name(row)}: {human(report.breakdown.get(row, 0))} at the peak", _path(xs, high, low))
@@ -126,12 +126,12 @@ def timeline(report: ReportRecord) -> Timeline | None:
         for start, end, phase in phase_bands(points, MAX_TIMELINE_BANDS)
         if phase in STEP_PHASES
     )
-    found = {phase for _, _, phase in bands}
+    band_phases = {phase for _, _, phase in bands}
     at = min(max(report.peak_index, 0), len(points) - 1)
     return Timeline(
         areas,
         bands,
-        tuple(phase for phase in STEP_PHASES if phase in found),
+        tuple(phase for phase in STEP_PHASES if phase in band_phases),
         (_x(at, len(points)), _y(points[at].bytes, top)),
         None if near is None else _y(near, top),
     )

@@ -22,41 +22,46 @@ _ALLOCATOR = (
 )
 
 
-def render(found: PostMortem, files: tuple[str, ...] = ()) -> RenderableType:
+def render(post_mortem: PostMortem, files: tuple[str, ...] = ()) -> RenderableType:
     """Returns the post-mortem for rich; `files`: paths of the files with more details."""
     return blocks(
-        _head(found),
-        _held(found),
-        _peak(found),
-        _ways(found),
+        _head(post_mortem),
+        _held(post_mortem),
+        _peak(post_mortem),
+        _ways(post_mortem),
         Items([f"written: {', '.join(files)}"], style="dim") if files else None,
     )
 
 
-def _head(found: PostMortem) -> RenderableType:
+def _head(post_mortem: PostMortem) -> RenderableType:
     title = Text.assemble(
         ("out of memory", "bold red"),
-        f" in {one_line(found.step)}, call {found.call:,}",
-        f", on {one_line(found.device)}" if found.device else "",
+        f" in {one_line(post_mortem.step)}, call {post_mortem.call:,}",
+        f", on {one_line(post_mortem.device)}" if post_mortem.device else "",
     )
-    lines: list[RenderableType] = [Prose(title), Prose(shorten(one_line(found.error[: 2 * _ERROR]), _ERROR), "dim")]
-    if found.report:
-        lines.append(Prose(sum_of(found)))
-    figures = [f"{name} {human(found.allocator[key])}" for name, key in _ALLOCATOR if found.allocator.get(key)]
+    lines: list[RenderableType] = [
+        Prose(title),
+        Prose(shorten(one_line(post_mortem.error[: 2 * _ERROR]), _ERROR), "dim"),
+    ]
+    if post_mortem.report:
+        lines.append(Prose(sum_of(post_mortem)))
+    figures = [
+        f"{name} {human(post_mortem.allocator[key])}" for name, key in _ALLOCATOR if post_mortem.allocator.get(key)
+    ]
     if figures:
         lines.append(Items(figures, title="allocator"))
     return Group(*lines)
 
 
-def sum_of(found: PostMortem) -> str:
+def sum_of(post_mortem: PostMortem) -> str:
     """Returns the sum of the step and other arrays, compared with the available bytes, in one line."""
-    report, limit = found.report, found.limit_bytes
+    report, limit = post_mortem.report, post_mortem.limit_bytes
     parts = f"the step takes {human(report.predicted_bytes if report else None)}"
-    if found.other_bytes:
-        parts += f", other arrays hold {human(found.other_bytes)}: together {human(found.needed_bytes)}"
+    if post_mortem.other_bytes:
+        parts += f", other arrays hold {human(post_mortem.other_bytes)}: together {human(post_mortem.needed_bytes)}"
     if not limit:
         return parts
-    missing = found.needed_bytes - limit
+    missing = post_mortem.needed_bytes - limit
     verdict = (
         f"{human(missing)} too much"
         if missing > 0
@@ -68,8 +73,8 @@ def sum_of(found: PostMortem) -> str:
     return f"{parts} of {human(limit)}, {verdict}"
 
 
-def _held(found: PostMortem) -> RenderableType | None:
-    if not found.held:
+def _held(post_mortem: PostMortem) -> RenderableType | None:
+    if not post_mortem.held:
         return None
     table = FigureTable(
         label(Text("live arrays", style="bold")),
@@ -78,14 +83,14 @@ def _held(found: PostMortem) -> RenderableType | None:
         figure("no arguments of the step"),
         heading="dim",
     )
-    for group in found.held[:_GROUPS]:
+    for group in post_mortem.held[:_GROUPS]:
         table.add(
             group.name,
             f"{group.arrays:,}",
             human(group.bytes),
             f"{group.others:,}, {human(group.other_bytes)}" if group.others else "",
         )
-    rest = found.held[_GROUPS:]
+    rest = post_mortem.held[_GROUPS:]
     if rest:
         others = sum(group.others for group in rest)
         table.add(
@@ -98,9 +103,9 @@ def _held(found: PostMortem) -> RenderableType | None:
     return table
 
 
-def _peak(found: PostMortem) -> RenderableType | None:
+def _peak(post_mortem: PostMortem) -> RenderableType | None:
     """Returns the largest rows of the peak, and the largest residuals by name."""
-    report = found.report
+    report = post_mortem.report
     if report is None or not any(report.breakdown.values()):
         return None
     rows = sorted(((row, size) for row, size in report.breakdown.items() if size), key=lambda row: -row[1])
@@ -117,14 +122,14 @@ def _peak(found: PostMortem) -> RenderableType | None:
     return Group(*lines)
 
 
-def _ways(found: PostMortem) -> RenderableType | None:
-    ways = found.ways_out
+def _ways(post_mortem: PostMortem) -> RenderableType | None:
+    ways = post_mortem.ways_out
     if not ways:
         return None
-    missing = found.needed_bytes - (found.limit_bytes or 0)
+    missing = post_mortem.needed_bytes - (post_mortem.limit_bytes or 0)
     lines: list[RenderableType] = [Text("the cheapest ways out, with the most that each can free", style="bold")]
     for number, way in enumerate(ways, 1):
-        enough = ", may be enough" if found.report and way.bytes >= missing > 0 else ""
+        enough = ", may be enough" if post_mortem.report and way.bytes >= missing > 0 else ""
         words = ": ".join(filter(None, (safe(way.flags), shorten(one_line(way.words[: 2 * _WAY]), _WAY))))
         lines.append(Prose(Text.assemble(f"{number}. ", (human(way.bytes), "bold"), f"{enough}  {words}")))
     return Group(*lines)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +18,13 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from bytescope.memory.hlo.sources import notebook_cell, short_place
 from bytescope.memory.remat.layer_discovery import Layer
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy, Value
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human
-from bytescope.memory.view.console import make_console, one_line, put
+from bytescope.memory.view.console import columns, one_line, plain_text
 from bytescope.memory.view.text_layout import Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, label, path
 
@@ -103,9 +103,7 @@ class RematPlan:
 
     def __repr__(self) -> str:
         """The account as text, as wide as COLUMNS says, else 100 columns."""
-        out = io.StringIO()
-        put(_account(self), make_console(file=out))
-        return out.getvalue().rstrip("\n")
+        return plain_text(_account(self), columns())
 
     def _repr_html_(self) -> str:
         """Returns the HTML for a notebook: the figures, the kept values, and jax's own policies beside the plan."""
@@ -206,7 +204,10 @@ def _share(flops: int, plan: RematPlan) -> str:
 
 
 def _short(where: str) -> str:
-    """Shortens a place to its path from the current directory, or from the installed package on."""
+    """Shortens a place to its path from the current directory, or from the installed package on. A line of a notebook
+    cell becomes "In[3]:7"."""
+    if notebook_cell(where.rpartition(":")[0]):
+        return short_place(where)
     if "/site-packages/" in where:
         return where.rsplit("/site-packages/", 1)[1]
     short = os.path.relpath(where) if where else ""

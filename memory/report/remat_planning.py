@@ -18,8 +18,8 @@ from bytescope.memory.devices import limits
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program.compilation import compiled_for
-from bytescope.memory.remat.layer_discovery import layers_of
-from bytescope.memory.remat.layer_values import LayerValues, values_of
+from bytescope.memory.remat.layer_discovery import find_layers
+from bytescope.memory.remat.layer_values import LayerValues, find_values
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy, policy_keeping
 from bytescope.memory.remat.remat_problem import (
@@ -34,7 +34,7 @@ from bytescope.memory.remat.remat_problem import (
 from bytescope.memory.remat.remat_search import FULL, NONE, RematSearch
 from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan
 from bytescope.memory.report.report_object import Report
-from bytescope.memory.units import MOST, human
+from bytescope.memory.units import MAX_BYTES, human
 
 # The search's name of a policy that comes with jax -> its name in `jax.checkpoint_policies`.
 BUILT_IN = {
@@ -89,7 +89,7 @@ def plan_remats(
 ) -> list[RematPlan]:
     """Returns a plan for each budget; the searches share what is compiled. Raises as `plan_remat` does."""
     for budget in budgets:
-        limits.budget_of(written(budget), MOST, "budget")  # a mistake shows before anything is compiled
+        limits.budget_of(written(budget), MAX_BYTES, "budget")  # a mistake shows before anything is compiled
     compiler = PolicyCompiler(Loss(loss, args, kwargs or {}), target, optimizer, blocks)
     sizes = [compiler.budget(budget) for budget in budgets]
 
@@ -152,8 +152,8 @@ class PolicyCompiler:
 
     def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):
         self.loss, self.optimizer, self._target = loss, optimizer, target
-        self.layers = layers_of(loss.jaxpr, loss.active, blocks)
-        self.values: LayerValues = values_of(self.layers, loss.shards)
+        self.layers = find_layers(loss.jaxpr, loss.active, blocks)
+        self.values: LayerValues = find_values(self.layers, loss.shards)
         self.built: dict[str, Built] = {}
         # The program that recomputes everything gives the target, and shows whether the layers are traced in it in the
         # same order as alone.
@@ -162,7 +162,7 @@ class PolicyCompiler:
             warnings.simplefilter("ignore")
             self.full = self.built[FULL] = self._build(probe)
         if probe.lost:
-            self.values = values_of(self.layers, loss.shards, ordered=False)
+            self.values = find_values(self.layers, loss.shards, ordered=False)
 
     def policy(self, plan: LayerPlan) -> Any:
         """Returns jax's own policy if the plan is one, else a policy that keeps the plan's values."""

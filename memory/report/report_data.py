@@ -38,11 +38,11 @@ class Strings:
 def page_data(report: ReportRecord) -> dict[str, Any]:
     """Returns the data of the page's script as JSON values; static/report.js draws them."""
     strings = Strings()
-    shown = thin(report.timeline, report.peak_index)
+    indices = thin(report.timeline, report.peak_index)
     device = [b for b in report.buffers if b.memory == "device"]
     listed = sorted(device, key=lambda b: (not b.at_peak, -b.bytes))[:MAX_BUFFERS]
     listed.sort(key=lambda b: -b.bytes)
-    points = [report.timeline[i] for i in shown]
+    points = [report.timeline[i] for i in indices]
     bands = phase_bands(report.timeline)
     return {
         "rows": {row: row_name(row) for row in ROWS},
@@ -55,14 +55,14 @@ def page_data(report: ReportRecord) -> dict[str, Any]:
         "n_points": len(report.timeline),
         "n_buffers": len(device),
         "points": {
-            "index": shown,
+            "index": indices,
             "bytes": [p.bytes for p in points],
             "phase": [strings(p.phase) for p in points],
             "instruction": [strings(p.instruction) for p in points],
         },
-        "by_category": by_category(device, len(report.timeline), shown),
+        "by_category": by_category(device, len(report.timeline), indices),
         "bands": [(start, end, strings(phase)) for start, end, phase in bands],
-        "time": time_axis(report, shown, bands),
+        "time": time_axis(report, indices, bands),
         "buffers": _columns(listed, strings),
         "tiles": tiles(report, device, {id(buffer): row for row, buffer in enumerate(listed)}),
         "strings": list(strings.all),
@@ -85,7 +85,7 @@ def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -
     return sorted(kept)
 
 
-def by_category(buffers: Iterable[Buffer], n_points: int, shown: Sequence[int]) -> dict[str, list[int]]:
+def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]) -> dict[str, list[int]]:
     """Returns category -> live bytes at each shown point, without categories that are always empty."""
     steps = {category: [0] * (n_points + 1) for category in CATEGORIES}
     for buffer in buffers:
@@ -98,7 +98,7 @@ def by_category(buffers: Iterable[Buffer], n_points: int, shown: Sequence[int]) 
     for category, step in steps.items():
         if any(step):
             alive = list(accumulate(step))
-            series[category] = [alive[i] for i in shown]
+            series[category] = [alive[i] for i in indices]
     return series
 
 
@@ -118,7 +118,7 @@ def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> lis
 
 
 def time_axis(
-    report: ReportRecord, shown: Sequence[int], bands: Sequence[tuple[int, int, str]]
+    report: ReportRecord, indices: Sequence[int], bands: Sequence[tuple[int, int, str]]
 ) -> dict[str, Any] | None:
     """Returns the times of the shown points and of the phases' first and last points, in one unit; None if no seconds
     are known.
@@ -132,7 +132,7 @@ def time_axis(
     times = [float(f"{at * scale:.6g}") for at in seconds]
     return {
         "unit": unit,
-        "points": [times[i] for i in shown],
+        "points": [times[i] for i in indices],
         "bands": [(times[start], times[end + 1]) for start, end, _ in bands],
         "end": times[-1],
     }

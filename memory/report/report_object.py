@@ -220,16 +220,18 @@ def _compile_and_report(
 ) -> Report:
     check_options(options, "analyze")
     roles = checked_roles(roles)
-    compilation, found = compiled_for(program, args, kwargs, target=target, options=options)
-    record = report_of(compilation, target=found, config=config, facts=facts, roles=roles, names=names, seconds=predict)
+    compilation, compiled_target = compiled_for(program, args, kwargs, target=target, options=options)
+    record = report_of(
+        compilation, target=compiled_target, config=config, facts=facts, roles=roles, names=names, seconds=predict
+    )
     return Report.of(record)
 
 
 def _largest_parts(report: Report) -> str:
     """Returns the largest rows of the peak, and the runtime overheads in the allocator's pool."""
     rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
-    unseen = [(row.name, row.bytes) for row in report.unseen if row.where == report_record.POOL]
-    return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *unseen) if count)
+    overheads = [(row.name, row.bytes) for row in report.runtime_overheads if row.where == report_record.POOL]
+    return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *overheads) if count)
 
 
 def load(path: str | Path) -> Report:

@@ -66,7 +66,7 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
     `post_mortem`: shown in a section at the top if the step ran out of memory.
     """
     name, limit = report.title, report.limit_bytes
-    target, folded = report.target.get("name"), naming.folded(report.buffers)
+    target, folded = report.target.get("name"), naming.fold_labels(report.buffers)
     data = page_data(report)
     return page(
         "report",
@@ -87,7 +87,7 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
         collectives=_collectives(report.collectives),
         collectives_left=max(len(report.collectives) - MAX_COLLECTIVES, 0),
         transfers=_transfers(report),
-        findings=sorted(report.findings, key=lambda found: -found.bytes),
+        findings=sorted(report.findings, key=lambda finding: -finding.bytes),
         ledger=_ledger(report),
         zero=_zero(report),
         residuals=_bars(report.residuals_by_name, "(no name)", folded),
@@ -97,7 +97,7 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
     )
 
 
-def _failure(found: PostMortem) -> dict[str, Any]:
+def _failure(post_mortem: PostMortem) -> dict[str, Any]:
     """Returns the content of the section on a step that ran out of memory."""
     columns = (
         ("live arrays", "name", lambda group: group.name),
@@ -108,15 +108,15 @@ def _failure(found: PostMortem) -> dict[str, Any]:
     )
     allocator = [
         f"{name.replace('_', ' ')} {human(value) if 'bytes' in name or 'size' in name else f'{value:,}'}"
-        for name, value in found.allocator.items()
+        for name, value in post_mortem.allocator.items()
     ]
     return {
-        "title": f"{found.step} ran out of memory at call {found.call:,}",
-        "error": found.error,
-        "sum": sum_of(found),
-        "ways": found.ways_out,
-        "held": table(columns, found.held[:MAX_BARS]),
-        "left": max(len(found.held) - MAX_BARS, 0),
+        "title": f"{post_mortem.step} ran out of memory at call {post_mortem.call:,}",
+        "error": post_mortem.error,
+        "sum": sum_of(post_mortem),
+        "ways": post_mortem.ways_out,
+        "held": table(columns, post_mortem.held[:MAX_BARS]),
+        "left": max(len(post_mortem.held) - MAX_BARS, 0),
         "allocator": " · ".join(allocator),
     }
 
@@ -147,27 +147,29 @@ def figures(report: ReportRecord) -> list[HeaderFigure]:
 def _speed(report: ReportRecord) -> list[HeaderFigure]:
     """Returns predicted seconds, tokens/s and MFU, then the bound by data-sheet rates. Without a prediction, returns
     the bounds of the three; without rates of the target, returns []."""
-    best, found = at_best(report), StepPrediction.stated(report)
+    best, prediction = at_best(report), StepPrediction.stated(report)
     per = "update" if report.subject.tokens else "call"
-    if found:
-        return [*_predicted(found, per), *([_bound(best, per)] if best else [])]
+    if prediction:
+        return [*_predicted(prediction, per), *([_bound(best, per)] if best else [])]
     return _allowed(best, per) if best else []
 
 
-def _predicted(found: StepPrediction, per: str) -> list[HeaderFigure]:
-    shown = [
+def _predicted(prediction: StepPrediction, per: str) -> list[HeaderFigure]:
+    figures = [
         HeaderFigure(
             f"one {per}, predicted",
-            times.taken(found),
-            f"{times.interval(found)}; rates: {found.rates}",
-            f"{found.seconds:.6g} s",
+            times.predicted_time(prediction),
+            f"{times.interval(prediction)}; rates: {prediction.rates}",
+            f"{prediction.seconds:.6g} s",
         )
     ]
-    if found.tokens_per_s:
-        shown.append(HeaderFigure("tokens/s, predicted", times.rounded(found.tokens_per_s), "over all devices"))
-    if found.mfu:
-        shown.append(HeaderFigure("MFU, predicted", f"{found.mfu:.0%}", "of the peak rate", f"{found.mfu:.2%}"))
-    return shown
+    if prediction.tokens_per_s:
+        figures.append(HeaderFigure("tokens/s, predicted", times.rounded(prediction.tokens_per_s), "over all devices"))
+    if prediction.mfu:
+        figures.append(
+            HeaderFigure("MFU, predicted", f"{prediction.mfu:.0%}", "of the peak rate", f"{prediction.mfu:.2%}")
+        )
+    return figures
 
 
 def _bound(best: AtBest, per: str) -> HeaderFigure:
@@ -176,12 +178,12 @@ def _bound(best: AtBest, per: str) -> HeaderFigure:
 
 
 def _allowed(best: AtBest, per: str) -> list[HeaderFigure]:
-    found = [_bound(best, per)]
+    figures = [_bound(best, per)]
     if best.tokens_per_s:
-        found.append(HeaderFigure("tokens/s, at most", f"{best.tokens_per_s:,.0f}", "over all devices"))
+        figures.append(HeaderFigure("tokens/s, at most", f"{best.tokens_per_s:,.0f}", "over all devices"))
     if best.mfu:
-        found.append(HeaderFigure("MFU, at most", f"{best.mfu:.0%}", "of the peak rate", f"{best.mfu:.2%}"))
-    return found
+        figures.append(HeaderFigure("MFU, at most", f"{best.mfu:.0%}", "of the peak rate", f"{best.mfu:.2%}"))
+    return figures
 
 
 def _extra_lines(report: ReportRecord) -> list[str]:
@@ -223,7 +225,7 @@ def _exposed(row: Communication, is_total: bool) -> str:
     return f"{100 * row.exposed_bytes / max(row.wire_bytes, 1):.0f} %"
 
 
-def _collectives(found: Sequence[Collective]) -> PageTable:
+def _collectives(collectives: Sequence[Collective]) -> PageTable:
     """Returns a row for each collective, sorted by the bytes that it sends."""
     columns = (
         ("operation", "name", lambda item: Cell(item.name, item.op_name)),
@@ -235,7 +237,7 @@ def _collectives(found: Sequence[Collective]) -> PageTable:
         ("overlapped by", "num", overlapped_by),
         ("where", "text why", lambda item: "/".join(filter(None, (item.phase, item.module or item.component)))),
     )
-    return table(columns, sorted(found, key=lambda item: -item.times * item.wire_bytes)[:MAX_COLLECTIVES])
+    return table(columns, sorted(collectives, key=lambda item: -item.times * item.wire_bytes)[:MAX_COLLECTIVES])
 
 
 def _transfers(report: ReportRecord) -> PageTable | None:

@@ -27,7 +27,7 @@ from bytescope.memory.report import buffer_tables
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import DEFAULT_WIDTH, one_line, plain_text, prompt_width, put, safe, shorten
-from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, ignoring, mixture
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, mixture, unwrapped
 from bytescope.memory.view.text_table import FigureColumn, FigureTable, figure, fixed, label, words
 
 WIDTH = DEFAULT_WIDTH
@@ -83,15 +83,15 @@ def render(report: ReportRecord, choices: str = "", verbose: bool = True) -> Ren
 
 
 def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
-    of, target = report.subject, report.target
+    subject, target = report.subject, report.target
     kind = f" ({one_line(str(target['kind']))})" if target.get("kind") else ""
     title = Text.assemble(
-        (one_line(of.name or report.program or "program"), "bold"),
+        (one_line(subject.name or report.program or "program"), "bold"),
         f" on {one_line(str(target.get('name', 'an unnamed target')))}{kind}",
     )
     named: list[str | Text] = [title]
-    if of.policy:
-        named.append(f"remat {of.policy}")
+    if subject.policy:
+        named.append(f"remat {subject.policy}")
     named.append(Text(versions_text(report.versions), style="dim"))
     xla = report.xla
     stats = (
@@ -103,9 +103,9 @@ def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
         ("host", report.host_bytes),
         ("on chip", report.on_chip_bytes),
     )
-    changes = f"changed: {' '.join(of.changes)}" if of.changes else ""
+    changes = f"changed: {' '.join(subject.changes)}" if subject.changes else ""
     taken = times.predicted(report) or times.unpredicted(report)
-    plain = [line for line in (taken, of.batch, mixture(report.parameters), changes) if line]
+    plain = [line for line in (taken, subject.batch, mixture(report.parameters), changes) if line]
     lines: list[RenderableType] = [Items(filter(None, named)), verdict_line(report), *map(Prose, plain)]
     if verbose:
         lines.append(Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"))
@@ -154,13 +154,13 @@ def overheads(report: ReportRecord) -> str:
 
 
 def _items(report: ReportRecord, where: str) -> str:
-    return ", ".join(f"{row.name} {human(row.bytes)}" for row in report.unseen if row.where == where)
+    return ", ".join(f"{row.name} {human(row.bytes)}" for row in report.runtime_overheads if row.where == where)
 
 
 def _composition(report: ReportRecord) -> RenderableType | None:
     """Returns the rows at the peak with residuals and workspace, side by side if there is room."""
     left = breakdown(report)
-    folded = naming.folded(report.buffers)
+    folded = naming.fold_labels(report.buffers)
     residuals = _names("residuals by checkpoint name", report.residuals_by_name, folded)
     workspace = _names("workspace by phase and component", report.workspace_by_scope, folded)
     right = blocks(residuals, workspace) if residuals or workspace else None
@@ -213,8 +213,8 @@ class _Curve:
             style = PHASE_STYLE.get(point.phase, "dim")
             curve.append(_BLOCKS[max(1, round(point.bytes / most * (len(_BLOCKS) - 1)))], style=style)
             phases.append(one_line(point.phase[:1]) or " ", style=style)
-        yield ignoring(curve)
-        yield ignoring(phases)
+        yield unwrapped(curve)
+        yield unwrapped(phases)
 
 
 def _timeline(report: ReportRecord) -> RenderableType | None:
@@ -366,8 +366,8 @@ def findings(report: ReportRecord) -> RenderableType | None:
         return None
     out: list[RenderableType] = []
     for finding in report.findings[:_FINDINGS]:
-        said = safe(finding.message), (f": {safe(finding.remedy)}", "dim")
-        out.append(Prose(Text.assemble(("! ", "bold yellow"), *said)))
+        words = safe(finding.message), (f": {safe(finding.remedy)}", "dim")
+        out.append(Prose(Text.assemble(("! ", "bold yellow"), *words)))
         if finding.flags:
             out.append(CopyCommand(finding.flags))
     if len(report.findings) > _FINDINGS:
@@ -392,8 +392,8 @@ def summary(report: ReportRecord, remedies: bool = False) -> str:
 
     remedies: whether findings are uncut and have their remedies.
     """
-    found = findings(report) if remedies else _cut_findings(report)
-    notes = [found] if found is not None else []
+    finding_lines = findings(report) if remedies else _cut_findings(report)
+    notes = [finding_lines] if finding_lines is not None else []
     if report.method != "heap_trace":
         notes.append(Prose("  lifetimes are derived from the schedule, see notes"))
     ways = Prose(".show()  .table()  .to_html(path)  .save(path)  .diff(other)", "dim")
@@ -412,10 +412,10 @@ def _summary_head(report: ReportRecord) -> RenderableType:
 
 
 def _cut_findings(report: ReportRecord) -> RenderableType | None:
-    found = [f"! {_cut_message(one_line(finding.message))}" for finding in report.findings[:_SUMMARY_FINDINGS]]
+    lines = [f"! {_cut_message(one_line(finding.message))}" for finding in report.findings[:_SUMMARY_FINDINGS]]
     if len(report.findings) > _SUMMARY_FINDINGS:
-        found.append(f"  and {len(report.findings) - _SUMMARY_FINDINGS} more findings")
-    return Prose(Text("\n").join(map(Text, found))) if found else None
+        lines.append(f"  and {len(report.findings) - _SUMMARY_FINDINGS} more findings")
+    return Prose(Text("\n").join(map(Text, lines))) if lines else None
 
 
 def _cut_name(name: str) -> str:

@@ -1,8 +1,9 @@
-"""Predicts the seconds of a compiled step on a target.
+"""Predicts the seconds of a compiled step on a target, with a spread.
 
-In: the compiled schedule, kernel by kernel, and the rates that the target's devices reach. Out: seconds with a spread.
-Start at `step_prediction`. `reading` makes the schedule of a module, with the work of its kernels from `products`;
-`step_schedule` has its records. `rates` selects the rates of a device, `operation_seconds` prices one kernel or
-transfer at these rates, and `schedule_walk` runs the schedule on the streams of one device. `constants` has the fitted
-constants and the measured errors. All modules except `reading` are pure: records in, seconds out.
+The input is the compiled schedule, kernel by kernel, and the rates that the target's devices reach. Start at
+`step_prediction`. `reading` reads the schedule of a module, with the work of its kernels from `products`;
+`step_schedule` has functions over its records. `rates` selects the rates of a device, `operation_seconds` computes the
+seconds of one kernel or transfer at these rates, and `schedule_walk` simulates the schedule on the streams of one
+device. `constants` has the fitted constants and the measured errors. All modules except `reading` work on plain
+records.
 """

@@ -1,10 +1,12 @@
-"""Published measurements of the rates that chips reach; each figure with its source.
+"""Published measurements of the rates that chips reach, each with its source.
 
-Data sheets are in `devices.chips`. A figure that is not published for a chip is taken from the nearest chip with one
-(`NEAREST`: the same generation first), times the ratio of their data sheets; `DeviceRates.source` then says so.
+Data sheets are in `devices.chips`. A rate that is not published for a chip is taken from the nearest chip with a
+published rate (`NEAREST`, the same generation first), times the ratio of their data sheets. `DeviceRates.source` then
+says so.
 
-Bandwidths of collectives are NCCL's bus bandwidths, latency included. An all-reduce on NVSwitch of Hopper and later may
-exceed the link's bandwidth: the switch adds (NVLink SHARP), so fewer bytes cross the links than NCCL counts.
+Bandwidths of collectives are NCCL's bus bandwidths and include the latency. An all-reduce on NVSwitch of Hopper and
+later may exceed the bandwidth of the link, because the switch adds the data (NVLink SHARP), so that fewer bytes cross
+the links than NCCL counts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _KB, _MIB = 1000, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRate:
-    """Points (size, rate) of one part of a chip, and where they are published."""
+    """Points (size, rate) of one part of a chip, and the publication that contains them."""
 
     points: Curve
     source: str
@@ -32,12 +34,12 @@ def _tflops(source: str, *points: tuple[float, float]) -> PublishedRate:
 
 
 def _one(source: str, value: float) -> PublishedRate:
-    """A figure of one value for all sizes."""
+    """Returns a rate that is the same for all sizes."""
     return PublishedRate(((1.0, value),), source)
 
 
 def _attention(source: str, *rates: float, first: int = 512) -> PublishedRate:
-    """TFLOP/s at `first` keys, twice as many, and so on."""
+    """Returns a rate curve of attention; `rates` are TFLOP/s at `first` keys, twice as many, and so on."""
     return _tflops(source, *((first << at, rate) for at, rate in enumerate(rates)))
 
 
@@ -57,9 +59,10 @@ def _torch(number: int, place: str = "github.com/zzc0721/torch-performance-test-
     return f"torch.matmul ({place}/{number})"
 
 
-# Chip -> part -> figure. Parts: ("products", unit): FLOP/s over the side of a cube; ("attention", way, head width):
-# FLOP/s over keys, causal ones of the FLOPs below the diagonal; ("memory",): bytes per second, read and written;
-# ("host_link",): bytes per second each way; ("floor",): seconds of a kernel beside its work in a CUDA graph.
+# Chip -> part -> rate curve. The parts are ("products", compute unit): FLOP/s over the side of a cube; ("attention",
+# way, head dimension): FLOP/s over the number of keys, where causal attention counts FLOPs below the diagonal;
+# ("memory",): bytes per second read and written; ("host_link",): bytes per second in each direction; ("floor",):
+# seconds of a kernel in a CUDA graph in addition to its work.
 MEASURED: Mapping[str, Mapping[tuple[Any, ...], PublishedRate]] = {
     "h100": {
         ("products", "bf16"): PublishedRate(
@@ -165,7 +168,7 @@ MEASURED: Mapping[str, Mapping[tuple[Any, ...], PublishedRate]] = {
     },
 }
 
-# Chip -> chips whose efficiency is used for parts that were not measured on it, nearest first.
+# Chip -> chips whose efficiency is used for parts that were not measured on this chip, nearest first.
 NEAREST: Mapping[str, tuple[str, ...]] = {
     "h100": ("h200", "a100-80g"),
     "h200": ("h100",),
@@ -189,7 +192,7 @@ NEAREST: Mapping[str, tuple[str, ...]] = {
     "v5p": ("h100", "h200"),
     "v6e": ("h100", "h200"),
 }
-# Unit -> units whose efficiency is used if its own was not measured.
+# Compute unit -> units whose efficiency is used if the unit's own was not measured.
 LIKE = {
     "fp8": ("bf16", "fp16"),
     "bf16": ("fp16", "tf32"),
@@ -197,7 +200,7 @@ LIKE = {
     "tf32": ("bf16", "fp16"),
     "fp32": ("tf32", "bf16", "fp16"),
 }
-# Units of equal width have equal rates.
+# Compute units that have equal rates because their dtypes have equally many bits.
 TWINS = {("products", "fp16"): (("products", "bf16"),), ("products", "bf16"): (("products", "fp16"),)}
 # Latency of a copy of pinned memory in seconds (the small sizes of the same cuda-memcpy).
 HOST_LINK_SECONDS, HOST_LINK_SECONDS_SOURCE = 30e-6, f"{_BENCHES}, cuda-memcpy, 1 to 64 kB on a V100"
@@ -205,7 +208,8 @@ HOST_LINK_SECONDS, HOST_LINK_SECONDS_SOURCE = 30e-6, f"{_BENCHES}, cuda-memcpy, 
 
 @dataclasses.dataclass(frozen=True)
 class Bus:
-    """A collective of `group` devices over `hosts` hosts: payload bytes -> bytes per second on one device's wire."""
+    """The bandwidth of a collective of `group` devices over `hosts` hosts: payload bytes -> bytes per second on the
+    wire of one device."""
 
     kind: str
     group: int
@@ -214,7 +218,7 @@ class Bus:
 
 
 def _points(source: str, unit: int, *points: tuple[float, float]) -> PublishedRate:
-    """Points (payload in `unit` bytes, GB/s)."""
+    """Returns a rate curve from points (payload in `unit` bytes, GB/s)."""
     return PublishedRate(tuple((float(size * unit), rate * _G) for size, rate in points), source)
 
 
@@ -277,8 +281,9 @@ _GB200_REDUCE = (
     (1073742, 646.87),
     (8589935, 679.61),
 )
-# Collectives of XLA's programs on a host of eight (compute capability 9.0), in groups of 8, 4 and 2 at the same time:
-# kind -> group -> (MiB, GB/s on the wire), from bytes per second of the unsharded array, launch included.
+# Collectives of XLA's programs on a host of eight GPUs (compute capability 9.0), in concurrent groups of 8, 4 and 2:
+# kind -> group -> (MiB, GB/s on the wire), computed from bytes per second of the unsharded array, including the
+# launch.
 _XLA = "XLA's own table (github.com/openxla/xla, xla/service/gpu/model/collective_interpolator_data.h, sm_90)"
 _XLA_RATES: Mapping[str, Mapping[int, tuple[tuple[float, float], ...]]] = {
     "all-reduce": {
@@ -397,13 +402,14 @@ COLLECTIVES: Mapping[str, tuple[Bus, ...]] = {
         ),
     ),
 }
-# Devices of a group -> the share of a device's links inside the group, on hosts without a switch. A host of eight V100
-# is a cube mesh: four of six links stay among the first four devices, one joins a device to the next.
+# Chip -> devices of a group -> the fraction of a device's links that are inside the group, on hosts without a switch.
+# A host of eight V100 is a cube mesh: four of six links connect the first four devices, one connects a device to the
+# next.
 MESHES: Mapping[str, Mapping[int, float]] = {"v100": {8: 1.0, 4: 4 / 6, 2: 1 / 6}}
 MESH_SOURCE = "NVIDIA DGX-1 system architecture white paper: the links of a hybrid cube mesh"
 
-# Networks that are not in `COLLECTIVES`, by name: bus bandwidths of hosts of eight H100 with 32 cards of 100 Gb/s (EFA,
-# p5.48xlarge), by size; and the medians over the hosts of one such cluster, at 1 GiB only.
+# Networks that are not in `COLLECTIVES`, by name: bus bandwidths by size between hosts of eight H100 with 32 network
+# cards of 100 Gb/s (EFA, p5.48xlarge), and the medians over the hosts of one such cluster, at 1 GiB only.
 _EFA = "nccl-tests, NCCL 2.28 (github.com/crazyguitar/aws-gpu-communication-benchmark, data, 2025-10)"
 _EFA_SIZES = tuple(32 << at for at in range(9))  # MiB
 _EFA_REDUCE = {
@@ -441,7 +447,7 @@ NETWORKS: Mapping[str, tuple[Bus, ...]] = {
         for kind, rate in zip(("all-reduce", "all-gather", "reduce-scatter"), rates, strict=True)
     ),
 }
-# Seconds from one device to the next in a ring, by NCCL's own model: of its LL128 protocol over NVLink, and of its
+# Seconds from one device to the next in a ring, by NCCL's own model: for its LL128 protocol over NVLink, and for its
 # Simple protocol over a network.
 HOP_SECONDS, NETWORK_HOP_SECONDS = 1.9e-6, 9.6e-6
 HOP_SOURCE = "NCCL's model (github.com/NVIDIA/nccl, src/graph/tuning.cc, hwLat)"

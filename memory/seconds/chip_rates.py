@@ -1,5 +1,5 @@
-"""The rates of a chip: its own figures of `achieved`; a missing figure is that of the nearest chip that has one, times
-the ratio of the two data sheets."""
+"""Builds the rates of a chip from `achieved`. A missing rate is taken from the nearest chip that has one, times the
+ratio of the two data sheets."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from bytescope.memory.seconds.achieved import COLLECTIVES, LIKE, MEASURED, MESHE
 from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, DeviceRates, at
 
 
-def of(kind: str) -> DeviceRates | None:
-    """The rates of a device kind (jax' device_kind); None for a chip that is not in `devices.chips`."""
+def rates_of_kind(kind: str) -> DeviceRates | None:
+    """Returns the rates of a device kind (jax's device_kind); None for a chip that is not in `devices.chips`."""
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     return _rates(chip.name) if chip else None
 
 
-def over(found: DeviceRates, network: str) -> DeviceRates:
-    """Rates with the collectives between hosts of another network.
+def with_network(rates: DeviceRates, network: str) -> DeviceRates:
+    """Returns rates in which the collectives between hosts are those of another network.
 
     Raises ReportError for a name that is not in `achieved.NETWORKS`.
     """
     if network not in NETWORKS:
-        raise ReportError(f"unknown network {network!r:.40}: one of {', '.join(NETWORKS)}")
+        raise ReportError(f"unknown network {network!r:.40}: choose one of {', '.join(NETWORKS)}")
     rows = tuple(CollectiveRate(row.kind, row.group, row.hosts, row.figure.points) for row in NETWORKS[network])
-    inside = tuple(row for row in found.collectives if row.hosts == 1)
+    inside = tuple(row for row in rates.collectives if row.hosts == 1)
     source = NETWORKS[network][0].figure.source
     return dataclasses.replace(
-        found,
+        rates,
         collectives=inside + rows,
-        source=f"{found.source}; between hosts: {source}",
-        sources={**found.sources, "collectives between hosts": source},
+        source=f"{rates.source}; between hosts: {source}",
+        sources={**rates.sources, "collectives between hosts": source},
     )
 
 
@@ -85,44 +85,48 @@ def _measured(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
 
 
 def _nearest(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None:
-    """A part's curve and source: the chip's own, or the nearest one's times the ratio of their data sheets."""
+    """Returns the rate curve of a part and its source: the chip's own curve, or the nearest chip's times the ratio of
+    their data sheets."""
     for name in (chip.name, *NEAREST[chip.name]):
         for each in (part, *TWINS.get(part, ())):
             figure, ratio = MEASURED.get(name, {}).get(each), _ratio(each, part, chip, CHIPS[name])
             if figure and ratio:
-                return _times(figure.points, ratio), _said(figure.source, name, chip.name)
+                return _times(figure.points, ratio), _name_chip(figure.source, name, chip.name)
     return None
 
 
 def _products(chip: Chip) -> dict[str, tuple[Curve, str]]:
-    """Unit -> curve and source; a unit without a measured curve takes the efficiency of a similar unit (`LIKE`)."""
-    found: dict[str, tuple[Curve, str]] = {}
+    """Returns compute unit -> (rate curve, source). A unit without a measured curve gets the efficiency of a similar
+    unit (`LIKE`)."""
+    products: dict[str, tuple[Curve, str]] = {}
     for unit in chip.peak_flops:
         measured = _nearest(chip, ("products", unit))
         if measured:
-            found[unit] = measured
+            products[unit] = measured
     for unit in chip.peak_flops:
-        if unit not in found:
-            like = next(each for each in LIKE[unit] if each in found)
-            curve, source = found[like]
+        if unit not in products:
+            like = next(each for each in LIKE[unit] if each in products)
+            curve, source = products[like]
             ratio = chip.peak_flops[unit] / chip.peak_flops[like]
-            found[unit] = _times(curve, ratio), f"efficiency of {like}: {source}"
-    return {unit: found[unit] for unit in chip.peak_flops}
+            products[unit] = _times(curve, ratio), f"efficiency of {like}: {source}"
+    return {unit: products[unit] for unit in chip.peak_flops}
 
 
 def _beyond_floor(curve: Curve, floor: float, peak: float) -> Curve:
-    """A published curve of cubes, with the floor subtracted from the seconds of each, but at most half of them.
+    """Returns a published rate curve of cubes without the floor seconds of each kernel. At most half of the seconds
+    are subtracted.
 
-    The rate is limited to the data sheet's `peak`, above which workstation cards clock.
+    The rate is limited to the data sheet's `peak`, because the clock of workstation GPUs exceeds the specified one.
     """
     seconds = {side: 2 * side**3 / rate for side, rate in curve}
     return tuple((side, min(2 * side**3 / max(taken - floor, taken / 2), peak)) for side, taken in seconds.items())
 
 
 def _attention_table(chip: Chip) -> tuple[dict[str, dict[int, Curve]], str]:
-    """(way -> head width -> curve, source), all from the nearest chip with figures of attention.
+    """Returns (way -> head dimension -> rate curve, source), all from the nearest chip with measured attention.
 
-    A way that was not measured at a width takes the ratio between the two ways at another width, or of another chip.
+    A way that was not measured at a head dimension gets the ratio between the two ways at another head dimension, or
+    of another chip.
     """
     name = next(each for each in (chip.name, *NEAREST[chip.name], "h100") if _cells(each))
     cells, others = _cells(name), [_cells(other) for other in (*NEAREST[name], "h100")]
@@ -136,7 +140,7 @@ def _attention_table(chip: Chip) -> tuple[dict[str, dict[int, Curve]], str]:
     for (way, width), curve in sorted(cells.items()):
         table[way][width] = _times(curve, ratio)
     sources = dict.fromkeys(figure.source for part, figure in MEASURED[name].items() if part[0] == "attention")
-    return table, _said("; ".join(sources), name, chip.name)
+    return table, _name_chip("; ".join(sources), name, chip.name)
 
 
 def _cells(name: str) -> dict[tuple[str, int], Curve]:
@@ -146,8 +150,8 @@ def _cells(name: str) -> dict[tuple[str, int], Curve]:
 
 
 def _pair(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tuple[Curve, Curve]:
-    """The curves of two ways at one width, from the first table that has both; forward ways replace backward ones,
-    because a mask costs as much in both."""
+    """Returns the rate curves of two ways at one head dimension, from the first table that has both. Forward ways
+    replace backward ways, because a mask costs as much in both."""
     for table in tables:
         for one, other in ((way, like), (way.replace("backward", "forward"), like.replace("backward", "forward"))):
             for width in (128, 64, 256):
@@ -161,7 +165,7 @@ def _of_16_bits(chip: Chip) -> float:
 
 
 def _ratio(measured: tuple[Any, ...], wanted: tuple[Any, ...], chip: Chip, other: Chip) -> float:
-    """The ratio of two chips' data sheets for a part; 0 if one of them lacks the unit."""
+    """Returns the ratio of two chips' data sheets for a part; 0 if one of them lacks the unit."""
     if wanted[0] == "memory":
         return chip.hbm / other.hbm
     if wanted[0] == "host_link":
@@ -176,32 +180,32 @@ def _times(curve: Curve, ratio: float) -> Curve:
     return tuple((size, rate * ratio) for size, rate in curve)
 
 
-def _said(source: str, measured: str, name: str) -> str:
-    """A source; if it is another chip's, each of its parts says so."""
+def _name_chip(source: str, measured: str, name: str) -> str:
+    """Returns a source in which each part names the chip, if it is another chip than `name`."""
     return source if measured == name else "; ".join(f"efficiency of {measured}: {part}" for part in source.split("; "))
 
 
 def _collectives(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
-    """(collectives of a chip, their sources). For each kind, within a host and between hosts, these are its own rows,
-    or the rows of the nearest chip that has some, times the ratio of their links."""
-    found: list[CollectiveRate] = []
+    """Returns (collectives of a chip, their sources). For each kind, within a host and between hosts, these are the
+    chip's own rows, or the rows of the nearest chip that has some, times the ratio of their links."""
+    collectives: list[CollectiveRate] = []
     sources: dict[str, None] = {}
     for kind in dict.fromkeys(row.kind for rows in COLLECTIVES.values() for row in rows):
         for between in (False, True):
             name, rows = _measured_links(chip, kind, between)
             for row in rows:
-                found += _on_links(chip, CHIPS[name], row)
-                sources[_said(row.figure.source, name, chip.name)] = None
+                collectives += _on_links(chip, CHIPS[name], row)
+                sources[_name_chip(row.figure.source, name, chip.name)] = None
     if chip.name in MESHES:
         sources[f"efficiency of {name}: shares of {achieved.MESH_SOURCE}"] = None
-    return tuple(found), "; ".join(sources)
+    return tuple(collectives), "; ".join(sources)
 
 
 def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus]]:
-    """(the nearest chip with rows of a kind, these rows).
+    """Returns (the nearest chip with measured rows of a kind, these rows).
 
-    Within a host, chips on PCIe take only rows of chips on PCIe, and other chips only rows of other chips. Rows between
-    hosts depend on the network cards only.
+    Within a host, chips on PCIe use only rows of chips on PCIe, and other chips only rows of other chips. Rows between
+    hosts depend only on the network cards.
     """
     names = [chip.name, *NEAREST[chip.name], "h100"]
     if not between and _on_pcie(chip):
@@ -214,7 +218,7 @@ def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus
 
 
 def _on_pcie(chip: Chip) -> bool:
-    """Whether PCIe joins the devices of a host, by `devices.chips`."""
+    """Returns whether PCIe connects the devices of a host, according to `devices.chips`."""
     return chip.platform == "cuda" and chip.in_host == chip.host_link
 
 
@@ -225,7 +229,7 @@ def _on_links(chip: Chip, other: Chip, row: Bus) -> list[CollectiveRate]:
     ratio = chip.in_host / other.in_host
     groups = MESHES.get(chip.name, {row.group: 1.0})
     if row.group < max(groups):
-        return []  # some devices of a switch: in a mesh the links among them count
+        return []  # a mesh has fewer links inside such a group than a switch
     rates = []
     for group, share in groups.items():
         rates.append(CollectiveRate(row.kind, group, 1, _times(row.figure.points, ratio * share)))
@@ -233,7 +237,8 @@ def _on_links(chip: Chip, other: Chip, row: Bus) -> list[CollectiveRate]:
 
 
 def _summary(name: str, sources: Mapping[str, str]) -> str:
-    """One line: the parts that were measured on the chip, and the parts with the efficiency of another chip."""
+    """Returns one line with the parts that were measured on the chip, and the parts with the efficiency of another
+    chip."""
     by_chip: dict[str, list[str]] = {name: []}
     sixteen = next(f"products {unit}" for unit in ("bf16", "fp16") if f"products {unit}" in sources)
     for part, key in (

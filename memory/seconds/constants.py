@@ -1,23 +1,25 @@
 """The fitted constants of a step's seconds, and the spread of predictions around measured seconds.
 
-There are no more than five constants, each with the rows that it was fitted on. Every other figure comes from
-microbenchmarks (`achieved`) or from the schedule. 1.0 means that nothing was fitted.
+There are at most five constants, each with the runs on which it was fitted. Every other figure comes from
+microbenchmarks (`achieved`) or from the schedule. A constant of 1.0 means that nothing was fitted.
 
-tests/bench/fit_rates.py fitted them together on 30 rows of JAX, 24 programs that differ for us (`validation`, set
-`jax`, quality A, the newest of each source, bf16 and fp16): MaxText Llama2-7B on 8 H100, Llama2-70B on 64 to 256,
-Llama3.1-70B on 256 H200, Pax GPT-126M, 5B and 175B on 64 and 256 A100 and H100 (2024-04), Alpa's GPT on 1 to 8 V100;
-compiled by jax 0.10.2, 2026-11-22 and 23. Without a fit 93.8 % of the programs are within 0.85 to 1.15 of the measured
-seconds (median 1.00); with these constants all are (1.02). Of the 12 that are not on V100 it is 87.5 % (0.95) and all
-(1.00). If a source is left out of the fit, its rows are all within (Pax 0.95, dgxc 1.01, Llama3.1-70B 1.00, Alpa 1.10)
-except for MaxText 7B, 0.84. The bounds on MEMORY and COLLECTIVES were set after a first fit without them. Runs in fp8
-are another program than ours (`validation.measured_rows.refused`) and were left out after they had been predicted: with
-them it was 84.6 %.
+tests/bench/fit_rates.py fitted the constants together on 30 measured runs of JAX programs, which are 24 different
+programs for this package (`validation`, set `jax`, quality A, the newest run of each source, bf16 and fp16): MaxText
+Llama2-7B on 8 H100, Llama2-70B on 64 to 256, Llama3.1-70B on 256 H200, Pax GPT-126M, 5B and 175B on 64 and 256 A100
+and H100 (2024-04), and Alpa's GPT on 1 to 8 V100; compiled by jax 0.10.2, 2026-11-22 and 23. Without a fit, the
+predictions of 93.8 % of the programs are within 0.85 to 1.15 of the measured seconds (median 1.00). With these
+constants, all are (median 1.02). Of the 12 programs that are not on V100, 87.5 % are within this range without a fit
+(median 0.95), and all with the constants (median 1.00). If a source is left out of the fit, its programs are all
+within the range (Pax 0.95, dgxc 1.01, Llama3.1-70B 1.00, Alpa 1.10) except for MaxText 7B, 0.84. The bounds on MEMORY
+and COLLECTIVES were set after a first fit without them. Runs in fp8 are different programs here
+(`validation.measured_rows.refused`) and were left out after they had been predicted; with them, 84.6 % were within the
+range.
 
-A row of the spread has the quantiles of predicted/measured seconds over the same runs, each program of weight one.
-`python tests/bench/fit_rates.py --folder=DIR` prints them twice: with the constants as they are, and with constants
-that were fitted without the row's source; the row has the wider end of both. Runs further away are in the validation:
-rows of quality B (MaxText 7B on GCP's A3, 0.63 to 0.79; an A5000, 0.84 to 0.91; B200, 1.4), older releases (0.77 to
-1.03), eager PyTorch.
+A spread has the quantiles of predicted/measured seconds over the same runs, where each program has the same weight.
+`python tests/bench/fit_rates.py --folder=DIR` prints the quantiles with these constants, and with constants that were
+fitted without the source of the predicted run. Each end of a spread is the wider one of the two. The validation has
+runs with larger differences: runs of quality B (MaxText 7B on GCP's A3, 0.63 to 0.79; an A5000, 0.84 to 0.91; B200,
+1.4), older releases (0.77 to 1.03), and eager PyTorch.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS
 
-# Seconds of products in a training step over those of the same products alone: power limits lower the clock under a
-# sustained load, and operands are seldom in the cache.
+# Seconds of matrix products in a training step, divided by the seconds of the same products measured alone. Power
+# limits lower the clock under a sustained load, and operands are seldom in the cache.
 PRODUCTS = 1.054
-# The same ratio of kernels that move memory: below 1, because a kernel finds part of the previous kernel's output in
-# the cache. Its minimum is 0.87, where the largest kernels would be faster than a data sheet says.
+# The same ratio for kernels that move memory. It is below 1, because a kernel reads part of the previous kernel's
+# output from the cache. The fit limits it to at least 0.87, below which the largest kernels would exceed the data
+# sheet.
 MEMORY = 0.887
-# The same ratio of attention kernels: those of cuDNN that were measured alone ran at a full clock.
+# The same ratio for attention kernels. cuDNN's kernels were measured alone at the full clock.
 ATTENTION = 1.184
-# The same ratio of collectives. Its minimum is 1: below, they would be faster than the links.
+# The same ratio for collectives. The fit limits it to at least 1, below which they would exceed the links.
 COLLECTIVES = 1.0
 # Relative slowdown of compute while a collective runs, which occupies cores and memory bandwidth.
 SLOWDOWN = 0.13
@@ -44,8 +47,13 @@ SLOWDOWN = 0.13
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Quantiles of predicted/measured seconds: `low` at 10 %, `high` at 90 %, over `rows` programs; 0 rows:
-    assumed."""
+    """Quantiles of predicted/measured seconds.
+
+    Fields:
+        low, high: the quantiles at 10 % and 90 %.
+        rows: number of measured programs, 0 if the spread is an assumption.
+        source: the measured runs, or the assumption, in words.
+    """
 
     low: float
     high: float
@@ -53,25 +61,25 @@ class Spread:
     source: str
 
     def around(self, seconds: float) -> tuple[float, float]:
-        """(min, max) seconds to expect for a prediction of `seconds`."""
+        """Returns the (min, max) measured seconds to expect for a prediction of `seconds`."""
         return seconds / self.high, seconds / self.low
 
 
-# Compute capability -> the spread of its generation. Four programs on A100 are too few: its low end is that of all 12
-# on A100, H100 and H200 (0.875 to 1.023), its high end its own.
+# Compute capability -> the spread of its generation. The four programs on A100 are too few for a spread of their own:
+# the low end is that of all 12 programs on A100, H100 and H200 (0.875 to 1.023), the high end that of A100.
 _MEASURED_SPREADS: Mapping[tuple[int, int], Spread] = {
     (7, 0): Spread(0.983, 1.136, 12, "12 programs of Alpa on 1 to 8 V100"),
     (8, 0): Spread(0.875, 1.093, 12, "12 programs of MaxText and Pax on A100, H100 and H200"),
     (9, 0): Spread(0.857, 1.015, 8, "8 programs of MaxText and Pax on H100 and H200"),
 }
-# An assumption: twice as far on both sides, because efficiencies of another generation are used.
+# An assumption: twice the spread on both sides, because efficiencies of another generation are used.
 ASSUMED_SPREAD = Spread(0.72, 1.19, 0, "no run was measured on this chip: twice the spread of H100 and A100")
-# An assumption: products and copies measured by numpy say little about XLA's kernels on cores that devices share.
+# An assumption: products and copies measured with numpy differ from XLA's kernels on cores that several devices share.
 CPU_SPREAD = Spread(0.5, 2.0, 0, "assumed, for a CPU")
 
 
 def spread_of(target: Mapping[str, Any]) -> Spread:
-    """The spread for a target's JSON, by its chip."""
+    """Returns the spread for a target's JSON, by its chip."""
     if target.get("platform") == "cpu":
         return CPU_SPREAD
     name = str(target.get("name", "")).partition(":")[0]

@@ -1,17 +1,17 @@
-"""Seconds of one operation of a schedule, a kernel or a transfer, at the rates that a device reaches.
+"""Computes the seconds of one operation of a schedule, a kernel or a transfer, at the rates that a device reaches.
 
-A kernel takes a floor (launch, first loads, last stores) and then its FLOPs or its bytes, whichever take longer. A
-product is cut into tiles, which the cores process in waves: a last wave that is not full costs as much as a full one,
-and with fewer tiles than cores the reduction is cut too (split-K). The curve measured on cubes is divided by this
-utilization and interpolated over the size: the measured cubes are met exactly, and thin products are slower than a
-cube of as many FLOPs. Tiles and waves: NVIDIA, "Matrix Multiplication Background User's Guide"
-(docs.nvidia.com/deeplearning/performance), sections on tile and wave quantization.
+A kernel takes a floor (launch, first loads, last stores) plus the time for its FLOPs or its bytes, whichever is
+longer. A matrix product is cut into tiles, which the cores process in waves: a last wave that is not full costs as
+much as a full one, and with fewer tiles than cores the reduction is cut too (split-K). The rate curve that was
+measured on cubes is divided by this utilization and interpolated over the size, so that measured cubes are reproduced
+exactly, and thin products are slower than a cube of as many FLOPs. Tiles and waves: NVIDIA, "Matrix Multiplication
+Background User's Guide" (docs.nvidia.com/deeplearning/performance), sections on tile and wave quantization.
 
 A measured row of a collective has the bus bandwidth over the payload bytes for one group over a number of hosts,
-latency included (NCCL's definition: bytes on the wire of one device over seconds; github.com/NVIDIA/nccl-tests,
-doc/PERFORMANCE.md). A group of another size takes its own bytes on the wire at the bandwidth of the nearest row, and
-the hops by which its ring or tree is longer. Between hosts the rings of a group share the network cards beside its
-devices: a group with fewer devices per host has proportionally less bandwidth.
+including the latency (NCCL's definition: bytes on the wire of one device over seconds; github.com/NVIDIA/nccl-tests,
+doc/PERFORMANCE.md). For a group of another size, the seconds are its own bytes on the wire at the bandwidth of the
+nearest row, plus the additional hops of its longer ring or tree. Between hosts, the rings of a group share the network
+cards beside its devices: a group with fewer devices per host has proportionally less bandwidth.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ from bytescope.memory.seconds.step_schedule import (
 _TILES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.95, (128, 64): 0.8, (64, 128): 0.8, (64, 64): 0.65}
 # Cost of a tile's first loads and last stores, in elements of the reduction.
 _FILL = 128
-# Minimum elements of one part of a split reduction, and the fraction of the rate that is left after adding the parts.
+# Minimum elements of one part of a split reduction, and the fraction of the rate that remains if the parts are added.
 _MIN_SPLIT, _SPLIT_SHARE = 512, 0.9
 
 # Rate of a Triton kernel that scales operands by tiles of 128, relative to the best rate of a library with one scale
-# per array, at any shape, on H100: 399 and 367 TFLOP/s of 1382 (github.com/pytorch/ao/pull/2784, m 16640, n, k 5120,
-# 8192), 403 to 407 (github.com/vllm-project/vllm/pull/23280, n 2112, k 7168, m 4096 and 8192). Our kernel was not
-# measured.
+# per array, for all shapes, on H100: 399 and 367 TFLOP/s of 1382 (github.com/pytorch/ao/pull/2784, m 16640, n, k 5120,
+# 8192), 403 to 407 (github.com/vllm-project/vllm/pull/23280, n 2112, k 7168, m 4096 and 8192). The kernel of
+# this package was not measured.
 TILED_SHARE = 0.285
 
 
 def kernel_seconds(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """Seconds of one run of a kernel. Raises KeyError for a kind that is not in `step_schedule.KERNELS`."""
+    """Returns the seconds of one run of a kernel. Raises KeyError for a kind that is not in
+    `step_schedule.KERNELS`."""
     return rates.floor_seconds + _KINDS[kernel.kind](kernel, rates)
 
 
@@ -70,8 +71,8 @@ def _product(kernel: ScheduledKernel, rates: DeviceRates) -> float:
 
 
 def _tiled(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """A product with scales by tile, at `TILED_SHARE` of the best rate that a library reaches, but never faster than
-    the library at this size."""
+    """Returns the seconds of a matrix product with a scale per tile, at `TILED_SHARE` of the best rate that a library
+    reaches, but never faster than the library at this size."""
     best = max(rate for _, rate in rates.products[rates.unit(unit_of(kernel.dtype))])
     reached = min(TILED_SHARE * best, product_flops_per_s(kernel, rates))
     return max(constants.PRODUCTS * kernel.flops / reached, _memory(kernel, rates))
@@ -91,7 +92,8 @@ _KINDS: Mapping[str, Callable[[ScheduledKernel, DeviceRates], float]] = {
 
 
 def product_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """FLOP/s of a product by its dtype and size, at most the peak. A product of unknown size is taken as a cube."""
+    """Returns the FLOP/s of a matrix product by its dtype and size, at most the peak. A product of unknown size counts
+    as a cube."""
     unit = rates.unit(unit_of(kernel.dtype))
     shape = kernel.size if len(kernel.size) == 4 and min(kernel.size) > 0 else _cube(_side(kernel.flops / 2))
     side = _side(math.prod(map(float, shape)))
@@ -100,7 +102,8 @@ def product_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
 
 
 def attention_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """FLOP/s of an attention kernel by keys, head width and mask, at most the peak of its dtype."""
+    """Returns the FLOP/s of an attention kernel by number of keys, head dimension and mask, at most the peak of its
+    dtype."""
     way = "backward" if kernel.kind == ATTENTION_BACKWARD else "forward"
     table = rates.attention[f"{way}_causal" if kernel.causal else way]
     _, _, keys, width = kernel.size if len(kernel.size) == 4 else (1, 4096, 4096, 128)
@@ -120,14 +123,14 @@ def _cube(side: float) -> tuple[int, int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def _at_full_waves(curve: Curve, cores: int) -> Curve:
-    """A curve measured on cubes, divided by the utilization of each cube."""
+    """Returns a rate curve measured on cubes, divided by the utilization of each cube."""
     return tuple((side, rate / _utilization(_cube(side), cores)) for side, rate in curve)
 
 
 @functools.lru_cache(maxsize=4096)
 def _utilization(shape: tuple[int, ...], cores: int) -> float:
-    """The fraction of a device's rate that a product reaches with the best tiles: full tiles, full waves and a long
-    reduction reach 1. Returns 1 if the number of cores is unknown."""
+    """Returns the fraction (0 to 1) of a device's rate that a matrix product reaches with the best tiles. Full tiles,
+    full waves and a long reduction reach 1. Returns 1 if the number of cores is unknown."""
     if not cores:
         return 1.0
     batch, m, n, k = shape
@@ -147,7 +150,7 @@ def _utilization(shape: tuple[int, ...], cores: int) -> float:
 
 # ---- transfers ------------------------------------------------------------------------------------------------
 
-# Kind -> kinds whose rows are used if it has none, nearest first.
+# Kind of collective -> kinds whose measured rows are used if it has none, nearest first.
 _SIMILAR: Mapping[str, tuple[str, ...]] = {
     "all-reduce": ("reduce-scatter", "all-gather"),
     "all-gather": ("reduce-scatter", "all-reduce"),
@@ -157,14 +160,15 @@ _SIMILAR: Mapping[str, tuple[str, ...]] = {
     "collective-permute": ("all-to-all", "all-gather", "reduce-scatter", "all-reduce"),
     "collective-broadcast": ("all-gather", "reduce-scatter", "all-reduce"),
 }
-# Devices of a full host: a group with one device per host is limited by its network, not by links in a host.
+# Number of devices of a full host. A group with one device per host is limited by its network, not by links in a host.
 _FULL_HOST = 8
 # Payloads up to this size take little more than the latency of a collective.
 _SMALL_BYTES = 2**17
 
 
 def transfer_seconds(start: Start, rates: DeviceRates) -> float:
-    """Seconds of one collective or copy over the host link, from its start to its end, alone on its stream.
+    """Returns the seconds of one collective or copy over the host link, from its start to its end, alone on its
+    stream.
 
     Raises KeyError for a kind that is neither in `cost.collectives.WIRE` nor a copy over the host link.
     """
@@ -180,14 +184,15 @@ def transfer_seconds(start: Start, rates: DeviceRates) -> float:
 
 
 def _bus(start: Start, rates: DeviceRates) -> tuple[float, float, float]:
-    """(bytes per second on the wire, seconds of the hops beyond those of the measured row, minimum seconds)."""
+    """Returns (bytes per second on the wire, seconds of hops that the measured row does not have, minimum seconds)."""
     per_host = start.group / start.hosts
     inside = _nearest(start.kind, per_host if per_host > 1 else _FULL_HOST, 1, rates)
     between = _nearest(start.kind, start.group, start.hosts, rates) if start.hosts > 1 else None
     if inside is None or between is None:
         row = inside or between or rates.collectives[0]
         return at(row.bus, start.bytes), _more_hops(start, row, rates), _min_seconds(row)
-    # Network cards of this group per network card of the row; a row of large sizes only does not include latency.
+    # Network cards of this group divided by network cards of the row. A row with only large sizes does not include the
+    # latency.
     share = per_host / (between.group / between.hosts)
     nearest = between if between.bus[0][0] <= start.bytes / share else inside
     bandwidth = min(at(between.bus, start.bytes / share) * share, at(inside.bus, start.bytes))
@@ -195,15 +200,18 @@ def _bus(start: Start, rates: DeviceRates) -> tuple[float, float, float]:
 
 
 def _min_seconds(row: CollectiveRate) -> float:
-    """Seconds of the smallest measured payload, which smaller ones take too; 0 if that payload is large."""
+    """Returns the seconds of the smallest measured payload, which smaller payloads take too; 0 if that payload is
+    large."""
     size, bandwidth = row.bus[0]
     return WIRE[row.kind](row.group) * size / bandwidth if size <= _SMALL_BYTES else 0.0
 
 
 def _nearest(kind: str, group: float, hosts: int, rates: DeviceRates) -> CollectiveRate | None:
-    """The measured row of a kind, or of a similar kind, with the nearest number of hosts, then the nearest group.
+    """Returns the measured row of a kind, or of a similar kind, with the nearest number of hosts, then with the
+    nearest group.
 
-    A group within one host takes only rows within one host, a group over several hosts only rows over several.
+    For a group within one host, only rows within one host are used; for a group over several hosts, only rows over
+    several.
     """
     for each in (kind, *_SIMILAR[kind]):
         rows = [row for row in rates.collectives if row.kind == each and (row.hosts > 1) == (hosts > 1)]
@@ -213,14 +221,14 @@ def _nearest(kind: str, group: float, hosts: int, rates: DeviceRates) -> Collect
 
 
 def _more_hops(start: Start, row: CollectiveRate, rates: DeviceRates) -> float:
-    """Seconds of the hops that a group has beyond those of a measured row."""
+    """Returns the seconds of the hops that a group has in addition to those of a measured row."""
     own, measured = _hops(start.kind, start.group, start.hosts, rates), _hops(row.kind, row.group, row.hosts, rates)
     return max(own - measured, 0.0)
 
 
 def _hops(kind: str, group: int, hosts: int, rates: DeviceRates) -> float:
-    """Seconds that the first byte takes through a ring; for an all-reduce through a tree if that is shorter (NCCL's
-    own model, github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
+    """Returns the seconds that the first byte takes through a ring; for an all-reduce, through a tree if that is
+    shorter (NCCL's own model, github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
     inside, between = rates.hop_seconds, rates.network_hop_seconds
     if kind in ("collective-permute", "all-to-all", "ragged-all-to-all"):
         return between if hosts > 1 else inside

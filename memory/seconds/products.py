@@ -1,7 +1,7 @@
-"""The work of a kernel: FLOPs, kind, dtype and size of its matrix products, attention calls and convolutions.
+"""Reads the work of a kernel: FLOPs, kind, dtype and size of its matrix products, attention calls and convolutions.
 
-A multiply-add counts as two. Attention with a causal mask or a window counts only the unmasked pairs, because kernels
-skip masked blocks (Dao 2023, arXiv 2307.08691, section 3.1).
+A multiply-add counts as two FLOPs. Attention with a causal mask or a window counts only the unmasked pairs, because
+kernels skip masked blocks (Dao 2023, arXiv 2307.08691, section 3.1).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bytescope.memory.seconds.step_schedule import (
 
 
 class KernelWork(NamedTuple):
-    """The work of a kernel; fields as in `schedule_records.ScheduledKernel`."""
+    """The work of a kernel. Its fields are those of `schedule_records.ScheduledKernel` with the same names."""
 
     kind: str
     flops: int = 0
@@ -37,11 +37,11 @@ class KernelWork(NamedTuple):
 
 
 def find(module: Module, instruction: Instruction) -> KernelWork | None:
-    """The work of a kernel; None for a kernel without a product.
+    """Returns the work of a kernel; None for a kernel without a matrix product.
 
-    A fusion has the FLOPs of all its products, with kind, size and dtype of the largest. A library's call with unknown
-    work is FOREIGN, with the product that its arrays suggest, which the caller has to confirm, or without FLOPs. A
-    product of experts is GROUPED, with the FLOPs of all rows that fit.
+    A fusion has the FLOPs of all its products, with kind, size and dtype of the largest. A library call with unknown
+    work is FOREIGN. It has the product that its arrays suggest, which the caller must confirm, or no FLOPs. A product
+    of experts is GROUPED, with the FLOPs for the maximum number of rows.
     """
     if instruction.opcode != "fusion":
         rule = _RULES.get(instruction.opcode)
@@ -62,8 +62,8 @@ def find(module: Module, instruction: Instruction) -> KernelWork | None:
 
 
 def _dot(module: Module, instruction: Instruction) -> KernelWork | None:
-    """dot_dimension_numbers 30 {lhs_contracting 1, rhs_contracting 2, lhs_batch 3, rhs_batch 4}, precision_config 51
-    {operand_precision 1, algorithm 2}."""
+    """Reads a dot: dot_dimension_numbers 30 {lhs_contracting 1, rhs_contracting 2, lhs_batch 3, rhs_batch 4},
+    precision_config 51 {operand_precision 1, algorithm 2}."""
     axes: dict[int, list[int]] = {1: [], 3: []}
     precision, algorithm = [], 0
     for field, value in wire.fields(module.data, instruction.span):
@@ -93,7 +93,8 @@ def _product(
 
 
 def _ragged(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Every row is multiplied by the matrix of one group: rows of the left x columns of the result x contracted."""
+    """Reads a grouped product, in which every row is multiplied by the matrix of one group: rows of the left x columns
+    of the result x contracted."""
     left, right = _operands(module, instruction)
     if left is None or right is None or not left.dims:
         return None
@@ -115,14 +116,14 @@ _EXACT_NAMES = frozenset(("ALG_DOT_F32_F32_F32",))
 
 
 def _dtype(left: HloShape, right: HloShape, exact: bool) -> str:
-    """The dtype of the wider operand; float32 that may be rounded is TF32."""
+    """Returns the dtype of the operand with more bits. float32 that may be rounded is TF32."""
     widest = max(left, right, key=lambda shape: shape.bits)
     return "tf32" if widest.dtype == "float32" and not exact else widest.dtype
 
 
 def _operands(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
-    found = [module.operand(instruction, i) for i in (0, 1)]
-    left, right = (module.shape(operand) if operand else None for operand in found)
+    operands = [module.operand(instruction, i) for i in (0, 1)]
+    left, right = (module.shape(operand) if operand else None for operand in operands)
     return left, right
 
 
@@ -134,11 +135,13 @@ def _size(shape: HloShape, axes: Iterable[int]) -> int:
 
 
 def _convolution(module: Module, instruction: Instruction) -> KernelWork | None:
-    """2 x elements of the output x elements of the window for one output feature; padding and dilation as if dense."""
+    """Reads a convolution: 2 x output elements x window elements of one output feature. Padding and dilation count as
+    if dense."""
     left, right = _operands(module, instruction)
     result = module.shape(instruction)
     result = result.leaf((0,)) if result.parts is not None else result
-    # A library's gradient is named after its result: then the output is an operand, and the kernel may be the result.
+    # A library call of a gradient is named after its result. Then the convolution's output is an operand of the call,
+    # and its kernel may be the result.
     way = next((way for way in _GRADIENTS if way in instruction.target), "")
     out, kernel = {"": (result, right), "BackwardInput": (left, right), "BackwardFilter": (right, result)}[way]
     if out is None or kernel is None or left is None or right is None:
@@ -147,7 +150,7 @@ def _convolution(module: Module, instruction: Instruction) -> KernelWork | None:
     features = _size(kernel, [output])
     window = kernel.elements // max(features, 1)
     flops = 2 * out.elements * window // max(groups, 1)
-    if _size(kernel, spatial) == 1:  # a product written as a convolution, as all products on a TPU
+    if _size(kernel, spatial) == 1:  # a matrix product written as a convolution, like all products on a TPU
         return _work(PRODUCT, flops, left, right, (1, out.elements // max(features, 1), features, window))
     return _work(CONVOLUTION, flops, left, right, ())
 
@@ -156,8 +159,8 @@ _GRADIENTS = ("BackwardInput", "BackwardFilter")
 
 
 def _window(module: Module, instruction: Instruction) -> tuple[int, list[int], int]:
-    """(output features' axis of the kernel, its spatial axes, groups of the batch): convolution_dimension_numbers 16
-    {kernel_output_feature 4, kernel_spatial 6}, batch_group_count 61."""
+    """Returns (output feature axis of the kernel, its spatial axes, groups of the batch):
+    convolution_dimension_numbers 16 {kernel_output_feature 4, kernel_spatial 6}, batch_group_count 61."""
     output, groups, spatial = 0, 1, []
     for field, value in wire.fields(module.data, instruction.span):
         if field == 16:
@@ -175,20 +178,20 @@ def _window(module: Module, instruction: Instruction) -> tuple[int, list[int], i
 
 
 def _call(module: Module, instruction: Instruction) -> KernelWork | None:
-    """A library's call: settings of a GEMM give its axes, settings of attention the shape of the scores; a convolution
-    is as in HLO."""
+    """Reads a library call. The settings of a GEMM give its axes, those of attention the shape of the scores; a
+    convolution is as in HLO."""
     if not is_product(module, instruction):
         return None
     config = backend_config(module, instruction)
     gemm, scores = (_inner(config, key) for key in ("gemm_backend_config", "cudnn_fmha_backend_config"))
-    found = None
+    work = None
     if gemm:
         numbers, precision = _inner(gemm, "dot_dimension_numbers"), _inner(gemm, "precision_config")
         algorithm = str(precision.get("algorithm", "ALG_UNSET"))
         exact = algorithm in _EXACT_NAMES or (
             algorithm == "ALG_UNSET" and "HIGHEST" in str(precision.get("operand_precision"))
         )
-        found = _product(
+        work = _product(
             module,
             instruction,
             _numbers(numbers.get("lhs_contracting_dimensions")),
@@ -196,16 +199,17 @@ def _call(module: Module, instruction: Instruction) -> KernelWork | None:
             exact,
         )
     elif scores:
-        found = _attention(module, instruction, scores)
+        work = _attention(module, instruction, scores)
     elif "__cudnn$conv" in instruction.target:
-        found = _convolution(module, instruction)
-    return found or _foreign(module, instruction)
+        work = _convolution(module, instruction)
+    return work or _foreign(module, instruction)
 
 
 def _foreign(module: Module, instruction: Instruction) -> KernelWork:
-    """A kernel of which only the arrays are known: m x k and k x n, each possibly transposed, to m x n.
+    """Returns the work of a kernel of which only the arrays are known, as a product of m x k and k x n, each possibly
+    transposed, to m x n.
 
-    Products of experts have a k x n matrix for each expert, or make one from rows of all experts.
+    Products of experts have a k x n matrix for each expert, or compute one from rows of all experts.
     """
     left, right = _numeric(module, instruction)
     result = module.shape(instruction)
@@ -229,9 +233,9 @@ def _foreign(module: Module, instruction: Instruction) -> KernelWork:
 
 
 def _numeric(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
-    """The first two operands of a call that are not integers."""
-    found = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
-    left, right, *_ = *(shape for shape in found if not shape.dtype.startswith(_INTEGERS)), None, None
+    """Returns the first two operands of a call that are not integers."""
+    shapes = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
+    left, right, *_ = *(shape for shape in shapes if not shape.dtype.startswith(_INTEGERS)), None, None
     return left, right
 
 
@@ -239,8 +243,11 @@ _INTEGERS = ("int", "uint", "bool")
 
 
 def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """(m, n, k) of rows [m, k] with a matrix of each expert, [e, k, n] or its transpose, to [m, n], or of the products
-    of two arrays of rows, to [e, m, n]; None for arrays of other shapes."""
+    """Returns (m, n, k) of a grouped product; None for arrays of other shapes.
+
+    It is either the product of rows [m, k] with a matrix of each expert, [e, k, n] or its transpose, to [m, n], or the
+    product of two arrays of rows to [e, m, n].
+    """
     if (len(left), len(right), len(result)) == (2, 3, 2) and left[0] == result[0]:
         return (result[0], result[1], left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None
     if (len(left), len(right), len(result)) == (2, 2, 3) and left[0] == right[0]:
@@ -269,14 +276,14 @@ def _attention(module: Module, instruction: Instruction, scores: Mapping[str, An
 _PASSES = {ATTENTION: 4, ATTENTION_BACKWARD: 10}
 
 
-def unmasked(kernel: ScheduledKernel) -> int:
-    """FLOPs of an attention kernel with masked pairs included, as a jaxpr counts them."""
+def unmasked_flops(kernel: ScheduledKernel) -> int:
+    """Returns the FLOPs of an attention kernel including masked pairs, as a jaxpr counts them."""
     return _PASSES[kernel.kind] * math.prod(kernel.size)
 
 
 def _unmasked_pairs(queries: int, keys: int, window: int) -> int:
-    """Pairs of query and key that a causal mask leaves, with the diagonal counted as half; `window`: maximum number of
-    keys per query, 0 for all."""
+    """Returns the number of (query, key) pairs that a causal mask leaves, where the diagonal counts half. `window`:
+    maximum number of keys per query, 0 for all."""
     pairs = queries * keys - queries * min(queries, keys) // 2
     hidden = max(keys - window, 0) if window else 0
     return max(pairs - hidden * hidden // 2, 0)
@@ -292,7 +299,7 @@ def _numbers(values: Any) -> list[int]:
     return [int(text) for text in texts if text.isdecimal() and len(text) < _DIGITS]
 
 
-_DIGITS = 19  # of a 64-bit number
+_DIGITS = 19  # maximum number of digits of a 64-bit number
 
 
 _RULES: Mapping[str, Callable[[Module, Instruction], KernelWork | None]] = {

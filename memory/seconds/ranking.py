@@ -1,4 +1,4 @@
-"""Ranks programs by their predicted seconds: which is preferred, and when two predictions are a tie.
+"""Ranks programs by their predicted seconds, and decides which predictions are a tie.
 
 The spread of a prediction is its error against one run. Programs of one model on one target share most of this error
 (the rates, the clock, the libraries), so their difference is more precise: predictions within `TIE` are a tie.
@@ -15,30 +15,33 @@ from bytescope.memory.seconds import rates as device_rates
 from bytescope.memory.seconds import step_prediction
 from bytescope.memory.seconds.rate_records import at
 
-# Relative difference below which predictions are a tie, because equal runs differ as much: of 13 pairs of runs on eight
-# H100 that differ only in ZeRO 0 or 1, four of five differ by less than 3.7 % (Ultra-Scale Playbook, 2025).
+# Relative difference below which predictions are a tie, because equal runs differ by about as much. Of 13 pairs of
+# runs on eight H100 that differ only in ZeRO 0 or 1, four of five differ by less than 3.7 % (Ultra-Scale Playbook,
+# 2025).
 TIE = 0.03
-# Sizes at which a device reaches its maximum rates: the side of a product, the bytes that a kernel moves.
+# Sizes at which a device reaches its maximum rates: the side of a cube (matrix product), and bytes that a kernel
+# moves.
 LARGE_SIDE, LARGE_BYTES = 8192, 2**28
 
 Item = TypeVar("Item")
 
 
 def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a `memory.compare.compare_rows.Row` that an answer's seconds give, without unknown ones."""
-    found, bound = step_prediction.of_answer(answer), step_prediction.bound(answer)
+    """Returns the fields of a `memory.compare.compare_rows.Row` that are computed from an answer's seconds, without
+    unknown ones."""
+    prediction, bound = step_prediction.predict_answer(answer), step_prediction.bound(answer)
     out: dict[str, Any] = {}
     if bound is not None:
         out["least_seconds"] = answer.get("calls_per_update", 1) * bound.total
-    if found is not None:
+    if prediction is not None:
         out |= {
-            "predicted_seconds": found.seconds,
-            "predicted_seconds_low": found.low,
-            "predicted_seconds_high": found.high,
-            "predicted_tokens_per_s": found.tokens_per_s,
-            "predicted_mfu": found.mfu,
-            "predicted_by_term": dict(found.by_term),
-            "rates": found.rates,
+            "predicted_seconds": prediction.seconds,
+            "predicted_seconds_low": prediction.low,
+            "predicted_seconds_high": prediction.high,
+            "predicted_tokens_per_s": prediction.tokens_per_s,
+            "predicted_mfu": prediction.mfu,
+            "predicted_by_term": dict(prediction.by_term),
+            "rates": prediction.rates,
         }
     elif answer.get("status") == "ok" and answer.get("target"):
         out["unpredicted"] = (
@@ -49,31 +52,32 @@ def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preferred(items: Iterable[Item], seconds: Callable[[Item], float], otherwise: Callable[[Item], Any]) -> Item | None:
-    """The item with the fewest seconds; among ties (`ties`) the one with the smallest `otherwise`. None without
-    items."""
+    """Returns the item with the fewest seconds; of several that tie (`ties`), the one with the smallest `otherwise`.
+    Returns None without items."""
     return min(ties(items, seconds), key=lambda item: (otherwise(item), seconds(item)), default=None)
 
 
 def ties(items: Iterable[Item], seconds: Callable[[Item], float]) -> list[Item]:
-    """The items within `TIE` of the fewest seconds, in their order."""
+    """Returns the items within the fraction `TIE` of the fewest seconds, in their order."""
     known = list(items)
     most = min(map(seconds, known), default=math.inf) * (1 + TIE)
     return [item for item in known if seconds(item) <= most]
 
 
 def large(target: Any) -> roofline.Figures | None:
-    """The rates that the target's devices reach with large products, copies and messages; None if they have no rates.
+    """Returns the rates that the target's devices reach with large matrix products, copies and messages; None if the
+    target has no rates.
 
-    They replace the peaks of the data sheet. `target`: a `memory.devices.targets.Target` or its JSON.
+    These rates replace the peaks of the data sheet. `target`: a `memory.devices.targets.Target` or its JSON.
     """
-    found, peaks = device_rates.of(target), roofline.figures(target)
-    if found is None or peaks is None:
+    rates, peaks = device_rates.select(target), roofline.figures(target)
+    if rates is None or peaks is None:
         return None
-    units = {unit: at(curve, LARGE_SIDE) for unit, curve in found.products.items()}
+    units = {unit: at(curve, LARGE_SIDE) for unit, curve in rates.products.items()}
     return roofline.Figures(
         units,
-        at(found.memory, LARGE_BYTES),
-        found.host_link_bytes_per_s,
+        at(rates.memory, LARGE_BYTES),
+        rates.host_link_bytes_per_s,
         peaks.interconnect_bytes_per_s,
-        found.source,
+        rates.source,
     )

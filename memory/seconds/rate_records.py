@@ -1,4 +1,4 @@
-"""Records of the rates that one device reaches, as curves over sizes, and their JSON. `rates.of` selects a target's."""
+"""Records of the rates that one device reaches, as curves over sizes, and their JSON."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from bytescope.memory.records.report_json import is_count, is_number
 
 FORMAT = 1
 WAYS = ("forward", "forward_causal", "backward", "backward_causal")
-# Points (size, rate), sizes ascending.
+# Points (size, rate) with ascending sizes.
 Curve = tuple[tuple[float, float], ...]
-# Maximum number of points or rows in a file; no machine has more.
+# Maximum number of points or rows in a file that is not damaged.
 _MAX_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRate:
-    """A measured collective.
+    """The measured bandwidth of a collective.
 
     Fields:
-        kind: of `cost.collectives.WIRE`; group: number of devices; hosts: number of hosts of these devices.
-        bus: payload bytes (of the unsharded array) -> bytes per second on one device's wire.
+        kind: a key of `cost.collectives.WIRE`.
+        group: number of devices.
+        hosts: number of hosts of these devices.
+        bus: payload bytes (of the unsharded array) -> bytes per second on the wire of one device.
     """
 
     kind: str
@@ -43,22 +45,23 @@ class DeviceRates:
     """The rates that one device reaches.
 
     Fields:
-        source: of the rates, in one line.
-        peak_flops: unit (of `cost.roofline.UNITS`) -> maximum FLOP/s of a product.
-        products: unit -> curve of FLOP/s over the side of a cube.
-        attention: of `WAYS` -> head width -> curve of FLOP/s over keys; causal attention counts the FLOPs below the
-            diagonal.
-        memory: curve of bytes per second over the bytes that a kernel reads and writes, without its floor.
-        floor_seconds: seconds of each kernel in addition to its work, launched back to back.
-        host_link_bytes_per_s: in each direction; host_link_seconds: latency of a copy.
-        collectives: measured rows, within one host and over hosts.
-        hop_seconds, network_hop_seconds: from one device to the next, within a host and between hosts.
+        source: the source of the rates, in one line.
+        peak_flops: compute unit (one of `cost.roofline.UNITS`) -> maximum FLOP/s of a matrix product.
+        products: compute unit -> curve of FLOP/s over the side of a cube (a product with m = n = k).
+        attention: one of `WAYS` -> head dimension -> curve of FLOP/s over the number of keys. Causal attention counts
+            only FLOPs below the diagonal.
+        memory: curve of bytes per second over the bytes that a kernel reads and writes, without the kernel's floor.
+        floor_seconds: seconds of each kernel in addition to its work, if kernels are launched back to back.
+        host_link_bytes_per_s: bytes per second of the host link in each direction.
+        host_link_seconds: latency of a copy over the host link in seconds.
+        collectives: measured collectives, within one host and over hosts.
+        hop_seconds, network_hop_seconds: seconds from one device to the next, within a host and between hosts.
         cores: number of cores that share the tiles of a product; 0 if unknown.
         sources: part -> source of its figures.
-        measured: {"device": jax' device_kind, "platform", "devices", "date", versions} of a file of
-            `bytescope calibrate`; {} of a table.
+        measured: {"device": jax's device_kind, "platform", "devices", "date", versions} of a file of `bytescope
+            calibrate`; {} for the built-in table.
 
-    Raises ReportError for a figure that is not a positive number or a part that is missing.
+    Raises ReportError if a figure is not a positive number or a part is missing.
     """
 
     source: str
@@ -91,18 +94,18 @@ class DeviceRates:
         ]
         wrong += set(self.products) - set(roofline.UNITS)
         if wrong or not self.products:
-            named = wrong[0] if wrong else "nothing"
-            raise ReportError(f"rates: {named} is not what a device multiplies: give {', '.join(roofline.UNITS)}")
+            fault = f"{wrong[0]} is an unknown compute unit or has no rate above 0" if wrong else "products is empty"
+            raise ReportError(f"rates: {fault}: give rates of {', '.join(roofline.UNITS)}")
         if set(self.attention) != set(WAYS) or not all(self.attention.values()):
             raise ReportError(
                 f"rates: attention has {', '.join(self.attention) or 'nothing'}: give {', '.join(WAYS)}, "
-                "each by head width"
+                "each with curves by head dimension"
             )
         for row in self.collectives:
             if row.kind not in WIRE or row.group < 2 or not 1 <= row.hosts <= row.group:
                 raise ReportError(
-                    f"rates: a collective is {row.kind!r:.40} of {row.group} over {row.hosts} hosts: "
-                    f"give one of {', '.join(WIRE)} of 2 or more"
+                    f"rates: collective {row.kind!r:.40} of {row.group} devices on {row.hosts} hosts is not valid: "
+                    f"give {', '.join(WIRE)} of 2 or more devices"
                 )
 
     def _curves(self) -> list[tuple[str, Any]]:
@@ -113,16 +116,16 @@ class DeviceRates:
         return curves + [(f"the bus bandwidth of {row.kind}", row.bus) for row in self.collectives]
 
     def unit(self, wanted: str) -> str:
-        """The unit that computes a dtype `wanted` (of `cost.roofline.UNITS`): its own, else the next wider one, else
-        the nearest narrower one."""
+        """Returns the compute unit for the dtype `wanted` (one of `cost.roofline.UNITS`): its own unit, else the next
+        wider one, else the nearest narrower one."""
         order = roofline.UNITS
         wider = order[order.index(wanted) :]
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
 
     def completed(self, listed: DeviceRates, hosts: int = 1) -> DeviceRates:
-        """These rates with the collectives and hops of `listed` that they lack, for a target of `hosts` hosts.
+        """Returns these rates with the collectives and hops of `listed` that they lack, for a target of `hosts` hosts.
 
-        A machine with one device measures no collectives, and one machine none between hosts.
+        A machine with one device measures no collectives, and a single machine measures none between hosts.
         """
         inside = any(row.hosts == 1 for row in self.collectives)
         between = any(row.hosts > 1 for row in self.collectives)
@@ -143,7 +146,7 @@ class DeviceRates:
         )
 
     def shared(self, devices: int) -> DeviceRates:
-        """The rates of each of `devices` devices that a CPU simulates: they share its cores and its memory."""
+        """Returns the rates of each of `devices` devices that a CPU simulates. They share its cores and its memory."""
         if devices < 2:
             return self
 
@@ -163,11 +166,11 @@ class DeviceRates:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Every field as plain JSON values, with the version of the format. `from_json` reads it."""
+        """Returns every field as plain JSON values, with the version of the format. `from_json` reads them."""
         return {"format": FORMAT, **report_json.plain(self)}
 
 
-# Field with a number -> whether it must be above 0.
+# Numeric field -> whether it must be above 0.
 _NUMBERS = {
     "floor_seconds": False,
     "host_link_bytes_per_s": True,
@@ -190,8 +193,8 @@ def _is_curve(points: Any) -> bool:
 
 
 def at(curve: Curve, size: float) -> float:
-    """The rate at a size, interpolated linearly on logarithmic axes; constant before the first and after the last
-    point."""
+    """Returns the rate at a size, interpolated linearly on logarithmic axes; constant before the first and after the
+    last point."""
     place = bisect.bisect_left(curve, (size, 0.0))
     if place == 0:
         return curve[0][1]
@@ -206,8 +209,10 @@ def from_json(value: Any) -> DeviceRates:
     """Reads the JSON of `DeviceRates.to_json`. Raises ReportError with one line for any other value."""
     known = {field.name: field for field in dataclasses.fields(DeviceRates)}
     if not isinstance(value, Mapping) or value.get("format") != FORMAT:
-        found = value.get("format") if isinstance(value, Mapping) else value
-        raise ReportError(f"rates of format {found!r:.40}: this version reads format {FORMAT}; run bytescope calibrate")
+        version = value.get("format") if isinstance(value, Mapping) else value
+        raise ReportError(
+            f"rates of format {version!r:.40}: this version reads format {FORMAT}; run bytescope calibrate"
+        )
     unknown = next((key for key in value if key not in known and key != "format"), None)
     if unknown is not None:
         raise ReportError(f"rates: {unknown!r:.40} is not a field: give {', '.join(known)}")
@@ -237,7 +242,7 @@ def _whole(value: Any) -> int:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} is not a text")
+        raise ValueError(f"{value!r:.40} is not a string")
     return in_one_line(value)
 
 
@@ -250,7 +255,7 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRate, ...
     )
 
 
-# Field -> function that reads its JSON value; other values are used unchanged and checked by the record.
+# Field -> function that converts its JSON value. Other values are used unchanged. The record checks all values.
 _READ: Mapping[str, Callable[[Any], Any]] = {
     "source": _text,
     "memory": _curve,

@@ -1,7 +1,7 @@
-"""Selects the rates for a prediction: of a target's chip, of this machine, or of a file.
+"""Selects the rates for a prediction: of a target's chip, of this machine, or of a measured rates file.
 
 The rates come from the table of `achieved` for the chip of a target, from this machine for a CPU, or from a file that
-`bytescope calibrate` wrote. The peaks of data sheets, in contrast, give a bound (cost.roofline).
+`bytescope calibrate` wrote. The roofline bound uses the peaks of data sheets instead (cost.roofline).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from bytescope.memory.seconds.rate_records import WAYS, DeviceRates, from_json
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
-# Seconds that XLA's CPU runtime takes to start a kernel on one thread, a call through its table of thunks.
+# Seconds that XLA's CPU runtime takes to start a kernel on one thread (a call through its table of thunks).
 _CPU_FLOOR_SECONDS = 1e-6
 
 
 def load(path: str | Path) -> DeviceRates:
-    """The rates of a file that `bytescope calibrate` wrote. Raises ReportError if there is no such file."""
+    """Returns the rates of a file that `bytescope calibrate` wrote. Raises ReportError if there is no such file or it
+    is damaged."""
     try:
         check_readable(path)
         return from_json(report_json.parse(Path(path).read_bytes()))
@@ -41,7 +42,7 @@ def load(path: str | Path) -> DeviceRates:
         raise ReportError(f"{path} is not JSON ({in_one_line(str(error)):.60}): run bytescope calibrate") from error
 
 
-# The file of the rates of every prediction in this process (--rates=FILE), as a list of at most one.
+# The measured rates file of this process (--rates=FILE), as a list with at most one item.
 _CHOSEN: list[Path] = []
 
 
@@ -50,19 +51,20 @@ def use(path: str | Path | None) -> DeviceRates | None:
 
     Raises ReportError if the file does not contain rates.
     """
-    found = load(path) if path is not None else None
+    rates = load(path) if path is not None else None
     _CHOSEN[:] = [Path(path).absolute()] if path is not None else []
     _loaded.cache_clear()
-    return found
+    return rates
 
 
 def chosen() -> Path | None:
-    """The absolute path of the file that `use` set, for other processes too; None without one."""
+    """Returns the absolute path of the file that `use` set, which other processes can read; None without one."""
     return next(iter(_CHOSEN), None)
 
 
 def digest() -> str:
-    """A hex digest of the rates that `use` set, "" without them. Raises ReportError as `load` does."""
+    """Returns a hex digest of the rates that `use` set, "" without them. Raises ReportError if the file cannot be
+    read."""
     path = chosen()
     if path is None:
         return ""
@@ -74,30 +76,31 @@ def _loaded(path: Path) -> DeviceRates:
     return load(path)
 
 
-def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> DeviceRates | None:
-    """The rates of a target or its JSON; None for an unknown accelerator.
+def select(target: Target | Mapping[str, Any], file: str | Path | None = None) -> DeviceRates | None:
+    """Returns the rates of a target or its JSON; None for an unknown accelerator.
 
-    They come from `file`, else from the file that `use` set, else from the table for the chip or from this machine for
-    a CPU. Collectives that a file lacks are taken from the table. Raises ReportError for a damaged file or target, and
-    for a file that was measured on another kind of device.
+    The rates come from `file`, else from the file that `use` set, else from the table for the chip, or for a CPU from
+    this machine. Collectives that a file lacks are taken from the table. Raises ReportError for a damaged file or
+    target, and for a file that was measured on another kind of device.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     path = Path(file) if file is not None else chosen()
     on_cpu = known.get("platform") == "cpu"
-    found = _loaded(path) if path is not None else None
-    if found is None:
-        return _of_machine(known) if on_cpu else chip_rates.of(str(known.get("kind")))
-    refuse(found, known)
+    rates = _loaded(path) if path is not None else None
+    if rates is None:
+        return _of_machine(known) if on_cpu else chip_rates.rates_of_kind(str(known.get("kind")))
+    refuse(rates, known)
     if on_cpu:
-        return found.shared(_count(known, "n_devices"))
-    listed = chip_rates.of(str(known.get("kind")))
+        return rates.shared(_count(known, "n_devices"))
+    listed = chip_rates.rates_of_kind(str(known.get("kind")))
     hosts = _count(known, "n_devices") / _count(known, "devices_per_host")
-    return found.completed(listed, math.ceil(hosts)) if listed is not None else found
+    return rates.completed(listed, math.ceil(hosts)) if listed is not None else rates
 
 
-def refuse(found: DeviceRates, known: Mapping[str, Any]) -> None:
-    """Raises ReportError if rates were measured on another kind of device than the target's; `known`: its JSON."""
-    device = found.measured.get("device", known.get("kind"))
+def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
+    """Raises ReportError if the rates were measured on another kind of device than the target's. `known`: the target's
+    JSON."""
+    device = rates.measured.get("device", known.get("kind"))
     if device != known.get("kind"):
         raise ReportError(
             f"rates of {device} for {known.get('name')}, which is {known.get('kind')}: leave --rates "
@@ -106,7 +109,8 @@ def refuse(found: DeviceRates, known: Mapping[str, Any]) -> None:
 
 
 def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
-    """The rates of this machine, shared by the devices that it simulates; their collectives are copies of memory."""
+    """Returns the rates of this machine, shared by the devices that it simulates. Their collectives are copies of
+    memory."""
     flops, copied = (rate / _count(known, "n_devices") for rate in roofline.machine_rates())
     product, moved = ((1.0, flops),), ((1.0, copied),)
     return DeviceRates(
@@ -121,8 +125,8 @@ def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
 
 
 def _count(known: Mapping[str, Any], field: str) -> int:
-    """A number of devices in a target's JSON, 1 if it has none."""
-    found = known.get(field, 1)
-    if not is_count(found):
-        raise ReportError(f"a damaged report (target.{field} is {found!r:.40}): write it again")
-    return max(found, 1)
+    """Returns a number of devices in a target's JSON, 1 if the JSON has none."""
+    count = known.get(field, 1)
+    if not is_count(count):
+        raise ReportError(f"the report is damaged (target.{field} is {count!r:.40}): write it again")
+    return max(count, 1)

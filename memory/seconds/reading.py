@@ -1,4 +1,5 @@
-"""A module's compiled schedule -> records (`step_schedule.Steps`), in the order in which one device runs it."""
+"""Reads a module's compiled schedule into records (`step_schedule.Steps`), in the order in which one device runs
+it."""
 
 from __future__ import annotations
 
@@ -36,24 +37,26 @@ from bytescope.memory.seconds.step_schedule import (
 )
 from bytescope.memory.seconds.step_schedule import kernels as every_kernel
 
-# Maximum number of updates between the start and the done of an asynchronous operation, and of records of a step. A
-# damaged module may call the same computation over and over.
+# Maximum number of updates between the start and the done of an asynchronous operation, and maximum number of records
+# of a step, because a damaged module may call the same computation over and over.
 _MAX_UPDATES, _MAX_RECORDS = 24, 2**17
-# FLOPs that a device computes while it moves one byte, to compare the branches of a conditional: an H100's, 989 / 3.35.
+# FLOPs that a device computes in the time in which it moves one byte, here 989 / 3.35 of an H100. It is used to
+# compare the branches of a conditional.
 _FLOPS_PER_BYTE = 295
-# A foreign kernel is the product that its arrays suggest if the FLOPs of these products differ from the jaxpr's count
-# by less than one part in _PRECISION.
+# Foreign kernels are the products that their arrays suggest if the FLOPs of these products differ from the jaxpr's
+# count by less than 1 / _PRECISION.
 _PRECISION = 100
 _WAYS = {host_transfers.TO_HOST: TO_HOST, host_transfers.TO_DEVICE: TO_DEVICE}
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledSchedule:
-    """The compiled schedule of a program, of one device and one call.
+    """The compiled schedule of a program, for one device and one call.
 
     Fields:
-        steps: () if nothing is known of it.
-        order: the same instruction by instruction, before `settle`. settle: gives kernels their FLOPs.
+        steps: the schedule; () if unknown.
+        order: the same schedule instruction by instruction, before `settle`.
+        settle: function that gives the kernels of steps their FLOPs.
     """
 
     steps: Steps = ()
@@ -62,53 +65,65 @@ class CompiledSchedule:
 
 
 def read(
-    look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: FlopCount | None = None, devices: int = 1
+    attribution: Attribution,
+    mesh: hlo_mesh.Axes = (),
+    per_host: int = 0,
+    flops: FlopCount | None = None,
+    devices: int = 1,
 ) -> Steps:
     """Returns the steps of `read_schedule`, which takes the same arguments."""
-    return read_schedule(look, mesh, per_host, flops, devices).steps
+    return read_schedule(attribution, mesh, per_host, flops, devices).steps
 
 
 def read_schedule(
-    look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: FlopCount | None = None, devices: int = 1
+    attribution: Attribution,
+    mesh: hlo_mesh.Axes = (),
+    per_host: int = 0,
+    flops: FlopCount | None = None,
+    devices: int = 1,
 ) -> CompiledSchedule:
-    """The compiled schedule of a program, of one device and one call; () if it has too many records.
+    """Returns the compiled schedule of a program, for one device and one call; () if it has too many records.
 
-    Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, a conditional counts as
-    its most expensive branch. Library kernels of unknown work (FOREIGN) compute the FLOPs that `flops` counts in their
-    phase and the module's other kernels do not compute. If the products that their arrays suggest add up to this
-    number, they are these products (TILED ones if their operands have 8 bits); else they share it in proportion to
-    their bytes. Products of experts (GROUPED) have the share of their rows' FLOPs that `flops` counts, because tiles
-    without rows cost nothing.
+    Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, and a conditional
+    counts as its most expensive branch. Library kernels of unknown work (FOREIGN) compute the FLOPs that `flops`
+    counts in their phase and that the module's other kernels do not compute. If the products that their arrays suggest
+    add up to this number, they are these products (TILED if their operands have 8 bits); otherwise they share it in
+    proportion to their bytes. Products of experts (GROUPED) get the part of their rows' FLOPs that `flops` counts,
+    because tiles without rows cost nothing.
 
     Args:
-        mesh: names and sizes of the mesh axes (unused: the module lists groups). per_host: number of devices of a host,
-            0 for one host. flops: of the global program; None if it was not traced. devices: number of devices.
+        mesh: names and sizes of the mesh axes (unused, because the module lists groups).
+        per_host: number of devices of a host, 0 for one host.
+        flops: FLOPs of the global program; None if it was not traced.
+        devices: number of devices.
     """
-    walk = _ScheduleReader(look, per_host)
-    steps = walk.computation(look.module.entry, "")
+    walk = _ScheduleReader(attribution, per_host)
+    steps = walk.computation(attribution.module.entry, "")
     if walk.endless:
         return CompiledSchedule()
     settle = _settling(steps, _beyond(steps, flops, devices))
-    return CompiledSchedule(settle(steps), walk.ordered[look.module.entry, ""], settle)
+    return CompiledSchedule(settle(steps), walk.ordered[attribution.module.entry, ""], settle)
 
 
 class _ScheduleReader:
-    """One walk through the schedule; `endless`: it has more than `_MAX_RECORDS` records."""
+    """One walk through the schedule. `endless`: whether it has more than `_MAX_RECORDS` records."""
 
-    def __init__(self, look: Attribution, per_host: int):
-        self.look, self.module, self.per_host = look, look.module, per_host
+    def __init__(self, attribution: Attribution, per_host: int):
+        self.attribution, self.module, self.per_host = attribution, attribution.module, per_host
         self.endless = False
         self.begun: set[str] = set()
         self.known: dict[tuple[int, str], Steps] = {}
         self.ordered: dict[tuple[int, str], tuple[InstructionSteps, ...]] = {}
-        self.sizes: dict[int, int] = {}  # of the tuples in `known`, by their identity
+        self.sizes: dict[int, int] = {}  # id of a tuple in `known` -> number of its records
         self.groups: dict[tuple[tuple[int, bytes], ...], tuple[hlo_mesh.Groups, int]] = {}
-        self.uncounted = host_transfers.uncounted(look.module)
+        self.uncounted = host_transfers.uncounted(attribution.module)
 
     def computation(self, id: int, around: str) -> Steps:
-        """The steps of one run of a computation; `around`: the phase of the call."""
+        """Returns the steps of one run of a computation. `around` is the phase of the call."""
         if (id, around) not in self.known:
-            self.known[id, around] = self.ordered[id, around] = ()  # a damaged module may call in circles
+            self.known[id, around] = self.ordered[
+                id, around
+            ] = ()  # ends the recursion if a damaged module calls itself
             out: list[Step] = []
             order: list[InstructionSteps] = []
             for instruction in self.scheduled(id):
@@ -123,13 +138,13 @@ class _ScheduleReader:
         return self.known[id, around]
 
     def size(self, steps: Steps) -> int:
-        """Number of records in steps and in their loops; the size of equal loops is computed once."""
+        """Returns the number of records in steps and in their loops. The size of equal loops is computed once."""
         inside = [step.steps for step in steps if isinstance(step, Loop)]
         self.sizes[id(steps)] = len(steps) + sum(self.sizes.get(id(each), 0) for each in inside)
         return self.sizes[id(steps)]
 
     def scheduled(self, id: int) -> Iterator[Instruction]:
-        """The instructions of a computation in its order."""
+        """Yields the instructions of a computation in its order."""
         computation = self.module.computations.get(id)
         if computation is None:
             return
@@ -138,7 +153,6 @@ class _ScheduleReader:
                 yield self.module.instructions[number]
 
     def instruction(self, one: Instruction, around: str) -> Iterator[Step]:
-        """The steps of one operation."""
         opcode = one.opcode
         if opcode in _NOTHING:
             return
@@ -149,9 +163,10 @@ class _ScheduleReader:
             yield from rule(self, one, around)
 
     def phase(self, one: Instruction, around: str) -> str:
-        """The phase of an operation, one of `STEP_PHASES`; an operation without a mark belongs to the forward pass."""
-        found = kernel_costs.phase_of(self.look, one, around)
-        return found if found in STEP_PHASES else "forward"
+        """Returns the phase of an operation, one of `STEP_PHASES`. An operation without a mark belongs to the forward
+        pass."""
+        phase = kernel_costs.phase_of(self.attribution, one, around)
+        return phase if phase in STEP_PHASES else "forward"
 
     # ---- operations that call computations
     # -----------------------------------------------------------------------------------------
@@ -170,7 +185,7 @@ class _ScheduleReader:
         return max(one.called, key=lambda id: _cost(self.computation(id, phase)), default=None)
 
     def called_order(self, one: Instruction, around: str) -> tuple[InstructionSteps, ...]:
-        """The instructions of the computations that a loop, a call or a conditional runs."""
+        """Returns the instructions of the computations that a loop, a call or a conditional runs."""
         called: Iterable[int] = ()
         if one.opcode == "while":
             called = one.called[:1]
@@ -188,7 +203,7 @@ class _ScheduleReader:
             yield from self.computation(id, phase)
 
     def wrapped(self, one: Instruction, around: str) -> Iterator[Step]:
-        """An async-start: a collective or a transfer that it wraps runs on a stream of its own."""
+        """Yields the steps of an async-start. A collective or a transfer that it wraps runs on a stream of its own."""
         phase = self.phase(one, around)
         for id in one.called[:1]:
             for instruction in self.scheduled(id):
@@ -208,7 +223,8 @@ class _ScheduleReader:
             yield from self.start(one, one, self.phase(one, around))
 
     def start(self, start: Instruction, one: Instruction, phase: str) -> Iterator[Step]:
-        """A collective, begun by `start`, which may wrap it; no step if it sends nothing."""
+        """Yields the start of a collective, or nothing if it sends nothing. The instruction `start` may wrap the
+        collective."""
         kind = one.opcode.removesuffix("-start")
         groups, hosts = self.members(one)
         share, group = collectives.share(kind, groups, self.module.devices)
@@ -223,7 +239,7 @@ class _ScheduleReader:
         yield Start(name, kind, phase, given * group if kind == "all-gather" else given, group, hosts, len(arrays))
 
     def members(self, one: Instruction) -> tuple[hlo_mesh.Groups, int]:
-        """(groups of a collective, maximum number of hosts of a group)."""
+        """Returns (device groups of a collective, maximum number of hosts of a group)."""
         key = hlo_mesh.groups_key(self.module.data, one.span)
         if key not in self.groups:
             groups = hlo_mesh.groups_of(self.module.data, one.span, self.module.devices)
@@ -231,7 +247,7 @@ class _ScheduleReader:
         return self.groups[key]
 
     def wait(self, one: Instruction, around: str) -> Iterator[Step]:
-        """Waits for the start of a done operation, found through updates, if it is on a stream of its own."""
+        """Waits for the start of a done operation, which is found through updates, if it is on a stream of its own."""
         if one.opcode.endswith("-update"):
             return
         start: Instruction | None = one
@@ -249,7 +265,7 @@ class _ScheduleReader:
             yield from self.kernel(one, around)
 
     def crosses(self, one: Instruction) -> bool:
-        """Whether an operation, or one that is fused into it, moves bytes over the host link."""
+        """Returns whether an operation, or an operation fused into it, moves bytes over the host link."""
         operands = [self.module.operand(one, i) for i in range(len(one.operands))]
         shapes = [self.module.shape(item) for item in (one, *operands) if item]
         spaces = {leaf.memory_space for shape in shapes for _, leaf in leaves(shape)}
@@ -258,7 +274,7 @@ class _ScheduleReader:
         return any(next(host_transfers.moved(self.module, item), None) for item in self.parts(one))
 
     def parts(self, one: Instruction) -> Iterator[Instruction]:
-        """The operations inside a fusion; another operation itself."""
+        """Yields the operations inside a fusion; for another operation, yields the operation itself."""
         if one.opcode != "fusion":
             yield one
             return
@@ -266,7 +282,8 @@ class _ScheduleReader:
             yield from self.scheduled(id)
 
     def crossing(self, one: Instruction, around: str, name: str) -> Iterator[Start]:
-        """Copies over the host link; of the whole array if the loop around it has no known trip count."""
+        """Yields the copies over the host link. If the loop around the operation has no known trip count, the whole
+        array is copied."""
         self.begun.add(name)
         around = self.phase(one, around)
         for item in self.parts(one):
@@ -296,7 +313,7 @@ _NOTHING = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bi
 # Operations that may copy over the host link, and that compute waits for.
 _CROSSING = frozenset((*host_transfers.CROSSING, "fusion"))
 _Rule = Callable[[_ScheduleReader, Instruction, str], Iterator[Step]]
-# Opcode -> its steps; other opcodes, except collectives, are kernels or have no step.
+# Opcode -> method that yields its steps. Other opcodes, except collectives, are kernels or have no step.
 _RULES: dict[str, _Rule] = {
     "while": _ScheduleReader.loop,
     "conditional": _ScheduleReader.conditional,
@@ -310,14 +327,14 @@ _RULES: dict[str, _Rule] = {
 
 
 def _cost(steps: Steps) -> int:
-    """Bytes of all kernels and transfers, with FLOPs converted to the bytes that a device moves meanwhile."""
+    """Returns the bytes of all kernels and transfers, plus the bytes that a device moves in the time of the FLOPs."""
     own = sum(times * (kernel.bytes + kernel.flops // _FLOPS_PER_BYTE) for kernel, times in every_kernel(steps))
     return own + sum(step.bytes for step in steps if isinstance(step, Start))
 
 
 def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, int]:
-    """Returns phase -> FLOPs per device that the jaxpr counts and the module's products do not; the jaxpr counts all
-    FLOPs of attention.
+    """Returns phase -> FLOPs per device that the jaxpr counts and the module's products do not compute. The jaxpr
+    counts all FLOPs of attention, including masked ones.
 
     Every device computes all of a replicated kernel, and an equal share of everything else.
     """
@@ -330,7 +347,7 @@ def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, in
         left[phase] += count - round(count / devices)
     for kernel, times in every_kernel(steps):
         if kernel.kind not in (FOREIGN, GROUPED) and kernel.phase in left:
-            left[kernel.phase] -= times * (products.unmasked(kernel) if kernel.causal else kernel.flops)
+            left[kernel.phase] -= times * (products.unmasked_flops(kernel) if kernel.causal else kernel.flops)
     return {phase: max(count, 0) for phase, count in left.items()}
 
 
@@ -338,14 +355,14 @@ def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, in
 class _UnknownWork:
     """Sums over the kernels of a phase whose work the module does not give."""
 
-    foreign_flops: int = 0  # of the products that their arrays suggest
+    foreign_flops: int = 0  # FLOPs of the products that the arrays suggest
     foreign_bytes: int = 0
-    grouped_flops: int = 0  # of all rows of experts
+    grouped_flops: int = 0  # FLOPs for the maximum number of rows of experts
 
 
 def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Steps]:
-    """Returns a function that gives the foreign kernels and products of experts in `steps`, or in parts of them, their
-    work.
+    """Returns a function that gives the foreign kernels and the products of experts in `steps`, or in parts of them,
+    their work.
 
     `beyond`: phase -> FLOPs that these kernels compute together (`_beyond`).
     """
@@ -359,7 +376,7 @@ def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Step
             sums.setdefault(kernel.phase, _UnknownWork()).grouped_flops += times * kernel.flops
     if not sums:
         return lambda steps: steps
-    filled: dict[str, float] = {}  # phase -> share of the rows of experts that hold tokens
+    filled: dict[str, float] = {}  # phase -> fraction of the rows of experts that contain tokens
     left: dict[str, int] = {}  # phase -> FLOPs of foreign kernels
     are_products: set[str] = set()  # phases whose foreign kernels are the products that their arrays suggest
     for phase, work in sums.items():
@@ -382,13 +399,13 @@ def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Step
             return dataclasses.replace(kernel, flops=share, size=())
         if kernel.flops:
             return dataclasses.replace(kernel, kind=TILED if unit_of(kernel.dtype) == "fp8" else PRODUCT)
-        return dataclasses.replace(kernel, kind=MOVING, dtype="")  # no FLOPs are left for it
+        return dataclasses.replace(kernel, kind=MOVING, dtype="")  # the other kernels compute all FLOPs of the phase
 
     return lambda steps: _with_kernels(steps, settle)
 
 
 def _with_kernels(steps: Steps, change: Callable[[ScheduledKernel], ScheduledKernel]) -> Steps:
-    """The steps with all kernels changed, also in loops."""
+    """Returns the steps with `change` applied to all kernels, including those in loops."""
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Loop):

@@ -1,13 +1,14 @@
-"""The seconds of a schedule: simulates the streams of one device at the rates that the device reaches.
+"""Computes the seconds of a schedule by simulating the streams of one device at the rates that the device reaches.
 
 One stream computes, kernel after kernel. Collectives have a stream of their own, and so has each direction of the host
 link. A transfer begins when compute reaches its start and the previous transfer on its stream has ended. Compute
-continues meanwhile, slower by `constants.SLOWDOWN` while a collective runs, because it takes multiprocessors and memory
-bandwidth. Compute stops where the schedule waits for a transfer that has not ended. So the order of the schedule
-determines the overlap, and the waiting if overlap falls short. A step ends when every stream is done.
+continues in the meantime, slower by `constants.SLOWDOWN` while a collective runs, because the collective occupies
+multiprocessors and memory bandwidth. Compute stops where the schedule waits for a transfer that has not ended. So the
+order of the schedule determines the overlap, and the waiting if overlap falls short. A step ends when every stream is
+done.
 
-A loop is walked turn by turn until a turn takes as long as the one before and leaves the same transfers in flight. From
-there on nothing changes, so the remaining turns are multiplied. Nested loops are walked in the same way.
+A loop is walked turn by turn until a turn takes as long as the one before and leaves the same transfers in flight.
+From there on nothing changes, so the remaining turns are multiplied. Nested loops are walked in the same way.
 
 Not modelled: waiting for other devices that reach a collective later, and a host that launches too slowly.
 """
@@ -39,8 +40,8 @@ from bytescope.memory.seconds.step_schedule import (
     Wait,
 )
 
-# Parts of the seconds of a step. products: with convolutions; memory: kernels that move memory, and kernels of
-# libraries; launch: the floors of kernels; collectives and host_link: compute waits for them.
+# Parts of the seconds of a step. products: matrix products and convolutions; memory: kernels that move memory, and
+# kernels of libraries; launch: the floors of kernels; collectives and host_link: time in which compute waits for them.
 TERMS = ("products", "attention", "memory", "launch", "collectives", "host_link")
 _TERM = {
     **dict.fromkeys((PRODUCT, TILED, GROUPED, CONVOLUTION), "products"),
@@ -50,10 +51,12 @@ _COLLECTIVES = "collectives"
 # Kind of a copy over the host link -> its stream; other transfers are collectives.
 _STREAM = {TO_HOST: TO_HOST, TO_DEVICE: TO_DEVICE}
 STREAMS = (_COLLECTIVES, TO_HOST, TO_DEVICE)
-# Maximum walked turns of a loop: if turns still alternate then, the mean of the later half is multiplied.
+# Maximum number of turns of a loop that are walked. If the turns still differ then, the mean of the later half is
+# multiplied.
 _MAX_TURNS = 64
-# Maximum walked steps, where a turn of a loop counts as _TURN of them; beyond, one turn of a loop is multiplied. This
-# is a hundred times the steps of a real program and takes about a second: a damaged report nests loops without end.
+# Maximum number of steps that are walked, where a turn of a loop counts as _TURN steps. Beyond it, one turn of each
+# loop is walked and multiplied. The maximum is a hundred times the steps of a real program and takes about a second;
+# it stops the walk of a damaged report with endlessly nested loops.
 _MAX_STEPS, _TURN = 400_000, 10
 # Relative difference below which two turns are equal.
 _TOLERANCE = 1e-9
@@ -64,9 +67,11 @@ class Walked:
     """Seconds of one call of a step.
 
     Fields:
-        seconds: until every stream is done.
-        by_phase (`records.STEP_PHASES`, and "" without a phase), by_term (`TERMS`): each adds up to `seconds`.
-        busy: stream (`STREAMS`) -> seconds in which it runs a transfer; the part without waiting is hidden by compute.
+        seconds: time until every stream is done.
+        by_phase: phase (`records.STEP_PHASES`, or "" without a phase) -> seconds, which add up to `seconds`.
+        by_term: term (`TERMS`) -> seconds, which add up to `seconds`.
+        busy: stream (`STREAMS`) -> seconds in which it runs a transfer. The part for which compute does not wait is
+            hidden.
     """
 
     seconds: float
@@ -76,9 +81,9 @@ class Walked:
 
 
 def walk(steps: Steps, rates: DeviceRates) -> Walked:
-    """The seconds of a schedule at these rates (see the module)."""
+    """Returns the seconds of a schedule at these rates, as described in the module's docstring."""
     clock = _DeviceClock()
-    clock.walk(_Prices(rates).of(steps))
+    clock.walk(_Prices(rates).priced(steps))
     clock.finish()
     by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
     for (phase, term), taken in clock.spent.items():
@@ -105,7 +110,7 @@ def start_seconds(
 
 
 class _StartWalk:
-    """A walk that notes when each instruction starts; `placed`: the number of instructions so far."""
+    """A walk that notes when each instruction starts. `placed`: number of instructions walked so far."""
 
     def __init__(self, settle: Callable[[Steps], Steps], rates: DeviceRates):
         self.settle, self.prices, self.placed = settle, _Prices(rates), 0
@@ -119,10 +124,12 @@ class _StartWalk:
             starts.setdefault(one.name, began)
             inside: dict[str, float] = {}
             length = 0.0
-            if one.inside and self.placed <= _MAX_STEPS:  # a damaged module nests calls without end
+            if (
+                one.inside and self.placed <= _MAX_STEPS
+            ):  # ends the walk of a damaged module with endlessly nested calls
                 once = clock.copy()
                 inside, length = self.place(one.inside, once), once.now - began
-            clock.walk(self.prices.of(self.settle(one.steps)))
+            clock.walk(self.prices.priced(self.settle(one.steps)))
             stretch = (clock.now - began) / length if length else 0.0
             for name, at in inside.items():
                 starts.setdefault(name, began + (at - began) * stretch)
@@ -131,7 +138,7 @@ class _StartWalk:
 
 @dataclasses.dataclass(frozen=True)
 class _Compute:
-    """A record of kernels: `seconds` of all its runs, of which `launching` are launches, and the terms of both."""
+    """A record of kernels: the `seconds` of all its runs, of which `launching` are launches, and the terms of both."""
 
     seconds: float
     work: tuple[str, str]
@@ -141,7 +148,7 @@ class _Compute:
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """A transfer that begins on a stream, its seconds, and the (phase, term) that waiting for it counts as."""
+    """A transfer that begins on a stream, its seconds, and the (phase, term) to which waiting for it is added."""
 
     name: str
     stream: str
@@ -161,13 +168,13 @@ _Priced = _Compute | _Sent | Wait | _Turns
 
 
 class _Prices:
-    """Steps with their seconds; equal kernels are priced once."""
+    """Computes the seconds of steps. The seconds of equal kernels are computed once."""
 
     def __init__(self, rates: DeviceRates):
         self.rates = rates
         self._kernels: dict[ScheduledKernel, float] = {}
 
-    def of(self, steps: Steps) -> tuple[_Priced, ...]:
+    def priced(self, steps: Steps) -> tuple[_Priced, ...]:
         return tuple(self._price(step) for step in steps)
 
     def _price(self, step: Step) -> _Priced:
@@ -178,7 +185,7 @@ class _Prices:
             term = "collectives" if stream == _COLLECTIVES else "host_link"
             return _Sent(step.name, stream, operation_seconds.transfer_seconds(step, self.rates), (step.phase, term))
         if isinstance(step, Loop):
-            return _Turns(step.trips, self.of(step.steps))
+            return _Turns(step.trips, self.priced(step.steps))
         return step
 
     def _price_kernel(self, kernel: ScheduledKernel) -> _Compute:
@@ -202,13 +209,15 @@ class _DeviceClock:
         self.now = 0.0
         self.free = dict.fromkeys(STREAMS, 0.0)
         self.busy = dict.fromkeys(STREAMS, 0.0)
-        self.last: dict[str, tuple[str, str]] = {}  # stream -> (phase, term) of waiting for its last transfer
+        self.last: dict[
+            str, tuple[str, str]
+        ] = {}  # stream -> (phase, term) to which waiting for its last transfer is added
         self.started: dict[str, tuple[float, _Sent]] = {}  # name -> (end of the transfer, the transfer)
         self.spent: dict[tuple[str, str], float] = {}
         self.steps = 0
 
     def copy(self) -> _DeviceClock:
-        """A clock with the same streams, on which nothing was spent yet."""
+        """Returns a clock with the same streams, on which no seconds have been spent yet."""
         other = _DeviceClock()
         other.now, other.free, other.started = self.now, dict(self.free), dict(self.started)
         other.last, other.steps = dict(self.last), self.steps
@@ -262,7 +271,7 @@ class _DeviceClock:
     def _loop(self, loop: _Turns) -> None:
         """Walks a loop on a clock that begins at 0 with the transfers in flight.
 
-        On this clock the seconds of a turn would be rounded off after a long step.
+        On the clock of a long step, the seconds of a turn would lose precision.
         """
         inside, began = _DeviceClock(), self.now
         inside.free = {stream: free - began for stream, free in self.free.items()}
@@ -284,7 +293,7 @@ class _DeviceClock:
             self.walk(loop.steps)
             self.steps += _TURN
             third, left = self._state(), loop.trips - turn - 1
-            if self.steps > _MAX_STEPS or (turn and _alike(first, second, third)):
+            if self.steps > _MAX_STEPS or (turn and _is_steady(first, second, third)):
                 self._leap(second, third, left)
                 return
             if turn + 1 == _MAX_TURNS // 2:
@@ -299,7 +308,7 @@ class _DeviceClock:
         return _State(self.now, dict(self.free), ends, dict(self.spent), dict(self.busy))
 
     def _leap(self, before: _State, after: _State, times: float) -> None:
-        """Repeats what happened between two states, `times` times."""
+        """Adds the seconds between two states `times` times."""
         if not times:
             return
         self.now += times * (after.now - before.now)
@@ -315,7 +324,7 @@ class _DeviceClock:
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """The clock between two turns; `ends`: name -> (end, stream) of the transfers in flight."""
+    """The clock between two turns. `ends`: name -> (end, stream) of the transfers in flight."""
 
     now: float
     free: Mapping[str, float]
@@ -324,13 +333,13 @@ class _State:
     busy: Mapping[str, float]
 
     def ahead(self) -> dict[str, float]:
-        """Stream or name of a transfer -> remaining seconds."""
+        """Returns stream or name of a transfer -> remaining seconds."""
         streams = {f"stream {stream}": max(free - self.now, 0.0) for stream, free in self.free.items()}
         return streams | {name: end - self.now for name, (end, _) in self.ends.items()}
 
 
-def _alike(first: _State, second: _State, third: _State) -> bool:
-    """Whether the two turns between three states take the same time and leave the same transfers in flight."""
+def _is_steady(first: _State, second: _State, third: _State) -> bool:
+    """Returns whether the two turns between three states take the same time and leave the same transfers in flight."""
     length = third.now - second.now
     allowed = _TOLERANCE * max(length, 1e-12)
     before, after = second.ahead(), third.ahead()

@@ -1,4 +1,4 @@
-"""The predicted seconds of a step on a target, with the spread of such predictions around measured runs.
+"""Predicts the seconds of a step on a target, with the spread of such predictions around measured runs.
 
 The prediction walks the compiled schedule (`schedule_walk`) at the rates that the target's devices reach (`rates`).
 `cost.roofline` computes the bound by the data sheet, which no program reaches.
@@ -16,7 +16,7 @@ from bytescope.memory.cost import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.seconds import chip_rates, constants, step_schedule
-from bytescope.memory.seconds import rates as rates_of
+from bytescope.memory.seconds import rates as device_rates
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.schedule_walk import TERMS, walk
 from bytescope.memory.seconds.step_schedule import Steps, unit_of
@@ -27,14 +27,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StepPrediction:
-    """The seconds of an update, which may have several calls of the step.
+    """The predicted seconds of an update, which may have several calls of the step.
 
     Fields:
-        seconds: predicted. low, high: the interval that contains four of five measured runs (`constants.spread_of`).
-        by_phase (`records.STEP_PHASES`), by_term (`schedule_walk.TERMS`): each adds up to `seconds`.
-        bound_by: the term that takes the most. rates: the source of the rates.
-        tokens_per_s: over all devices; mfu: the share of the peak rate that the model's own FLOPs use. None if the
-            trainer did not give the figures.
+        seconds: the predicted seconds.
+        low, high: the interval of seconds that contains four of five measured runs (`constants.spread_of`).
+        by_phase: phase (`records.STEP_PHASES`) -> seconds, which add up to `seconds`.
+        by_term: term (`schedule_walk.TERMS`) -> seconds, which add up to `seconds`.
+        bound_by: the term with the most seconds.
+        rates: the source of the rates.
+        tokens_per_s: tokens per second over all devices; None if the trainer did not give the tokens.
+        mfu: MFU, the fraction of the peak rate that the model's own FLOPs use; None if the trainer did not give the
+            FLOPs.
     """
 
     seconds: float
@@ -48,13 +52,13 @@ class StepPrediction:
     mfu: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Every field as plain JSON values; low and high as `seconds_low` and `seconds_high`."""
+        """Returns every field as plain JSON values; low and high are `seconds_low` and `seconds_high`."""
         fields = dataclasses.asdict(self)
         return {_KEY.get(name, name): value for name, value in fields.items()}
 
     @classmethod
     def stated(cls, report: ReportRecord) -> StepPrediction | None:
-        """The prediction in a report; None if it has none."""
+        """Returns the prediction that a report contains; None if it has none."""
         if not report.prediction:
             return None
         values: dict[str, Any] = {}
@@ -67,7 +71,7 @@ class StepPrediction:
 _KEY = {"low": "seconds_low", "high": "seconds_high"}
 
 
-def of(
+def predict(
     steps: Steps,
     target: Target | Mapping[str, Any],
     calls: int = 1,
@@ -75,29 +79,39 @@ def of(
     model_flops: int | None = None,
     network: str = "",
 ) -> StepPrediction | None:
-    """The seconds of an update on a target; None if the schedule or the rates are unknown, or nothing takes time.
+    """Returns the predicted seconds of an update on a target; None if the schedule or the rates are unknown, or
+    nothing takes time.
 
     Args:
-        steps: the schedule of one device and one call. target: a Target or its JSON. calls: of the program per update.
-        tokens: of an update, over all devices. model_flops: of one call, over all devices, without recomputation.
+        steps: the schedule of one device and one call.
+        target: a Target or its JSON.
+        calls: number of calls of the program per update.
+        tokens: tokens of an update, over all devices.
+        model_flops: FLOPs of one call, over all devices, without recomputation.
         network: a name of `achieved.NETWORKS`, which replaces the network between hosts of the chip's table.
 
     Raises ReportError for a schedule that takes infinitely long, or that no program can have.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
-    rates = rates_of.of(known) if steps else None
+    rates = device_rates.select(known) if steps else None
     if rates is None:
         return None
-    rates = chip_rates.over(rates, network) if network else rates
+    rates = chip_rates.with_network(rates, network) if network else rates
     try:
         once = walk(steps, rates)
-    except (ArithmeticError, KeyError, ValueError) as error:  # a kind, a group or a number that no program has
-        raise ReportError(f"a damaged report (its schedule holds {error!s:.40}): write it again") from error
+    except (
+        ArithmeticError,
+        KeyError,
+        ValueError,
+    ) as error:  # the schedule has a kind, a group or a number that no program has
+        raise ReportError(f"the report is damaged (its schedule contains {error!s:.40}): write it again") from error
     update = calls * once.seconds
     if not update:
         return None
     if not 0 < update < math.inf:
-        raise ReportError(f"a damaged report (its schedule takes {update:.3g} s at the target's rates): write it again")
+        raise ReportError(
+            f"the report is damaged (its schedule takes {update:.3g} s at the target's rates): write it again"
+        )
     low, high = constants.spread_of(known).around(update)
     return StepPrediction(
         seconds=update,
@@ -113,7 +127,8 @@ def of(
 
 
 def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flops: int, taken: float) -> float | None:
-    """MFU of one call by the dtypes of the scheduled products; None if the peak rate of the device is unknown.
+    """Returns the MFU of one call by the dtypes of the scheduled products; None if the peak rate of the device is
+    unknown.
 
     A CPU has no data sheet: its peak is the highest rate that was measured.
     """
@@ -134,54 +149,56 @@ def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flop
 
 
 def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
-    """The minimum seconds of one call (`roofline.of_answer`). Raises ReportError for a damaged answer.
+    """Returns the minimum seconds of one call (`roofline.bound_of_answer`). Raises ReportError for a damaged answer.
 
-    Returns None for a CPU whose rates come from a file: its peaks would be measured now, beside other programs, and
-    would be no bound.
+    Returns None for a CPU whose rates come from a file, because its peaks would be measured now, beside other
+    programs, and would not be a bound.
     """
     on_cpu = (answer.get("target") or {}).get("platform") == "cpu"
-    return None if on_cpu and rates_of.chosen() else roofline.of_answer(answer)
+    return None if on_cpu and device_rates.chosen() else roofline.bound_of_answer(answer)
 
 
 def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = True) -> str:
-    """Returns why the seconds of a program cannot be predicted, with the remedy; "" if they can.
+    """Returns the reason why the seconds of a program cannot be predicted, with the remedy; "" if they can.
 
-    known_schedule: whether the compiled schedule was read. target: its JSON. measured: whether the calling command
-    measures the rates of a CPU.
+    Args:
+        known_schedule: whether the compiled schedule was read.
+        target: the JSON of the target.
+        measured: whether the calling command measures the rates of a CPU.
     """
-    if rates_of.chosen() is None:
+    if device_rates.chosen() is None:
         if target.get("platform") == "cpu":
             if not measured:
                 return (
                     "the rates of a CPU are measured by bytescope report, and by bytescope calibrate for --rates=FILE"
                 )
-        elif chip_rates.of(str(target.get("kind"))) is None:
+        elif chip_rates.rates_of_kind(str(target.get("kind"))) is None:
             kind = str(target.get("kind") or target.get("name"))
             return f"no rates of {kind} are known: give --rates=FILE, written by bytescope calibrate there"
     return "" if known_schedule else "the schedule of this program is not known, or has too many operations"
 
 
-def of_report(report: ReportRecord) -> StepPrediction | None:
-    """The prediction of a report's program on its target; None if too little is known of either."""
+def predict_report(report: ReportRecord) -> StepPrediction | None:
+    """Returns the prediction of a report's program on its target; None if schedule or rates are unknown."""
     subject = report.subject
     if not report.target:
         return None
-    return of(report.schedule, report.target, subject.calls, subject.tokens or None, subject.model_flops or None)
+    return predict(report.schedule, report.target, subject.calls, subject.tokens or None, subject.model_flops or None)
 
 
-def of_answer(answer: Mapping[str, Any], network: str = "") -> StepPrediction | None:
-    """The prediction of an update by a compare worker's answer: keys `schedule` (as JSON), `target`,
+def predict_answer(answer: Mapping[str, Any], network: str = "") -> StepPrediction | None:
+    """Returns the prediction of an update by a compare worker's answer with the keys `schedule` (as JSON), `target`,
     `calls_per_update`, `tokens_per_update` and `model_flops`.
 
-    None if the schedule or the target's rates are unknown. Raises ReportError if they are damaged.
+    Returns None if the schedule or the target's rates are unknown. Raises ReportError if they are damaged.
     """
     if not answer.get("schedule") or not answer.get("target"):
         return None
     try:
         steps = step_schedule.from_json(answer["schedule"])
     except ValueError as error:
-        raise ReportError(f"a damaged report ({error}): write it again") from error
-    return of(
+        raise ReportError(f"the report is damaged ({error}): write it again") from error
+    return predict(
         steps,
         answer["target"],
         answer.get("calls_per_update") or 1,

@@ -54,12 +54,13 @@ __all__ = [
     "unit_of",
 ]
 
-# HLO's dtype of operands -> unit that multiplies them, of `cost.roofline.UNITS`.
+# HLO's dtype of operands -> compute unit (of `cost.roofline.UNITS`) that multiplies them.
 _UNIT = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16", "int8": "fp8", "uint8": "fp8"}
 
 
 def merged(steps: Iterable[Step]) -> Steps:
-    """The steps with equal kernels between two other steps merged into one record, at the place of the first kernel."""
+    """Returns the steps with equal kernels between two other steps merged into one record, at the position of the
+    first kernel."""
     out: list[Step] = []
     first: dict[tuple[object, ...], int] = {}  # fields of a kernel except times -> position in `out`
     for step in steps:
@@ -87,7 +88,7 @@ def kernels(steps: Steps, times: int = 1) -> Iterator[tuple[ScheduledKernel, int
 
 
 def flops_by_phase(steps: Steps) -> dict[tuple[str, str], int]:
-    """(phase, unit of `cost.roofline.UNITS`) -> FLOPs of all kernels in one call on one device."""
+    """Returns (phase, compute unit of `cost.roofline.UNITS`) -> FLOPs of all kernels in one call on one device."""
     out: Counter[tuple[str, str]] = Counter()
     for kernel, times in kernels(steps):
         if kernel.flops:
@@ -96,5 +97,5 @@ def flops_by_phase(steps: Steps) -> dict[tuple[str, str], int]:
 
 
 def unit_of(dtype: str) -> str:
-    """The unit (of `cost.roofline.UNITS`) that multiplies an HLO dtype."""
+    """Returns the compute unit (one of `cost.roofline.UNITS`) that multiplies an HLO dtype."""
     return "fp8" if dtype.startswith("float8") else _UNIT.get(dtype, "fp32")

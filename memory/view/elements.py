@@ -1,4 +1,5 @@
-"""What several pages show, as plain data for the macros of `templates/elements.html`: figures, bars, tables."""
+"""Elements that several pages share, as plain data for the macros of `templates/elements.html`: figures, bars,
+tables."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from bytescope.memory.view.figures import count, exact, percent, rounded, second
 from bytescope.memory.view.prediction_text import within
 from bytescope.memory.view.text_layout import mixture
 
-# What a page says of its predicted seconds.
+# The page's explanation of its predicted seconds.
 PREDICTED = (
-    f"Predicted: seconds of an update, by a walk through the compiled schedule at the rates that devices "
-    "reach, with the spread that such predictions had against measured runs. Those within "
-    f"{TIE:.0%} are a tie. Rates:"
+    "Predicted: seconds of an update, from a walk through the compiled schedule at measured device rates. The interval "
+    f"is the spread of earlier predictions against measured runs. Predictions within {TIE:.0%} are a tie. Rates:"
 )
 
 
 class HeaderFigure(NamedTuple):
-    """A large figure of a header: what it is, how it reads, a note below it, and the exact value on hover."""
+    """A large figure in a page's header. name: its caption. value: its text. note: a line below it. exact: the exact
+    value, shown on hover."""
 
     name: str
     value: str
@@ -32,9 +33,14 @@ class HeaderFigure(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell of a table: text, of which a newline starts a new line; the text on hover; a class that colours it; the
-    number that a sortable table orders it by, where that is not its text; a command that its button copies; a note
-    below the text."""
+    """A cell of a table.
+
+    Fields:
+        text: the text; a newline starts a new line. title: the text on hover.
+        kind: a CSS class that colours the cell. value: the number by which a sortable table orders the cell, if not
+            its text.
+        command: a command that the cell's button copies. note: a line below the text.
+    """
 
     text: str
     title: str = ""
@@ -45,14 +51,15 @@ class Cell(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The heading of a column and its class: "name" for what names the row, "num" (right) or "text" (left)."""
+    """The heading of a column. kind: its CSS class: "name" (the column that names the row), "num" (right) or "text"
+    (left)."""
 
     title: str
     kind: str
 
 
 class PageRow(NamedTuple):
-    """A row of a table; `kind`: "total" or "winner" for one that stands out; `title`: the text on hover."""
+    """A row of a table. kind: "total" or "winner" for an emphasized row. title: the text on hover."""
 
     cells: list[Cell]
     kind: str = ""
@@ -60,14 +67,15 @@ class PageRow(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """Columns and rows of one table."""
+    """The headings and rows of one table."""
 
     heads: list[Head]
     lines: list[PageRow]
 
 
 class BreakdownPart(NamedTuple):
-    """A row of a breakdown: its key, its name, its bytes, its share of the total and its width, both in percent."""
+    """A row of a breakdown. row: its key. name: its name. bytes: its size. share: percent of the total. width: percent
+    of the bar."""
 
     row: str
     name: str
@@ -77,36 +85,36 @@ class BreakdownPart(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of "About": a title over (name, value) pairs."""
+    """A section of "About": a title and (name, value) pairs."""
 
     title: str
     entries: list[tuple[str, str]]
 
 
-# Title, class, and what writes the cell of an item; "" for nothing to say.
+# (title, CSS class, function that returns the cell of an item, "" for an empty cell).
 Column = tuple[str, str, Callable[[Any], Cell | str]]
 
 
 def row_name(row: str) -> str:
-    """The name of a breakdown's row as people read it."""
+    """Returns the display name of a breakdown's row."""
     return {"frozen": "frozen params", "logits_loss": "logits and loss", "rng": "random keys"}.get(row, row)
 
 
 def where(target: Mapping[str, Any]) -> str:
-    """What a program was compiled for, in one line: "h200:8 · NVIDIA H200 · per device"."""
+    """Returns what a program was compiled for, in one line: "h200:8 · NVIDIA H200 · per device"."""
     name, kind = str(target.get("name") or "no target"), str(target.get("kind") or "")
     return " · ".join((name, kind, "per device") if kind and kind != name else (name, "per device"))
 
 
 def title(config: str, target: Mapping[str, Any], what: str) -> str:
-    """The title of a page: "llama_8b on h100:8 · levers"."""
+    """Returns the title of a page: "llama_8b on h100:8 · levers"."""
     name = str(target.get("name") or "")
     return f"{config or 'a config'}{f' on {name}' if name else ''} · {what}"
 
 
 def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
-    """What a header says of its rows beside config and target: their batch and policy where they share one, and the
-    keys of the command line."""
+    """Returns the header lines about a comparison's rows: batch and policy if all rows share them, and the keys that
+    the command line sets."""
     batches, policies = ({row.get(key) for row in rows if row.get(key)} for key in ("batch", "policy"))
     tokens = sorted({row["tokens_per_update"] for row in rows if row.get("tokens_per_update")})
     out = [f"batch: {batches.pop()}"] if len(batches) == 1 else []
@@ -120,35 +128,37 @@ def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
 
 
 def subject(report: ReportRecord) -> str:
-    """What a report is of, in one line: "llama_8b · h100:8 · NVIDIA H100 80GB HBM3 · per device"."""
+    """Returns the subject of a report in one line: "llama_8b · h100:8 · NVIDIA H100 80GB HBM3 · per device"."""
     return " · ".join((report.subject.name or report.program or "a program", where(report.target)))
 
 
 def program_facts(report: ReportRecord) -> list[str]:
-    """What the trainer says of the program, a line each; what is not known is left out."""
-    of = report.subject
+    """Returns the trainer's facts about the program, one per line; unknown facts are left out."""
+    subject = report.subject
     layers = " · ".join(
         filter(
             None,
             (
-                f"policy: {of.policy}" if of.policy else "",
-                f"program: {report.program}" if of.name and report.program else "",
+                f"policy: {subject.policy}" if subject.policy else "",
+                f"program: {report.program}" if subject.name and report.program else "",
             ),
         )
     )
-    found = (
-        f"batch: {of.batch}" if of.batch else "",
+    lines = (
+        f"batch: {subject.batch}" if subject.batch else "",
         layers,
         mixture(report.parameters),
-        f"with {' '.join(of.changes)}" if of.changes else "",
+        f"with {' '.join(subject.changes)}" if subject.changes else "",
     )
-    return [line for line in found if line]
+    return [line for line in lines if line]
 
 
 def command(config: str, target: Mapping[str, Any], *flags: str, fits: bool | None = True) -> str:
-    """The command of a configuration, to be pasted into a shell: trains where it fits, else makes its report.
+    """Returns the shell command for a configuration: `train` if it fits or its fit is unknown, `report` if it does not
+    fit.
 
-    config: "" where the flags name it. flags: quoted for a shell; those of one key that comes twice are the last's.
+    config: "" if the flags name the config. flags: already quoted for a shell. If a key is given twice, the last value
+    is used.
     """
     verb = "report" if fits is False else "train"
     words = [f"--config={config}"] if config else []
@@ -157,20 +167,24 @@ def command(config: str, target: Mapping[str, Any], *flags: str, fits: bool | No
     return " ".join(filter(None, ["bytescope", verb, shlex.join(words), *flags]))
 
 
-def versions(found: Mapping[str, str]) -> str:
-    """What compiled a program, in one line: "jax 0.10.2 · python 3.11.7"."""
-    return " · ".join(f"{name} {version}" for name, version in found.items())
+def versions(by_package: Mapping[str, str]) -> str:
+    """Returns the versions of the packages that compiled a program, in one line: "jax 0.10.2 · python 3.11.7"."""
+    return " · ".join(f"{name} {version}" for name, version in by_package.items())
 
 
 def figure(name: str, count: int | None, note: str = "") -> HeaderFigure:
-    """A number of bytes as a figure of the header."""
+    """Returns a number of bytes as a figure of the header."""
     return HeaderFigure(name, human(count), note, exact(count))
 
 
 def predictions(row: Mapping[str, Any], whose: str = "") -> list[HeaderFigure]:
-    """What is predicted of a row of a comparison, as figures: seconds with their spread, throughput, MFU."""
+    """Returns the predictions of a comparison's row as header figures: seconds with their interval, throughput and
+    MFU.
+
+    whose: a text that names the row, added to each figure's note.
+    """
     within = spread(row)
-    found = (
+    figures = (
         HeaderFigure(
             "step, predicted",
             seconds(row["predicted_seconds"]),
@@ -180,11 +194,12 @@ def predictions(row: Mapping[str, Any], whose: str = "") -> list[HeaderFigure]:
         HeaderFigure("tokens/s, predicted", count(row["predicted_tokens_per_s"]), whose or "over all devices"),
         HeaderFigure("MFU, predicted", percent(row["predicted_mfu"]), whose or "of the peak FLOP/s"),
     )
-    return [one for one in found if one.value]
+    return [one for one in figures if one.value]
 
 
 def spread(row: Mapping[str, Any]) -> str:
-    """The spread of a row's predicted seconds, in the unit of `figures.seconds`: "0.65 to 0.81 s"; "" for none."""
+    """Returns the interval of a row's predicted seconds, in the unit of `figures.seconds`: "0.65 to 0.81 s"; "" if
+    there is none."""
     low, high = row.get("predicted_seconds_low"), row.get("predicted_seconds_high")
     if low is None or high is None:
         return ""
@@ -193,13 +208,15 @@ def spread(row: Mapping[str, Any]) -> str:
 
 
 def at_least(row: Mapping[str, Any]) -> str:
-    """The bound beside a prediction, for a hover: "at least 0.462 s by the peaks of the data sheet"."""
+    """Returns the lower bound of a row's seconds as hover text: "at least 0.462 s by the data sheet"; "" if
+    unknown."""
     bound = row.get("least_seconds")
     return f"at least {rounded(bound, 3)} s by the data sheet" if bound else ""
 
 
 def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the notes on predicted seconds: the source of each set of rates once, and why rows have no prediction."""
+    """Returns the notes on predicted seconds: each distinct source of device rates, and the reasons why rows have no
+    prediction."""
     reasons = dict.fromkeys(row["unpredicted"] for row in rows if row.get("unpredicted"))
     sources = list(dict.fromkeys(row["rates"] for row in rows if row.get("rates")))
     return [
@@ -215,12 +232,13 @@ def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
 
 
 def size(count: int | None) -> Cell:
-    """A number of bytes with the exact count on hover; an empty cell for None."""
+    """Returns a number of bytes as a cell with the exact count on hover; an empty cell for None."""
     return Cell("" if count is None else human(count), exact(count), value=count)
 
 
 def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[BreakdownPart]:
-    """The rows that hold bytes, in the order of `ROWS`. `scale`: bytes of the whole bar, the total by default."""
+    """Returns the breakdown's rows that have bytes, in the order of `ROWS`. scale: bytes of the whole bar (default:
+    the total)."""
     sizes = [(row, breakdown.get(row, 0)) for row in ROWS]
     total = max(total, 1)
     return [
@@ -236,9 +254,9 @@ def table(
     kind: Callable[[Any], str] = lambda item: "",
     title: Callable[[Any], str] = lambda item: "",
 ) -> PageTable:
-    """A table with a row for each item, without the columns that are empty in all rows.
+    """Returns a table with a row for each item. Columns that are empty in all rows are left out.
 
-    `kind` and `title`: class and hover text of an item's row.
+    kind, title: return the CSS class and the hover text of an item's row.
     """
     cells = [[_cell(write(item)) for item in items] for _, _, write in columns]
     used = [number for number, column in enumerate(cells) if any(cell.text for cell in column)]

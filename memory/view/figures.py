@@ -1,4 +1,4 @@
-"""How figures are written on pages: seconds, shares and counts with their units; "" for None. Pure."""
+"""Formats figures for pages: seconds, fractions and counts with their units; None becomes "". Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 
 def exact(count: int | None) -> str:
-    """A number of bytes in full, for a hover; "" for None."""
+    """Returns the exact number of bytes, for a hover text: "1,234 bytes"; "" for None."""
     return "" if count is None else f"{count:,} bytes"
 
 
 def seconds(value: float | None) -> str:
-    """Seconds with their unit, in four digits: "37.41 s", "0.5900 s", "12.30 ms"; "" for None."""
+    """Returns seconds with their unit, in four digits: "37.41 s", "0.5900 s", "12.30 ms"; "" for None."""
     if value is None:
         return ""
     if value >= 1000:
@@ -20,7 +20,7 @@ def seconds(value: float | None) -> str:
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """A figure of 0 or more in so many digits, thousands with commas: "90,900", "0.650", "0.0000012"."""
+    """Returns a number of 0 or more, rounded to `digits` significant digits: "90,900", "0.650", "0.0000012"."""
     if not value:
         return "0"
     kept = float(f"{value:.{digits - 1}e}")
@@ -28,17 +28,18 @@ def rounded(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """A share in per cent: "12.5 %"; "" for None."""
+    """Returns a fraction (0 to 1) as percent: "12.5 %"; "" for None."""
     return "" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def written_gap(share: float | None, digits: int = 1) -> str:
-    """A difference as a share of what it is compared with: "+12.3 %"; "new" where that is 0, "" for None."""
+    """Returns a relative difference as signed percent: "+12.3 %". Infinity, a difference from 0, becomes "new"; None
+    becomes ""."""
     if share is None:
         return ""
     return "new" if math.isinf(share) else f"{100 * share:+.{digits}f} %"
 
 
 def count(value: float | None) -> str:
-    """A number of things: "112,131"; "" for None."""
+    """Returns a count with thousands separators: "112,131"; "" for None."""
     return "" if value is None else f"{value:,.0f}"

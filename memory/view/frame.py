@@ -1,9 +1,9 @@
-"""How a page is made: its template, filled in with plain data, around the styles and scripts that all pages share.
+"""Renders pages: a template filled with plain data, with the styles and scripts that all pages share.
 
-Page NAME is `templates/NAME.html`, which extends `templates/frame.html`; its styles and script are `static/NAME.css`
-and `static/NAME.js`, after `base.css` and `base.js`. Every value is escaped where it is put in, the names of buffers
-being other people's text, and a name that a template uses and nobody gives is an error.
-The Content-Security-Policy of a page allows its own scripts and styles by their hashes and nothing else.
+The template of page NAME is `templates/NAME.html`, which extends `templates/frame.html`. Its styles and script are
+`static/NAME.css` and `static/NAME.js`, after `base.css` and `base.js`. Every inserted value is escaped, because buffer
+names are arbitrary text. A name that the template uses but that was not passed is an error. The
+Content-Security-Policy of a page allows only its own scripts and styles, by their hashes.
 """
 
 from __future__ import annotations
@@ -24,55 +24,59 @@ from bytescope.memory.units import human
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# The scripts that draw charts, in the order in which they need each other.
+# The scripts that draw charts, each after the scripts that it needs.
 CHARTS = ("chart_parts.js", "chart_marks.js", "chart_pointing.js", "chart_axes.js", "charts.js")
-# What a page needs besides.
+# Page -> additional scripts that it needs.
 MORE = {"report": ("treemap.js",), "estimate": ("estimate_formulas.js",)}
 
 
 def page(name: str, title: str, data: Any, **content: Any) -> str:
-    """The page NAME as text: one file that holds its charts' scripts and asks the network for nothing.
+    """Returns the page NAME as the text of one HTML file, which contains all of its scripts and needs no network.
 
     Args:
-      name: of the template, the styles and the script.
-      title: of the document.
-      data: JSON values that the script draws (`base.data()`).
-      content: what the template shows, by the names that it uses.
+        name: name of the template, the styles and the script.
+        title: title of the document.
+        data: JSON values that the script draws (`base.data()`).
+        content: values of the template's variables.
 
     Raises:
-      jinja2.UndefinedError: the template uses a name that `content` lacks.
+        jinja2.UndefinedError: the template uses a variable that `content` lacks.
     """
     return environment().get_template(f"{name}.html").render(page=name, title=title, data=data, **content)
 
 
 @functools.cache
 def environment() -> Environment:
-    """Returns the template environment. Filters: `human`, `flags` (splits a command at its flags), `tojson`,
-    `source_hash` and `without_style_attributes`; `static` and `library` insert files unchanged."""
-    # Imported here: a view that only prints has its page in the same module.
+    """Returns the template environment.
+
+    Filters: `human`, `flags` (splits a command at its flags), `tojson`, `source_hash` and `without_style_attributes`.
+    The functions `static` and `library` insert files unchanged.
+    """
+    # Imported here, because modules that only print also contain the functions of their page.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    found = Environment(
+    templates = Environment(
         loader=PackageLoader("bytescope.memory.view"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # In the order of the data, which is the order of rows; `tojson` escapes what could end the script element.
-    found.policies |= {"json.dumps_kwargs": {"separators": (",", ":")}, "json.dumps_function": written}
-    found.filters |= {
+    # Keys keep the order of the data, which is the order of rows. `tojson` escapes text that could end the script.
+    templates.policies |= {"json.dumps_kwargs": {"separators": (",", ":")}, "json.dumps_function": dump_json}
+    templates.filters |= {
         "human": human,
         "flags": lambda command: re.split(r" (?='?--)", command),
         "source_hash": source_hash,
         "without_style_attributes": without_style_attributes,
     }
-    found.globals |= {"static": static, "library": _library}
-    return found
+    templates.globals |= {"static": static, "library": _library}
+    return templates
 
 
-def written(value: Any, **options: Any) -> str:
-    """The JSON of a value, with null for NaN and Infinity: a browser reads no data at all that contain one."""
+def dump_json(value: Any, **options: Any) -> str:
+    """Returns the JSON of a value, with null for NaN and Infinity, because browsers cannot parse JSON with NaN or
+    Infinity."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
@@ -85,7 +89,7 @@ def source_hash(text: str) -> Markup:
     return Markup(f"'sha256-{base64.b64encode(digest).decode()}'")
 
 
-# Style attributes of numbers and units, such as style="width:12.5%"; all others stay, and the browser refuses them.
+# Style attributes with numbers and units only, such as style="width:12.5%". The browser refuses any other.
 _STYLE_ATTRIBUTE = re.compile(r' style="([\w:.% -]+)"')
 
 
@@ -106,12 +110,12 @@ def without_style_attributes(text: Markup) -> tuple[Markup, Markup]:
 
 
 def static(name: str) -> Markup:
-    """A file of `static/`, as it is."""
+    """Returns the content of a file of `static/`, unescaped."""
     file = resources.files("bytescope.memory.view") / "static" / name
     return Markup(file.read_text(encoding="utf-8"))
 
 
 def _library(name: str) -> Markup:
-    """What draws the charts of the page NAME."""
-    # In a block, so that `charts` alone is seen outside.
+    """Returns the scripts that draw the charts of the page NAME."""
+    # The block hides all of their names except `charts`.
     return Markup('"use strict";\n{{\n{}}}').format(Markup("\n").join(map(static, (*CHARTS, *MORE.get(name, ())))))

@@ -1,6 +1,6 @@
-"""A piece of HTML for an output area: a template inside one div element with its styles.
+"""Renders HTML for a notebook's output area: a template inside one div element, with its styles.
 
-JupyterLab, VS Code and Colab each say in their own way whether they are dark; where nobody says it, the system does.
+JupyterLab, VS Code and Colab each mark a dark theme differently. Without a known mark, the system's theme is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from markupsafe import Markup
 from bytescope.memory.records.report_record import CATEGORIES
 from bytescope.memory.view.frame import environment, static
 
-# Selectors of the page around that say which theme it has: JupyterLab, VS Code, Colab and Sphinx.
+# Selectors by which the surrounding page marks its theme: JupyterLab, VS Code, Colab and Sphinx.
 _THEMES = {
     "light": (
         '[data-jp-theme-light="true"]',
@@ -31,18 +31,19 @@ _THEMES = {
         '[data-theme="dark"]',
     ),
 }
-# Of the colours of a page those that a piece uses.
+# The colours of pages that notebook output uses.
 _USED = re.compile(r"--(?!page\b|on-)[\w-]+: #[0-9a-f]{6};")
 
 
 def render(template: str, **content: Any) -> str:
-    """The template `notebook_TEMPLATE.html` as a piece. Raises jinja2.UndefinedError for a name that it lacks."""
+    """Returns the HTML of the template `notebook_TEMPLATE.html`. Raises jinja2.UndefinedError if a variable is
+    missing."""
     return environment().get_template(f"notebook_{template}.html").render(style=styles(), **content)
 
 
 @functools.cache
 def styles() -> Markup:
-    """The styles of every piece: colours of both themes, from the pages' own, then `static/notebook.css`."""
+    """Returns the styles of notebook output: the pages' colours for both themes, then `static/notebook.css`."""
     light, dark = palettes()
     rules = [
         f".bytescope {{ color-scheme: light; {light} }}",
@@ -56,13 +57,13 @@ def styles() -> Markup:
 
 
 def palettes() -> tuple[str, str]:
-    """The colours of the pages as declarations, light and dark."""
+    """Returns the colours of pages as CSS declarations: (light, dark)."""
     light, dark = static("base.css").split('[data-theme="dark"]', 1)
     light_rule, dark_rule = light.split(":root", 1)[1].split("}")[0], dark.split("}")[0]
     return " ".join(_USED.findall(light_rule)), " ".join(_USED.findall(dark_rule))
 
 
-def cut(text: str, most: int = 160) -> str:
-    """Shortens a text to about `most` characters by leaving out its middle."""
-    half = most // 2
-    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+def cut(text: str, max_length: int = 160) -> str:
+    """Shortens a text to about `max_length` characters by replacing its middle with an ellipsis."""
+    half = max_length // 2
+    return text if len(text) <= max_length else f"{text[:half]}…{text[-half:]}"

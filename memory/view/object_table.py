@@ -1,8 +1,8 @@
-"""A table whose rows are plain data, and which prints and shows itself.
+"""A table of plain data that displays itself at a prompt and in a notebook.
 
 table = report.table()
 table                      # at a prompt or in a notebook
-table.rows[0]["bytes"]     # an int; pandas.DataFrame(table) takes it as it is
+table.rows[0]["bytes"]     # an int; pandas.DataFrame(table) accepts the table directly
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 from bytescope.memory.view.table_model import ColumnView, TableView
 
-# Rows that a notebook shows; the number of further rows is written below them.
+# Maximum number of rows in a notebook; the number of remaining rows is written below them.
 MAX_NOTEBOOK_ROWS = 200
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Table:
-    """Rows as plain data, with the columns that are shown of them.
+    """A table of plain data that displays itself. `len`, iteration and indexing apply to its rows.
 
     Fields:
-        columns: what is printed, the first names the row; the rows may hold more.
-        rows: a dict of plain values each, bytes as whole numbers.
-        title: what the rows are; note: a sentence below them.
+        columns: the displayed columns; the first names the row. Rows may have more keys than columns.
+        rows: a dict of plain values for each row; bytes are ints.
+        title: the heading of the table. note: a sentence below the table.
     """
 
     columns: tuple[ColumnView, ...]
@@ -42,11 +42,11 @@ class Table:
         return self.rows[at]
 
     def cells(self) -> list[list[str]]:
-        """The text of each row's columns."""
+        """Returns the displayed text of each column, for each row."""
         return [[column.text(row) for column in self.columns] for row in self.rows]
 
     def __repr__(self) -> str:
-        """The table as text as wide as the terminal."""
+        """Returns the table as text, as wide as the terminal."""
         from rich.console import Group
         from rich.text import Text
 
@@ -61,7 +61,7 @@ class Table:
         return plain_text(Group(*title, terminal_table(TableView(self.columns, self.rows)), *note), prompt_width())
 
     def _repr_html_(self) -> str:
-        """The table as HTML for the output area of a notebook; columns without a value are left out."""
+        """Returns the table as HTML for a notebook's output area. Columns without any value are left out."""
         from bytescope.memory.view import notebook_piece
         from bytescope.memory.view.table_views import notebook_table
 

@@ -1,4 +1,4 @@
-"""Where what a user asks for goes: to the output area of a notebook, to the terminal, to a file."""
+"""Sends output to its destination: a notebook's output area, the terminal or a file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def put_or_display(shown: Any, text: RenderableType) -> None:
-    """Displays an object with a `_repr_html_` in a notebook; elsewhere prints its `text` as wide as the terminal."""
+def put_or_display(item: Any, text: RenderableType) -> None:
+    """Displays an object with a `_repr_html_` in a notebook. Elsewhere prints `text`, as wide as the terminal."""
     if in_notebook():
         from IPython.display import display
 
-        display(shown)
+        display(item)
         return
     from bytescope.memory.view.console import put
 
@@ -26,15 +26,16 @@ def put_or_display(shown: Any, text: RenderableType) -> None:
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, whose output areas show HTML; IPython's own prompt is not."""
+    """Returns whether this process is the kernel of a notebook, which shows HTML. IPython's terminal prompt is not a
+    notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 def write(path: str | Path, text: str) -> None:
-    """Writes a file completely or not at all. Raises ReportError where it cannot be written."""
+    """Writes a text file completely or not at all. Raises ReportError if it cannot be written."""
     try:
         write_whole(Path(path), text)
     except OSError as error:
-        raise ReportError(f"cannot write {path}: {error.strerror}") from error
+        raise ReportError(f"cannot write {path}: {error.strerror}; give another file") from error

@@ -1,4 +1,4 @@
-"""The progress bar of every command: on stderr, only where that is a terminal, and gone at the end."""
+"""The progress bar of all commands. It is on stderr, only on a terminal, and disappears at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.table import Column
 
 from bytescope.memory.view.console import LineProgress, make_console
 
-# What a bar counts -> its columns behind the bar.
+# The kind of progress -> its columns after the bar.
 FIGURES: Mapping[str, Callable[[], tuple[ProgressColumn, ...]]] = {
     "programs": lambda: (MofNCompleteColumn(), TimeElapsedColumn()),
     "bytes": lambda: (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()),
@@ -31,28 +31,29 @@ FIGURES: Mapping[str, Callable[[], tuple[ProgressColumn, ...]]] = {
 
 
 class ProgressBar:
-    """A bar that is shown. It may be called as the progress of a pool: labels under way, number of finished ones."""
+    """A visible progress bar. It can be called with (labels of running jobs, number of finished jobs), as a pool's
+    progress."""
 
     def __init__(self, bar: Progress, doing: str, total: int | None) -> None:
         self._bar, self._task = bar, bar.add_task("", total=total, doing=doing)
 
     def __call__(self, labels: Sequence[str], done: int) -> None:
-        """Shows what is under way behind the figures, and how many are done."""
+        """Shows the labels of the running jobs and the number of finished jobs."""
         self._bar.update(self._task, completed=done, description=" | ".join(labels))
 
     def show(self, done: int, total: int | None, doing: str | None = None) -> None:
-        """Shows how much of `total` is done, None where that is not known; `doing`: another word before the bar."""
+        """Shows that `done` of `total` is finished; total is None if unknown. doing: a new word before the bar."""
         self._bar.update(self._task, completed=done, total=total)
         if doing is not None:
             self._bar.update(self._task, doing=doing)
 
     def advance(self, amount: int) -> None:
-        """Adds to what is done."""
+        """Adds to the finished amount."""
         self._bar.advance(self._task, amount)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Takes the bar away while something is printed, so that the two never share a line."""
+        """Hides the bar inside the context, so that printed text and the bar never share a line."""
         self._bar.stop()
         try:
             yield
@@ -64,15 +65,15 @@ class ProgressBar:
 def progress(
     total: int | None, doing: str = "compiling", figures: str = "programs", console: Console | None = None
 ) -> Iterator[ProgressBar]:
-    """A progress bar.
+    """Shows a progress bar inside the context.
 
     Args:
-        total: of what is counted, None where it is not known. doing: the word before the bar.
-        figures: a row of FIGURES. console: stderr where none is given.
+        total: the number of programs, bytes or seconds at the end; None if unknown. doing: the word before the bar.
+        figures: a key of FIGURES. console: the console to draw on (default: stderr).
     """
     console = console or make_console(stderr=True)
-    labels = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # they get what the figures leave
-    # What goes to stdout stays there, even if only stderr is a terminal.
+    labels = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # takes the width that the figures leave
+    # redirect_stdout=False: output to stdout must stay there, even if only stderr is a terminal.
     with LineProgress(
         TextColumn("{task.fields[doing]}", markup=False),
         BarColumn(bar_width=15),

@@ -1,4 +1,4 @@
-"""A table declared once: each column says its title, its value and its unit; `table_views` draws it.
+"""Declares tables once for all views: each column has a title, a value and a unit; `table_views` draws the table.
 
     COLUMNS = (
         ColumnView("policy", "policy", "value"),
@@ -8,7 +8,7 @@
     view = TableView(COLUMNS, rows)
     terminal_table(view), page_table(view), notebook_table(view)
 
-A row is anything: a column without `read` takes what stands at its path, "measured.step_seconds" or "ratios.2".
+A row is any object. A column without `read` uses the value at its path, such as "measured.step_seconds" or "ratios.2".
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ TERMINAL, PAGE, NOTEBOOK = "terminal", "page", "notebook"
 
 
 class ValueKind(NamedTuple):
-    """How the values of a column are written.
+    """The format of the values of a column.
 
     Fields:
-        column: the function of `text_table` that makes the terminal's column.
-        css: the class of the page's cells: "num" (right) or "text" (left).
-        terminal, page: (value, digits) -> text. digits: of a column that names none.
-        in_unit: format of a value in the unit of its table, in which the terminal writes bytes; "" for other values.
+        column: name of the function in `text_table` that makes the terminal's column.
+        css: class of the page's cells: "num" (right) or "text" (left).
+        terminal, page: (value, digits) -> text. digits: default for columns that set none.
+        in_unit: format of a value in the unit of its table, used for bytes on the terminal; "" for other values.
     """
 
     column: str
@@ -77,8 +77,8 @@ def _gap(value: Any, digits: int) -> str:
 
 
 KINDS: Mapping[str, ValueKind] = {
-    # Texts. Where there is no room paths and words wrap, names are shortened in their middle, places at their
-    # beginning, values wrap after commas, and text is shown whole. A value of "lines" has several lines.
+    # Texts. If a table is too wide, paths and words wrap, names are shortened in their middle, places at their
+    # beginning, and values wrap after commas; "text" is never shortened. A value of "lines" has several lines.
     "name": ValueKind("label", "text", _plain, _plain),
     "path": ValueKind("path", "text", _plain, _plain),
     "value": ValueKind("value", "text", _plain, _plain),
@@ -91,7 +91,7 @@ KINDS: Mapping[str, ValueKind] = {
     "bytes": ValueKind("figure", "num", _human, _human, in_unit=",.2f"),
     "growth": ValueKind("figure", "num", _signed_bytes, _signed_bytes, in_unit="+,.2f"),
     "gib": ValueKind("figure", "num", lambda value, digits: f"{value / GIB:.1f}", _human),
-    # Seconds: the terminal's titles of "seconds" have the unit, "duration" has it in each cell.
+    # Seconds. On the terminal, "seconds" has the unit in the title, "duration" has it in each cell.
     "seconds": ValueKind("figure", "num", rounded, _seconds, digits=4),
     "duration": ValueKind("figure", "num", _seconds, _seconds),
     # Other figures.
@@ -108,7 +108,8 @@ KINDS: Mapping[str, ValueKind] = {
 
 
 def value_at(row: Any, path: str) -> Any:
-    """Returns the value at a path of keys, attributes and places of a sequence; None where the path ends before."""
+    """Returns the value at a path of keys, attributes and indices, such as "ratios.2"; None if the path does not exist
+    in the row."""
     value = row
     for name in path.split("."):
         if value is None:
@@ -124,23 +125,23 @@ def value_at(row: Any, path: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnView:
-    """One column of a table, for all the places that show it.
+    """One column of a table, for all views.
 
     Fields:
-        key: its name, under which a row holds the value unless there is `read`.
-        title: its heading; short: on the terminal, where the title needs too much room.
-        kind: a row of `KINDS`. digits: of its figures, None for those of the kind.
-        path: where a row has the value, names and numbers with points between; its key by default.
-        read: row -> value, where that is no value at a path. None and "" leave the cell empty.
-        skip_zero: whether 0 leaves the cell empty too.
-        only: TERMINAL or PAGE for a column that the other does not show.
-        rank: its place on a page: low ranks come first, and a narrow page folds away the highest.
-        terminal, page: row -> the cell there, where it says something else than the value.
-        note: row -> words under the page's cell. hover: row -> words that show on hover; the exact bytes by default.
+        key: name of the column, and the default path of its value in a row.
+        title: heading. short: heading on the terminal, if the title is too long.
+        kind: a row of `KINDS`. digits: digits of its figures, None for the default of the kind.
+        path: names and indices joined by points, at which a row has the value (default: key).
+        read: row -> value, instead of a path. None and "" leave the cell empty.
+        skip_zero: whether 0 also leaves the cell empty.
+        only: TERMINAL or PAGE, if only this view shows the column.
+        rank: position on a page. Low ranks come first, and a narrow page hides the highest ranks.
+        terminal, page: row -> text of the cell in this view, if it differs from the formatted value.
+        note: row -> text below the page's cell. hover: row -> hover text (default: the exact bytes).
         verdict: row -> "fits", "exceeds", "tight" or "dim", which colours the cell; "" for no colour.
-        order: row -> figure that a page sorts by; the value by default.
-        absent: the terminal's text for a row without a value.
-        css: classes of the page's cells, besides the kind's. least: columns that a text keeps on the terminal.
+        order: row -> number by which a page sorts (default: the value).
+        absent: text on the terminal for a row without a value.
+        css: additional CSS classes of the page's cells. min_width: minimum width in columns of a text on the terminal.
     """
 
     key: str
@@ -162,29 +163,30 @@ class ColumnView:
     order: Callable[[Any], float | None] | None = None
     absent: str = ""
     css: str = ""
-    least: int = 0
+    min_width: int = 0
 
     @property
     def heading(self) -> str:
-        """Its title on the terminal."""
+        """The column's title on the terminal."""
         return self.short or self.title
 
     @property
     def is_figure(self) -> bool:
-        """Whether its cells stand to the right and are never shortened."""
+        """True if the column's cells are right-aligned and never shortened."""
         return KINDS[self.kind].css == "num"
 
     def only_on(self, place: str) -> ColumnView:
-        """The same column for the tables of one place only."""
+        """Returns a copy of the column for one view only: TERMINAL, PAGE or NOTEBOOK."""
         return dataclasses.replace(self, only=place)
 
     def value(self, row: Any) -> Any:
-        """Its value in a row; None or "" for an empty cell."""
+        """Returns the column's value in a row; None or "" for an empty cell."""
         value = self.read(row) if self.read else value_at(row, self.path or self.key)
         return None if self.skip_zero and not value else value
 
     def text(self, row: Any, place: str = TERMINAL, size: int | None = None) -> str:
-        """Its value as text. size: bytes of the unit of the table, None where each figure has its own unit."""
+        """Returns the column's value in a row as text. size: bytes of the table's unit; None if each figure has its
+        own unit."""
         value, kind = self.value(row), KINDS[self.kind]
         if value is None or value == "":
             return self.absent if place == TERMINAL else ""
@@ -196,12 +198,12 @@ class ColumnView:
 
 @dataclasses.dataclass(frozen=True)
 class TableView:
-    """Columns over rows.
+    """The columns and rows of a table.
 
     Fields:
-        columns: the first names the row. rows: what the columns read.
-        emphasis: row -> "winner", "total" or "dim" for one that stands out, "" for the others.
-        hover: row -> words that a page shows on hover.
+        columns: the columns; the first names the row. rows: objects that the columns read.
+        emphasis: row -> "winner", "total" or "dim" for an emphasized row, "" for a plain row.
+        hover: row -> hover text of the row on a page.
     """
 
     columns: Sequence[ColumnView]
@@ -209,7 +211,7 @@ class TableView:
     emphasis: Callable[[Any], str] | None = None
     hover: Callable[[Any], str] | None = None
 
-    def shown(self, place: str) -> list[ColumnView]:
-        """The columns of TERMINAL or NOTEBOOK, as they are declared, or of PAGE, by rank."""
+    def columns_for(self, place: str) -> list[ColumnView]:
+        """Returns the columns of a view: in the declared order for TERMINAL and NOTEBOOK, by rank for PAGE."""
         columns = [column for column in self.columns if column.only in ("", place)]
         return sorted(columns, key=lambda column: column.rank) if place == PAGE else columns

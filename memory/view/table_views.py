@@ -1,4 +1,4 @@
-"""Draws the tables of `table_model`: on the terminal, on a page and in a notebook."""
+"""Draws the tables of `table_model` on the terminal, on a page and in a notebook."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bytescope.memory.view.notebook_piece import cut
 from bytescope.memory.view.table_model import KINDS, NOTEBOOK, PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.text_table import FigureColumn, FigureTable
 
-# Verdict of a cell, and emphasis of a row -> style on the terminal.
+# Terminal styles of a cell's verdict, and of a row's emphasis.
 VERDICT_STYLES = {"fits": "green", "exceeds": "red", "tight": "yellow", "dim": "dim", "": ""}
 EMPHASIS_STYLES = {"winner": "bold", "total": "bold", "dim": "dim", "": ""}
 
 
 def terminal_table(view: TableView, size: int | None = None) -> FigureTable:
-    """The table of the terminal. size: bytes of the unit in which it writes bytes; None: each figure has its own."""
-    columns = view.shown(TERMINAL)
+    """Returns the terminal's table. size: bytes of the unit for all bytes; None if each figure has its own unit."""
+    columns = view.columns_for(TERMINAL)
     table = FigureTable(*map(terminal_column, columns))
     for row in view.rows:
         first, *others = [terminal_cell(column, row, size) for column in columns]
@@ -34,24 +34,24 @@ def terminal_table(view: TableView, size: int | None = None) -> FigureTable:
 
 
 def terminal_column(column: ColumnView) -> FigureColumn:
-    """The column of a terminal's table."""
+    """Returns the column of a terminal's table."""
     make = getattr(text_table, KINDS[column.kind].column)
-    return make(column.heading, least=column.least) if column.least else make(column.heading)
+    return make(column.heading, min_width=column.min_width) if column.min_width else make(column.heading)
 
 
 def terminal_cell(column: ColumnView, row: Any, size: int | None = None) -> Text:
-    """The cell of a row, coloured by its verdict. Only "lines" have more than one line."""
-    found = column.terminal(row) if column.terminal else column.text(row, TERMINAL, size)
-    if isinstance(found, Text):
-        return found
+    """Returns a row's cell, coloured by its verdict. Only cells of the kind "lines" have more than one line."""
+    text = column.terminal(row) if column.terminal else column.text(row, TERMINAL, size)
+    if isinstance(text, Text):
+        return text
     write = safe if column.kind == "lines" else one_line
-    return Text(write(found), VERDICT_STYLES[column.verdict(row) if column.verdict else ""])
+    return Text(write(text), VERDICT_STYLES[column.verdict(row) if column.verdict else ""])
 
 
 def page_table(view: TableView) -> PageTable:
-    """The table of a page, without the columns that are empty in all rows."""
-    cells = {column: [page_cell(column, row) for row in view.rows] for column in view.shown(PAGE)}
-    used = [column for column, found in cells.items() if any(cell.text for cell in found)]
+    """Returns the page's table. Columns that are empty in all rows are left out."""
+    cells = {column: [page_cell(column, row) for row in view.rows] for column in view.columns_for(PAGE)}
+    used = [column for column, in_column in cells.items() if any(cell.text for cell in in_column)]
     return PageTable(
         [Head(column.title, _css(column, is_first=not number)) for number, column in enumerate(used)],
         [
@@ -66,14 +66,14 @@ def page_table(view: TableView) -> PageTable:
 
 
 def _css(column: ColumnView, is_first: bool) -> str:
-    """The class of a column's cells: the first column names the row, where it is no figure."""
+    """Returns the CSS classes of a column's cells. The first column names the row, unless it is a figure."""
     if is_first and not column.is_figure:
         return "name"
     return f"{KINDS[column.kind].css} {column.css}".strip()
 
 
 def page_cell(column: ColumnView, row: Any) -> Cell:
-    """The cell of a row; that of a command is a button which copies it."""
+    """Returns a row's cell. The cell of a command is a button that copies the command."""
     value = column.value(row)
     if value is None or value == "":
         return Cell("")
@@ -91,10 +91,10 @@ def page_cell(column: ColumnView, row: Any) -> Cell:
 
 
 class NotebookTable(NamedTuple):
-    """A table for the output area of a notebook.
+    """A table for a notebook's output area.
 
     Fields:
-        heads: (title, whether the column is of figures). rows: (text, class that colours it) of each cell.
+        heads: (title, whether the column contains figures) of each column. rows: (text, colour class) of each cell.
     """
 
     heads: list[tuple[str, bool]]
@@ -102,8 +102,8 @@ class NotebookTable(NamedTuple):
 
 
 def notebook_table(view: TableView) -> NotebookTable:
-    """The table of a notebook; texts that are too long are cut in their middle."""
-    columns = view.shown(NOTEBOOK)
+    """Returns the notebook's table. Long texts are cut in their middle."""
+    columns = view.columns_for(NOTEBOOK)
     return NotebookTable(
         [(column.title, column.is_figure) for column in columns],
         [

@@ -1,4 +1,4 @@
-"""A table that keeps its figures whole at any width: names are shortened first; what is still too wide goes below.
+"""A terminal table that never cuts its figures: names are shortened first, and columns that do not fit continue below.
 
 table = FigureTable(label("buffer"), figure("bytes"), words("why"))
 table.add("fusion.3", "1.25 GiB", "a copy of the parameters")
@@ -16,42 +16,45 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from bytescope.memory.view.console import one_line, shorten
-from bytescope.memory.view.text_layout import Prose, as_text, ignoring, wrap
+from bytescope.memory.view.text_layout import Prose, as_text, unwrapped, wrap
 
-# Columns that a label keeps, and that words need beside their row; with less they go under it.
-LEAST_LABEL, LEAST_PLACE, LEAST_WORDS = 10, 20, 24
+# Minimum widths in columns: of a label, of a source location, and of a sentence next to its row.
+MIN_LABEL, MIN_PLACE, MIN_WORDS = 10, 20, 24
 
 
 @dataclasses.dataclass(frozen=True)
 class FigureColumn:
-    """A column of a table; `label`, `figure`, `words` and `value` make them.
+    """A column of a table. `label`, `place`, `figure`, `fixed`, `words`, `value` and `path` create columns.
 
     Fields:
-        right: justified to the right. least: columns that it keeps, None for all. shrink: (text, width) -> its lines.
-        part: text -> columns of its longest part that stays whole, 0 where every width will do.
-        under: goes under its row where there is no room beside it.
+        right: whether the column is right-aligned. min_width: minimum width in columns, None if it cannot shrink.
+        shrink: (text, width, console) -> lines of the shrunk text.
+        part: text -> width of its longest part that must stay whole, 0 if any width is possible.
+        under: whether a sentence is printed below its row if there is no room next to it.
     """
 
     title: str | Text = ""
     style: str = ""
     right: bool = False
-    least: int | None = None
+    min_width: int | None = None
     shrink: Callable[[Text, int, Console], list[Text]] | None = None
     part: Callable[[str], int] = lambda text: 0
     under: bool = False
 
 
-def label(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> FigureColumn:
-    """A name: shortened in its middle where the table is too wide."""
+def label(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -> FigureColumn:
+    """Returns a column of names, which are shortened in their middle if the table is too wide. min_width: minimum
+    width."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         return [Text(shorten(text.plain, width), style=text.style)]
 
-    return FigureColumn(title, style, least=least, shrink=shrink)
+    return FigureColumn(title, style, min_width=min_width, shrink=shrink)
 
 
-def place(title: str | Text = "", style: str = "", least: int = LEAST_PLACE) -> FigureColumn:
-    """A file and its line: shortened at its beginning where the table is too wide, then it goes under its row."""
+def place(title: str | Text = "", style: str = "", min_width: int = MIN_PLACE) -> FigureColumn:
+    """Returns a column of source locations. If the table is too wide, they are shortened at their beginning, then
+    printed below their rows."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         kept = text.plain
@@ -59,40 +62,41 @@ def place(title: str | Text = "", style: str = "", least: int = LEAST_PLACE) -> 
             kept = kept[1:]
         return [Text(f"…{kept}", style=text.style)]
 
-    return FigureColumn(title, style, least=least, shrink=shrink, under=True)
+    return FigureColumn(title, style, min_width=min_width, shrink=shrink, under=True)
 
 
 def figure(title: str | Text = "", style: str = "") -> FigureColumn:
-    """A number with its unit, to the right: never shortened."""
+    """Returns a right-aligned column of numbers with units, which are never shortened."""
     return FigureColumn(title, style, right=True)
 
 
 def fixed(title: str | Text = "", style: str = "") -> FigureColumn:
-    """A word such as a verdict, to the left: never shortened."""
+    """Returns a left-aligned column of short words such as verdicts, which are never shortened."""
     return FigureColumn(title, style)
 
 
-def words(title: str | Text = "", style: str = "dim", least: int = LEAST_WORDS, under: bool = True) -> FigureColumn:
-    """A sentence: wraps beside its row, or goes `under` it where there is no room."""
-    return FigureColumn(title, style, least=least, shrink=wrap, under=under)
+def words(title: str | Text = "", style: str = "dim", min_width: int = MIN_WORDS, under: bool = True) -> FigureColumn:
+    """Returns a column of sentences. They wrap next to their rows, or are printed below their rows if `under` and
+    there is no room."""
+    return FigureColumn(title, style, min_width=min_width, shrink=wrap, under=under)
 
 
-def value(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> FigureColumn:
-    """A value that decides what the row is, such as a policy: wraps after commas and before a plus; what is longer
-    than 24 columns without either is shortened in its middle."""
+def value(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -> FigureColumn:
+    """Returns a column of values that identify the row, such as a policy. They wrap after commas and before a plus. A
+    part longer than 24 columns is shortened in its middle."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         return [Text(shorten(line, width), style=text.style) for line in wrapped(text.plain, width)]
 
     def part(text: str) -> int:
-        return min(max(map(cell_len, wrapped(text, 1)), default=0), LEAST_WORDS)
+        return min(max(map(cell_len, wrapped(text, 1)), default=0), MIN_WORDS)
 
-    return FigureColumn(title, style, least=least, shrink=shrink, part=part)
+    return FigureColumn(title, style, min_width=min_width, shrink=shrink, part=part)
 
 
-def path(title: str | Text = "", style: str = "", least: int = LEAST_WORDS) -> FigureColumn:
-    """The name of a buffer, of which each part tells it from others: wraps after a slash, a bracket or a space, and
-    is shortened in its middle only where that takes more than two lines."""
+def path(title: str | Text = "", style: str = "", min_width: int = MIN_WORDS) -> FigureColumn:
+    """Returns a column of buffer names. They wrap after a slash, a bracket or a space, and are shortened in their
+    middle only if they need more than two lines."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         lines = wrapped(text.plain, width, _PATH)
@@ -100,15 +104,15 @@ def path(title: str | Text = "", style: str = "", least: int = LEAST_WORDS) -> F
             lines = wrapped(shorten(text.plain, 2 * width - width // 2), width, _PATH)
         return [Text(shorten(line, width), style=text.style) for line in lines]
 
-    return FigureColumn(title, style, least=least, shrink=shrink)
+    return FigureColumn(title, style, min_width=min_width, shrink=shrink)
 
 
 _VALUE, _PATH = re.compile(r"[^,+]+,?|[,+][^,+]*,?"), re.compile(r"[^/\]\s]*[/\]\s]*")
 
 
 def wrapped(text: str, width: int, parts: re.Pattern[str] = _VALUE) -> list[str]:
-    """A value in lines of `width` columns, wrapped after commas and before a plus, or between other `parts`; a longer
-    part stays whole."""
+    """Wraps a value to lines of `width` columns, after commas and before a plus, or between matches of `parts`. A part
+    that is longer than a line stays whole."""
     out = [""]
     for part in parts.findall(text):
         if out[-1] and cell_len(out[-1]) + cell_len(part) > width:
@@ -118,13 +122,15 @@ def wrapped(text: str, width: int, parts: re.Pattern[str] = _VALUE) -> list[str]
 
 
 class FigureTable:
-    """A table that keeps its figures whole at any width.
+    """A table that never cuts its figures.
 
-    Where it is too wide, sentences wrap, then names are shortened, then sentences go under their rows; what is still
-    too wide goes on in a second block with the first column repeated. Columns without a cell are left out.
+    If the table is too wide, sentences wrap, then names are shortened, then sentences are printed below their rows.
+    Columns that still do not fit continue in a second block, which repeats the first column. Columns without a cell
+    are left out.
 
     Args:
-      columns: of `label`, `figure`, `fixed`, `words` and `value`; the first names the row. heading: style of titles.
+        columns: columns created by `label`, `figure`, `fixed`, `words` and so on; the first names the row.
+        gap: spaces between columns. heading: style of the titles.
     """
 
     def __init__(self, *columns: FigureColumn, gap: int = 2, heading: str = "bold") -> None:
@@ -132,9 +138,9 @@ class FigureTable:
         self.rows: list[tuple[list[Text], str]] = []
 
     def add(self, *cells: str | Text, style: str = "") -> None:
-        """Adds a row; `style` is that of all its cells."""
-        found = [cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in cells]
-        self.rows.append(([*found, *(Text() for _ in self.columns[len(found) :])], style))
+        """Adds a row. style: the style of all its cells."""
+        texts = [cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in cells]
+        self.rows.append(([*texts, *(Text() for _ in self.columns[len(texts) :])], style))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         plan, gap = self._plan(options.max_width, self._gap), self._gap
@@ -150,36 +156,38 @@ class FigureTable:
         return Measurement(1, min(_total(natural, self._gap), options.max_width))
 
     def _natural(self) -> dict[int, int]:
-        """Column -> its width with nothing shortened; columns without a cell are left out."""
-        found = {}
+        """Returns column -> its width without shortening. Columns without a cell are left out."""
+        widths = {}
         for at, column in enumerate(self.columns):
-            widest = max((row[at].cell_len for row, _ in self.rows), default=0)
-            if widest or not at:
-                found[at] = max(widest, as_text(column.title).cell_len)
-        return found
+            width = max((row[at].cell_len for row, _ in self.rows), default=0)
+            if width or not at:
+                widths[at] = max(width, as_text(column.title).cell_len)
+        return widths
 
     def _plan(self, width: int, gap: int) -> list[tuple[dict[int, int], list[int]]]:
-        """Blocks as (column -> its width, columns whose sentences go under the rows)."""
+        """Returns the blocks of the table, each as (column -> its width, columns whose sentences are printed below the
+        rows)."""
         natural, under = self._natural(), []
         widths = self._shrunk(natural, width, gap)
         if _total(widths, gap) > width and (under := [at for at in natural if self.columns[at].under]):
-            widths = self._shrunk({at: wide for at, wide in natural.items() if at not in under}, width, gap)
-        found, key = [], next(iter(widths))
+            widths = self._shrunk({at: size for at, size in natural.items() if at not in under}, width, gap)
+        blocks, key = [], next(iter(widths))
         block = {key: widths.pop(key)}
-        for at, wide in widths.items():
-            if len(block) > 1 and _total({**block, at: wide}, gap) > width:
-                found.append(block)
+        for at, size in widths.items():
+            if len(block) > 1 and _total({**block, at: size}, gap) > width:
+                blocks.append(block)
                 block = {key: block[key]}
-            block[at] = wide
-        # What was shortened for one block may have room in a block of its own.
-        found = [self._shrunk({at: natural[at] for at in block}, width, gap) for block in (*found, block)]
-        return [(block, under if block is found[-1] else []) for block in found]
+            block[at] = size
+        # Columns that were shortened to fit in one block may have more room in separate blocks.
+        blocks = [self._shrunk({at: natural[at] for at in block}, width, gap) for block in (*blocks, block)]
+        return [(block, under if block is blocks[-1] else []) for block in blocks]
 
     def _shrunk(self, natural: dict[int, int], width: int, gap: int) -> dict[int, int]:
-        """The widths with sentences, then names, made narrower as far as is needed and as each allows."""
-        out, floors = dict(natural), {at: self._least(at) for at in natural}
+        """Returns the widths with sentences, then names, shrunk until the line fits or no column can shrink
+        further."""
+        out, floors = dict(natural), {at: self._min_width(at) for at in natural}
         for sentences in (True, False):
-            able = [at for at in out if self.columns[at].least is not None and self.columns[at].under is sentences]
+            able = [at for at in out if self.columns[at].min_width is not None and self.columns[at].under is sentences]
             while (excess := _total(out, gap) - width) > 0:
                 can = [at for at in able if out[at] > floors[at]]
                 if not can:
@@ -190,11 +198,10 @@ class FigureTable:
                 out[at] = max(out[at] - excess, min(floor, out[at] - 1))
         return out
 
-    def _least(self, at: int) -> int:
-        """The columns that a column keeps."""
+    def _min_width(self, at: int) -> int:
         column = self.columns[at]
         parts = (column.part(row[at].plain) for row, _ in self.rows)
-        return max([column.least or 0, as_text(column.title).cell_len, *parts])
+        return max([column.min_width or 0, as_text(column.title).cell_len, *parts])
 
     def _block(
         self,
@@ -207,10 +214,10 @@ class FigureTable:
         if any(titles.values()):
             yield self._line(titles, widths, gap)
         for cells, style in self.rows:
-            lines = {at: self._cell(cells[at], at, wide, console) for at, wide in widths.items()}
+            lines = {at: self._cell(cells[at], at, width, console) for at, width in widths.items()}
             for number in range(max(map(len, lines.values()))):
-                here = {at: text[number] for at, text in lines.items() if number < len(text)}
-                yield self._line(here, widths, gap, style)
+                on_line = {at: text[number] for at, text in lines.items() if number < len(text)}
+                yield self._line(on_line, widths, gap, style)
             for at in under:
                 if cells[at]:
                     title = as_text(self.columns[at].title).plain
@@ -230,10 +237,10 @@ class FigureTable:
 
     def _line(self, cells: dict[int, Text], widths: dict[int, int], gap: int, style: str = "") -> Text:
         out, last = Text(), list(widths)[-1]
-        for at, wide in widths.items():
+        for at, width in widths.items():
             cell = cells.get(at, Text()).copy()
             cell.stylize_before(" ".join(filter(None, (self.columns[at].style, style))))
-            pad = " " * max(wide - cell.cell_len, 0)
+            pad = " " * max(width - cell.cell_len, 0)
             out = Text.assemble(
                 out,
                 pad if self.columns[at].right else "",
@@ -242,9 +249,9 @@ class FigureTable:
                 "" if at == last else " " * gap,
             )
         out.rstrip()
-        return ignoring(out)
+        return unwrapped(out)
 
 
 def _total(widths: dict[int, int], gap: int) -> int:
-    """Columns of a line with these cells."""
+    """Returns the width of a line with these columns."""
     return sum(widths.values()) + gap * (len(widths) - 1)

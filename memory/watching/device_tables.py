@@ -1,4 +1,4 @@
-"""Devices as tables: the targets that programs are compiled for, and what the devices of this process hold now."""
+"""Tables of devices: the targets that programs can be compiled for, and the memory of this process's devices."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ LIVE = (
 
 
 def targets() -> Table:
-    """Returns the values of `target=`: the devices of this machine, and the chips that need not be present.
+    """Returns a table of the values of `target=`: the devices of this machine, and chips that need not be present.
 
-    Keys of a row, of one device: target, device (jax' device_kind), device_memory_bytes, hbm_bytes_per_s, bf16_flops
-    (per second), peak_flops (dtype -> FLOP/s), platform, note; None where nothing is known.
+    Keys of a row, for one device: target, device (jax's device_kind), platform, device_memory_bytes, hbm_bytes_per_s,
+    bf16_flops (FLOP/s), peak_flops (dtype -> FLOP/s), note. A figure is None if it is not known.
     """
     nothing = dict.fromkeys(("device_memory_bytes", "hbm_bytes_per_s", "bf16_flops"))
     own = [
@@ -64,10 +64,12 @@ def targets() -> Table:
 
 
 def target(name: str) -> Target:
-    """Returns a target with its devices: `memory.target("h100:8").mesh(data=2, model=4)` is a mesh to shard the
-    arguments of a step over, with no such device in the machine.
+    """Returns the target of a name such as "h100:8", which programs can be compiled for even if the devices are not
+    present.
 
-    Raises ReportError for an unknown name, with the nearest one, and for a shape that does not exist.
+    `memory.target("h100:8").mesh(data=2, model=4)` is a mesh over which the arguments of a step can be sharded.
+
+    Raises ReportError for an unknown name (with the nearest known name), or a shape that does not exist.
     """
     if not isinstance(name, str):
         raise ReportError(f'target {name!r:.60}: give a name such as "h200:8"; memory.targets() lists them')
@@ -75,22 +77,23 @@ def target(name: str) -> Target:
 
 
 def live() -> Table:
-    """Returns the bytes that each device of this process holds now: from the allocator, and from NVML for the GPU.
+    """Returns a table of the memory that each device of this process holds now: bytes from the allocator, and from
+    NVML for NVIDIA GPUs.
 
-    Keys of a row: the fields of `memory.LiveMemory`, with the device's number as `id`. Simulated CPU devices share one
-    process, so they are one row. Waits for no computation.
+    Keys of a row: the fields of `memory.LiveMemory`, and `id`, the number of the device. Simulated CPU devices share
+    one process, so they have one row. Does not wait for running computations.
     """
     import jax
 
     rows: list[dict[str, Any]] = []
     for device in jax.local_devices():
-        found = live_memory.sample(device)
-        if found is None:
+        sample = live_memory.sample(device)
+        if sample is None:
             continue
-        shared = found.source == "host"
-        name = f"cpu, {found.sharing} simulated" if shared and found.sharing > 1 else f"{device.id} {found.device}"
-        rows.append({"id": device.id, **dataclasses.asdict(found), "device": name})
+        shared = sample.source == "host"
+        name = f"cpu, {sample.sharing} simulated" if shared and sample.sharing > 1 else f"{device.id} {sample.device}"
+        rows.append({"id": device.id, **dataclasses.asdict(sample), "device": name})
         if shared:
             break
-    note = "CPU devices have no memory of their own: the figures are the process's." if rows and shared else ""
+    note = "CPU devices share the memory of the process: the figures are for the process." if rows and shared else ""
     return Table(LIVE, tuple(rows), title="live memory", note=note)

@@ -1,4 +1,4 @@
-"""A step compiled once: the executable that runs, and the report of that very executable."""
+"""Compiles a step once: returns the executable that runs and a report of the same executable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.program import in_place
@@ -20,13 +20,14 @@ from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
 from bytescope.memory.report.report_object import Report
 
-# (number, value) of positional and (name, value) of keyword arguments.
+# The values of static arguments: (number, value) of positional ones, then (name, value) of keyword arguments.
 StaticValues = tuple[tuple[tuple[int, Any], ...], tuple[tuple[str, Any], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Statics:
-    """Static arguments of a step: `numbers` of positional ones, `names` of keyword arguments."""
+    """The static arguments of a step. numbers: positions of positional arguments. names: names of keyword
+    arguments."""
 
     numbers: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
@@ -35,8 +36,8 @@ class Statics:
         return bool(self.numbers or self.names)
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], StaticValues]:
-        """Returns (positional arguments, keyword arguments, values of the static arguments), the first two without
-        static arguments."""
+        """Splits the arguments of a call. Returns (positional arguments that are not static, keyword arguments that
+        are not static, values of the static arguments)."""
         fixed = {number % len(args) for number in self.numbers if -len(args) <= number < len(args)}
         values = (
             tuple((number, args[number]) for number in sorted(fixed)),
@@ -50,10 +51,11 @@ class Statics:
 
 
 class Executable:
-    """A compiled step, called with the arguments of the step. Other attributes are those of its `jax.stages.Compiled`.
+    """A compiled step, called with the arguments of the step.
 
-    Static arguments are passed as to the step, with the values that it was compiled for. Donated arguments are donated.
-    An executable for devices that this process does not have cannot be called.
+    Static arguments are passed too, with the values that the step was compiled for. Donated arguments are donated. An
+    executable for devices that this process does not have cannot be called. All other attributes are read from
+    `compiled`, a `jax.stages.Compiled`.
     """
 
     def __init__(
@@ -69,21 +71,21 @@ class Executable:
         """Runs the step.
 
         Raises:
-          TypeError: shapes, dtypes or static values differ from those that it was compiled for.
-          ReportError: this process does not have its devices.
+            TypeError: shapes, dtypes or static values differ from those that the step was compiled for.
+            ReportError: this process does not have the devices that the step was compiled for.
         """
         if self._statics:
             inputs, named_inputs, values = self._statics.split(args, kwargs)
             if values != self._values:
                 raise TypeError(
                     f"compiled for the static arguments {_named(self._values)}, called with "
-                    f"{_named(values)}: compile again for those"
+                    f"{_named(values)}: compile the step again for these values"
                 )
             return self._run(*inputs, **named_inputs)
         return self._run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "compiled":  # while it is made, or copied
+        if name == "compiled":  # not set yet: the object is being created or copied
             raise AttributeError(name)
         return getattr(self.compiled, name)
 
@@ -102,83 +104,90 @@ def compile(
     names: Iterable[str] = (),
     **options: Any,
 ) -> tuple[Executable, Report]:
-    """Compiles a step once. Returns the executable and its report.
+    """Compiles a step once. Returns (executable, report). The executable is called like the step.
 
-    The executable takes the arguments of the step, as the same pytrees, and donates what the step donates. The
-    arguments of this function are those of `memory.analyze`. An executable for a described target cannot be called:
-    it raises ReportError.
+        executable, report = memory.compile(step, state, batch, donate_argnums=0)
+
+    The arguments are those of `memory.analyze`: the step with its arguments, the target, and options of `jax.jit`. The
+    executable takes the arguments of the step, as the same pytrees, and donates what the step donates. An executable
+    for a described target cannot be called: it raises ReportError.
 
     Raises:
-      ReportError: `step` is not a step, or it cannot be compiled for the target.
-      TypeError: an option that `jax.jit` does not know.
+        ReportError: `step` is not a step, or it cannot be compiled for the target.
+        TypeError: an option is not known to `jax.jit`.
     """
     check_options(options, "compile")
     roles = checked_roles(roles)
     if not takes_arguments(step):
         raise ReportError(
-            f"{a_kind(step)} is not a step: memory.compile(step, *arguments) takes a function, "
-            "plain or jitted, and memory.analyze all else"
+            f"{type_phrase(step)} is not a step: memory.compile(step, *arguments) takes a function, "
+            "plain or jitted; use memory.analyze for other programs"
         )
-    compilation, found, executable = compiled(as_jitted(step, options), args, kwargs or {}, target)
-    report = report_of(compilation, target=found, config=config, facts=facts, roles=roles, names=names, seconds=True)
+    compilation, judged, executable = compile_jitted(as_jitted(step, options), args, kwargs or {}, target)
+    report = report_of(compilation, target=judged, config=config, facts=facts, roles=roles, names=names, seconds=True)
     return executable, Report.of(report)
 
 
 def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Returns a plain function jitted with `options`; a step that is already jitted is returned as it is.
+    """Returns a plain function jitted with `options`. A step that is already jitted is returned unchanged.
 
-    Raises ReportError for options of a step that is already jitted.
+    Raises ReportError if options are given for a step that is already jitted.
     """
     import jax
 
     given = {name: value for name, value in options.items() if value is not None}
     if not hasattr(step, "lower"):
-        return jax.jit(in_place.refused(step), **given)
+        return jax.jit(in_place.refuse_lost_updates(step), **given)
     if given:
         raise ReportError(
-            f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give the function itself"
+            f"{', '.join(given)} with a step that is jitted already: give the options to jax.jit, or give the plain "
+            "function"
         )
     return step
 
 
-def compiled(
+def compile_jitted(
     jitted: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     target: Target | str | None = None,
 ) -> tuple[Compilation, Target | None, Executable]:
-    """Compiles a jitted step for its arguments. Returns (compilation, target of the verdict, executable)."""
-    if target is not None and is_wrapper(jitted) and (args or kwargs):  # moved there as `analyze` does
-        compilation, found = compiled_for(jitted, args, kwargs, target=target)
+    """Compiles a jitted step for its arguments. Returns (compilation, target whose memory limit applies,
+    executable)."""
+    if target is not None and is_wrapper(jitted) and (args or kwargs):  # retargeted as in `memory.analyze`
+        compilation, judged = compiled_for(jitted, args, kwargs, target=target)
         if not compilation.local:
-            elsewhere = found.name if found else "other devices"
-            return compilation, found, Executable(compilation.executable, _refusing(elsewhere))
+            name = judged.name if judged else "other devices"
+            return compilation, judged, Executable(compilation.executable, _refusing(name))
     stage, jaxpr, wrapper = _staged(jitted, args, kwargs)
-    read, found = compiled_for(stage, target=target)
+    read, judged = compiled_for(stage, target=target)
     compilation = read if read.jaxpr is not None else dataclasses.replace(read, jaxpr=jaxpr)
     executable = compilation.executable
     if not compilation.local:
-        return compilation, found, Executable(executable, _refusing(found.name if found else "other devices"))
+        return compilation, judged, Executable(executable, _refusing(judged.name if judged else "other devices"))
     if wrapper is not None:
-        return compilation, found, Executable(executable, _wrapped(wrapper, executable))
+        return compilation, judged, Executable(executable, _wrapped(wrapper, executable))
     statics = statics_of(jitted)
-    return compilation, found, Executable(executable, executable, statics, statics.split(args, kwargs)[2])
+    return compilation, judged, Executable(executable, executable, statics, statics.split(args, kwargs)[2])
 
 
 def statics_of(jitted: Any) -> Statics:
-    """Returns the static arguments of a step that `jax.jit` made; jax keeps both their numbers and their names."""
+    """Returns the static arguments of a step that was jitted by `jax.jit`. jax stores both their numbers and their
+    names."""
     options = getattr(jitted, "_jit_info", None)
     numbers, names = getattr(options, "static_argnums", None), getattr(options, "static_argnames", None)
     return Statics(tuple(numbers or ()), tuple(names or ()))
 
 
 def is_wrapper(jitted: Any) -> bool:
-    """Returns whether a step is jitted by another library's wrapper, such as `equinox.filter_jit` or `flax.nnx.jit`."""
+    """Returns whether a step is jitted by another library, such as `equinox.filter_jit` or `flax.nnx.jit`, and not by
+    `jax.jit`."""
     return not hasattr(jitted, "_jit_info")
 
 
 def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Returns (stage to compile, jaxpr, lowered stage of the wrapper); the last two are None for `jax.jit`."""
+    """Returns (stage to compile, jaxpr, lowered stage of the wrapper). The last two are None for a step jitted by
+    `jax.jit`."""
     if not is_wrapper(jitted):
         return jitted.trace(*args, **kwargs), None, None
     traced = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
@@ -188,20 +197,21 @@ def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 
 
 def _wrapped(lowered: Any, executable: CompiledStage) -> Callable[..., Any]:
-    """Returns the compiled stage of a wrapper around `executable`: a copy of its lowered stage "compiles" to it."""
+    """Returns a wrapper's compiled stage around `executable`. A copy of the wrapper's lowered stage returns
+    `executable` instead of compiling."""
     own = copy.copy(lowered)
     object.__setattr__(own, "lowered", SimpleNamespace(compile=lambda *args, **kwargs: executable))
     return own.compile()
 
 
 def _refusing(target: str) -> Callable[..., Any]:
-    """Returns the function that is called in place of an executable for devices that this process does not have."""
+    """Returns a function that raises ReportError. It replaces an executable whose devices this process does not
+    have."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         raise ReportError(
-            f"compiled for {target}, which is not here: the executable cannot run; its report tells what "
-            "it would take, and memory.compile(step, *arguments) without a target compiles for this "
-            "machine"
+            f"compiled for {target}, which is not present: the executable cannot run, but its report is valid; call "
+            "memory.compile(step, *arguments) without a target to compile for this machine"
         )
 
     return run

@@ -1,11 +1,12 @@
-"""`watch`: wraps the step of a training loop: predicts and measures its memory, and explains out-of-memory errors.
+"""`watch` wraps the step of a training loop. It predicts and measures the step's memory, and explains out-of-memory
+errors.
 
     step = memory.watch(jax.jit(step, donate_argnums=0))
     for batch in batches:
         state, loss = step(state, batch)
 
-The first call compiles the step with `memory.compile`; every call runs that executable. A step that cannot be analyzed
-is called without a watch: a watch never stops a loop that runs without it.
+The first call compiles the step with `memory.compile`, and every call runs the resulting executable. A step that
+cannot be analyzed is called without a watch, so a watch never stops a loop that runs without it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from bytescope.memory.analysis import report_of
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo.jax_types import JaxDevice
@@ -28,16 +29,17 @@ from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human, parse_bytes
-from bytescope.memory.watching.executable import Executable, as_jitted, compiled, is_wrapper, statics_of
+from bytescope.memory.watching.executable import Executable, as_jitted, compile_jitted, is_wrapper, statics_of
 from bytescope.memory.watching.reporting import EXHAUSTED, StepReporter, is_exhausted
 
-# Exceptions that an executable raises before it runs, if it was not compiled for the arguments.
+# Exceptions that an executable raises, before it runs, for arguments that it was not compiled for.
 _MISMATCH = (TypeError, ValueError)
 
 
 @dataclasses.dataclass
-class _Known:
-    """An executable of the step: `run` is called; `leaves`: shapes and dtypes of its arguments."""
+class _CompiledStep:
+    """An executable of the step. run: the function to call. leaves: shapes and dtypes of the executable's
+    arguments."""
 
     run: Callable[..., Any]
     report: Report | None = None
@@ -46,12 +48,16 @@ class _Known:
 
 
 class Watched:
-    """A watched step, called as the step itself; see `watch`.
+    """A watched step, called like the step itself; `watch` creates it.
 
-    Attributes: `report` of the executable that runs, None before the first call; `compiled`, that executable; `calls`,
-    the number of calls so far; `post_mortem` of a call that ran out of memory. Other attributes are those of the step.
-    As a context manager around a loop it also explains errors that are raised when results are read:
-    `with memory.watch(step) as step: ...`
+    Attributes:
+        report: the report of the current executable, None before the first call.
+        compiled: the current executable, None before the first call.
+        calls: the number of calls so far.
+        post_mortem: the post-mortem of the last call that ran out of memory, None if no call did.
+
+    Other attributes are read from the step. As a context manager around a loop, `with memory.watch(step) as step:
+    ...`, it also explains out-of-memory errors that are raised when results are read.
     """
 
     def __init__(
@@ -69,11 +75,11 @@ class Watched:
         name = str(getattr(step, "__name__", None) or getattr(step, "__qualname__", type(step).__name__))
         self._reporter = StepReporter(name, tell, folder)
         self._every, self._limit, self._about, self.calls = every, limit, about, 0
-        self._known: dict[Any, _Known] = {}
-        self._now, self._key = _Known(self._first), None
-        # The function that a call runs, and whether it is an executable, which refuses arguments of other shapes.
+        self._known: dict[Any, _CompiledStep] = {}
+        self._now, self._key = _CompiledStep(self._first), None
+        # The function that a call runs, and whether it is an executable, which raises for arguments of other shapes.
         self._run, self._exact = self._now.run, False
-        # The executables of other libraries' wrappers do not check static arguments: then every call is checked here.
+        # Executables of other libraries' wrappers do not check static arguments, so this class checks every call.
         self._checked = is_wrapper(self._step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,16 +91,16 @@ class Watched:
             if not (self._exact and isinstance(error, _MISMATCH)):
                 self._explain(error, args, kwargs)
                 raise
-            out = self._other(error, args, kwargs)
+            out = self._call_again(error, args, kwargs)
         if self._every and not self.calls % self._every and self._now.report is not None:
-            self._reporter.compared(self._now.report, self._now.device, self.calls)
+            self._reporter.report_measured(self._now.report, self._now.device, self.calls)
         return out
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__wrapped__":  # while it is made, or copied
+        if name == "__wrapped__":  # not set yet: the object is being created or copied
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
@@ -110,96 +116,98 @@ class Watched:
 
     @property
     def report(self) -> Report | None:
-        """The report of the executable that runs."""
+        """The report of the current executable; None before the first call, and for a step without a watch."""
         return self._now.report
 
     @property
     def compiled(self) -> Executable | None:
-        """The executable that runs; None before the first call and for a step without a watch."""
+        """The current executable; None before the first call, and for a step without a watch."""
         return self._now.run if isinstance(self._now.run, Executable) else None
 
     @property
     def post_mortem(self) -> PostMortem | None:
-        """The post-mortem of the last call that ran out of memory; None if none did."""
+        """The post-mortem of the last call that ran out of memory; None if no call did."""
         return self._reporter.post_mortem
 
-    # ---- what is called -----------------------------------------------------------------------------------------
+    # ---- choosing the executable of a call ----------------------------------------------------------------------
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
-        """The first call, or any call of a step whose static arguments are checked here."""
-        return self._with(self._key_of(args, kwargs), args, kwargs)
+        """Runs the first call, or any call of a step whose static arguments this class checks."""
+        return self._run_for_key(self._make_key(args, kwargs), args, kwargs)
 
-    def _other(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that the executable refused: compiles for its arguments; re-raises the error if that was done."""
-        key = self._key_of(args, kwargs)
+    def _call_again(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call that the current executable refused, with an executable for its arguments. If the current
+        executable was compiled for them, re-raises the error."""
+        key = self._make_key(args, kwargs)
         if key == self._key:
             raise error
         try:
-            return self._with(key, args, kwargs)
+            return self._run_for_key(key, args, kwargs)
         except Exception as other:
             self._explain(other, args, kwargs)
             raise other from None
 
-    def _with(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the executable of a key; compiles it if there is none."""
-        if key is None:  # inside another transformation: the step itself is traced
+    def _run_for_key(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the executable of a key. Compiles it first if it does not exist yet."""
+        if key is None:  # the call is inside another transformation, which traces the step itself
             return self._step(*args, **kwargs)
         if key in self._known:
-            self._take(key)
+            self._make_current(key)
             return self._now.run(*args, **kwargs)
         known = self._compile(args, kwargs)
         self._known[key] = known
-        self._take(key)
+        self._make_current(key)
         out = known.run(*args, **kwargs)
         if known.report is not None:
             import jax
 
-            jax.block_until_ready(out)  # once: an allocation that fails while the step runs raises here
+            jax.block_until_ready(out)  # only after compiling: a failed allocation raises here, not later
         return out
 
-    def _take(self, key: Any) -> None:
-        """Makes the executable of a key the current one; the next call tries it first."""
+    def _make_current(self, key: Any) -> None:
+        """Makes the executable of a key the current one, which the next call tries first."""
         self._key, self._now = key, self._known[key]
         self._exact = isinstance(self._now.run, Executable) and not self._checked
         self._run = self._first if self._checked else self._now.run
 
-    def _key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the tree structure, shapes, dtypes, shardings and static values that an executable is compiled for;
-        None for arguments that are being traced."""
+    def _make_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the properties of arguments that an executable is compiled for: tree structure, shapes, dtypes,
+        shardings and static values. Returns None if the arguments are being traced."""
         import jax
 
         inputs, named_inputs, values = statics_of(self._step).split(args, kwargs)
         leaves, tree = jax.tree.flatten((inputs, named_inputs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return None
-        return tree, tuple(self._kind_of(leaf) for leaf in leaves), values
+        return tree, tuple(self._leaf_key(leaf) for leaf in leaves), values
 
-    def _kind_of(self, leaf: Any) -> Any:
-        """Returns the part of a leaf that an executable is compiled for: of an array all but its values, else the
-        type."""
+    def _leaf_key(self, leaf: Any) -> Any:
+        """Returns the properties of a leaf that an executable is compiled for: shape, dtype and sharding of an array,
+        the type of other leaves, and their value if this class checks static arguments."""
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             return leaf.shape, leaf.dtype, leaf.sharding if getattr(leaf, "committed", False) else None
         return (type(leaf), leaf) if self._checked else type(leaf)
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Known:
-        """Compiles the step for arguments and analyzes it. A step that cannot be analyzed is called without a watch."""
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CompiledStep:
+        """Compiles the step for these arguments and analyzes it. A step that cannot be analyzed is called without a
+        watch."""
         import jax
 
         try:
-            compilation, target, executable = compiled(self._step, args, kwargs)
+            compilation, target, executable = compile_jitted(self._step, args, kwargs)
             device = compilation.executable.runtime_executable().local_devices()[0]
-        except Exception as error:  # an error of the step itself is raised again when it is called
+        except Exception as error:  # an error in the step itself is raised again when the step is called
             if is_exhausted(error):
                 raise
-            self._reporter.unwatched(error)
-            return _Known(self.__wrapped__ if isinstance(error, LostUpdateError) else self._step)
+            self._reporter.report_unwatched(error)
+            return _CompiledStep(self.__wrapped__ if isinstance(error, LostUpdateError) else self._step)
         arguments = jax.tree.leaves((args, kwargs))
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments if hasattr(leaf, "dtype"))
-        known = _Known(executable, None, device, shapes)
+        known = _CompiledStep(executable, None, device, shapes)
         try:
             report = Report.of(report_of(compilation, target=target, seconds=True, **self._about))
-        except Exception as error:  # a program that cannot be analyzed is no reason to stop a loop
-            self._reporter.unwatched(error)
+        except Exception as error:  # a failed analysis must not stop the loop
+            self._reporter.report_unwatched(error)
             return known
         known.report = report
         self._reporter.begin(device, report)
@@ -207,11 +215,11 @@ class Watched:
         _listen()
         if self._limit is not None and report.predicted_bytes > self._limit:
             self._refuse(report, self._limit, device, arguments)
-        self._reporter.predicted(report, len(self._known) + 1)
+        self._reporter.report_predicted(report, len(self._known) + 1)
         return known
 
     def _refuse(self, report: Report, limit: int, device: JaxDevice, arguments: list[Any]) -> None:
-        """Raises an out-of-memory error for a step that is predicted to take more than `limit` bytes."""
+        """Raises an out-of-memory error for a step that is predicted to take more than `limit` bytes on one device."""
         import jax
 
         error = jax.errors.JaxRuntimeError(
@@ -219,17 +227,17 @@ class Watched:
             f"device, more than limit={human(limit)}"
         )
         limited = dataclasses.replace(report, limit_bytes=limit, fits=False, verdict="exceeds")
-        self._reporter.exhausted(error, self.calls, device, arguments, limited)
+        self._reporter.report_exhausted(error, self.calls, device, arguments, limited)
         raise error
 
     def _explain(self, error: BaseException, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> None:
-        """Reports the post-mortem of an out-of-memory error, once per error; ignores other errors."""
-        if not is_exhausted(error) or getattr(error, "_bytescope_told", False):
+        """Reports the post-mortem of an out-of-memory error, once per error. Ignores other errors."""
+        if not is_exhausted(error) or getattr(error, "_bytescope_reported", False):
             return
         import jax
 
         leaves = jax.tree.leaves((args, kwargs)) or self._now.leaves
-        self._reporter.exhausted(error, self.calls, self._now.device, leaves, self._now.report)
+        self._reporter.report_exhausted(error, self.calls, self._now.device, leaves, self._now.report)
 
 
 @overload
@@ -275,29 +283,31 @@ def watch(
     names: Iterable[str] = (),
     **options: Any,
 ) -> Watched | Callable[[Callable[..., Any]], Watched]:
-    """Watches the memory of a step; the result is called as the step. Can be used as a decorator.
+    """Watches the memory of a training step. Returns a `Watched`, which is called like the step. Works as a decorator.
 
-    The first call compiles the step and prints its predicted bytes; arguments of other shapes compile again, as under
-    `jax.jit`. A line compares predicted with measured bytes after every `every` calls. If the device runs out of
-    memory, a post-mortem of at most 40 lines is printed (the report of the step, the live arrays, the allocator, the
-    three cheapest remedies) and written as `memory-post-mortem.html` and `.json`; then the error is re-raised. An error
-    that is raised when results are read is explained if nobody catches it, and inside
+    The first call compiles the step and prints its predicted bytes. As with `jax.jit`, arguments of other shapes are
+    compiled separately. After every `every` calls, one line compares predicted with measured bytes. If the device runs
+    out of memory, a post-mortem of up to 40 lines is printed (the step's report, the live arrays, the allocator and the
+    three cheapest remedies) and written to `memory-post-mortem.html` and `.json`. Then the error is re-raised. Errors
+    that are raised later, when results are read, are explained if they are uncaught or inside
     `with memory.watch(step) as step:`.
 
     Args:
-        step: a function, plain or jitted. None: the result is a decorator.
-        every: calls between two lines; 0 for no lines.
-        limit: bytes of one device, or text such as "72GiB": a step that is predicted to take more fails as on a device
-            with that memory. None: the device decides.
-        folder: where the post-mortem is written. tell: called with each text that is printed.
-        config, facts, roles, names, options: those of `memory.analyze`.
+        step: a function, plain or jitted. Without it, the result is a decorator.
+        every: number of calls between two comparisons, 0 for none.
+        limit: maximum bytes on one device, as an int or a text such as "72GiB". A step that is predicted to take more
+            fails as if the device had this memory. None: no limit in addition to the device's memory.
+        folder: folder for the files of the post-mortem.
+        tell: function that is called with each text, instead of `print`.
+        config, facts, roles, names, options: as in `memory.analyze`.
 
     Raises:
-      ReportError: the limit is not a size, the step cannot be called, or options are given for a jitted step.
+        ReportError: `limit` is not a size, `step` cannot be called, or options are given for a jitted step.
+        TypeError: an option is not known to `jax.jit`.
     """
     check_options(options, "watch")
     if every < 0:
-        raise ReportError(f"every={every}: give a number of calls, 0 for no lines")
+        raise ReportError(f"every={every}: give a number of calls, 0 for no comparisons")
     decorate = functools.partial(
         Watched,
         every=every,
@@ -310,17 +320,17 @@ def watch(
     if step is None:
         return decorate
     if not callable(step):
-        raise ReportError(f"{a_kind(step)} is not a step: memory.watch(step) takes a function, plain or jitted")
+        raise ReportError(f"{type_phrase(step)} is not a step: memory.watch(step) takes a function, plain or jitted")
     return decorate(step)
 
 
-# The step that compiled last, for errors that are raised when its results are read.
+# The step that was compiled last, to explain errors that are raised when its results are read.
 _latest: list[weakref.ref[Watched]] = []
 
 
 @functools.cache
 def _listen() -> None:
-    """Installs an excepthook that explains uncaught out-of-memory errors, then calls the previous hook."""
+    """Installs an excepthook that explains uncaught out-of-memory errors and then calls the previous hook."""
     before = sys.excepthook
 
     def explain(kind: Any, error: BaseException, traceback: Any) -> None:

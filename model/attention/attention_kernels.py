@@ -1,13 +1,14 @@
-"""Causal self-attention kernels, rows of one table behind one signature.
+"""Causal self-attention kernels, rows of one table with one signature.
 
     run(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, config, key_B, place) -> context_BLHK
 
-Queries and keys arrive rotated; the scores' scale and cap are the kernel's. Each kernel tags its own
-result `context`, since one with a custom gradient must name the residual where it is kept.
+Queries and keys arrive rotated. The kernel applies the scale and cap of the scores. Each kernel tags its own result
+`context`, because a kernel with a custom gradient must name the residual inside its forward rule.
 
-`segments_BL` are the segment ids of packed rows, None for rows that are one text each: a query attends to its own
-segment alone, padding (0) to padding. No kernel leaves out a block of scores for that: it would take a trip count that
-depends on the data. FLOPs are those of one text.
+`segments_BL` are the segment ids of packed rows, None if each row is one text. A query attends only to keys of its own
+segment, and padding (id 0) only to padding. Every kernel computes all score blocks of the causal triangle, also those
+that span two segments, because skipping blocks would need a trip count that depends on the data. FLOPs are counted as
+for rows of one text.
 """
 
 import dataclasses
@@ -29,11 +30,11 @@ from bytescope.model.precision import Precision
 
 @jax.custom_vjp
 def causal_softmax(scores_BGRLS: jax.Array, like: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
-    """Softmax over the last axis in the scores' dtype, in `like`'s dtype. Positions after the query are masked, and
-    those of another segment.
+    """Returns the softmax over the last axis, computed in the scores' dtype and returned in `like`'s dtype. Keys after
+    the query and keys of another segment are masked.
 
-    Its only residual is the result itself, under the name `probs`; the residual of `jax.nn.softmax`
-    hides inside that function, where no policy can name it.
+    Its only residual is the result, which is tagged `probs`. `jax.nn.softmax` has a residual inside its own function,
+    where no remat policy can name it.
     """
     L, S = scores_BGRLS.shape[-2:]
     # Built from iotas, not passed in: a mask of [L, S] booleans would be a constant of the program.
@@ -47,7 +48,6 @@ def causal_softmax(scores_BGRLS: jax.Array, like: jax.Array, segments_BL: jax.Ar
 
 
 def _same_segment(segments_BL: jax.Array) -> jax.Array:
-    """Booleans [B, L, S]."""
     return segments_BL[:, :, None] == segments_BL[:, None, :]
 
 
@@ -66,12 +66,13 @@ causal_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def scoring_of(config: ModelConfig) -> Scoring:
-    """Returns the scale and cap of the scores."""
+    """Returns the scale and cap of the attention scores that `config` sets."""
     return Scoring(config.attention_scale, config.attention_softcap)
 
 
 def naive(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
-    """The whole matrix of scores at once, [B, G, R, L, S] float32: memory quadratic in the sequence length."""
+    """Computes attention with the full score matrix, [B, G, R, L, S] float32. Memory is quadratic in the sequence
+    length."""
     B, L, H, K = q_BLHK.shape
     G = k_BSGK.shape[2]
     # Heads first: then both products, forward and backward, read the scores without a transpose. With positions first
@@ -87,7 +88,8 @@ def naive(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
 
 
 def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
-    """Online softmax over blocks of positions: memory linear in the sequence length, on any backend."""
+    """Computes attention with an online softmax over blocks of positions. Memory is linear in the sequence length;
+    runs on any backend."""
     del key_B
     return chunked_attention(
         q_BLHK, k_BSGK, v_BSGK, segments_BL, min(config.attention_chunk, q_BLHK.shape[1]), scoring_of(config)
@@ -95,21 +97,23 @@ def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, ke
 
 
 def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
-    """cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135). Narrower values are padded to the width of keys."""
+    """Computes attention with cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135). Values narrower than the
+    keys are padded to the width of the keys."""
     del key_B
     width, pad = v_BSGK.shape[-1], k_BSGK.shape[-1] - v_BSGK.shape[-1]
     if pad:
         v_BSGK = jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, pad)])
-    # Without a scale of the config none is given: 1/sqrt(K) is its own.
+    # If the config sets no scale, pass none: cuDNN's default is 1/sqrt(K).
     scale = {"scale": config.attention_scale} if config.attention_scale else {}
     attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn", **scale)
     queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
     if segments_BL is None:
         context_BLHK = place.kernel(attend, (queries, keys, keys), queries)(q_BLHK, k_BSGK, v_BSGK)
         return tag(context_BLHK[..., :width], "context")
-    # A mask of all pairs, which becomes a bias of 16 bits and has a gradient of as many in jax 0.10. cuDNN's packed
-    # layout (offsets and lengths) runs from Hopper on; jax has it outside its public functions, with a static number of
-    # segments, each with softmax statistics of a whole row, and in 0.10 with wrong offsets for fewer heads of keys.
+    # Packed rows pass a mask of all pairs. jax turns it into a 16-bit bias, and jax 0.10 also computes a 16-bit
+    # gradient for it. cuDNN's packed layout (offsets and lengths) runs on Hopper and newer, but jax offers it only in
+    # private functions, with a static number of segments and softmax statistics of a whole row for each segment. jax
+    # 0.10 also computes wrong offsets for it when there are fewer key heads than query heads.
     pairs = ("batch", None, None, None)
     same_B1LS = place(_same_segment(segments_BL)[:, None], pairs)
 
@@ -137,10 +141,10 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
         )
     width = config.score_width
     if width % 8 or width > 128:
-        shown = f"model.d_head={config.d_head}"
+        width_keys = f"model.d_head={config.d_head}"
         if width > config.d_head:
-            shown = f"{width}, {shown} and model.mla_d_rope={config.mla_d_rope}"
-        return f"it needs a head width that is a multiple of 8 up to 128, not {shown}; use chunked"
+            width_keys = f"{width}, {width_keys} and model.mla_d_rope={config.mla_d_rope}"
+        return f"it needs a head width that is a multiple of 8 up to 128, not {width_keys}; use chunked"
     if config.value_width > width:
         return (
             f"it needs values as wide as keys at most, {width}, not model.mla_d_value={config.value_width}; use chunked"
@@ -152,10 +156,12 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One row of the table.
+    """One row of the table of attention kernels.
 
-    run: (q_BLHK, k_BSGK, v_BSGK, segments_BL, *, config, key_B, place) -> context_BLHK, in the dtype of the queries.
-    refuses: (config, precision, platform) -> why the kernel cannot run there and what to do instead, or None.
+    Fields:
+      run: (q_BLHK, k_BSGK, v_BSGK, segments_BL, *, config, key_B, place) -> context_BLHK, in the dtype of the queries.
+      refuses: (config, precision, platform) -> why the kernel cannot run there and what to use instead, or None if it
+        can run.
     """
 
     run: Callable[..., jax.Array]
@@ -168,16 +174,17 @@ KERNELS = {
     "cudnn": Kernel(cudnn, _needs_cudnn),
 }
 
-# One block of the default size. With two blocks a quarter of the scores is never computed, and on a CPU the rest stays
-# in its caches (0.55x the time and memory at 1024 positions; tests/bench/attention.py).
+# The length of one block of the default size. From two blocks on, chunked attention skips a quarter of the scores, and
+# on a CPU the rest fits its caches (0.55x the time and memory at 1024 positions; tests/bench/attention.py).
 NAIVE_UP_TO = 512
 
-# Compute capability of the first GPUs that cuDNN's FlashAttention runs on: Ampere. It compiles for older ones too.
+# Minimum compute capability for running cuDNN's FlashAttention: Ampere. It also compiles for older GPUs.
 CUDNN_FROM = (8, 0)
 
 
 def platform_of(device: jax.Device) -> str:
-    """Where a kernel would run: the device's platform, or for a GPU that cuDNN's attention does not know its name."""
+    """Returns the platform name for `choose_kernel`: the device's platform, or the device kind if the GPU is older
+    than CUDNN_FROM."""
     nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if device.platform in ("gpu", "cuda") and nvidia and tuple(map(int, nvidia.groups())) < CUDNN_FROM:
         return device.device_kind
@@ -185,15 +192,16 @@ def platform_of(device: jax.Device) -> str:
 
 
 def _mask_bytes(seq_len: int) -> int:
-    """Returns bytes that cuDNN's attention takes for a packed row: the mask as a bias of 16 bits, and in jax 0.10
-    its gradient.
-    """
+    """Returns the bytes of cuDNN's mask for one packed row: a 16-bit bias and, in jax 0.10, its 16-bit gradient."""
     return 2 * 2 * seq_len**2
 
 
 def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
-    """What chunked attention takes for a row of 16-bit queries: sums of the gradients in float32, the blocks of queries
-    and three blocks of scores (within 4 % of what the compiler assigned for H100, 8B and 124M shapes; jax 0.10.2)."""
+    """Returns the bytes that chunked attention needs for one row of 16-bit queries.
+
+    Counts the float32 gradient sums, the query blocks and three blocks of scores. Within 4 % of what the compiler
+    assigned for H100, 8B and 124M shapes (jax 0.10.2).
+    """
     H, G, K = config.n_heads, config.n_kv_heads, config.score_width
     block = min(config.attention_chunk, seq_len)
     sums = 4 * (K * (H + G) + config.value_width * G)
@@ -201,7 +209,7 @@ def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
 
 
 def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tuple[str, str]:
-    """Returns the kernel on NVIDIA GPUs that takes less memory for packed rows."""
+    """Returns the kernel for packed rows that needs less memory on NVIDIA GPUs, and the reason."""
     mask, chunked = _mask_bytes(seq_len), _chunked_bytes(config, seq_len, head_parts)
     sizes = f"a mask of {mask / 2**20:,.0f} MiB a row in cudnn, {chunked / 2**20:,.0f} MiB of sums in chunked"
     return "cudnn" if mask <= chunked and not seq_len % 2 else "chunked", f"auto: packed rows, {sizes}"
@@ -210,14 +218,17 @@ def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tu
 def choose_kernel(
     config: ModelConfig, precision: Precision, platform: str, seq_len: int, *, packed: bool = False, head_parts: int = 1
 ) -> tuple[str, str]:
-    """(kernel, why) for `config.attention`; `auto` takes the one of least memory that can run.
+    """Returns the kernel name for `config.attention` and the reason. `auto` chooses the kernel with the least memory
+    that can run.
 
     Args:
-      platform: `platform_of` where the program will run, not where it is compiled: "cpu", "gpu"/"cuda", "tpu", ...
-      packed: whether rows have segments. head_parts: devices that share the heads.
+      platform: result of `platform_of` for the device that will run the program: "cpu", "gpu", "cuda", "tpu" or a GPU
+        name.
+      packed: True if rows have segment ids.
+      head_parts: number of devices that share the heads.
 
     Raises:
-      ValueError: the kernel asked for cannot run there, or does not exist.
+      ValueError: the requested kernel cannot run on this platform or does not exist.
     """
     if config.attention != "auto":
         if config.attention not in KERNELS:
@@ -226,8 +237,8 @@ def choose_kernel(
             raise ValueError(f"model.attention={config.attention} cannot run here: {reason}")
         if config.attention == "cudnn" and packed and seq_len % 2:
             raise ValueError(
-                f"model.attention=cudnn cannot run here: for packed rows data.seq_len={seq_len} has to be "
-                "even; make it so, or use chunked"
+                f"model.attention=cudnn cannot run here: packed rows need an even data.seq_len, not {seq_len}; "
+                "make it even, or use model.attention=chunked"
             )
         return config.attention, "as configured"
     refused = KERNELS["cudnn"].refuses(config, precision, platform)

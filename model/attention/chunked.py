@@ -1,19 +1,18 @@
-"""Attention in blocks with its own gradient: memory linear in the sequence length on every backend.
+"""Blockwise attention with a custom gradient: memory linear in the sequence length on every backend.
 
-The forward pass is the online softmax of Milakov & Gimelshein 2018 (arXiv 1805.02867), the
-backward pass recomputes each block of probabilities from the saved log-denominators as in
-FlashAttention (Dao et al. 2022, arXiv 2205.14135). The pairs (query block, key block) of the lower
-triangle are walked by one `lax.scan` of static length, so masked blocks cost nothing and the trip
-count, hence the FLOPs, can be read from the program.
+The forward pass is the online softmax of Milakov & Gimelshein 2018 (arXiv 1805.02867). The backward pass recomputes
+each block of probabilities from the saved log-denominators as in FlashAttention (Dao et al. 2022, arXiv 2205.14135).
+One `lax.scan` of static length visits the pairs (query block, key block) of the lower triangle. Masked blocks
+therefore cost nothing, and the trip count, hence the FLOPs, can be read from the program.
 
-The walk itself (`start`, `add_pairs`, `finish`, `add_gradients`) takes any list of pairs: `model/attention/ring.py`
-calls it for each stretch of keys that passes by. Its shapes: query blocks [n, B, G, R, c, K], a block of keys or values
-[B, G, c, K], row sums and maxima [n, B, G, R, c], pairs two int32 arrays of block numbers. Values may have another
-width than keys, and the context then has theirs. Positions stand behind the heads, as every product of the walk wants
-them: transposed once, not for each pair.
+The functions `start`, `add_pairs`, `finish` and `add_gradients` take any list of pairs; `model/attention/ring.py`
+calls them for the keys of each rank in turn. Shapes: query blocks [n, B, G, R, c, K], one block of keys or values [B,
+G, c, K], row sums and maxima [n, B, G, R, c], pairs two int32 arrays of block indices. If values have another width
+than keys, the context has the width of the values. Positions come after the heads, because every einsum reads them in
+that order: blocks are transposed once instead of once per pair.
 
-Of packed rows a query counts the scores of its own segment alone. The pairs stay those of the triangle: which blocks
-see each other depends on the data, the trip count does not.
+In packed rows a query counts only the scores of its own segment. All pairs of the triangle are still computed: which
+blocks share a segment depends on the data, and the trip count must be static.
 """
 
 import dataclasses
@@ -28,11 +27,11 @@ from bytescope.model.layers import soft_cap
 from bytescope.model.names import tag
 
 Pairs = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
-# Number of a block -> its keys and its values, wherever they are kept.
+# Block index -> the keys and values of that block.
 Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-# (query block, key block) -> which of their scores count, [c, c] booleans.
+# (query block index, key block index) -> which of their scores count, [c, c] booleans.
 Mask = Callable[[jax.Array, jax.Array], jax.Array]
-# Of packed rows, the segment ids of the blocks of queries and of keys, int32 [n, B, c] each.
+# For packed rows: the segment ids of the query blocks and of the key blocks, int32 [n, B, c] each.
 Ids = tuple[jax.Array, jax.Array]
 
 
@@ -40,8 +39,9 @@ Ids = tuple[jax.Array, jax.Array]
 class Scoring:
     """Turns a product of query and key into a score, in kernels that compute scores themselves.
 
-    scale: the factor, 0 for 1/sqrt(K). cap: bound of the magnitude of scores (Gemma 2, arXiv 2408.00118); 0 for no
-    bound.
+    Fields:
+      scale: the factor, 0 for 1/sqrt(K).
+      cap: bound of the absolute scores (soft cap of Gemma 2, arXiv 2408.00118), 0 for no bound.
     """
 
     scale: float = 0.0
@@ -51,14 +51,16 @@ class Scoring:
         return self.scale or width**-0.5
 
     def __call__(self, products: jax.Array, width: int) -> jax.Array:
-        """The scores of products [...] over heads of `width`, in their dtype."""
+        """Returns the scores for query-key `products` [...] of heads with `width` elements, in the dtype of the
+        products."""
         return soft_cap(products * self._factor(width), self.cap)
 
     def slope(self, scores: jax.Array, width: int) -> jax.Array | float:
-        """The derivative of `scores` by their products; 0 for masked ones where there is a cap."""
+        """Returns the derivative of `scores` with respect to the products. If there is a cap, the derivative of masked
+        scores is 0."""
         if not self.cap:
             return self._factor(width)
-        # Masked scores are far below: their square would overflow.
+        # Masked scores are very large negative numbers: without the clamp their square would overflow.
         return self._factor(width) * (1.0 - jnp.square(jnp.maximum(scores / self.cap, -1.0)))
 
 
@@ -66,9 +68,10 @@ PLAIN = Scoring()
 
 
 def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Array:
-    """[B, L, ...] -> [n, B, ..., chunk, ...]: blocks in front, their positions at `axis`.
+    """Splits positions into blocks: [B, L, ...] -> [n, B, ..., chunk, ...]. The block index comes first and the
+    positions of a block are at `axis`.
 
-    Each of `spans` equal stretches of positions has its own blocks; zeros pad the last of them.
+    The sequence consists of `spans` equal stretches. Each stretch is split separately, and zeros pad its last block.
     """
     B, L = x.shape[:2]
     pad = -(L // spans) % chunk
@@ -80,25 +83,28 @@ def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Arra
 
 
 def positions(x_blocks: jax.Array, length: int, spans: int = 1, axis: int = -2) -> jax.Array:
-    """The inverse of `blocks` for a sequence of `length` positions: [n, B, ..., chunk, ...] -> [B, L, ...]."""
+    """Inverts `blocks` for a sequence of `length` positions: [n, B, ..., chunk, ...] -> [B, L, ...]."""
     x = jnp.moveaxis(x_blocks, (0, axis), (1, 2))
     B, rest = x.shape[0], x.shape[3:]
     return x.reshape(B, spans, -1, *rest)[:, :, : length // spans].reshape(B, length, *rest)
 
 
 def triangle(n: int) -> Pairs:
-    """Query and key block of each pair at or below the diagonal of n by n blocks: two int32 arrays [n(n+1)/2]."""
+    """Returns the block index pairs (query block, key block) on or below the diagonal of n x n blocks: two int32
+    arrays [n(n+1)/2]."""
     i, j = np.tril_indices(n)
     return i.astype(np.int32), j.astype(np.int32)
 
 
 def causal(chunk: int) -> Mask:
-    """The causal mask for blocks of `chunk` positions: all of an earlier block, its own up to the diagonal."""
+    """Returns the causal mask for blocks of `chunk` positions: earlier key blocks count fully, the diagonal block up
+    to its diagonal."""
     return lambda i, j: jnp.tril(jnp.ones((chunk, chunk), bool)) | (j < i)
 
 
 def _allowed(i: jax.Array, j: jax.Array, mask: Mask | None, ids: Ids | None) -> jax.Array | None:
-    """Which scores of the blocks i and j count, booleans [c, c], with ids [B, c, c]; None for all."""
+    """Returns which scores of query block i and key block j count: booleans [c, c], or [B, c, c] with ids; None if all
+    count."""
     allowed = None if mask is None else mask(i, j)
     if ids is None:
         return allowed
@@ -107,7 +113,7 @@ def _allowed(i: jax.Array, j: jax.Array, mask: Mask | None, ids: Ids | None) -> 
 
 
 def _scores(q_BGRcK, k_BGcK, allowed, scoring):
-    """Scores [B, G, R, c, c] float32 of one pair of blocks; `allowed` as `_allowed` has it."""
+    """Returns the float32 scores [B, G, R, c, c] of one pair of blocks. `allowed` is the result of `_allowed`."""
     scores = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRcK, k_BGcK, preferred_element_type=jnp.float32)
     scores = scoring(scores, q_BGRcK.shape[-1])
     if allowed is None:
@@ -117,20 +123,22 @@ def _scores(q_BGRcK, k_BGcK, allowed, scoring):
 
 
 def _bound(q: jax.Array, pairs: Pairs, ids: Ids | None, sums: jax.Array) -> tuple[jax.Array, Pairs, Ids | None]:
-    """`q`, `pairs` and `ids` behind one barrier, so that none is available before the others, nor before `sums`.
+    """Puts `q`, `pairs` and `ids` behind one optimization barrier that also waits for `sums`.
 
-    The pairs are constants, and the ids those of every layer. When a checkpointed loop over layers is split into what
-    depends on its input and what does not, their masks and query blocks would be computed for all pairs in advance,
-    and stacked: as many bytes as the whole matrix of scores. One element stands for the sums: a barrier around all of
-    them would keep alive what nothing reads.
+    The pairs are constants, and the ids are the same in every layer. Without the barrier, when a checkpointed loop
+    over layers is split into what depends on its input and what does not, the masks and query blocks of all pairs
+    would be computed in advance and stacked: as many bytes as the full score matrix. Only one element of the sums
+    enters the barrier, because a barrier around all sums would keep unread values alive.
     """
     tie = sums[(0,) * sums.ndim]
     return jax.lax.optimization_barrier((q, jax.tree.map(jnp.asarray, pairs), ids, tie))[:3]
 
 
 def start(q: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sums before any keys, float32: weighted values [n, B, G, R, c, width]; largest score and denominator
-    [n, B, G, R, c]. `q`: blocks of queries."""
+    """Returns the initial values of the online softmax for query blocks `q`, float32.
+
+    They are sums of weighted values [n, B, G, R, c, width], maximum scores and denominators [n, B, G, R, c].
+    """
     rows = q.shape[:-1]
     return jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
 
@@ -144,10 +152,10 @@ def add_pairs(
     ids: Ids | None = None,
     scoring: Scoring = PLAIN,
 ):
-    """`sums` (see `start`) with the keys and values of `pairs` added; without `mask` and `ids` every score counts.
+    """Adds the keys and values of `pairs` to `sums` (see `start`). If `mask` and `ids` are None, every score counts.
 
-    A query that counts nothing of a block takes up sums that mean nothing, and keeps them until it meets the first
-    score that counts, which shrinks them to exactly 0: every query has to meet itself.
+    A query for which no score of a block counts accumulates meaningless sums. Its first score that counts rescales
+    them to exactly 0, so the pairs must include each query's own position.
     """
     q, pairs, ids = _bound(q, pairs, ids, sums[1])
 
@@ -171,13 +179,13 @@ def add_pairs(
 
 
 def finish(sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Context blocks [n, B, G, R, c, K] in `dtype` and log-denominators [n, B, G, R, c] float32."""
+    """Returns the context blocks [n, B, G, R, c, K] in `dtype` and the log-denominators [n, B, G, R, c] float32."""
     out, peak, total = sums
     return (out / total[..., None]).astype(dtype), peak + jnp.log(total)
 
 
 def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Array:
-    """Row sums of dP * P [B, L, H] float32, from the output instead of the probabilities."""
+    """Returns the row sums of dP * P, [B, L, H] float32, computed from the output instead of the probabilities."""
     return jnp.einsum("blhk,blhk->blh", d_context_BLHK, context_BLHK, preferred_element_type=jnp.float32)
 
 
@@ -194,11 +202,12 @@ def add_gradients(
     ids: Ids | None = None,
     scoring: Scoring = PLAIN,
 ):
-    """`sums` (dq, d_keys), float32, with the gradients of `pairs` added.
+    """Adds the gradients of `pairs` to `sums`, the float32 gradients (dq, d_keys).
 
     Args:
-      write: (d_keys, number of a block, its (dk, dv) [B, G, c, K] float32) -> d_keys with these added.
-      d_out: gradient of the context, blocked as `q`. lse, delta: log-denominators and `row_products`, [n, B, G, R, c].
+      write: (d_keys, block index, (dk, dv) of that block [B, G, c, K] float32) -> d_keys with these gradients added.
+      d_out: gradient of the context, in blocks like `q`.
+      lse, delta: log-denominators and results of `row_products`, [n, B, G, R, c].
     """
     one = partial(jnp.einsum, preferred_element_type=jnp.float32)
     q, pairs, ids = _bound(q, pairs, ids, sums[0])
@@ -250,10 +259,11 @@ def chunked_attention(
     chunk: int,
     scoring: Scoring = PLAIN,
 ) -> jax.Array:
-    """Causal attention [B, L, H, K of the values] in blocks of `chunk` positions, within segments where ids int32 are
-    given; scores and sums in float32.
+    """Computes causal attention [B, L, H, K of the values] in blocks of `chunk` positions. Scores and sums are
+    float32.
 
-    Residuals of the gradient: the arguments, the result and the log-denominators, named `context` and `lse`.
+    If `segments_BL` (int32) is given, queries attend only within their own segment. Residuals of the gradient are the
+    arguments, the result (tagged `context`) and the log-denominators (tagged `lse`).
     """
     return tag(_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, chunk, scoring)[0], "context")
 

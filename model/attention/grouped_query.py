@@ -1,4 +1,4 @@
-"""Grouped-query attention: projections, rotation, core and output projection."""
+"""Grouped-query attention: projections, rotation, kernel and output projection."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bytescope.model.adapters import Lora, adapted
+from bytescope.model.adapters import Lora, add_adapter_outputs
 from bytescope.model.attention.attention_kernels import KERNELS, scoring_of
 from bytescope.model.attention.ring import ring_attention
 from bytescope.model.layers import enter, fold, leave, param, read
@@ -22,18 +22,19 @@ from bytescope.model.segments import Packed, token_positions
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245); the kernel is a row of KERNELS."""
+    """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245). A row of KERNELS computes the scores and
+    the context."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.config, self.precision, self.place, self.regather = config, precision, place, False
         self.lora: Lora | None = None
-        self.layer: jax.Array | int | None = None  # its number, from 0; see Block.set
+        self.layer: jax.Array | int | None = None  # layer index from 0, set by Block.set
         D, H, G, K = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
         std, dtype = config.init_std, precision.param
         self.w_q = param(rngs.params(), (D, H, K), ("d_model", "heads", "d_head"), dtype, std=std, contracted=True)
         self.w_k = param(rngs.params(), (D, G, K), ("d_model", "kv_heads", "d_head"), dtype, std=std, contracted=True)
         self.w_v = param(rngs.params(), (D, G, K), ("d_model", "kv_heads", "d_head"), dtype, std=std, contracted=True)
-        # Branches that add to the residual stream start smaller with depth, as in GPT-2.
+        # Weights whose output is added to the residual stream are initialized smaller in deeper models, as in GPT-2.
         self.w_o = param(
             rngs.params(),
             (H, K, D),
@@ -53,10 +54,10 @@ class Attention(nnx.Module):
             self.norm_k = Norm(config, precision, place, "d_head", ("batch", "length", "kv_heads", None))
 
     def project(self, x_BLD: jax.Array, key_B: jax.Array | None) -> list[jax.Array]:
-        """Queries [B, L, H, K], keys and values [B, L, G, K], in the compute dtype and before rotation."""
+        """Returns queries [B, L, H, K] and keys and values [B, L, G, K] in the compute dtype, before rotation."""
         weights = {"q": self.w_q, "k": self.w_k, "v": self.w_v}
         out = []
-        outs = adapted(
+        outs = add_adapter_outputs(
             self, "bld,dhk->blhk", x_BLD, self._enter(x_BLD, weights), tuple(weights), fold(key_B, 2), "attn_norm_mask"
         )
         for which, y_BLHK in zip(weights, outs):
@@ -73,7 +74,7 @@ class Attention(nnx.Module):
             x_BLD,
             weights,
             self.place,
-            again=self.again,
+            regather=self.regather,
             matmul=self.precision.matmul,
             name="attn_norm",
         )
@@ -81,7 +82,8 @@ class Attention(nnx.Module):
     def inputs(
         self, x_BLD: jax.Array, packed: Packed | None, key_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values as the attention core reads them: as `project` has them, normed and rotated."""
+        """Returns the queries, keys and values for the attention kernel: the results of `project`, normed (`qk_norm`)
+        and rotated."""
         config = self.config
         with jax.named_scope("qkv"):
             q_BLHK, k_BLGK, v_BLGK = self.project(x_BLD, key_B)
@@ -97,15 +99,16 @@ class Attention(nnx.Module):
         return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK
 
     def cached_inputs(self, x_BTD: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Queries, and what is kept of the tokens: keys and values; the latter None where keys hold them."""
+        """Returns the queries, and the keys and values to store in the cache. The values are None if the keys array
+        contains them."""
         return self.inputs(x_BTD, packed)
 
     def from_cache(self, context_BTHV: jax.Array) -> jax.Array:
-        """The context of heads, of sums of what is kept."""
+        """Returns the heads' context for the attention context over cached entries. In this class they are equal."""
         return context_BTHV
 
     def _rotation(self, width: int) -> tuple[Callable[..., jax.Array], jax.Array]:
-        """How this layer rotates, and the frequencies of a head of `width`."""
+        """Returns the rotation function of this layer and the rotary frequencies for heads of `width` elements."""
         config = self.config
         frequency = rope_frequencies(width, config.rope_theta, config.rope_scaling)
         if len(config.rope_scaling) == 5:  # YaRN
@@ -118,10 +121,12 @@ class Attention(nnx.Module):
     def core(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None, packed: Packed | None
     ) -> jax.Array:
-        """The kernel's context [B, L, H, K]."""
+        """Returns the attention context [B, L, H, K] from the configured kernel, or from ring attention if the
+        sequence is sharded."""
         config, segments_BL = self.config, None if packed is None else packed.ids_BL
         with jax.named_scope("core"):
-            # The kernel itself tags its result `context`: one with its own gradient must do so inside.
+            # The kernel tags its result `context` itself: a kernel with a custom gradient must do it inside its
+            # forward rule.
             ring = self.place.ring
             if ring:
                 context_BLHK = ring_attention(
@@ -140,22 +145,24 @@ class Attention(nnx.Module):
             return self.place(context_BLHK, ("batch", "length", "heads", None))
 
     def output(self, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        """Returns the output projection [B, L, D]. key_B: dropout keys, which only the adapter uses."""
+        """Returns the output projection [B, L, D]. `key_B`: dropout keys, which only the adapter uses."""
         config, dtype = self.config, self.precision.compute
         with jax.named_scope("out"):
-            # The gradient of every kernel but the naive one reads its own result, so that is kept wide already.
+            # The gradients of all kernels but the naive one read the unquantized context, so it is saved already.
             name = "context" if config.attention == "naive" and not self.place.ring else ""
             y_BLD = leave(
                 "blhk,hkd->bld",
                 context_BLHK,
                 self.w_o,
                 self.place,
-                again=self.again,
+                regather=self.regather,
                 matmul=self.precision.matmul,
                 name=name,
                 out="attn_out",
             )
-            (y_BLD,) = adapted(self, "blhk,hkd->bld", context_BLHK, (y_BLD,), ("o",), fold(key_B, 3), "context_mask")
+            (y_BLD,) = add_adapter_outputs(
+                self, "blhk,hkd->bld", context_BLHK, (y_BLD,), ("o",), fold(key_B, 3), "context_mask"
+            )
             if config.bias:
                 y_BLD = y_BLD + read(self.b_o, dtype, self.place)[None, None]
             return tag(self.place(y_BLD, ("batch", "stream", None)), "attn_out")

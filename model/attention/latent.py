@@ -1,4 +1,5 @@
-"""Multi-head latent attention: keys and values from one narrow latent of a token, and so may queries be."""
+"""Multi-head latent attention: keys, values and optionally queries are projected from a low-rank latent of each
+token."""
 
 import math
 
@@ -22,16 +23,15 @@ _HEADS = ("batch", "length", "heads", None)
 class LatentAttention(Attention):
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
-    A head's queries and keys are `d_head` wide and `mla_d_rope` besides, which alone is rotated; that part of the keys
-    is one for all heads, made from the input. Scores are scaled by the root of both widths. The latents are normed.
-    Under sequence parallelism they are sharded as the residual stream is. Products with the matrices of the latents are
-    in the compute dtype in every precision.
-
-    With mla_q_rank=0 queries are projected from the input.
+    A head's queries and keys have d_head elements plus mla_d_rope rotated elements. All heads share the rotated part
+    of the keys, which is projected directly from the input. The score scale is 1/sqrt(d_head + mla_d_rope). Latents
+    are normed. Under sequence parallelism latents are sharded like the residual stream. Matmuls with the latent
+    matrices run in the compute dtype in every precision preset. If mla_q_rank is 0, queries are projected from the
+    input.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.config, self.precision, self.place, self.regather = config, precision, place, False
         self.lora: Lora | None = None
         self.layer: jax.Array | int | None = None
         D, H, K, V = config.d_model, config.n_heads, config.score_width, config.value_width
@@ -55,8 +55,9 @@ class LatentAttention(Attention):
     def inputs(
         self, x_BLD: jax.Array, packed: Packed | None, key_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries and keys [B, L, H, d_head + mla_d_rope] and values [B, L, H, mla_d_value] for the attention core."""
-        del key_B  # there are no adapters, which alone have dropout here
+        """Returns queries and keys [B, L, H, d_head + mla_d_rope] and values [B, L, H, mla_d_value] for the attention
+        kernel."""
+        del key_B  # only adapters would use dropout in these projections, and latent attention has no adapters
         K = self.config.d_head
         with jax.named_scope("qkv"):
             q_BLHK = self._queries(x_BLD)
@@ -76,10 +77,12 @@ class LatentAttention(Attention):
         return tag(self.place(q_BLHK, _HEADS), "q_rot"), tag(self.place(k_BLHK, _HEADS), "k_rot"), v_BLHK
 
     def cached_inputs(self, x_BTD: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array, None]:
-        """Queries of latents, and the latent of each token with the rotated part of its key, as one head.
+        """Returns the queries against latents, and each token's latent joined with the rotated part of its key, as one
+        head.
 
-        The matrices from latents to keys and values go to the queries and to the context in their place (the paper's
-        section 2.1.2): q (W c) = (q W) c. So a token keeps mla_kv_rank + mla_d_rope numbers, whatever the heads.
+        The matrices from latents to keys and values are applied to the queries and the context instead (section 2.1.2
+        of the paper): q (W c) = (q W) c. The cache therefore stores mla_kv_rank + mla_d_rope elements per token for
+        any number of heads.
         """
         K = self.config.d_head
         with jax.named_scope("qkv"):
@@ -99,32 +102,33 @@ class LatentAttention(Attention):
         )
 
     def from_cache(self, context_BTHc: jax.Array) -> jax.Array:
-        """Values of heads [B, T, H, mla_d_value], of sums of latents."""
+        """Returns the heads' values [B, T, H, mla_d_value] from attention-weighted sums of latents."""
         return jnp.einsum("bthc,chv->bthv", context_BTHc, self.w_v_up[...].astype(context_BTHc.dtype))
 
     def _queries(self, x_BLD: jax.Array) -> jax.Array:
-        """Queries before rotation, [B, L, H, d_head + mla_d_rope]."""
+        """Returns queries before rotation, [B, L, H, d_head + mla_d_rope]."""
         if not self.config.mla_q_rank:
-            (q_BLHK,) = enter("bld,dhk->blhk", x_BLD, {"q": self.w_q}, self.place, again=self.again)
+            (q_BLHK,) = enter("bld,dhk->blhk", x_BLD, {"q": self.w_q}, self.place, regather=self.regather)
             return tag(self.place(q_BLHK, _HEADS), "q")
         q_BLc = self.norm_q_latent(tag(self._down(x_BLD, "q_down"), "q_latent"))
         return tag(self._up(q_BLc, "q_up")[0], "q")
 
     def _down(self, x_BLD: jax.Array, name: str) -> jax.Array:
-        """The product of the input with the matrix `w_<name>`, sharded as the stream: narrow enough to be gathered."""
+        """Multiplies the input by the matrix `w_<name>`. The latent is sharded like the residual stream; it is small
+        enough to be gathered later."""
         with jax.named_scope(name):
             y_BLc = multiply(
                 "bld,dc->blc",
                 self.place(x_BLD, STREAM),
                 getattr(self, f"w_{name}"),
                 self.place,
-                again=self.again,
+                regather=self.regather,
                 name=name,
             )
             return self.place(y_BLc, STREAM)
 
     def _up(self, x_BLc: jax.Array, *names: str) -> list[jax.Array]:
-        """Heads [B, L, H, their width] by the matrices `w_<name>`."""
+        """Projects latents to heads [B, L, H, head width], one result for each of the matrices `w_<name>`."""
         weights = {name: getattr(self, f"w_{name}") for name in names}
-        outs = enter("blc,chk->blhk", x_BLc, weights, self.place, again=self.again)
+        outs = enter("blc,chk->blhk", x_BLc, weights, self.place, regather=self.regather)
         return [self.place(y_BLHK, _HEADS) for y_BLHK in outs]

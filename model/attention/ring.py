@@ -1,23 +1,25 @@
 """Causal attention over a sequence sharded over devices: keys and values travel, queries stay.
 
-Ring attention (Liu et al. 2023, arXiv 2310.01889) with the walk over blocks of `attention/chunked.py` on every device.
-The sequence is cut into 2C chunks for C ranks and rank r holds chunks r and 2C-1-r, an early one and a late one, as in
-Llama 3's context parallelism (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). A rank's own keys are one causal
-triangle; of every other rank's keys exactly two of the four chunk pairs lie below the diagonal:
+Ring attention (Liu et al. 2023, arXiv 2310.01889); every device computes blocks as in `attention/chunked.py`. The
+sequence is cut into 2C chunks for C ranks. Rank r holds chunks r and 2C-1-r, an early one and a late one, as in Llama
+3's context parallelism (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). A rank's own keys form one causal
+triangle. For the keys of every other rank exactly two of the four chunk pairs (query chunk, key chunk) lie below the
+diagonal:
 
     keys of an earlier rank (j < i): (late, early) and (early, early)
     keys of a later rank    (j > i): (late, early) and (late, late)
 
-so all ranks do the same work at every step, and together exactly that of one device: blocks above the diagonal
-are never formed. The pairs of a step differ between ranks in block numbers alone, not in shapes.
+All ranks therefore do the same work at every step, and together exactly the work of one device: blocks above the
+diagonal are never computed. The pairs of a step have the same shapes on all ranks and differ only in block indices.
 
-Keys and values are one message, sent before the step that uses them here. Their gradients travel behind them, a message
-of their own, and come home after C hops, in float32: rounded to 16 bits at every hop, they would lose what late ranks
-add. The compiler for GPUs keeps one message in flight, so a step of the backward pass has two halves: the gradients
-travel during the first pair of chunks, the keys during the second. What a rank holds does not grow with the ring.
+Keys and values travel in one message, which is sent before the step that uses them on the sending rank. Their
+gradients follow in a separate float32 message and return to their owner after C hops; rounding to 16 bits at every hop
+would lose the contributions of late ranks. The GPU compiler keeps one message in flight, so a step of the backward
+pass has two halves: the gradients travel during the first pair of chunks and the keys during the second. The memory of
+a rank does not grow with the number of ranks.
 
-Segment ids of packed rows do not travel: every rank has those of the whole row, 4 bytes a token, and takes those of the
-keys that pass by.
+Segment ids of packed rows do not travel: every rank has the ids of the whole row, 4 bytes per token, and selects the
+ids of the keys that it currently holds.
 """
 
 import dataclasses
@@ -51,7 +53,8 @@ from bytescope.model.zigzag import chunk_length
 
 @dataclasses.dataclass(frozen=True)
 class _Rank:
-    """One rank's blocks: m of c positions in each of its two chunks of n, the last filled up with masked ones."""
+    """The block layout of one rank: each of its two chunks of n positions is split into m blocks of c positions.
+    Masked padding fills the last block."""
 
     ring: Ring
     n: int
@@ -59,21 +62,23 @@ class _Rank:
     c: int
 
     @classmethod
-    def of(cls, ring: Ring, length: int, chunk: int) -> "_Rank":
-        """For `length` positions here and blocks of at most `chunk`, as even as can be."""
+    def for_length(cls, ring: Ring, length: int, chunk: int) -> "_Rank":
+        """Splits a rank's `length` positions into blocks that are as even as possible, of at most `chunk` positions
+        each."""
         n = length // 2
         m = -(-n // chunk)
         return cls(ring, n, m, -(-n // m))
 
     def blocks(self, x: jax.Array, axis: int = -2) -> jax.Array:
-        # Said once, here: else every loop over the blocks may transpose them for itself, and all copies are held.
+        # The layout is fixed once: otherwise every loop over the blocks may make its own transposed copy, all alive at
+        # once.
         return row_major(blocks(x, self.c, 2, axis))
 
     def positions(self, x: jax.Array, axis: int = -2) -> jax.Array:
         return positions(x, 2 * self.n, 2, axis)
 
     def mask(self, inner: Mask | None) -> Mask | None:
-        """`inner`, with the positions that fill up the last block of a chunk of keys masked."""
+        """Returns `inner` with the padding positions of the last block of each key chunk masked too."""
         if self.n == self.m * self.c:
             return inner
 
@@ -85,50 +90,54 @@ class _Rank:
 
     @property
     def own(self):
-        """Pairs and mask of the rank's own keys: in its order of blocks they are one causal triangle."""
+        """Pairs and mask for the rank's own keys: one causal triangle over its blocks in order."""
         return triangle(2 * self.m), self.mask(causal(self.c))
 
     def passing(self, hops):
-        """Pairs and mask of keys that have made `hops` hops, twice: (late, early), and the other pair of chunks."""
+        """Returns pairs and mask for keys that have made `hops` hops, for two pairs of chunks: (late, early) and the
+        other one."""
         i, j = (x.reshape(-1) for x in jnp.indices((self.m, self.m), jnp.int32))
         from_earlier = hops <= jax.lax.axis_index(self.ring.axis)
         shift = jnp.where(from_earlier, 0, self.m).astype(jnp.int32)
         return ((i + self.m, j), self.mask(None)), ((i + shift, j + shift), self.mask(None))
 
     def ids(self, segments_BL: jax.Array | None, hops: int | jax.Array = 0) -> Ids | None:
-        """Segment ids of the blocks of queries here, and of those of keys that have made `hops` hops; `segments_BL` of
-        the whole row, in its order."""
+        """Returns the segment ids of this rank's query blocks and of the key blocks that have made `hops` hops.
+
+        `segments_BL` are the ids of the whole row, in the order of the row.
+        """
         if segments_BL is None:
             return None
         chunks_BCn, C = segments_BL.reshape(segments_BL.shape[0], -1, self.n), self.ring.size
 
-        def of(rank):
+        def ids_of(rank):
             both = jnp.stack([rank, 2 * C - 1 - rank])
             return self.blocks(jnp.take(chunks_BCn, both, axis=1).reshape(-1, 2 * self.n), -1)
 
         rank = jax.lax.axis_index(self.ring.axis)
-        return of(rank), of((rank - hops) % C)
+        return ids_of(rank), ids_of((rank - hops) % C)
 
     def send(self, x: jax.Array) -> jax.Array:
-        """`x` to the next rank of the ring."""
+        """Sends `x` to the next rank of the ring and returns what the previous rank sent."""
         C = self.ring.size
         return jax.lax.ppermute(x, self.ring.axis, [(rank, (rank + 1) % C) for rank in range(C)])
 
     def zeros(self, x: jax.Array) -> jax.Array:
-        """Float32 sums for `x`, in the type of a loop's carry: a value that differs between devices."""
+        """Returns float32 zeros shaped like `x`, typed as varying between devices, as a loop carry must be."""
         return self.varying(jnp.zeros(x.shape, jnp.float32))
 
     def varying(self, tree):
-        """Constants in that type."""
+        """Marks constants as values that vary between devices, as a loop carry must be."""
         axes = (*self.ring.batch, self.ring.axis, *self.ring.heads)
         return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
 
 
 def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
-    """Context [B, l, H, K] and log-denominators [B, G, R, l] of one rank's l positions; `segments_BL`: of all L."""
+    """Returns the context [B, l, H, K] and log-denominators [B, G, R, l] of one rank's l positions. `segments_BL`
+    covers the whole row."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
-    rank, C = _Rank.of(ring, length, chunk), ring.size
+    rank, C = _Rank.for_length(ring, length, chunk), ring.size
     q, k, v = (rank.blocks(x) for x in (q_BLHK.reshape(B, length, G, H // G, K), k_BLGK, v_BLGK))
     kv = jnp.stack([k, v])
 
@@ -144,7 +153,7 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
     sums = rank.varying(start(q, q.shape[-1]))
     sums = add_pairs(sums, q, lambda j: kv[:, j], *rank.own, rank.ids(segments_BL), scoring)
     if C > 1:
-        # The last step stands outside the loop: its keys go nowhere, so C-1 hops in all.
+        # The last step is outside the loop because its keys are not sent further: C-1 hops in all.
         (kv, sums), _ = jax.lax.scan(step, (rank.send(kv), sums), jnp.arange(1, C - 1))
         sums = visit(sums, kv, C - 1)
     context, lse = finish(sums, q_BLHK.dtype)
@@ -155,10 +164,10 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
 def _backward_rank(
     q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse_BGRL, d_context_BLHK, *, ring, chunk, scoring
 ):
-    """Gradients of one rank's queries, keys and values."""
+    """Returns the gradients of one rank's queries, keys and values."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
-    rank, C = _Rank.of(ring, length, chunk), ring.size
+    rank, C = _Rank.for_length(ring, length, chunk), ring.size
     q, d_out = (rank.blocks(x.reshape(B, length, G, H // G, K)) for x in (q_BLHK, d_context_BLHK))
     k, v = rank.blocks(k_BLGK), rank.blocks(v_BLGK)
     delta_BLGR = row_products(d_context_BLHK, context_BLHK).reshape(B, length, G, H // G)
@@ -181,12 +190,14 @@ def _backward_rank(
         )
 
     def visit(dq, d_kv, kv, hops):
-        """One step: `d_kv` is what these keys had gathered one hop ago. The sums, and `kv` ready to leave."""
+        """Runs one step. `d_kv` is the gradient that these keys had collected one hop ago. Returns dq, the new `d_kv`,
+        and `kv` ready to be sent."""
         first, second = rank.passing(hops)
-        # While the sums are on their way the first pair, which reads early keys alone, has sums of its own.
+        # While the gradient sums travel, the first pair of chunks, which reads only early keys, adds to separate sums.
         d_kv = rank.send(d_kv)
         dq, d_early = add(dq, rank.zeros(kv[:, : rank.m]), kv, *first, hops)
-        # The barrier makes the keys leave after that: else the scheduler lets the sums' hop stand bare.
+        # The barrier sends the keys after that. Otherwise the scheduler would overlap the sums' hop with no
+        # computation.
         d_kv, leaving = jax.lax.optimization_barrier((d_kv.at[:, : rank.m].add(d_early), kv))
         return *add(dq, d_kv, kv, *second, hops), leaving
 
@@ -198,7 +209,7 @@ def _backward_rank(
     if C > 1:
         (dq, d_kv, kv), _ = jax.lax.scan(step, (dq, d_kv, rank.send(kv)), jnp.arange(1, C - 1))
         dq, d_kv, _ = visit(dq, d_kv, kv, C - 1)
-    # The sums are complete before the last hop, home: it can go in the keys' own dtype.
+    # The sums are complete before the last hop back to their owner, so that hop can use the keys' dtype.
     d_kv = d_kv.astype(k_BLGK.dtype)
     dk, dv = (rank.positions(d) for d in (rank.send(d_kv) if C > 1 else d_kv))
     return rank.positions(dq).reshape(q_BLHK.shape).astype(q_BLHK.dtype), dk, dv
@@ -246,7 +257,7 @@ _ring_attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _check(ring: Ring, batch: int, length: int, groups: int) -> None:
-    """Raises ValueError for a dimension that is not divisible by the sizes of its mesh axes."""
+    """Raises ValueError if a dimension is not divisible by the sizes of its mesh axes."""
     chunk_length(length, ring.size, f"mesh.{ring.axis}")
     for name, size, axes in (("batch", batch, ring.batch), ("model.n_kv_heads", groups, ring.heads)):
         parts = math.prod(ring.mesh.shape[axis] for axis in axes)
@@ -265,16 +276,17 @@ def ring_attention(
     chunk: int,
     scoring: Scoring = PLAIN,
 ) -> jax.Array:
-    """Causal attention [B, L, H, K] of a sequence in `zigzag` order, sharded over `ring.axis`.
+    """Computes causal attention [B, L, H, K] of a sequence in `zigzag` order that is sharded over `ring.axis`.
 
-    Every device walks its pairs of chunks in blocks of at most `chunk` positions; scores and sums in float32. Residuals
-    of the gradient: the arguments, the result and the log-denominators [B, G, R, L], named `context` and `lse`.
+    Every device computes its pairs of chunks in blocks of at most `chunk` positions. Scores and sums are float32.
+    Residuals of the gradient are the arguments, the result (tagged `context`) and the log-denominators [B, G, R, L]
+    (tagged `lse`).
 
     Args:
-      segments_BL: segment ids of packed rows, int32, in the order of the row.
+      segments_BL: segment ids of packed rows, int32, in the order of the row (not in `zigzag` order).
 
     Raises:
-      ValueError: length, batch or heads are not divisible by the sizes of their mesh axes.
+      ValueError: the length, batch or number of heads is not divisible by the sizes of its mesh axes.
     """
     B, L, _, _ = q_BLHK.shape
     _check(ring, B, L, k_BLGK.shape[2])

@@ -1,8 +1,8 @@
-"""How rows reach the devices of their experts and return: rows of one table.
+"""Moves the rows of experts to the devices that hold the experts and back: rows of one table.
 
-Each row of EXCHANGES has four moves, each the transpose of another: tokens to rows and rows to tokens, the numbers of
-choices to those of rows and back. They run on the arrays of one device, inside a `jax.shard_map` where there are
-several.
+Each entry of EXCHANGES has four moves: token vectors [T, D] to rows [X, D] and back, and router weights of choices [T,
+K] to rows [X] and back. Each move to rows is the transpose of the move back. The moves run on the arrays of one
+device, inside `jax.shard_map` if there are several devices.
 """
 
 import dataclasses
@@ -20,12 +20,14 @@ from bytescope.model.placement import Peers
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One row of the table.
+    """One entry of the table EXCHANGES.
 
-    shape: (tokens, choices per token, experts, factor, peers) -> the rows of a device.
-    plan: (expert_TK, shape, peers) -> the plan of a device, with whatever its moves read.
-    to_rows, to_tokens: [T, D] -> [X, D] and back, summed. to_row_numbers, to_choices: [T, K] -> [X] and back. All take
-    (array, plan, peers).
+    Fields:
+      shape: (tokens, choices per token, experts, factor, peers) -> the `Shape` of a device's rows.
+      plan: (expert_TK, shape, peers) -> the device's plan, which the four moves read.
+      to_rows, to_tokens: [T, D] -> [X, D], and back with the rows of a token summed. Arguments (array, plan, peers).
+      to_row_numbers, to_choices: one number per choice [T, K] -> one per row [X], and back. Arguments (array, plan,
+        peers).
     """
 
     summary: str
@@ -38,9 +40,10 @@ class Exchange:
 
 
 def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
-    """Returns the max rows of a device: `factor` times the mean; without a factor, all rows that can arrive."""
-    most = tokens * peers.size * min(k, experts // peers.size)
-    return min(int(factor * tokens * k), most) if factor else most
+    """Returns the maximum number of expert rows of a device: `factor` times the mean, or all rows that can arrive if
+    factor is 0."""
+    max_rows = tokens * peers.size * min(k, experts // peers.size)
+    return min(int(factor * tokens * k), max_rows) if factor else max_rows
 
 
 # ---- on one device, and by gathering the tokens of all peers ---------------------------------------------------------
@@ -49,12 +52,12 @@ def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> in
 def _shape_here(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> Shape:
     choices = tokens * k * peers.size
     rows_here = _bound(tokens, k, experts, factor if peers.size > 1 else 0.0, peers)
-    shape = rows.tiled_shape(rows_here, experts // peers.size, rows.tile_of(choices, experts))
+    shape = rows.tiled_shape(rows_here, experts // peers.size, rows.choose_tile(choices, experts))
     return dataclasses.replace(shape, filled=min(tokens * k, rows_here))
 
 
 def _own(expert_TK: jax.Array, shape: Shape, peers: Peers) -> jax.Array:
-    """Numbers the experts of this device from 0; all other experts become `shape.experts`."""
+    """Numbers this device's experts from 0. All other experts become `shape.experts`."""
     own_TK = expert_TK - peers.index() * shape.experts
     return jnp.where((own_TK >= 0) & (own_TK < shape.experts), own_TK, shape.experts)
 
@@ -82,8 +85,9 @@ def _shape_slots(tokens: int, k: int, experts: int, factor: float, peers: Peers)
 
 
 def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
-    """Returns the plan of the rows as they are sent: rows of all experts, the experts of one peer side by side. Its
-    tiles are of the rows that this device receives.
+    """Returns the plan for sending rows in slots: rows of all experts, with the experts of one peer adjacent.
+
+    The plan's tiles describe the rows that this device receives.
     """
     slots = shape.slots // peers.size
     sent = rows.make_plan(expert_TK, Shape(shape.experts * peers.size, shape.rows, slots, slots))
@@ -91,7 +95,8 @@ def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
 
 
 def _sent(sent: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
-    """Sends rows [E, slots, ...] of all experts to their devices: [experts of the device, peers, slots, ...], flat."""
+    """Sends rows [E, slots, ...] of all experts to their devices. Returns [this device's experts, peers, slots, ...],
+    flattened."""
     if peers.size == 1:
         return sent
     parts = sent.reshape(peers.size, plan.tiles.count.size, -1, *sent.shape[1:])
@@ -99,7 +104,7 @@ def _sent(sent: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
 
 
 def _returned(held: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
-    """The transpose of `_sent`."""
+    """Sends rows back to the devices of their tokens: the transpose of `_sent`."""
     if peers.size == 1:
         return held
     parts = held.reshape(plan.tiles.count.size, peers.size, -1, *held.shape[1:])
@@ -125,12 +130,16 @@ SLOTS: Mapping[str, Callable[..., Any]] = {
 )
 @dataclasses.dataclass(frozen=True)
 class RaggedPlan:
-    """Like `Plan`, for the rows as they leave a device: sorted by expert, without padding. `tiles` are of the rows that
-    the device receives.
+    """The plan of a ragged all-to-all: like `Plan`, but rows leave a device sorted by expert and without padding.
 
-    sends: for each of all experts the first row that goes to it, the row of its device where it arrives, and the number
-    of rows. returns: for each peer and each expert of this device the first row that goes back, the row where it
-    arrives, and the number of rows. Both int32 [3, E of all devices]. rows: X of this device.
+    Fields:
+      place_TK, source_X, dropped: as in `Plan`, for the rows that this device sends.
+      tiles: the tiles of the rows that this device receives.
+      sends: int32 [3, E of all devices]. For each expert: the first row sent to it, that row's index on the receiving
+        device, and the number of rows.
+      returns: int32 [3, E of all devices]. For each peer and each expert of this device: the first row sent back, that
+        row's index on the receiving device, and the number of rows.
+      rows: X, the number of rows that this device holds for its experts, padding included.
     """
 
     place_TK: jax.Array
@@ -146,11 +155,11 @@ def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan
     experts, choices, me = shape.experts * peers.size, expert_TK.size, peers.index()
     expert_N = expert_TK.reshape(-1)
     rank_N, counts_E = rows.rank_in_expert(expert_N, experts)
-    all_PE = peers.gather(counts_E[None])  # rows of each peer for each expert: every device knows all places
+    all_PE = peers.gather(counts_E[None])  # rows of each peer for each expert, so that every device knows all positions
     start_PE = jnp.cumsum(all_PE, 1) - all_PE
     per_device = all_PE.sum(0).reshape(peers.size, shape.experts)
     first_E, tiles_E = (x.reshape(-1) for x in jax.vmap(lambda counts: rows.first_rows(counts, shape))(per_device))
-    place_PE = first_E[None] + jnp.cumsum(all_PE, 0) - all_PE  # an expert's rows lie by sender
+    place_PE = first_E[None] + jnp.cumsum(all_PE, 0) - all_PE  # the rows of an expert are ordered by sender
     size_PE = jnp.clip(shape.rows - place_PE, 0, all_PE)
 
     def own(x: jax.Array) -> jax.Array:
@@ -171,22 +180,24 @@ def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan
 
 
 def _ragged_to(sent: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
-    """Sends rows [T * K, ...] of this device to the devices of their experts, [X, ...]; zeros for padding."""
+    """Sends this device's rows [T * K, ...] to the devices of their experts. Returns [X, ...] with zeros for
+    padding."""
     return _ragged_all_to_all(sent, plan.rows, plan.sends, plan.returns[2], peers)
 
 
 def _ragged_back(held: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
-    """The transpose of `_ragged_to`: sends rows [X, ...] back to the devices of their tokens, [T * K, ...]."""
+    """Sends rows [X, ...] back to the devices of their tokens. Returns [T * K, ...]; the transpose of `_ragged_to`."""
     return _ragged_all_to_all(held, plan.source_X.size, plan.returns, plan.sends[2], peers)
 
 
 def _ragged_all_to_all(x: jax.Array, rows: int, sends: jax.Array, received: jax.Array, peers: Peers) -> jax.Array:
-    """Sends slices of `x` [N, ...] to their devices: returns [rows, ...] on each device, zeros where nothing arrives.
+    """Sends slices of `x` [N, ...] to other devices. Returns [rows, ...] on each device, zero in rows that receive
+    nothing.
 
     Args:
-      sends: int32 [3, slices]: first row of each slice, its row at the device that gets it, how many rows. The slices
-        of one device follow each other, each device has as many.
-      received: int32 [slices]: rows that arrive from each peer, slice by slice.
+      sends: int32 [3, slices]: the first row of each slice, its row index on the receiving device, and its number of
+        rows. The slices for one device are adjacent, and each device gets the same number of slices.
+      received: int32 [slices]: the number of rows of each slice that arrives from each peer.
     """
     begin, place, size = sends
     if peers.emulated:  # XLA's CPU backend has no ragged all-to-all
@@ -196,7 +207,7 @@ def _ragged_all_to_all(x: jax.Array, rows: int, sends: jax.Array, received: jax.
 
 
 def _gathered(x: jax.Array, rows: int, sends: jax.Array, peers: Peers) -> jax.Array:
-    """Returns the result of `_ragged_all_to_all` by gathering the rows of all peers."""
+    """Computes `_ragged_all_to_all` by gathering the rows of all peers."""
     x_PN, sends_P = peers.gather(x[None]), peers.gather(sends[None])
     each = sends.shape[1] // peers.size
     mine = jax.lax.dynamic_slice_in_dim(sends_P, peers.index() * each, each, 2)  # [peers, 3, slices]
@@ -222,8 +233,8 @@ EXCHANGES = {
     "local": Exchange("every device has all experts", _shape_here, **GATHERED),
     "slots": Exchange("every device has all experts, rows in slots", _shape_slots, **SLOTS),
     "allgather": Exchange("tokens gathered from all peers, outputs reduce-scattered", _shape_here, **GATHERED),
-    "all_to_all": Exchange("slots of fixed size exchanged", _shape_slots, **SLOTS),
-    "ragged_all_to_all": Exchange("rows of varying number exchanged", _shape_here, **RAGGED),
+    "all_to_all": Exchange("fixed-size slots exchanged between peers", _shape_slots, **SLOTS),
+    "ragged_all_to_all": Exchange("varying numbers of rows exchanged between peers", _shape_here, **RAGGED),
 }
-# What mesh.dispatch may be.
+# The values of mesh.dispatch.
 DISPATCHES = ("auto", "allgather", "all_to_all", "ragged_all_to_all")

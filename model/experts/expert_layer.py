@@ -1,4 +1,4 @@
-"""The experts of a block: a router, the routed experts' three matrices, and what is counted of the routing."""
+"""The experts of a block: the router, the weights of the routed experts, and statistics of the routing."""
 
 import dataclasses
 import math
@@ -10,14 +10,14 @@ from flax import nnx
 
 from bytescope.model.experts import expert_products
 from bytescope.model.experts.expert_kernels import CAPACITY
-from bytescope.model.experts.expert_products import How
+from bytescope.model.experts.expert_products import DispatchSettings
 from bytescope.model.experts.routers import Choice, choose
 from bytescope.model.layers import ACTIVATIONS, MLPS, STREAM, WITHIN, gathered, move, param, read
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
 from bytescope.model.placement import Axes, Placement
 from bytescope.model.precision import Precision
-from bytescope.model.remat.offload import here
+from bytescope.model.remat.offload import to_device
 
 
 @partial(
@@ -27,13 +27,16 @@ from bytescope.model.remat.offload import here
 )
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Router statistics of a micro-batch without its padding, float32; stacked over layers.
+    """Router statistics of one micro-batch without its padding, float32. A stack of layers adds a leading axis.
 
-    counts [E]: choices of each expert, dropped ones included. dropped: choices that found no room. entropy: of the
-    experts' shares of a token, in nats, mean over tokens. balance: the load-balance loss, E times the sum over experts
-    of their share of the choices times their mean share of the scores (Switch, arXiv 2101.03961, with k choices); 1 in
-    balance, at most E. router_z: the mean square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906). shares [E]:
-    each expert's mean share of the scores, if the balance loss pools all layers (`pool_balance`), else None.
+    Fields:
+      counts: [E], the number of choices of each expert, dropped choices included.
+      dropped: the number of choices that found no slot or row.
+      entropy: the entropy of a token's scores over the experts, in nats, averaged over tokens.
+      balance: the load-balance loss of Switch (arXiv 2101.03961) with k choices: E times the sum over experts of their
+        fraction of the choices times their mean score. 1 if balanced, at most E.
+      router_z: the mean square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906).
+      shares: [E], each expert's mean score, if the balance loss pools all layers (`pool_balance`), else None.
     """
 
     counts: jax.Array
@@ -45,33 +48,34 @@ class Load:
 
 
 class Experts(nnx.Module):
-    """Routed experts, each a gated MLP or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D].
+    """Routed experts, each an MLP of the kind `config.mlp` (a row of MLPS): [B, L, D] to [B, L, D].
 
-    The rows' way is a row of EXCHANGES, their products a row of KERNELS. The weights of the router multiply the input
-    of the down projection, so that its output is kept for no gradient. `pooled`: whether loads have `shares`.
+    A row of EXCHANGES moves the rows to the experts, and a row of KERNELS multiplies them. The router's weights are
+    applied to the input of the down projection, so that no gradient needs its output. `pooled`: True to record
+    `Load.shares`.
     """
 
     def __init__(
         self, config: ModelConfig, precision: Precision, place: Placement, *, pooled: bool = False, rngs: nnx.Rngs
     ):
-        self.config, self.precision, self.place, self.pooled, self.again = config, precision, place, pooled, True
+        self.config, self.precision, self.place, self.pooled, self.regather = config, precision, place, pooled, True
         self.gated, self.activation = MLPS[config.mlp]
         E, D, F, std, dtype = config.experts, config.d_model, config.expert_width, config.init_std, precision.param
-        wide, back = ("experts", "expert_width", "d_expert"), ("experts", "d_expert", "expert_width")
-        self.w_router = param(rngs.params(), (D, E), ("d_model", "router"), jnp.float32, std=std, wide=True)
+        into, back = ("experts", "expert_width", "d_expert"), ("experts", "d_expert", "expert_width")
+        self.w_router = param(rngs.params(), (D, E), ("d_model", "router"), jnp.float32, std=std, always_float32=True)
         if config.router_bias:
-            self.router_bias = param(None, (E,), ("router",), jnp.float32, wide=True)
+            self.router_bias = param(None, (E,), ("router",), jnp.float32, always_float32=True)
         if self.gated:
-            self.w_gate = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
-        self.w_up = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
+            self.w_gate = param(rngs.params(), (E, D, F), into, dtype, std=std, contracted=True)
+        self.w_up = param(rngs.params(), (E, D, F), into, dtype, std=std, contracted=True)
         self.w_down = param(
             rngs.params(), (E, F, D), back, dtype, std=std / math.sqrt(2 * config.n_layers), contracted=True
         )
 
     def route(self, x_BLD: jax.Array) -> tuple[jax.Array, Choice]:
-        """(logits [B, L, E] float32, the experts of each token)."""
+        """Returns the router logits [B, L, E] float32 and the chosen experts of each token."""
         with jax.named_scope("router"):
-            logits = _logits_again if self.again else _logits
+            logits = _logits_regathered if self.regather else _logits
             logits_BLE = logits(self.place, self.w_router.get_metadata()["axes"], x_BLD, self.w_router[...])
             logits_BLE = tag(self.place(logits_BLE, ("batch", "length", None)), "router_logits")
             bias_E = None
@@ -80,9 +84,9 @@ class Experts(nnx.Module):
             return logits_BLE, choose(logits_BLE, bias_E, self.config)
 
     def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, Load]:
-        """Returns (the weighted sum of each token's experts [B, L, D] in the compute dtype, the router's load).
+        """Returns the weighted sum of each token's experts, [B, L, D] in the compute dtype, and the router statistics.
 
-        `real_BL`: bool, False for padding, which goes to no expert and whose sum is 0; None: no padding.
+        `real_BL`: bool, False for padding tokens, which visit no expert and get the sum 0. None: no padding.
         """
         x_BLD = move(self.place(x_BLD, STREAM), self.place, WITHIN, STREAM)
         logits_BLE, choice = self.route(x_BLD)
@@ -102,24 +106,24 @@ class Experts(nnx.Module):
         factor = config.capacity_factor
         if kernel == "capacity" and not factor:
             factor = CAPACITY
-        how = How(kernel, place.exchange(kernel == "capacity"), factor, config.experts)
+        how = DispatchSettings(kernel, place.exchange(kernel == "capacity"), factor, config.experts)
         with jax.named_scope("dispatch"):
             plan = expert_products.make_plan(how, place, choice.expert_BLK)
             x_X1D, weight_X1 = expert_products.dispatch(how, place, x_BLD, choice.weight_BLK, plan)
             x_X1D = tag(x_X1D, "dispatched")
         with jax.named_scope("experts"):
             matrices = (self.w_up, self.w_gate) if self.gated else (self.w_up,)
-            up_XF, *gate = expert_products.enter(kernel, place, x_X1D, matrices, plan, again=self.again)
+            up_XF, *gate = expert_products.enter(kernel, place, x_X1D, matrices, plan, regather=self.regather)
             up_XF = tag(up_XF, "expert_up")
             act_XF = act(tag(gate[0], "expert_gate")) * up_XF if self.gated else act(up_XF)
             act_XF = tag(expert_products.weigh(place, act_XF, weight_X1), "expert_act")
-            y_X1D = expert_products.leave(kernel, place, act_XF, self.w_down, plan, again=self.again)
+            y_X1D = expert_products.leave(kernel, place, act_XF, self.w_down, plan, regather=self.regather)
         with jax.named_scope("combine"):
             y_BLD = expert_products.combine(how, place, y_X1D, x_BLD[:, :, :0], plan)
         return y_BLD, plan.dropped.sum().astype(jnp.float32)
 
     def _dense(self, x_BLD: jax.Array, choice: Choice) -> jax.Array:
-        """Every expert over every token, [B, L, D]: E/k times the work."""
+        """Applies every expert to every token, [B, L, D]: E/k times the work of routing."""
         act, dtype = ACTIVATIONS[self.activation], x_BLD.dtype
         chosen_BLKE = jax.nn.one_hot(choice.expert_BLK, self.config.experts)
         weight_BLE = jnp.einsum("blk,blke->ble", choice.weight_BLK, chosen_BLKE)
@@ -133,16 +137,18 @@ class Experts(nnx.Module):
 
 
 def _logits(place: Placement, axes: Axes, x_BLD: jax.Array, w_DE: jax.Array) -> jax.Array:
-    """The float32 logits [B, L, E] of the experts."""
-    # On tensor cores float32 would be TF32 otherwise.
+    # The default precision would compute float32 as TF32 on tensor cores.
     return jnp.einsum(
-        "bld,de->ble", x_BLD.astype(jnp.float32), gathered(here(w_DE), place, axes), precision=jax.lax.Precision.HIGHEST
+        "bld,de->ble",
+        x_BLD.astype(jnp.float32),
+        gathered(to_device(w_DE), place, axes),
+        precision=jax.lax.Precision.HIGHEST,
     )
 
 
-# The same, its gradient from `x` and the parameter as they are stored; `again` as in `layers.enter`.
-_logits_again = jax.custom_vjp(_logits, nondiff_argnums=(0, 1))
-_logits_again.defvjp(
+# `_logits` with a gradient that reads `x` and the parameter as stored; `regather` of `layers.enter`.
+_logits_regathered = jax.custom_vjp(_logits, nondiff_argnums=(0, 1))
+_logits_regathered.defvjp(
     lambda place, axes, x_BLD, w_DE: (_logits(place, axes, x_BLD, w_DE), (x_BLD, w_DE)),
     lambda place, axes, kept, d_BLE: jax.vjp(partial(_logits, place, axes), *kept)[1](d_BLE),
 )
@@ -170,15 +176,16 @@ def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: ja
 
 
 def choice_shares(counts_NE: jax.Array) -> jax.Array:
-    """Returns each expert's share of its layer's choices, [..., E]; zeros if the layer saw no token."""
+    """Returns each expert's fraction of its layer's choices, 0 to 1, [..., E]. Layers that saw no token get zeros."""
     return counts_NE / jnp.maximum(counts_NE.sum(-1, keepdims=True), 1.0)
 
 
 def pool_balance(load: Load | None) -> Load | None:
-    """Replaces the balance loss of each layer by the pooled loss of all layers, if the load has `shares`.
+    """Replaces each layer's balance loss by one loss pooled over all layers, if `load` has `shares`. Otherwise returns
+    `load` unchanged.
 
-    The pooled loss is E sum_e f_e p_e, where f_e is expert e's share of the choices and p_e its mean share of the
-    scores, both averaged over the layers. `load_balancing_loss_func` of transformers returns k times this value.
+    The pooled loss is E sum_e f_e p_e, where f_e is expert e's fraction of the choices and p_e its mean score, both
+    averaged over the layers. `load_balancing_loss_func` of transformers returns k times this value.
     """
     if load is None or load.shares is None:
         return load

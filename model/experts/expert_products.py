@@ -1,7 +1,8 @@
-"""Rows of experts between the devices of a mesh and through the experts' weights, with gradients of their own.
+"""Dispatch of expert rows over a mesh and their matrix products, with custom gradients.
 
-Arrays are global; each function runs on a device's shard (`Placement.own`). Rows [X, 1, D] have an axis for the
-tensor-parallel ranks: what these hold are partial sums, added up where the rows return to the tokens, which are fewer.
+Arrays are global, and each function runs on a device's shard (`Placement.own`). Rows [X, 1, D] have an axis for the
+tensor-parallel ranks. The ranks hold partial sums, which are added only when the rows return to their tokens, because
+there are fewer tokens than rows.
 """
 
 import dataclasses
@@ -16,18 +17,21 @@ from flax import nnx
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.experts.expert_kernels import KERNELS
 from bytescope.model.placement import Axes, Placement
-from bytescope.model.remat.offload import here, stored_like
+from bytescope.model.remat.offload import stored_like, to_device
 
 TOKENS, CHOICES = ("batch", "length", None), ("batch", "length", None)
-ROWS, WIDE, NUMBERS = ("rows", "copies", None), ("rows", "d_expert"), ("rows", "copies")
+ROWS, HIDDEN, NUMBERS = ("rows", "copies", None), ("rows", "d_expert"), ("rows", "copies")
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """How rows reach their experts and are multiplied.
+class DispatchSettings:
+    """The settings by which rows reach their experts and are multiplied.
 
-    kernel, exchange: rows of their tables. factor: rows of an expert over the mean, 0 for no limit. experts: of all
-    devices.
+    Fields:
+      kernel: a row of KERNELS.
+      exchange: a row of EXCHANGES.
+      factor: maximum rows of an expert relative to the mean, 0 for no limit.
+      experts: number of experts on all devices together.
     """
 
     kernel: str
@@ -36,8 +40,9 @@ class How:
     experts: int
 
 
-def make_plan(how: How, place: Placement, expert_BLK: jax.Array) -> Any:
-    """Makes every device's plan from the experts of each token, int32; padding has number `how.experts` and no row."""
+def make_plan(how: DispatchSettings, place: Placement, expert_BLK: jax.Array) -> Any:
+    """Computes every device's plan from the int32 expert indices of each token. Padding has index `how.experts` and
+    gets no row."""
     exchange = EXCHANGES[how.exchange]
 
     def plan(expert_BLK: jax.Array) -> Any:
@@ -50,9 +55,10 @@ def make_plan(how: How, place: Placement, expert_BLK: jax.Array) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def dispatch(
-    how: How, place: Placement, x_BLD: jax.Array, weight_BLK: jax.Array, plan: Any
+    how: DispatchSettings, place: Placement, x_BLD: jax.Array, weight_BLK: jax.Array, plan: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """(rows [X, tensor, D] in the dtype of `x`, their weights [X, tensor] float32) at the devices of their experts."""
+    """Moves tokens to the devices of their experts. Returns rows [X, tensor, D] in the dtype of `x_BLD` and their
+    router weights [X, tensor] float32."""
     exchange = EXCHANGES[how.exchange]
 
     def move(x_BLD, weight_BLK, plan):
@@ -86,8 +92,8 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def combine(how: How, place: Placement, y_X1D: jax.Array, like_BLD: jax.Array, plan: Any) -> jax.Array:
-    """Returns for each token the sum of its rows, [B, L, D]. like_BLD: an array of B and L, of no bytes."""
+def combine(how: DispatchSettings, place: Placement, y_X1D: jax.Array, like_BLD: jax.Array, plan: Any) -> jax.Array:
+    """Returns the sum of each token's rows, [B, L, D]. `like_BLD`: an array [B, L, 0] that gives B and L."""
 
     def move(y_X1D, like_BLD, plan):
         y_TD = EXCHANGES[how.exchange].to_tokens(y_X1D[:, 0], plan, place.peers)
@@ -114,23 +120,28 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _like(x_BLD: jax.Array) -> jax.Array:
-    """An array of the first two dimensions of `x` and no bytes, that says how many tokens a device has."""
+    """Returns an empty array [B, L, 0], which records the number of tokens of a device."""
     return x_BLD[:, :, :0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter of the experts [E, C, N]: its logical axes, whether it is frozen, and whether it is gathered and cast
-    `again` for the gradient, as in `layers.enter`."""
+    """Static description of an expert weight [E, C, N].
+
+    Fields:
+      axes: its logical axes.
+      frozen: True if it gets no gradient.
+      regather: True if it is gathered and cast again for the gradient, as in `layers.enter`.
+    """
 
     axes: Axes
     frozen: bool
-    again: bool
+    regather: bool
 
     @classmethod
-    def of(cls, p: nnx.Param, again: bool) -> "Weight":
-        """Returns the description of a parameter."""
-        return cls(p.get_metadata()["axes"], p.get_metadata()["frozen"], again)
+    def from_param(cls, p: nnx.Param, regather: bool) -> "Weight":
+        """Returns the description of the parameter `p`."""
+        return cls(p.get_metadata()["axes"], p.get_metadata()["frozen"], regather)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -143,9 +154,8 @@ def _multiply(
     weights: tuple[jax.Array, ...],
     tiles: Any,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows `x` by each of the weights, which come as stored. spec: logical axes of the rows and of the
-    results.
-    """
+    """Multiplies rows `x` by each of the weights, given as stored. `spec`: logical axes of the rows and of the
+    results."""
     return _times(kernel, place, which, spec, x, _computed(which, weights, x.dtype, place), tiles)
 
 
@@ -158,7 +168,7 @@ def _times(
     computed: tuple[jax.Array, ...],
     tiles: Any,
 ) -> tuple[jax.Array, ...]:
-    """Rows times each of the weights as they are computed with."""
+    """Multiplies rows by each of the weights, given as cast and gathered."""
 
     def run(x, weights, tiles):
         return tuple(_shaped(KERNELS[kernel].forward(_flat(x), w, tiles), spec[1]) for w in weights)
@@ -169,12 +179,13 @@ def _times(
 
 
 def _multiply_forward(kernel, place, which, spec, x, weights, tiles):
-    # Gathered again for the gradient, weights are kept as they are stored, which costs nothing. Where a checkpoint
-    # recomputes the products they are gathered for these: the compiler would not see that both gathers are one.
+    # If weights are gathered again for the gradient, the residuals are the weights as stored, which costs no memory.
+    # If a checkpoint recomputes the products, the weights are gathered for the recomputation: the compiler would not
+    # notice that both gathers are the same.
     computed = _computed(which, weights, x.dtype, place)
     outs = _times(kernel, place, which, spec, x, computed, tiles)
     kept = None if all(one.frozen for one in which) else x
-    return outs, (kept, weights, None if which[0].again else computed, tiles)
+    return outs, (kept, weights, None if which[0].regather else computed, tiles)
 
 
 def _multiply_backward(kernel, place, which, spec, residuals, d_outs):
@@ -202,8 +213,9 @@ def _multiply_backward(kernel, place, which, spec, residuals, d_outs):
         if one.frozen:
             d_weights.append(None)
             continue
-        # Every device its own part of the sum. Summed first over those that share the state, of which each keeps its
-        # shard, the compiler reduces and scatters at once; the sum over replicas is then one of shards.
+        # Every device holds its own part of the sum. Summing first over the devices that share optimizer state, each
+        # of which keeps its shard, lets the compiler reduce and scatter in one operation. The sum over replicas then
+        # adds shards.
         part = next(parts)
         shard = place.gradient(_sum(part, 1), ("replicas", *one.axes))
         d_weights.append(stored_like(place.gradient(_sum(shard, 0), one.axes).astype(w.dtype), w))
@@ -214,15 +226,15 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def _sum(parts: jax.Array, axis: int) -> jax.Array:
-    """The sum over an axis in the dtype of `parts`: `sum` would send float32."""
+    """Returns the sum over an axis in the dtype of `parts`. `jnp.sum` would send float32 between devices."""
     return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (axis,))
 
 
 def _computed(
     which: Sequence[Weight], weights: Sequence[jax.Array], dtype: jnp.dtype, place: Placement
 ) -> tuple[jax.Array, ...]:
-    """The weights as a layer computes with them: cast, then gathered."""
-    return tuple(place.weight(here(w).astype(dtype), one.axes) for one, w in zip(which, weights))
+    """Returns the weights as a layer multiplies them: cast, then gathered."""
+    return tuple(place.weight(to_device(w).astype(dtype), one.axes) for one, w in zip(which, weights))
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -234,22 +246,22 @@ def _shaped(y_XN: jax.Array, axes: Axes) -> jax.Array:
 
 
 def enter(
-    kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *, again: bool
+    kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *, regather: bool
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows by each parameter [E, D, F]: [X, F] each. again: as in `layers.enter`."""
-    which = tuple(Weight.of(p, again) for p in params)
-    return _multiply(kernel, place, which, (ROWS, WIDE), x_X1D, tuple(p[...] for p in params), plan.tiles)
+    """Multiplies rows by each parameter [E, D, F]. Returns one [X, F] for each. `regather`: as in `layers.enter`."""
+    which = tuple(Weight.from_param(p, regather) for p in params)
+    return _multiply(kernel, place, which, (ROWS, HIDDEN), x_X1D, tuple(p[...] for p in params), plan.tiles)
 
 
-def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any, *, again: bool) -> jax.Array:
-    """Multiplies rows by the parameter [E, F, D]: [X, tensor, D]. again: as in `layers.enter`."""
-    return _multiply(kernel, place, (Weight.of(p, again),), (WIDE, ROWS), act_XF, (p[...],), plan.tiles)[0]
+def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any, *, regather: bool) -> jax.Array:
+    """Multiplies rows by the parameter [E, F, D]. Returns [X, tensor, D]. `regather`: as in `layers.enter`."""
+    return _multiply(kernel, place, (Weight.from_param(p, regather),), (HIDDEN, ROWS), act_XF, (p[...],), plan.tiles)[0]
 
 
 def weigh(place: Placement, act_XF: jax.Array, weight_X1: jax.Array) -> jax.Array:
-    """Rows [X, F] times their weights, in the dtype of the rows."""
+    """Multiplies rows [X, F] by their router weights, in the dtype of the rows."""
 
     def times(act_XF, weight_X1):
         return act_XF * weight_X1.astype(act_XF.dtype)
 
-    return place.own(times, (WIDE, NUMBERS), WIDE)(act_XF, weight_X1)
+    return place.own(times, (HIDDEN, NUMBERS), HIDDEN)(act_XF, weight_X1)

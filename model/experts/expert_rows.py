@@ -1,9 +1,10 @@
-"""Where the rows of experts lie on a device: a plan of integers, and moves of tokens along it.
+"""The order of expert rows on a device: an integer plan, and functions that move tokens along it.
 
-A row is a token and one of its experts. Rows are sorted by expert. Either each expert's rows fill whole tiles, the last
-one padded, and the tiles of all experts follow each other (MegaBlocks, Gale et al. 2022, arXiv 2211.15841); or each
-expert has as many slots (GShard, Lepikhin et al. 2020, arXiv 2006.16668), and rows beyond them are dropped.
-Every move is a gather, and so is its gradient: a token's k rows are read and summed, nothing is scattered.
+A row is one pair of a token and one of its experts. Rows are sorted by expert, in one of two layouts. Tiles: each
+expert's rows fill whole tiles, the last one padded, and the experts' tiles are adjacent (MegaBlocks, Gale et al. 2022,
+arXiv 2211.15841). Slots: every expert has the same number of slots, and rows beyond them are dropped (GShard, Lepikhin
+et al. 2020, arXiv 2006.16668). Every move is a gather, and so is its gradient: a token's k rows are read and summed,
+and nothing is scattered.
 """
 
 import dataclasses
@@ -12,16 +13,21 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-# Rows of a tile: what a grouped kernel multiplies at once, and less where experts have few rows.
+# Minimum and maximum rows of a tile. A grouped kernel multiplies one tile at once; experts with few rows use small
+# tiles.
 LARGEST_TILE, SMALLEST_TILE = 128, 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The rows of a device, all static.
+    """The static sizes of a device's rows.
 
-    experts: E of the device. rows: X, padding included. tile: rows of a tile. slots: rows of each expert, 0 for tiles.
-    filled: rows that hold tokens where all experts have as many, 0: all of them.
+    Fields:
+      experts: number of experts on the device.
+      rows: X, the number of rows, padding included.
+      tile: rows of a tile.
+      slots: rows of each expert in the slot layout, 0 in the tile layout.
+      filled: number of rows that hold tokens if the experts are balanced; 0 if all rows do.
     """
 
     experts: int
@@ -32,24 +38,32 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        """Tiles of all rows."""
+        """The number of tiles of all rows."""
         return self.rows // self.tile
 
 
-def tile_of(choices: int, experts: int) -> int:
-    """Rows of a tile for `choices` rows that are shared out over `experts`: a power of 2, at most the mean rows of an
-    expert unless these are fewer than SMALLEST_TILE."""
+def choose_tile(choices: int, experts: int) -> int:
+    """Returns the size of a tile, in rows, if `choices` pairs of token and expert are distributed over `experts`
+    experts.
+
+    The result is a power of 2, at most the mean rows of an expert, and between SMALLEST_TILE and LARGEST_TILE.
+    """
     mean = max(choices // experts, 1)
     return min(max(2 ** (mean.bit_length() - 1), SMALLEST_TILE), LARGEST_TILE)
 
 
 def tiled_shape(rows: int, experts: int, tile: int) -> Shape:
-    """Room for `rows` rows of `experts` experts whose last tiles are padded."""
+    """Returns the shape of the tile layout: `rows` rows of `experts` experts, with room for padding each expert's last
+    tile."""
     return Shape(experts, (-(-rows // tile) + experts) * tile, tile)
 
 
 def slotted_shape(choices: int, experts: int, factor: float) -> Shape:
-    """Room for `factor` times the mean of `choices` rows over `experts`, for each of them, a multiple of 8."""
+    """Returns the shape of the slot layout. Each expert gets `factor` times the mean rows, rounded up to a multiple of
+    8 slots.
+
+    `choices`: number of pairs of token and expert on the device.
+    """
     slots = max(-(-int(choices * factor / experts) // 8) * 8, 8)
     return Shape(experts, experts * slots, slots, slots)
 
@@ -57,10 +71,13 @@ def slotted_shape(choices: int, experts: int, factor: float) -> Shape:
 @partial(jax.tree_util.register_dataclass, data_fields=["expert", "first", "count"], meta_fields=["filled"])
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The expert of each tile of rows on a device, int32.
+    """The assignment of row tiles to the experts of a device, int32.
 
-    expert: of each tile, numbered from 0 on the device. first, count: of each expert its first tile and its number of
-    tiles. Tiles after the last expert's are empty. filled: of `Shape`.
+    Fields:
+      expert: for each tile the index of its expert, from 0 on this device.
+      first: for each expert the index of its first tile.
+      count: for each expert its number of tiles. Tiles after the last expert's tiles are empty.
+      filled: see `Shape`.
     """
 
     expert: jax.Array
@@ -72,10 +89,13 @@ class Tiles:
 @partial(jax.tree_util.register_dataclass, data_fields=["place_TK", "source_X", "tiles", "dropped"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The places of rows on a device, int32.
+    """The row positions on a device, int32.
 
-    place_TK: the row of each of a token's choices, X for a choice without a row here. source_X: the choice t * K + k of
-    each row, T * K for padding. dropped [1]: choices of experts of this device that found no room.
+    Fields:
+      place_TK: the row index of each choice of a token, X for a choice that has no row on this device.
+      source_X: the choice t * K + k of each row, T * K for padding rows.
+      tiles: the tiles of the rows.
+      dropped: [1], the number of choices of this device's experts that found no room.
     """
 
     place_TK: jax.Array
@@ -85,10 +105,11 @@ class Plan:
 
 
 def rank_in_expert(expert_N: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (for each of N choices its number among the choices of its expert, choices of each expert), int32.
+    """Counts the choices (pairs of token and expert) of each expert.
 
-    expert_N: experts from 0; `experts` for a choice of another device. Uses a stable sort: a running count would be an
-    array [N, E].
+    Returns, both int32, the position of each of N choices among the choices of the same expert, and the number of
+    choices of each expert. `expert_N`: expert indices from 0, `experts` for a choice of another device's expert. Uses
+    a stable sort, because a running count would need an array [N, E].
     """
     order_N = jnp.argsort(expert_N, stable=True)
     counts_E = jnp.bincount(expert_N, length=experts + 1)[:experts].astype(jnp.int32)
@@ -98,7 +119,8 @@ def rank_in_expert(expert_N: jax.Array, experts: int) -> tuple[jax.Array, jax.Ar
 
 
 def first_rows(counts_E: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
-    """(first row of each expert, tiles of each expert) for experts with so many rows, int32."""
+    """Returns the first row and the number of tiles of each expert, int32. `counts_E`: number of rows of each
+    expert."""
     if shape.slots:
         return jnp.arange(shape.experts, dtype=jnp.int32) * shape.slots, jnp.ones(shape.experts, jnp.int32)
     tiles_E = -(-counts_E // shape.tile)
@@ -106,8 +128,9 @@ def first_rows(counts_E: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]
 
 
 def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
-    """Returns the plan of choices [T, K] of experts numbered from 0 on this device, `shape.experts` for other
-    experts.
+    """Returns the row positions of the experts `expert_TK` that each token chose, [T, K].
+
+    Experts are numbered from 0 on this device. `shape.experts` marks experts of other devices.
     """
     expert_N = expert_TK.reshape(-1)
     rank_N, counts_E = rank_in_expert(expert_N, shape.experts)
@@ -126,43 +149,46 @@ def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
 
 
 def sources(place_N: jax.Array, rows: int) -> jax.Array:
-    """The choice in each of `rows` rows, int32 [X], from the row of each of N choices; N for rows that have none."""
+    """Inverts row positions: returns which of N choices is in each of `rows` rows, int32 [X], and N for an empty row.
+
+    `place_N`: the row of each choice.
+    """
     return (
         jnp.full(rows, place_N.size, jnp.int32).at[place_N].set(jnp.arange(place_N.size, dtype=jnp.int32), mode="drop")
     )
 
 
 def make_tiles(first_E: jax.Array, tiles_E: jax.Array, shape: Shape) -> Tiles:
-    """Returns the tiles of experts, given the results of `first_rows`."""
+    """Returns the tiles of the experts from the results of `first_rows`."""
     first = first_E // shape.tile
     expert = jnp.searchsorted(first + tiles_E, jnp.arange(shape.tiles), side="right").astype(jnp.int32)
-    # Rows beyond the buffer have no tiles there.
+    # An expert whose rows exceed the buffer gets no tiles for the excess rows.
     return Tiles(jnp.minimum(expert, shape.experts - 1), first, jnp.clip(shape.tiles - first, 0, tiles_E), shape.filled)
 
 
 def rows_of_tokens(x_TD: jax.Array, plan: Plan) -> jax.Array:
-    """The token of each row, [X, D]; zeros for padding."""
+    """Returns the token vector of each row, [X, D]; zeros for padding rows."""
     return jnp.take(x_TD, plan.source_X // plan.place_TK.shape[1], axis=0, mode="fill", fill_value=0)
 
 
 def tokens_of_rows(y_XD: jax.Array, plan: Plan) -> jax.Array:
-    """For each token the sum of its rows, [T, D] in the dtype of `y`, added in float32."""
+    """Returns the sum of each token's rows, [T, D] in the dtype of `y_XD`, added in float32."""
 
     def rows_of(place_T: jax.Array) -> jax.Array:
         return jnp.take(y_XD, place_T, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
 
     first_T, *others = plan.place_TK.T
     total_TD = rows_of(first_T)
-    for place_T in others:  # one choice after the other: no [T, K, D]
+    for place_T in others:  # one choice after the other, to avoid an array [T, K, D]
         total_TD = total_TD + rows_of(place_T)
     return total_TD.astype(y_XD.dtype)
 
 
 def rows_of_choices(w_TK: jax.Array, plan: Plan) -> jax.Array:
-    """The number of the choice of each row, [X]; zeros for padding."""
+    """Moves one number per choice [T, K] to the choice's row: returns [X], zeros for padding rows."""
     return jnp.take(w_TK.reshape(-1), plan.source_X, mode="fill", fill_value=0)
 
 
 def choices_of_rows(w_X: jax.Array, plan: Plan) -> jax.Array:
-    """The number of the row of each choice, [T, K]; zeros for choices without a row."""
+    """Moves one number per row [X] to the row's choice: returns [T, K], zeros for choices without a row."""
     return jnp.take(w_X, plan.place_TK, mode="fill", fill_value=0)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and their weights: scores as rows of a table, in float32 whatever the precision."""
+"""The choice of experts for each token and their weights. Scores are float32 in every precision preset."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from bytescope.model.model_config import ModelConfig
 
-# Keeps a sum of sigmoids from being zero, as DeepSeek-V3's released code has it.
+# Avoids division by a zero sum of sigmoids, as in DeepSeek-V3's released code.
 SMALL = 1e-20
 
 # Scores of experts from logits [B, L, E], each between 0 and 1. softmax: Switch (arXiv 2101.03961), Mixtral, Qwen3;
@@ -22,10 +22,12 @@ ROUTERS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The K experts of each token.
+    """The K chosen experts of each token.
 
-    expert_BLK: int32 numbers of the experts, E for padding. weight_BLK: float32 factors of the experts' outputs.
-    share_BLE: float32 scores that sum to 1 over the experts.
+    Fields:
+      expert_BLK: int32 expert indices, E for padding tokens.
+      weight_BLK: float32 factors of the experts' outputs.
+      share_BLE: float32 scores, normalized to sum to 1 over the experts.
     """
 
     expert_BLK: jax.Array
@@ -34,10 +36,10 @@ class Choice:
 
 
 def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig) -> Choice:
-    """Returns the experts of each token, from float32 logits.
+    """Chooses the experts of each token from float32 logits.
 
-    A bias decides which experts are chosen, not their weights. With `router_renormalize` the weights of a token's
-    experts sum to `router_scale`; without, they are the scores, which are relative to all experts.
+    `bias_E` influences which experts are chosen but not their weights. With `router_renormalize` the weights of a
+    token's chosen experts sum to `router_scale`. Otherwise the weights are the scores times `router_scale`.
     """
     scores_BLE = ROUTERS[config.router](logits_BLE)
     picked_by_BLE = jax.lax.stop_gradient(scores_BLE if bias_E is None else scores_BLE + bias_E[None, None])
@@ -52,13 +54,15 @@ def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig)
 
 
 def _open_groups(scores_BLE: jax.Array, config: ModelConfig) -> jax.Array:
-    """Scores, -inf for experts outside of the token's best groups, those with the largest sums of their two best
-    experts (DeepSeek-V3's node-limited routing)."""
+    """Returns the scores with -inf for experts outside the token's best groups (DeepSeek-V3's node-limited routing).
+
+    A group's score is the sum of its two best experts' scores.
+    """
     groups, chosen = config.router_groups, config.router_top_groups
     if chosen == groups:
         return scores_BLE
     grouped = scores_BLE.reshape(*scores_BLE.shape[:-1], groups, -1)
-    # Not by top_k: sharded, XLA's GPU compiler gathers its results for the tokens of all devices.
+    # Not computed with top_k: XLA's GPU compiler gathers the result of a sharded top_k for the tokens of all devices.
     best = grouped.max(-1)
     if grouped.shape[-1] > 1:
         is_best = jax.nn.one_hot(grouped.argmax(-1), grouped.shape[-1], dtype=bool)

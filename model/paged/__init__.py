@@ -1,2 +1,2 @@
-"""Generation over pages: keys and values of many sequences in one pool. In: a transformer, tokens, where their
-sequences lie. Out: the hidden state of those tokens, and the pool. Start at `paged_step.py`."""
+"""Generation over pages: runs tokens of many sequences through a transformer whose keys and values are in a
+page pool."""

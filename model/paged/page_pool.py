@@ -1,7 +1,7 @@
-"""A pool of pages: keys and values of many sequences, found by a table of pages for each.
+"""A pool of pages with the keys and values of many sequences, which a page table per sequence indexes.
 
-After PagedAttention (Kwon et al. 2023, arXiv 2309.06180): a sequence owns no range of memory, only pages of PAGE
-positions, so that what nobody uses is at most one page a sequence. Suffixes: N pages of the pool, P pages of a
+Based on PagedAttention (Kwon et al. 2023, arXiv 2309.06180): a sequence has no contiguous range of memory, only pages
+of PAGE positions, so at most one page per sequence is partly unused. Suffixes: N pages of the pool, P pages of a
 sequence, G heads of keys, S positions of a sequence.
 """
 
@@ -13,28 +13,28 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# Positions of a page.
+# Positions per page.
 PAGE = 16
-# The page that is nobody's: what padding makes is written there.
+# The scratch page: keys and values of padding tokens are written there.
 NOBODY = 0
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["positions_BT", "table_BP"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Which tokens a step computes, and in which pages their sequences lie.
+    """The tokens that a step computes and the pages of their sequences.
 
     Fields:
-      positions_BT: int32, the place of each token in its sequence; -1 for padding.
-      table_BP: int32, the page of each PAGE positions of a sequence; NOBODY where it has none.
+      positions_BT: int32, the position of each token in its sequence, -1 for padding.
+      table_BP: int32, the page index of every PAGE positions of a sequence, NOBODY if there is no page.
     """
 
-    positions_BT: Any  # jax.Array in a step, np.ndarray on its way there, ShapeDtypeStruct where a step is described
+    positions_BT: Any  # jax.Array in a step, np.ndarray before it, ShapeDtypeStruct if a step is only compiled
     table_BP: Any
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array]:
-        """(page, offset in it) of each token, int32 [B, T]."""
+        """(page, offset in the page) of each token, int32 [B, T] each."""
         positions_BT = jnp.maximum(self.positions_BT, 0)
         pages_BT = jnp.take_along_axis(self.table_BP, positions_BT // PAGE, axis=1)
         return jnp.where(self.positions_BT < 0, NOBODY, pages_BT), positions_BT % PAGE
@@ -50,9 +50,10 @@ class PagePool:
     """The pages of one layer.
 
     Fields:
-      keys: [N, PAGE, G, K]. values: [N, PAGE, G, V]; None where they are the first V numbers of the keys (latents).
-      key_scales, value_scales: float32 [N, PAGE, G] where these are stored in 8 bits, else None.
-      compute: the dtype in which they are read.
+      keys: [N, PAGE, G, K].
+      values: [N, PAGE, G, V]; None if the values are the first V elements of the keys (latent attention).
+      key_scales, value_scales: float32 [N, PAGE, G] if keys and values are stored in 8 bits, else None.
+      compute: the dtype in which keys and values are returned.
     """
 
     keys: jax.Array
@@ -65,7 +66,8 @@ class PagePool:
     def zeros(
         cls, pages: int, groups: int, key_width: int, value_width: int, stored: DTypeLike, compute: DTypeLike
     ) -> "PagePool":
-        """A pool without contents. value_width: 0 for latents."""
+        """Returns an empty pool. Widths are elements per head; `value_width` is 0 for latent attention. `stored`:
+        dtype of the pages."""
         narrow = jnp.dtype(stored).itemsize == 1
 
         def array(width: int) -> jax.Array:
@@ -78,7 +80,7 @@ class PagePool:
         return cls(array(key_width), values, scales(key_width), scales(value_width), compute)
 
     def write(self, k_BTGK: jax.Array, v_BTGV: jax.Array | None, view: View) -> "PagePool":
-        """The pool with the keys and values of the tokens of a step."""
+        """Returns the pool with the keys and values of a step's tokens written."""
         at = view.places
         keys, key_scales = _put(self.keys, self.key_scales, k_BTGK, at)
         if v_BTGV is None or self.values is None:
@@ -87,7 +89,7 @@ class PagePool:
         return PagePool(keys, values, key_scales, value_scales, self.compute)
 
     def read(self, pages_BP: jax.Array, value_width: int) -> tuple[jax.Array, jax.Array]:
-        """Keys [B, S, G, K] and values [B, S, G, V] of pages, in the compute dtype."""
+        """Returns the keys [B, S, G, K] and values [B, S, G, V] of pages, in the compute dtype."""
         k_BSGK = _get(self.keys, self.key_scales, pages_BP, self.compute)
         if self.values is None:
             return k_BSGK, k_BSGK[..., :value_width]
@@ -97,23 +99,24 @@ class PagePool:
 def _put(
     pool: jax.Array, scales: jax.Array | None, new_BTGK: jax.Array, at: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The pool and scales with what is new at (page, offset); narrow numbers have a scale for each head of a token."""
+    """Writes `new_BTGK` at (page, offset) and returns the pool and scales. 8-bit pools have one scale per head of a
+    token."""
     if scales is None:
         return pool.at[at].set(new_BTGK.astype(pool.dtype)), None
     integers = jnp.issubdtype(pool.dtype, jnp.integer)
-    most = float(jnp.iinfo(pool.dtype).max if integers else jnp.finfo(pool.dtype).max)
-    wide_BTGK = new_BTGK.astype(jnp.float32)
-    scale_BTG = jnp.maximum(jnp.abs(wide_BTGK).max(-1), 1e-30) / most
-    narrow_BTGK = wide_BTGK / scale_BTG[..., None]
+    max_stored = float(jnp.iinfo(pool.dtype).max if integers else jnp.finfo(pool.dtype).max)
+    float32_BTGK = new_BTGK.astype(jnp.float32)
+    scale_BTG = jnp.maximum(jnp.abs(float32_BTGK).max(-1), 1e-30) / max_stored
+    narrow_BTGK = float32_BTGK / scale_BTG[..., None]
     if integers:
         narrow_BTGK = jnp.round(narrow_BTGK)
     return pool.at[at].set(narrow_BTGK.astype(pool.dtype)), scales.at[at].set(scale_BTG)
 
 
 def _get(pool: jax.Array, scales: jax.Array | None, pages_BP: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The pages of each sequence one behind the other, [B, S, G, K]."""
+    """Returns the pages of each sequence concatenated, [B, S, G, K]."""
     B, P = pages_BP.shape
-    found = pool[pages_BP].reshape(B, P * PAGE, *pool.shape[2:])
+    pages = pool[pages_BP].reshape(B, P * PAGE, *pool.shape[2:])
     if scales is None:
-        return found.astype(dtype)
-    return (found.astype(jnp.float32) * scales[pages_BP].reshape(B, P * PAGE, -1, 1)).astype(dtype)
+        return pages.astype(dtype)
+    return (pages.astype(jnp.float32) * scales[pages_BP].reshape(B, P * PAGE, -1, 1)).astype(dtype)

@@ -1,11 +1,12 @@
 """Attention over a pool of pages.
 
-A step computes T tokens of each of B sequences: their keys and values are written into the pool first, then each token
-attends to all positions up to its own. Rows of KERNELS, behind one signature:
+A step computes T tokens of each of B sequences. Their keys and values are written into the pool first, then each token
+attends to all positions up to its own. The kernels are rows of KERNELS with one signature:
 
     run(q_BTHK, pool, view, *, scoring, width, value_width) -> context_BTHV
 
-`width`: of a head as its scores are scaled. Suffixes as in page_pool.py, and R queries that share a head of keys.
+`width` is the head width that scales the scores, `value_width` is V. Suffixes are those of page_pool.py, and R is the
+number of queries that share a head of keys.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,16 +19,17 @@ from jax.experimental.pallas import triton as pallas_triton
 from bytescope.model.attention.chunked import Scoring
 from bytescope.model.paged.page_pool import NOBODY, PAGE, PagePool, View
 
-# Pages that `blocks` reads at once.
+# Number of pages that `blocks` reads at once.
 BLOCK = 8
-# Pages that a program of the Triton kernel reads in one turn, and the min rows of a product in Triton.
+# Pages that the Triton kernel reads in one loop step, and the minimum number of rows of a matrix product in Triton.
 PAGES, ROWS = 4, 16
 
 
 def gather(
     q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, value_width: int
 ) -> jax.Array:
-    """All pages of all sequences at once: they are read into one array, as long as the longest."""
+    """Computes attention by reading all pages of all sequences into one array with the length of the longest
+    sequence."""
     k_BSGK, v_BSGV = pool.read(view.table_BP, value_width)
     scores_BGRTS = _scores(q_BTHK, k_BSGK, scoring, width)
     scores_BGRTS = _masked(scores_BGRTS, jnp.arange(k_BSGK.shape[1]), view)
@@ -38,8 +40,10 @@ def gather(
 def blocks(
     q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, value_width: int
 ) -> jax.Array:
-    """BLOCK pages at a time with a running softmax (Dao et al. 2022, arXiv 2205.14135), in as many turns as the longest
-    sequence of the step needs."""
+    """Computes attention over BLOCK pages at a time with a running softmax (Dao et al. 2022, arXiv 2205.14135).
+
+    The number of loop steps follows the longest sequence of the step.
+    """
     B, T, H, _ = q_BTHK.shape
     G, P = pool.keys.shape[2], view.table_BP.shape[1]
     count = min(BLOCK, P)
@@ -64,8 +68,8 @@ def blocks(
         )
 
     rows = (B, G, H // G, T)
-    least = jnp.finfo(jnp.float32).min
-    start = jnp.zeros((*rows, value_width), jnp.float32), jnp.full(rows, least), jnp.zeros(rows, jnp.float32)
+    lowest = jnp.finfo(jnp.float32).min
+    start = jnp.zeros((*rows, value_width), jnp.float32), jnp.full(rows, lowest), jnp.zeros(rows, jnp.float32)
     turns = view.positions_BT.max() // (count * PAGE) + 1
     sums_BGRTV, _, total_BGRT = jax.lax.fori_loop(0, turns, turn, start)
     context_BGRTV = sums_BGRTV / jnp.maximum(total_BGRT, 1e-30)[..., None]
@@ -73,7 +77,7 @@ def blocks(
 
 
 def _scores(q_BTHK: jax.Array, k_BSGK: jax.Array, scoring: Scoring, width: int) -> jax.Array:
-    """float32 [B, G, R, T, S]."""
+    """Returns the attention scores, float32 [B, G, R, T, S]."""
     B, T, H, K = q_BTHK.shape
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K).astype(k_BSGK.dtype)
@@ -82,13 +86,13 @@ def _scores(q_BTHK: jax.Array, k_BSGK: jax.Array, scoring: Scoring, width: int) 
 
 
 def _masked(scores_BGRTS: jax.Array, positions_S: jax.Array, view: View) -> jax.Array:
-    """Scores of the positions up to each token's own."""
+    """Masks the scores of positions after each token's own."""
     allowed_BTS = positions_S[None, None] <= view.positions_BT[..., None]
     return jnp.where(allowed_BTS[:, None, None], scores_BGRTS, jnp.finfo(jnp.float32).min)
 
 
 def _joined(context_BTGRV: jax.Array, q_BTHK: jax.Array) -> jax.Array:
-    """The context of all heads, [B, T, H, V], in the queries' dtype."""
+    """Returns the context of all heads, [B, T, H, V], in the queries' dtype."""
     B, T, H, _ = q_BTHK.shape
     return context_BTGRV.reshape(B, T, H, -1).astype(q_BTHK.dtype)
 
@@ -103,16 +107,16 @@ def triton(
     value_width: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """One kernel for GPUs, where it takes the arrays (`takes`); else `blocks`, as for prompts."""
+    """Computes attention with one GPU kernel if `takes` accepts the arrays; else with `blocks`, for example for
+    prompts."""
     if not takes(q_BTHK, pool):
         return blocks(q_BTHK, pool, view, scoring=scoring, width=width, value_width=value_width)
     return attend(q_BTHK, pool, view, scoring=scoring, width=width, interpret=interpret)
 
 
 def takes(q_BTHK: jax.Array, pool: PagePool) -> bool:
-    """Whether the Triton kernel takes these arrays: one token of each sequence, separate keys and values in the
-    compute dtype, and heads whose width is a power of two.
-    """
+    """Returns True if the Triton kernel accepts these arrays: one token of each sequence, separate keys and values in
+    the compute dtype, and a head width that is a power of two."""
     width = pool.keys.shape[-1]
     return (
         q_BTHK.shape[1] == 1
@@ -127,12 +131,11 @@ def takes(q_BTHK: jax.Array, pool: PagePool) -> bool:
 def attend(
     q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, interpret: bool = False
 ) -> jax.Array:
-    """Returns the context [B, 1, H, K] of one token of each sequence by one Pallas kernel; rows of padding are 0.
+    """Returns the context [B, 1, H, K] of one token of each sequence, computed by one Pallas kernel. Padding rows are
+    0.
 
-    A program for each sequence and head of keys walks the pages of that sequence and no more, so that nothing is
-    gathered (Kwon et al. 2023, arXiv 2309.06180, section 5.1).
-
-    interpret: run it step by step, on any device.
+    One program per sequence and head of keys reads only the pages of that sequence, so that nothing is gathered (Kwon
+    et al. 2023, arXiv 2309.06180, section 5.1). `interpret`: True to run the kernel as plain jax on any backend.
     """
     B, _, H, K = q_BTHK.shape
     G, R = pool.keys.shape[2], H // pool.keys.shape[2]
@@ -161,8 +164,8 @@ def attend(
             )
             return sums_RK * kept_R[:, None] + added_RK, above_R, total_R * kept_R + probs_RS.sum(-1)
 
-        least = jnp.full((high,), jnp.finfo(jnp.float32).min, jnp.float32)
-        start = jnp.zeros((high, K), jnp.float32), least, jnp.zeros((high,), jnp.float32)
+        lowest = jnp.full((high,), jnp.finfo(jnp.float32).min, jnp.float32)
+        start = jnp.zeros((high, K), jnp.float32), lowest, jnp.zeros((high,), jnp.float32)
         turns = (length + PAGES * PAGE - 1) // (PAGES * PAGE)
         sums_RK, _, total_R = jax.lax.fori_loop(0, turns, turn, start)
         out_ref[b, g] = (sums_RK / jnp.maximum(total_R, 1e-30)[:, None]).astype(out_ref.dtype)
@@ -180,8 +183,8 @@ def attend(
     run = pl.pallas_call(
         kernel, out_shape=jax.ShapeDtypeStruct(q_BGRK.shape, q_BTHK.dtype), grid=(B, G), name="paged_attention", **how
     )
-    found_BGRK = run(q_BGRK, pool.keys, pool.values, table_BP, view.positions_BT[:, 0] + 1)
-    return found_BGRK[:, :, :R].reshape(B, 1, H, K)
+    context_BGRK = run(q_BGRK, pool.keys, pool.values, table_BP, view.positions_BT[:, 0] + 1)
+    return context_BGRK[:, :, :R].reshape(B, 1, H, K)
 
 
 KERNELS: Mapping[str, Callable[..., jax.Array]] = {"gather": gather, "blocks": blocks, "triton": triton}

@@ -1,4 +1,5 @@
-"""A step of generation: a few tokens of each of some sequences through the model, over a pool of pages a layer."""
+"""One step of generation: runs a few tokens of several sequences through the model, with one pool of pages per
+layer."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +19,8 @@ from bytescope.model.transformer import Transformer
 
 
 def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTypeLike) -> list[PagePool]:
-    """An empty pool for each layer; of latent attention the latent and the rotated part of the key, of one head."""
+    """Returns an empty pool for each layer. With latent attention a pool stores the latent and the rotated part of the
+    key as one head."""
     if config.attention_kind == "mla":
         shape = 1, config.mla_kv_rank + config.mla_d_rope, 0
     else:
@@ -29,21 +31,22 @@ def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTyp
 def step(
     model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[PagePool], kernel: str
 ) -> tuple[jax.Array, list[PagePool]]:
-    """(normed output of the last block [B, T, D], the pools with the keys and values of these tokens).
+    """Returns the normed output of the last block [B, T, D] and the pools with the keys and values of these tokens
+    added.
 
-    Layers are unrolled: a loop over stacked ones would copy the pages of a layer out of the stack and back.
-    `tokens_BT`: int32; `kernel`: a row of `KERNELS`.
+    Layers are unrolled, because a loop over stacked layers would copy the pages of a layer out of the stack and back.
+    `tokens_BT`: int32. `kernel`: a row of `KERNELS`.
     """
     config, run = model.config, KERNELS[kernel]
     packed = Packed(jnp.ones_like(tokens_BT), jnp.maximum(view.positions_BT, 0))
-    x_BTD, found = model.begin(tokens_BT, None, packed), []
+    x_BTD, written_pools = model.begin(tokens_BT, None, packed), []
     for block, pool in zip(_blocks(model), pools, strict=True):
 
         def core(q_BTHK, k_BTGK, v_BTGV, pool=pool):
-            found.append(pool.write(k_BTGK, v_BTGV, view))
+            written_pools.append(pool.write(k_BTGK, v_BTGV, view))
             return run(
                 q_BTHK,
-                found[-1],
+                written_pools[-1],
                 view,
                 scoring=scoring_of(config),
                 width=config.score_width,
@@ -51,15 +54,15 @@ def step(
             )
 
         x_BTD = block.cached(x_BTD, packed, core)
-    return model.finish(x_BTD), found
+    return model.finish(x_BTD), written_pools
 
 
 def _blocks(model: Transformer) -> Iterator[Block]:
-    """Yields the blocks in the order of the layers; stacked blocks are read out of their stack."""
+    """Yields the blocks in layer order. Stacked blocks are sliced out of their stack."""
     config = model.config
     if not config.scan:
         for layer, block in enumerate(model.blocks):
-            yield block.set(layer, again=False)
+            yield block.set(layer, regather=False)
         return
     names = {stack_of(config, layer) for layer in range(config.n_layers)}
     stacks = {name: nnx.split(getattr(model, name)) for name in names}
@@ -68,4 +71,4 @@ def _blocks(model: Transformer) -> Iterator[Block]:
         graph, state = stacks[name]
         row = layers_of(config, name).index(layer)
         own = jax.tree.map(lambda leaf, row=row: leaf[row], state)
-        yield nnx.merge(graph, own).set(layer, again=False)
+        yield nnx.merge(graph, own).set(layer, regather=False)

@@ -1,8 +1,9 @@
 """4-bit NormalFloat (Dettmers et al. 2023, arXiv 2305.14314, section 3 and appendix E), as bitsandbytes stores it.
 
-A weight is a matrix [inputs, outputs]. Blocks are 64 numbers along the inputs of one output; each has one scale, its
-largest magnitude, and a number is the nearest of 16 levels times that scale. Two neighbours along the inputs share a
-byte, the first in the high bits: transposed, the bytes are those of bitsandbytes for the weight [outputs, inputs].
+A weight is a matrix [inputs, outputs]. A block is 64 elements along the inputs of one output. Each block has one
+scale, its largest magnitude, and an element is stored as the nearest of 16 levels times that scale. Two neighbors
+along the inputs share a byte, the first in the high bits. The transposed bytes equal the bytes of bitsandbytes for the
+weight [outputs, inputs].
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 BLOCK = 64
 
-# Appendix E: quantiles of a normal distribution, eight of each sign with one zero, scaled to [-1, 1].
+# Appendix E: quantiles of a normal distribution, eight for each sign with a common zero, scaled to [-1, 1].
 LEVELS = np.array(
     [
         -1.0,
@@ -35,21 +36,22 @@ LEVELS = np.array(
     ],
     np.float32,
 )
-# A number between two of them has the upper level; one that equals a bound has the lower level.
+# The bounds between levels. A number above a bound gets the upper level, a number equal to it the lower level.
 BOUNDS = (LEVELS[1:] + LEVELS[:-1]) / 2
-SMALLEST = np.float32(1e-38)  # a block of zeros is divided by this
+SMALLEST = np.float32(1e-38)  # lower bound of a block's divisor, for blocks of zeros
 
 
 def encode(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes uint8 [outputs, inputs / 2] and scales float32 [outputs, inputs / 64] of weights of any float dtype.
+    """Quantizes weights [outputs, inputs] of any float dtype on the host.
 
-    Outputs may come a few at a time.
+    Returns codes uint8 [outputs, inputs / 2] and scales float32 [outputs, inputs / 64]. Outputs are independent, so a
+    weight can be quantized in pieces.
     """
     outputs, inputs = w_OI.shape
     x = w_OI.astype(np.float32, order="C").reshape(outputs, inputs // BLOCK, BLOCK)
     scale = np.maximum(x.max(-1), -x.min(-1))
     x *= (np.float32(1) / np.maximum(scale, SMALLEST))[..., None]
-    # Comparisons in order are five times as fast as a search of each number.
+    # Comparisons with each bound are five times as fast as a binary search per number.
     level, above = np.zeros(x.shape, np.uint8), np.empty(x.shape, bool)
     for bound in BOUNDS:
         level += np.greater(x, bound, out=above).view(np.uint8)
@@ -58,7 +60,8 @@ def encode(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encode_on_device(w_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes weights [inputs, outputs] on a device: codes [inputs / 2, outputs], scales [inputs / 64, outputs]."""
+    """Quantizes weights [inputs, outputs] on a device. Returns codes [inputs / 2, outputs] and scales [inputs / 64,
+    outputs]."""
     inputs, outputs = w_IO.shape
     x = w_IO.astype(jnp.float32).reshape(inputs // BLOCK, BLOCK, outputs)
     scale = jnp.abs(x).max(1)
@@ -69,20 +72,23 @@ def encode_on_device(w_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """The float32 weights [inputs, ...] of codes [inputs / 2, ...] and scales [inputs / 64, ...]; dots: the outputs, of
-    any number of dimensions."""
+    """Returns the float32 weights [inputs, ...] of codes [inputs / 2, ...] and scales [inputs / 64, ...].
+
+    `...` are the output dimensions.
+    """
     outputs = codes.shape[1:]
-    # Shifted by 4 and by 0: a concatenation of both halves would be a kernel of its own.
+    # Shifts by 4 and by 0, because a concatenation of both halves would be a separate kernel.
     shift = jnp.array([4, 0], jnp.uint8).reshape(1, 2, *[1] * len(outputs))
     levels = look_up(LEVELS, (codes[:, None] >> shift) & 15).reshape(-1, BLOCK, *outputs)
     return (levels * scale[:, None]).reshape(-1, *outputs)
 
 
 def look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
-    """`table[index]`, where every index is within the table.
+    """Returns `table[index]`. Every index must be within the table.
 
-    One gather, which the compiler fuses with what surrounds it. A chain of selects would be fused too, but its
-    constants, broadcast to the size of the weight, are moved out of the loop over layers: 16 such arrays.
+    This is one gather, which the compiler fuses with the surrounding operations. A chain of selects would be fused
+    too, but the compiler would move its constants, broadcast to the size of the weight, out of the loop over layers:
+    16 such arrays.
     """
     dims = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,))
     return jax.lax.gather(
@@ -96,25 +102,27 @@ def look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
 
 # ---- double quantization (section 3): scales in 8 bits ---------------------------------------------------------------
 #
-# The scales of a weight, less their mean, are in blocks of 256, each with one float32: 8 / 64 + 32 / (64 x 256) bits
-# for each weight instead of 32 / 64. The 8-bit levels are the paper's dynamic ones (Dettmers et al. 2022, arXiv
-# 2110.02861, section 1.3), those of bitsandbytes. Blocks go through the scales output by output, as in bitsandbytes:
-# one may begin within one output and end within the next, so each device has the float32 of all blocks.
+# The scales of a weight, minus their mean, are in blocks of 256, each with one float32: 8 / 64 + 32 / (64 x 256) bits
+# per weight instead of 32 / 64. The 8-bit levels are the dynamic levels of Dettmers et al. 2022 (arXiv 2110.02861,
+# section 1.3), as in bitsandbytes. Blocks run through the scales output by output, as in bitsandbytes: a block may
+# begin within one output and end within the next, so each device has the float32 scales of all blocks.
 #
-# Every code is that of the nearest level, as in bitsandbytes' implementation in PyTorch. Its library for CPUs searches
-# otherwise and takes the second nearest for about two scales of a thousand.
+# Every code is the code of the nearest level, as in bitsandbytes' PyTorch implementation. Its CPU library searches
+# differently and takes the second nearest level for about two scales in a thousand.
 
 SCALE_BLOCK = 256
 
 
 def _dynamic_levels() -> np.ndarray:
-    """Returns the 256 numbers of the signed dynamic data type, float32 in order: 0, 1, and in each decade from 1e-7
-    to 1 twice as many as in the decade below, in the middles of equal intervals.
+    """Returns the 256 levels of the signed dynamic data type, float32 in ascending order.
+
+    The levels are 0, 1 and numbers of both signs in each decade from 1e-7 to 1. Each decade has twice as many levels
+    as the decade below, at the centers of equal intervals.
     """
     positive: list[float] = []
     for decade in range(7):
         count, at = 2**decade, np.arange(2**decade + 1)
-        # Rounded where PyTorch's `linspace` rounds, to equal bitsandbytes' numbers.
+        # Rounded like PyTorch's `linspace`, to match the levels of bitsandbytes.
         step, first = np.float64(np.float32(0.9) / np.float32(count)), np.float64(np.float32(0.1))
         ends = np.where(at < (count + 1) // 2, first + step * at, 1 - step * (count - at)).astype(np.float32)
         positive += list(np.float32(10.0 ** (decade - 6)) * ((ends[1:] + ends[:-1]) / 2))
@@ -126,12 +134,13 @@ SCALE_BOUNDS = (SCALE_LEVELS[1:] + SCALE_LEVELS[:-1]) / 2
 
 
 def scale_blocks(scales: int) -> int:
-    """Returns the number of blocks of so many scales; a last short block counts."""
+    """Returns the number of blocks of `scales` scales. A short last block counts."""
     return -(-scales // SCALE_BLOCK)
 
 
 def _mean(x: Any, numbers: Any) -> Any:
-    """The mean of an array of `numbers`, NumPy or jax.numpy, summed in pairs: the same on every mesh and device."""
+    """Returns the mean of an array of `numbers` (NumPy or jax.numpy). Pairwise sums make it equal on every mesh and
+    device."""
     count = x.size
     x = numbers.pad(x.reshape(-1), (0, (1 << (count - 1).bit_length()) - count))
     while x.size > 1:
@@ -140,7 +149,8 @@ def _mean(x: Any, numbers: Any) -> Any:
 
 
 def encode_scales(scale_OB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes uint8 [outputs, blocks], float32 [blocks of 256] and the mean, float32 [], of scales [outputs, blocks]."""
+    """Quantizes scales [outputs, blocks]. Returns codes uint8 [outputs, blocks], float32 scales [blocks of 256] and
+    the mean, float32 []."""
     mean = _mean(scale_OB, np)
     x = (scale_OB - mean).reshape(-1)
     x = np.pad(x, (0, -x.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
@@ -151,7 +161,8 @@ def encode_scales(scale_OB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def encode_scales_on_device(scale_BO: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes scales [blocks, outputs] on a device: codes [blocks, outputs], float32 [blocks of 256], mean."""
+    """Quantizes scales [blocks, outputs] on a device. Returns codes [blocks, outputs], float32 scales [blocks of 256]
+    and the mean."""
     blocks, outputs = scale_BO.shape
     scale = scale_BO.T.reshape(-1)
     mean = _mean(scale, jnp)
@@ -163,7 +174,7 @@ def encode_scales_on_device(scale_BO: jax.Array) -> tuple[jax.Array, jax.Array, 
 
 
 def decode_scales(codes: jax.Array, largest: jax.Array, mean: jax.Array) -> jax.Array:
-    """The float32 scales [blocks, ...] of codes [blocks, ...]; dots: the outputs, of any number of dimensions."""
+    """Returns the float32 scales [blocks, ...] of codes [blocks, ...]. `...` are the output dimensions."""
     blocks, *outputs = codes.shape
     each = jnp.broadcast_to(largest[:, None], (largest.size, SCALE_BLOCK)).reshape(-1)[: codes.size]
     return look_up(SCALE_LEVELS, codes) * jnp.moveaxis(each.reshape(*outputs, blocks), -1, 0) + mean

@@ -1,6 +1,6 @@
-"""Formats of frozen weights of the blocks: the arrays that a weight is stored as.
+"""Storage formats of the blocks' frozen weights: the arrays that a weight is stored as.
 
-BASES has a row for each `lora.base`. FORMATS has these and the formats of folders that are quantized already.
+BASES has one row for each value of `lora.base`. FORMATS also has the formats of folders that are already quantized.
 """
 
 import dataclasses
@@ -18,12 +18,18 @@ from jax.typing import DTypeLike
 from bytescope.model.placement import Axes, Placement
 from bytescope.model.quantized import groups, nf4
 
-CHUNK = 2**18  # numbers that one thread of the host quantizes at once: they stay in its caches
+CHUNK = 2**18  # elements that one host thread quantizes at once, so that they fit its caches
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A weight of a product: its shape and logical axes, and how many of its first dimensions are contracted."""
+    """The shape of a weight that is multiplied by activations.
+
+    Fields:
+      shape: all dimensions, inputs first.
+      axes: the logical axis of each dimension.
+      inputs: the number of leading dimensions that a product contracts.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -31,7 +37,7 @@ class Matrix:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(inputs, outputs) of the product."""
+        """(inputs, outputs) of the weight as a matrix, as element counts."""
         return math.prod(self.shape[: self.inputs]), math.prod(self.outputs)
 
     @property
@@ -42,7 +48,8 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """Describes a stored array. Contracted dimensions are merged into one, with the logical axis of the first."""
+    """The description of a stored array. Contracted dimensions are merged into one, with the logical axis of the
+    first."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -51,11 +58,13 @@ class ArraySpec:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a weight is stored. Keys of the dicts are names of arrays.
+    """The storage format of a weight. Keys of the dicts are names of arrays.
 
-    block: inputs that share a scale; 0 for all. parts: shapes of the arrays of a weight.
-    on_device: weights [inputs, outputs] -> the arrays, output dimensions flattened.
-    decode: the arrays -> float32 weights [inputs, ...], output dimensions as they are.
+    Fields:
+      block: number of inputs that share a scale; 0 if all inputs of an output share one.
+      parts: matrix -> descriptions of the stored arrays.
+      on_device: weights [inputs, outputs] -> the arrays, with output dimensions flattened.
+      decode: the arrays -> float32 weights [inputs, ...], with the output dimensions of the arrays.
     """
 
     summary: str
@@ -67,10 +76,11 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Base(Format):
-    """A row of `lora.base`: weights are quantized as they are read, too.
+    """A quantized value of `lora.base`, whose weights are quantized on the host as they are loaded.
 
-    encode: weights [outputs, inputs], of some outputs -> codes and scales of these outputs, on the host.
-    finish: codes and scales of all outputs -> the arrays, in the shapes of `parts`.
+    Fields:
+      encode: weights [outputs, inputs] of some outputs -> codes and scales of these outputs.
+      finish: codes and scales of all outputs -> the arrays, in the shapes of `parts`.
     """
 
     encode: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -100,19 +110,20 @@ def _nf4_on_device(w_IO: jax.Array) -> dict[str, jax.Array]:
 
 def _nf4_decode(parts: Mapping[str, jax.Array]) -> jax.Array:
     scale = nf4.decode_scales(parts["scales"], parts["scale_blocks"], parts["scale_mean"])
-    # Decoded once: fused with the rest, each scale would be decoded for all of its 64 weights.
+    # The barrier decodes each scale once. Fused with the rest, a scale would be decoded for each of its 64 weights.
     return nf4.decode(parts["codes"], jax.lax.optimization_barrier(scale))
 
 
 # 8-bit weights with one scale per output, round(127 w / largest) (Dettmers et al. 2022, arXiv 2208.07339, section 2):
-# the paper's vector-wise quantization of weights only. Activations stay in 16 bits, and there are no outlier columns,
-# which the paper needs where activations are quantized too.
+# the paper's vector-wise quantization, for weights only. Activations stay in 16 bits. The paper's outlier columns are
+# not needed, because they handle quantized activations.
 INT8_MAX, INT8_STEP = np.float32(127), np.float32(1 / 127)
 
 
 def encode_int8(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns codes int8 [outputs, inputs] and scales float32 [outputs], the largest magnitudes over 127; an output
-    of zeros has scale 0.
+    """Quantizes weights [outputs, inputs]. Returns codes int8 [outputs, inputs] and scales float32 [outputs].
+
+    A scale is the largest magnitude of its output divided by 127, and 0 for an output of zeros.
     """
     x = w_OI.astype(np.float32, order="C")
     largest = np.maximum(x.max(-1), -x.min(-1))
@@ -154,7 +165,7 @@ def _groups_on_device(size: int, w_IO: jax.Array) -> dict[str, jax.Array]:
     return {"codes": groups.pack(codes), "zeros": zeros, "scales": scales}
 
 
-# Value of `lora.base` -> its format; None: unquantized.
+# Value of `lora.base` -> its format; None if weights stay unquantized.
 BASES: Mapping[str, Base | None] = {
     "bf16": None,
     "nf4": Base(
@@ -176,7 +187,7 @@ BASES: Mapping[str, Base | None] = {
         lambda codes_OI, scale_O: {"codes": codes_OI.T, "scales": scale_O},
     ),
 }
-# The same, and the formats that `bytescope quantize` and AWQ write, by the size of their groups.
+# BASES and the formats that `bytescope quantize` and AWQ write, one per group size.
 FORMATS: Mapping[str, Format | None] = {
     **BASES,
     **{
@@ -193,59 +204,61 @@ FORMATS: Mapping[str, Format | None] = {
 
 
 def format_of(name: str) -> Format:
-    """Returns the row of FORMATS by which quantized weights are stored. Raises ValueError for unquantized weights."""
+    """Returns the row `name` of FORMATS. Raises ValueError if it stores weights unquantized."""
     row = FORMATS[name]
     if row is None:
-        raise ValueError(f"{name} stores weights unquantized")
+        raise ValueError(f"{name} stores weights unquantized: choose one of {', '.join(filter(FORMATS.get, FORMATS))}")
     return row
 
 
 def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
-    """Raises ValueError if the inputs of the weight `name`, divided over `shards` devices, are not whole blocks."""
+    """Raises ValueError if the inputs of the weight `name`, divided over `shards` devices, are not a multiple of the
+    block size."""
     block, inputs = format_of(base).block or 1, matrix.sizes[0]
     if inputs % (block * shards):
-        over, what = (f" on each of {shards} devices", "the mesh") if shards > 1 else ("", "the size")
-        shown, remedy = (f"lora.base={base}", ", or set lora.base=int8") if base in BASES else (base, "")
+        per_device, cause = (f" on each of {shards} devices", "the mesh") if shards > 1 else ("", "the size")
+        setting, remedy = (f"lora.base={base}", ", or set lora.base=int8") if base in BASES else (base, "")
         raise ValueError(
-            f"{shown}: the {inputs} inputs of {name} are not whole blocks of {block}{over}: change {what}{remedy}"
+            f"{setting}: the {inputs} inputs of {name} cannot be split into blocks of {block}{per_device}: "
+            f"change {cause}{remedy}"
         )
 
 
 def parts_of(base: str, matrix: Matrix) -> dict[str, ArraySpec]:
-    """Returns the arrays that a weight is stored as."""
+    """Returns the descriptions of the arrays that a weight is stored as."""
     return format_of(base).parts(matrix)
 
 
 def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
-    """Quantizes a weight on the host.
+    """Quantizes a weight on the host. Returns its arrays by name.
 
     Args:
-      pieces: the weight, flattened to [inputs, outputs], a few outputs at a time, in order; of any float dtype. Only
+      pieces: the weight, flattened to [inputs, outputs] and cut along the outputs, in order, in any float dtype. Only
         one piece is in memory unquantized at a time.
     """
     row = BASES[base]
     if row is None:
-        raise ValueError(f"lora.base={base} stores weights unquantized")
+        raise ValueError(f"lora.base={base} stores weights unquantized: there is nothing to quantize")
     done: list[tuple[np.ndarray, np.ndarray]] = []
     at_once = max(CHUNK // matrix.sizes[0], 1)
-    with ThreadPoolExecutor() as pool:  # NumPy's loops run beside each other
+    with ThreadPoolExecutor() as pool:  # NumPy's loops release the interpreter lock and run in parallel
         for piece_IO in pieces:
             w_OI = piece_IO.T
             done += pool.map(row.encode, [w_OI[at : at + at_once] for at in range(0, len(w_OI), at_once)])
-    found = row.finish(*map(np.concatenate, zip(*done)))
-    return {name: found[name].reshape(part.shape) for name, part in row.parts(matrix).items()}
+    arrays = row.finish(*map(np.concatenate, zip(*done)))
+    return {name: arrays[name].reshape(part.shape) for name, part in row.parts(matrix).items()}
 
 
 def quantize_on_device(base: str, matrix: Matrix, w: jax.Array) -> dict[str, jax.Array]:
-    """Quantizes a weight that is on a device; the numbers are the same on every mesh."""
-    found = format_of(base).on_device(w.reshape(matrix.sizes))
-    return {name: found[name].reshape(part.shape) for name, part in format_of(base).parts(matrix).items()}
+    """Quantizes a weight on its device. The result is the same on every mesh."""
+    arrays = format_of(base).on_device(w.reshape(matrix.sizes))
+    return {name: arrays[name].reshape(part.shape) for name, part in format_of(base).parts(matrix).items()}
 
 
 def dequantize(
     base: str, matrix: Matrix, arrays: Mapping[str, jax.Array], dtype: DTypeLike, place: Placement
 ) -> jax.Array:
-    """Returns the weight in `dtype` and its own shape. Under ZeRO-3, devices gather the codes, not the weight."""
+    """Returns the weight in `dtype` and its original shape. Under ZeRO-3 devices gather the codes, not the weight."""
     row = format_of(base)
     whole = {name: place.weight(arrays[name], part.axes) for name, part in row.parts(matrix).items()}
     return row.decode(whole).astype(dtype).reshape(matrix.shape)

@@ -1,4 +1,4 @@
-"""A frozen weight in the place of a parameter of a block: its codes and scales are parameters that nothing trains."""
+"""Quantized weights that replace parameters of a block. Their codes and scales are frozen parameters."""
 
 from typing import TypeVar
 
@@ -16,33 +16,36 @@ from bytescope.model.quantized.quantized_formats import (
 )
 
 AnyModule = TypeVar("AnyModule", bound=nnx.Module)
-# The matrices of a block that are quantized, as bitsandbytes has it: all but adapters, norms and biases.
+# The matrices of a block that are quantized, as in bitsandbytes: all but adapters, norms and biases.
 WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
 
 
 class Quantized(nnx.Module):
-    """A weight that is stored as the row `base` of FORMATS says; each array of that row is an attribute."""
+    """A weight stored in the format `base` (a row of FORMATS). Each array of the format is an attribute."""
 
     def __init__(self, base: str, matrix: Matrix, w: jax.Array):
         self.base, self.matrix = base, matrix
         parts = format_of(base).parts(matrix)
         for name, array in quantize_on_device(base, matrix, w).items():
-            setattr(self, name, nnx.Param(array, axes=parts[name].axes, contracted=False, wide=False, frozen=True))
+            setattr(
+                self, name, nnx.Param(array, axes=parts[name].axes, contracted=False, always_float32=False, frozen=True)
+            )
 
     def arrays(self) -> dict[str, jax.Array]:
         """Returns the stored arrays by name."""
         return {name: getattr(self, name)[...] for name in format_of(self.base).parts(self.matrix)}
 
     def read(self, dtype: DTypeLike, place: Placement) -> jax.Array:
-        """The weight in `dtype`, gathered for the computation; no gradient goes to what is stored."""
+        """Returns the weight in `dtype`, gathered for the computation. The stored arrays get no gradient."""
         return dequantize(self.base, self.matrix, jax.lax.stop_gradient(self.arrays()), dtype, place)
 
 
 def quantized(block: AnyModule, base: str) -> AnyModule:
-    """The block with the weights of its products stored as the row `base` of FORMATS says; in place.
+    """Replaces the weight matrices of `block` by weights stored in the format `base` (a row of FORMATS), in place.
+    Returns the block.
 
     Raises:
-      ValueError: a weight whose inputs are not whole blocks.
+      ValueError: the number of inputs of a weight is not a multiple of the block size.
     """
     for _, node in list(nnx.iter_graph(block)):
         if not isinstance(node, nnx.Module):
@@ -56,13 +59,14 @@ def quantized(block: AnyModule, base: str) -> AnyModule:
 
 
 def matrix_of(p: nnx.Param) -> Matrix:
-    """Returns the matrix of a parameter of a product, whose inputs are the model width or whose outputs are."""
+    """Returns the matrix of a weight parameter. Either its inputs or its outputs are the model width."""
     axes = p.get_metadata()["axes"]
     return Matrix(p.shape, axes, axes.index("d_model") or 1)
 
 
 def quantized_weights(model: nnx.Module) -> dict[str, tuple[str, Matrix]]:
-    """The dotted path of every quantized weight, such as `blocks.attention.w_q` -> its row of FORMATS, its matrix."""
+    """Returns the dotted path of every quantized weight, such as `blocks.attention.w_q` -> (its row of FORMATS, its
+    matrix)."""
     return {
         ".".join(map(str, path)): (node.base, node.matrix)
         for path, node in nnx.iter_graph(model)

@@ -1,4 +1,5 @@
-"""Host memory: fetching parameters that are stored there, and the order of copies to it in unrolled layers."""
+"""Host memory: fetches parameters that are stored there, and orders the copies of residuals to it in unrolled
+layers."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,26 +11,26 @@ HOST = jax.memory.Space.Host
 Result = TypeVar("Result")
 
 
-def here(w: jax.Array) -> jax.Array:
-    """Returns a parameter on the device, in whichever memory it is stored; its gradient goes to the memory of the
-    parameter.
-    """
+def to_device(w: jax.Array) -> jax.Array:
+    """Returns a parameter in device memory, copied if it is stored in host memory. Its gradient goes to the
+    parameter's memory."""
     return jax.device_put(w, jax.memory.Space.Device) if jax.typeof(w).memory_space == HOST else w
 
 
 def stored_like(d_w: jax.Array, w: jax.Array) -> jax.Array:
-    """Moves a gradient to the memory of its parameter `w`."""
+    """Moves a gradient to the memory (device or host) of its parameter `w`."""
     return jax.device_put(d_w, HOST) if jax.typeof(w).memory_space == HOST else d_w
 
 
-def settle(layer: Callable[..., Result]) -> Callable[..., Result]:
-    """`layer(x, state, *rest)` with two guarantees on order: its offloaded residuals are in host memory before its
-    result is read, and its gradients are computed together. Frozen parameters of `state` get none.
+def order_offloads(layer: Callable[..., Result]) -> Callable[..., Result]:
+    """Wraps `layer(x, state, *rest)` so that its offloaded residuals reach host memory before its result is read.
 
-    The iterations of a loop give both. Unrolled, nothing waits for the copies but the backward pass: XLA starts each
-    just before it is fetched back, so the tensors stay on the device all the time; and its latency-hiding scheduler
-    fills the waits with gradients of weights from any layer, whose operands stay alive meanwhile. Two barriers give
-    the order. What is differentiated (`x` and `state`) must be arguments, not closed over.
+    The wrapper also makes the layer's gradients be computed together. Frozen parameters of `state` get no gradient.
+    The iterations of a loop give both guarantees. If layers are unrolled, only the backward pass waits for the copies:
+    XLA starts each copy just before it is fetched back, so the tensors stay on the device all the time. Its
+    latency-hiding scheduler also fills waiting times with weight gradients of any layer, whose operands then stay
+    alive. Two barriers enforce the order. Values that are differentiated (`x` and `state`) must be arguments, not
+    closed over.
     """
 
     @jax.custom_vjp

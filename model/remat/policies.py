@@ -1,9 +1,10 @@
-"""Rematerialization: what blocks keep for their backward pass. One row per policy; ranges of layers may have their own.
+"""Rematerialization policies: the tensors that blocks save for their backward pass. Ranges of layers may have other
+policies.
 
-A policy wraps pieces of a block in `jax.checkpoint` and says which named tensors (model/names.py) are kept.
-Under `lax.scan` the loop already keeps XLA from merging recomputed values with the originals, so
-`prevent_cse=False` is right and cheaper there; unrolled layers need `prevent_cse=True`, or
-common-subexpression elimination undoes the recomputation altogether.
+A policy wraps pieces of a block in `jax.checkpoint` and says which named tensors (model/names.py) are saved. Under
+`lax.scan` the loop already prevents XLA from merging recomputed values with the originals, so `prevent_cse=False` is
+correct and cheaper there. Unrolled layers need `prevent_cse=True`, because otherwise common-subexpression elimination
+undoes the recomputation.
 """
 
 import dataclasses
@@ -16,17 +17,17 @@ from jax import checkpoint_policies as cp
 
 from bytescope.model.names import NAMES
 
-# What adapters make besides (model/adapters.py): their products, r wide, and their dropout masks.
+# Tensors of adapters (model/adapters.py): the products with A, of width r, and the dropout masks.
 ADAPTERS = tuple(f"lora_{target}" for target in ("q", "k", "v", "o", "gate", "up", "down"))
 ADAPTER_MASKS = ("attn_norm_mask", "context_mask", "mlp_norm_mask", "act_mask")
-# What experts make (model/experts/expert_layer.py).
+# Tensors of experts (model/experts/expert_layer.py).
 EXPERTS = ("router_logits", "dispatched", "expert_gate", "expert_up", "expert_act", "combined")
-# What latent attention makes besides (model/attention/latent.py).
+# Tensors that only latent attention computes (model/attention/latent.py).
 LATENTS = ("q_latent", "kv_latent", "k_rope")
-# Everything a block makes outside the attention core that its backward pass reads: with it saved, only the
-# core is recomputed. 34 sbh bytes for GPT shapes (Korthikanti et al. 2022, arXiv 2205.05198); `lse` is what
-# a flash kernel's own gradient needs, so that it is not run again. `q`, `k`, `attn_out` and
-# `mlp_out` are read by norms alone that only some models have.
+# Every tensor outside the attention kernel that the backward pass of a block reads: if they are saved, only the kernel
+# is recomputed. 34 sbh bytes for GPT shapes (Korthikanti et al. 2022, arXiv 2205.05198). A flash kernel's gradient
+# needs `lse`, so saving it avoids running the kernel again. `q`, `k`, `attn_out` and `mlp_out` are only read by norms
+# that some models have.
 OUTSIDE_CORE = (
     "attn_norm",
     "q",
@@ -50,10 +51,10 @@ OUTSIDE_CORE = (
     *ADAPTERS,
     *ADAPTER_MASKS,
 )
-# The core's tensors too: softmax, dropout mask and result, 5 a s^2 b bytes. Only element-wise work is recomputed. Under
-# a flash kernel, which makes none of the three, the same as OUTSIDE_CORE.
+# Also the kernel's tensors: softmax, dropout mask and result, 5 a s^2 b bytes. Only element-wise work is recomputed. A
+# flash kernel computes none of the three; with it this policy equals OUTSIDE_CORE.
 MEGATRON = (*OUTSIDE_CORE, "probs", "probs_mask", "probs_dropped")
-# What products in fp8 read instead of the wide tensors, which no gradient reads then.
+# The quantized tensors that fp8 products read. No gradient then reads the unquantized tensors.
 QUANTIZED = tuple(f"{name}_{part}" for name in ("attn_norm", "context", "mlp_norm", "act") for part in ("fp8", "scale"))
 # Matmul outputs and the attention context: norms, rotations, activations and the scores are recomputed.
 MATMULS = (
@@ -77,9 +78,12 @@ MATMULS = (
 class CheckpointPolicy:
     """One row of POLICIES.
 
-    saveable: a `jax.checkpoint` policy, None for no checkpoint at all. names: the checkpoint names that it keeps.
-    nested: whether groups of layers are checkpointed around the layers. offloads: whether something moves to host
-    memory. moved: names among `names` that move there.
+    Fields:
+      saveable: a `jax.checkpoint` policy, None for no checkpoint.
+      names: the checkpoint names that the policy saves.
+      nested: True if groups of layers are also checkpointed.
+      offloads: True if some residuals move to host memory.
+      moved: the names among `names` that move to host memory.
     """
 
     summary: str
@@ -90,7 +94,7 @@ class CheckpointPolicy:
     moved: tuple[str, ...] = ()
 
     def wrap(self, piece: Callable, *, scanned: bool) -> Callable:
-        """Returns `piece` in a checkpoint with this policy. scanned: whether it runs inside `lax.scan`."""
+        """Returns `piece` in a checkpoint with this policy. `scanned`: True if the piece runs inside `lax.scan`."""
         if self.saveable is None:
             return piece
         # Not policy=None: inside jax.checkpoint that means full recomputation.
@@ -98,9 +102,8 @@ class CheckpointPolicy:
 
 
 def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) -> CheckpointPolicy:
-    """Returns the policy that keeps the names `save` on the device and the names `offload` in pinned host memory,
-    and recomputes the rest.
-    """
+    """Returns a policy that saves the names `save` on the device and the names `offload` in pinned host memory, and
+    recomputes all other tensors."""
     if offload:
         saveable = cp.save_and_offload_only_these_names(
             names_which_can_be_saved=list(save),
@@ -114,39 +117,40 @@ def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) ->
 
 
 POLICIES: Mapping[str, CheckpointPolicy | None] = {
-    "none": CheckpointPolicy("every residual kept, nothing recomputed", None),
-    "full": keep("only the input of each block kept, the block recomputed"),
-    "selective": keep("everything outside the attention core kept, the core recomputed", (*OUTSIDE_CORE, *QUANTIZED)),
+    "none": CheckpointPolicy("every residual saved, nothing recomputed", None),
+    "full": keep("only the input of each block saved, the block recomputed"),
+    "selective": keep("everything outside the attention core saved, the core recomputed", (*OUTSIDE_CORE, *QUANTIZED)),
     "megatron": keep(
-        "what Megatron keeps, 34 sbh + 5 as^2b: only element-wise work recomputed", (*MEGATRON, *QUANTIZED)
+        "the tensors that Megatron saves, 34 sbh + 5 as^2b: only element-wise work recomputed", (*MEGATRON, *QUANTIZED)
     ),
-    "minimal": keep("matmul outputs and attention context kept, norms and activations recomputed", MATMULS),
-    "dots": CheckpointPolicy("outputs of all matrix products kept", cp.dots_saveable),
+    "minimal": keep("matmul outputs and attention context saved, norms and activations recomputed", MATMULS),
+    "dots": CheckpointPolicy("outputs of all matrix products saved", cp.dots_saveable),
     "dots_no_batch": CheckpointPolicy(
-        "outputs of matrix products with weights kept, the attention core recomputed",
+        "outputs of matrix products with weights saved, the attention core recomputed",
         cp.dots_with_no_batch_dims_saveable,
     ),
     "sqrt": CheckpointPolicy(
-        "inputs of groups of about sqrt(N) blocks kept, each group and block recomputed",
+        "inputs of groups of about sqrt(N) blocks saved, each group and block recomputed",
         cp.nothing_saveable,
         nested=True,
     ),
-    "offload": keep("inputs of blocks in pinned host memory, the block recomputed", offload=("block_in",)),
+    "offload": keep("inputs of blocks saved in pinned host memory, the blocks recomputed", offload=("block_in",)),
     "offload_dots": CheckpointPolicy(
-        "outputs of matrix products with weights in pinned host memory, the rest recomputed",
+        "outputs of matrix products with weights saved in pinned host memory, the rest recomputed",
         cp.offload_dot_with_no_batch_dims("device", "pinned_host"),
         offloads=True,
     ),
-    "custom": None,  # from remat.save and remat.offload
+    "custom": None,  # built from remat.save and remat.offload
 }
 
-# Results of a block's products with its weights. For products in fp8 a policy goes by these names: the product itself
-# is hidden in a kernel, or has twice the bytes of the result.
+# Results of a block's weight matmuls. For fp8 products a policy uses these names, because the product itself is hidden
+# in a kernel or has twice the bytes of the result.
 PRODUCTS = ("q", "k", "v", *LATENTS, "attn_out", "gate", "up", "mlp_out")
 
 
 def _core_products(primitive: object, *inputs: object, **params: object) -> bool:
-    """A policy: products with batch dimensions, which are the attention core's."""
+    """Returns True for products with batch dimensions, which only the attention core has. Used as a checkpoint
+    policy."""
     return bool(
         cp.dots_saveable(primitive, *inputs, **params)
         and not cp.dots_with_no_batch_dims_saveable(primitive, *inputs, **params)
@@ -154,14 +158,14 @@ def _core_products(primitive: object, *inputs: object, **params: object) -> bool
 
 
 def _saving(name: str, saveable: Callable[..., object] | None) -> CheckpointPolicy:
-    """Returns the row of POLICIES with another `jax.checkpoint` policy."""
+    """Returns a row of POLICIES with its `jax.checkpoint` policy replaced."""
     row = POLICIES[name]
     if row is None:
-        raise ValueError(f"{name} has no row of its own")
+        raise ValueError(f"remat.policy={name} has no row in POLICIES to change: choose another policy")
     return dataclasses.replace(row, saveable=saveable)
 
 
-# Rows of POLICIES where products are in fp8.
+# Rows of POLICIES that are replaced if weight matmuls are in fp8.
 IN_FP8: Mapping[str, CheckpointPolicy] = {
     name: _saving(name, saveable)
     for name, saveable in (
@@ -171,7 +175,8 @@ IN_FP8: Mapping[str, CheckpointPolicy] = {
     )
 }
 
-# Likewise in models with experts, whose products are kernels, or have an axis of experts: they go by these names.
+# Rows of POLICIES that are replaced in models with experts: expert products are kernels or have an axis of experts, so
+# that policies must select them by these names.
 EXPERT_PRODUCTS = ("expert_gate", "expert_up")
 _EXPERT_PRODUCTS = cp.save_only_these_names(*EXPERT_PRODUCTS)
 WITH_EXPERTS: Mapping[str, CheckpointPolicy] = {
@@ -183,18 +188,18 @@ WITH_EXPERTS: Mapping[str, CheckpointPolicy] = {
     )
 }
 
-# A policy that is resolved before a model is built, by a caller who knows the devices: no plan contains it.
+# A policy that the caller resolves before a model is built, because it depends on the devices.
 AUTO = "auto"
 
 GRANULARITIES = ("block", "parts")
 
-# After a name in a range of layers: it is kept in host memory.
+# Suffix of a name in a range of layers: the tensor is saved in host memory.
 ON_HOST = "@host"
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Layers [start, stop) under one policy."""
+    """Layers [start, stop) with one policy. `name`: the policy's text in the config."""
 
     start: int
     stop: int
@@ -203,7 +208,8 @@ class Segment:
 
     @property
     def groups(self) -> int:
-        """Groups of a nested policy: the divisor of the number of layers nearest to its square root; else 1."""
+        """The number of layer groups of a nested policy: the divisor of the number of layers nearest to its square
+        root. 1 for other policies."""
         count = self.stop - self.start
         divisors = [d for d in range(1, count + 1) if count % d == 0]
         return min(divisors, key=lambda d: abs(d - math.sqrt(count))) if self.policy.nested else 1
@@ -211,17 +217,19 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPolicies:
-    """`config.remat` resolved: a policy for every layer.
+    """The resolved `config.remat`: a policy for every layer.
 
     Args:
-      policy: a row of POLICIES; `save` and `offload` are the names of `custom`.
-      layers: ranges with a policy of their own, "0-8:none", or with the names that they keep,
-        "0-8:q_rot+v+block_in@host"; `policy` is for all other layers.
-      granularity: whether a block is one checkpoint, or attention and MLP one each.
-      fp8: whether the products of the blocks are in fp8. experts: whether there are any.
+      policy: a row of POLICIES.
+      save, offload: the checkpoint names of the policy `custom`.
+      layers: ranges of layers with another policy, such as "0-8:none", or with the names that they save, such as
+        "0-8:q_rot+v+block_in@host". `policy` applies to all other layers.
+      granularity: "block" for one checkpoint per block, "parts" for one each around attention and MLP.
+      fp8: True if the weight matmuls of the blocks are in fp8.
+      experts: True if the model has experts.
 
     Raises:
-      ValueError: an unknown policy, name or range, with the valid ones.
+      ValueError: a policy, name or range is unknown. The message lists the valid values.
     """
 
     policy: str = "none"
@@ -236,14 +244,14 @@ class LayerPolicies:
         for key, names in (("save", self.save), ("offload", self.offload)):
             for name in names:
                 if name not in NAMES:
-                    raise ValueError(f"remat.{key} names {name!r}: choose from {', '.join(NAMES)}")
+                    raise ValueError(f"remat.{key} has the unknown name {name!r}: choose from {', '.join(NAMES)}")
         both = set(self.save) & set(self.offload)
         if both:
-            raise ValueError(f"remat.save and remat.offload both name {min(both)!r}: choose one")
+            raise ValueError(f"remat.save and remat.offload both contain {min(both)!r}: give it in one of them only")
         used = [self.policy, *(self._range(text)[2] for text in self.layers)]
         if bool(self.save or self.offload) != ("custom" in used):
             raise ValueError(
-                "remat.save and remat.offload belong to remat.policy=custom: give the policy and at "
+                "remat.save and remat.offload are the names of remat.policy=custom: set that policy and at "
                 "least one name, or neither"
             )
         for name in used:
@@ -253,7 +261,7 @@ class LayerPolicies:
 
     @property
     def asked(self) -> set[str]:
-        """Checkpoint names that the config gives itself, without the names of rows of POLICIES."""
+        """The checkpoint names that the config lists itself. Names that belong to rows of POLICIES are not included."""
         asked = {*self.save, *self.offload}
         for text in self.layers:
             name = self._range(text)[2]
@@ -262,7 +270,7 @@ class LayerPolicies:
         return asked
 
     def _check(self, name: str) -> None:
-        """Raises ValueError for what is neither a policy nor checkpoint names."""
+        """Raises ValueError if `name` is neither a policy nor a list of checkpoint names."""
         if name in POLICIES:
             return
         words = [word.removesuffix(ON_HOST) for word in name.split("+")]
@@ -270,9 +278,9 @@ class LayerPolicies:
             raise ValueError(f"remat.policy={name!r}: choose one of {', '.join((*POLICIES, AUTO))}")
         for word in words:
             if word not in NAMES:
-                raise ValueError(f"remat.layers names {word!r}: choose from {', '.join(NAMES)}")
+                raise ValueError(f"remat.layers has the unknown name {word!r}: choose from {', '.join(NAMES)}")
         if len(set(words)) < len(words):
-            raise ValueError(f"remat.layers names {name!r}: give each checkpoint name once")
+            raise ValueError(f"remat.layers={name!r} repeats a checkpoint name: give each name once")
 
     def _range(self, text: str) -> tuple[int, int, str]:
         match = re.fullmatch(r"(\d+)-(\d+):([\w+@]+)", str(text))
@@ -281,13 +289,14 @@ class LayerPolicies:
         return int(match[1]), int(match[2]), match[3]
 
     def row(self, name: str) -> CheckpointPolicy:
-        """Returns the policy of this name: a row of POLICIES, `custom` with its own names, or names joined by `+`."""
+        """Returns the policy `name`: a row of POLICIES, `custom` with its own names, or checkpoint names joined by
+        `+`."""
         known = {**POLICIES, **(WITH_EXPERTS if self.experts else {}), **(IN_FP8 if self.fp8 else {})}
         if name in known:
-            return known[name] or keep("as remat.save and remat.offload say", self.save, self.offload)
+            return known[name] or keep("set by remat.save and remat.offload", self.save, self.offload)
         words = name.split("+")
         return keep(
-            "as its range of layers says",
+            "set by its range of layers",
             [word for word in words if not word.endswith(ON_HOST)],
             [word.removesuffix(ON_HOST) for word in words if word.endswith(ON_HOST)],
         )
@@ -296,14 +305,15 @@ class LayerPolicies:
         """Returns consecutive ranges that cover all layers, in order.
 
         Raises:
-          ValueError: ranges that overlap or extend past the last layer.
+          ValueError: the ranges overlap or extend past the last layer.
         """
         out: list[Segment] = []
         at = 0
         for start, stop, name in sorted(self._range(text) for text in self.layers):
             if start < at or stop > n_layers:
                 raise ValueError(
-                    f"remat.layers={start}-{stop}:{name} overlaps another range or extends past the {n_layers} layers"
+                    f"remat.layers={start}-{stop}:{name} overlaps another range or extends past the {n_layers} layers: "
+                    "change the range"
                 )
             if start > at:
                 out.append(Segment(at, start, self.row(self.policy), self.policy))

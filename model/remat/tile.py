@@ -1,10 +1,10 @@
-"""A block's MLP over tiles of the sequence: its intermediate tensors exist for one tile at a time.
+"""Runs a block's MLP over tiles of the sequence, so that its intermediate tensors exist for one tile at a time.
 
-The MLP treats every position alone, so nothing changes but the bytes (Bekman et al. 2025, arXiv 2506.13996). The
-gradient is written by hand: the input and the parameters as they are stored are kept, each tile is recomputed in the
-backward pass whatever the remat policy, the parameters' gradients are summed over tiles in float32, and the gradient
-of the input takes the place of that of the output. Parameters are gathered once for all tiles, and their gradients are
-reduced once, after the last.
+The MLP treats every position independently, so only the memory changes (Bekman et al. 2025, arXiv 2506.13996). The
+gradient is custom: it saves the input and the parameters as stored, recomputes each tile in the backward pass under
+any remat policy, sums the parameters' gradients over tiles in float32, and writes the input's gradient over the
+output's gradient. Parameters are gathered once for all tiles, and their gradients are reduced once, after the last
+tile.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from bytescope.model.placement import Axes, Placement
 
 @dataclasses.dataclass(frozen=True)
 class Gathered(Placement):
-    """The placement of a module whose parameters are gathered already: activations are sharded as `place` has them."""
+    """The placement of a module whose parameters are already gathered. It shards activations like `place`."""
 
     place: Placement
 
@@ -29,8 +29,10 @@ class Gathered(Placement):
 
 
 def count_tiles(length: int, chunk: int, parts: int) -> int:
-    """Tiles of `chunk` positions on each of `parts` devices that share `length` positions; 1 for a `chunk` of 0 and
-    where these do not divide it."""
+    """Returns the number of tiles on each of `parts` devices that share a sequence of `length` positions.
+
+    A tile has `chunk` positions. Returns 1 if `chunk` is 0 or if the length is not divisible by parts * chunk.
+    """
     return length // parts // chunk if chunk and not length % (parts * chunk) else 1
 
 
@@ -42,10 +44,10 @@ def tiled(
     place: Placement,
     dtype: Any,
 ) -> jax.Array:
-    """`run(*pieces, x_BLD)` [B, L, D] of position-wise `pieces`, in `tiles` turns.
+    """Returns `run(*pieces, x_BLD)` [B, L, D] of position-wise modules `pieces`, computed in `tiles` loop steps.
 
-    A tile takes an equal part of the positions of every device that shares the length. `dtype`: the compute dtype, to
-    which matrices are cast for products.
+    A tile has an equal part of the positions of every device that shares the length. `dtype`: the compute dtype, to
+    which matrices are cast.
     """
     split = [nnx.split(piece) for piece in pieces]
     states, tree = jax.tree.flatten([state for _, state in split], is_leaf=lambda node: isinstance(node, nnx.Variable))
@@ -55,10 +57,10 @@ def tiled(
 
     def tile(place, x_BCD, weights):
         parameters = tree.unflatten([state.replace(weight) for state, weight in zip(blank, weights)])
-        made = [nnx.merge(graph, state) for (graph, _), state in zip(split, parameters)]
-        for module in made:
-            module.place, module.again = Gathered(place), False
-        return run(*made, x_BCD)
+        modules = [nnx.merge(graph, state) for (graph, _), state in zip(split, parameters)]
+        for module in modules:
+            module.place, module.regather = Gathered(place), False
+        return run(*modules, x_BCD)
 
     def gather(values):
         return [place.weight(x.astype(compute or x.dtype), axes) for x, (axes, compute) in zip(values, uses)]
@@ -70,7 +72,7 @@ def tiled(
     def forward(x_BLD, values):
         weights = gather(values)
 
-        def turn(x, i):  # in place: a tile's result lies where its input was
+        def turn(x, i):  # in place: a tile's result overwrites its input
             return _put(x, tile(place, _pick(x, i), weights), i), None
 
         return jax.lax.scan(turn, _cut(x_BLD, place, tiles), jnp.arange(tiles))[0].reshape(x_BLD.shape), (x_BLD, values)
@@ -85,13 +87,13 @@ def tiled(
 
     def gradients(place, x_BLD, d_BLD, weights):
         x = _cut(x_BLD, place, tiles)
-        # A checkpoint, so that reports recognize the recomputation as such.
-        again = jax.checkpoint(lambda x, own: tile(place, x, _with(weights, trained, own)), prevent_cse=False)
+        # A checkpoint, so that reports recognize the recomputation.
+        recompute = jax.checkpoint(lambda x, own: tile(place, x, _with(weights, trained, own)), prevent_cse=False)
         own = [weights[at] for at in trained]
 
         def turn(carry, i):
             d, sums = carry
-            d_tile, d_weights = jax.vjp(again, _pick(x, i), own)[1](_pick(d, i))
+            d_tile, d_weights = jax.vjp(recompute, _pick(x, i), own)[1](_pick(d, i))
             return (_put(d, d_tile, i), [one + new.astype(one.dtype) for one, new in zip(sums, d_weights)]), None
 
         zeros = [jnp.zeros(weight.shape, jnp.float32) for weight in own]
@@ -103,25 +105,25 @@ def tiled(
 
 
 def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """`values` with those at `places` replaced."""
-    found = dict(zip(places, new))
-    return [found.get(at, value) for at, value in enumerate(values)]
+    """Returns `values` with the elements at the indices `places` replaced by `new`."""
+    replaced = dict(zip(places, new))
+    return [replaced.get(at, value) for at, value in enumerate(values)]
 
 
 def _cut(x_BLD: jax.Array, place: Placement, tiles: int) -> jax.Array:
-    """[B, L, D] as [B, devices that share the length, tiles, positions, D]."""
+    """Reshapes [B, L, D] to [B, devices that share the length, tiles, positions, D]."""
     B, L, D = x_BLD.shape
     parts = place.stream_parts
     return x_BLD.reshape(B, parts, tiles, L // parts // tiles, D)
 
 
 def _pick(x: jax.Array, i: jax.Array) -> jax.Array:
-    """Tile `i` [B, positions of all parts, D] of a result of `_cut`."""
+    """Returns tile `i` [B, positions of all parts, D] of a result of `_cut`."""
     B, _, _, _, D = x.shape
     return jax.lax.dynamic_index_in_dim(x, i, 2, keepdims=False).reshape(B, -1, D)
 
 
 def _put(x: jax.Array, y_BCD: jax.Array, i: jax.Array) -> jax.Array:
-    """`x`, a result of `_cut`, with tile `i` replaced."""
+    """Returns `x`, a result of `_cut`, with tile `i` replaced."""
     B, parts, _, positions, D = x.shape
     return jax.lax.dynamic_update_index_in_dim(x, y_BCD.reshape(B, parts, positions, D), i, 2)

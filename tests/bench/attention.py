@@ -30,7 +30,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.model import PRECISIONS, ModelConfig
 from bytescope.model.attention.attention_kernels import KERNELS
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 
 LINEAR, TIME = 1.15, 1.25  # memory by tokens from the shortest to the longest; time of the leanest by the quickest
 PRODUCTS = 6
@@ -78,7 +78,7 @@ def compile_side(kernel: str, length: int, asked: argparse.Namespace, target: ta
             place_BL = jax.lax.broadcasted_iota(jnp.int32, q_BLHK.shape[:2], 1)
             segments_BL = 1 + place_BL * asked.examples // length
         context_BLHK, pull = jax.vjp(
-            lambda q, k, v: KERNELS[kernel].run(q, k, v, segments_BL, config=model, key_B=None, place=HERE),
+            lambda q, k, v: KERNELS[kernel].run(q, k, v, segments_BL, config=model, key_B=None, place=ONE_DEVICE),
             q_BLHK,
             k_BLGK,
             v_BLGK,

@@ -27,7 +27,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.model import PRECISIONS, ModelConfig
 from bytescope.model.experts.expert_layer import Experts
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 
 # Layer -> its shape, and its tokens.
 LAYERS = {
@@ -58,7 +58,7 @@ def layer_of(kernel: str, asked: argparse.Namespace) -> tuple[Any, Any, int, Mod
     shape, tokens = LAYERS[asked.layer]
     model = ModelConfig.from_dict({**get_config().model.to_dict(), **shape, "moe_kernel": kernel})
     precision = PRECISIONS[asked.precision]
-    graph, state = nnx.split(nnx.eval_shape(lambda: Experts(model, precision, HERE, rngs=nnx.Rngs(params=0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Experts(model, precision, ONE_DEVICE, rngs=nnx.Rngs(params=0))))
     cast = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, precision.compute if leaf.ndim == 3 else leaf.dtype), state
     )

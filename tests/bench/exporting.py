@@ -71,7 +71,7 @@ def write(workdir: Path, layers: int, devices: int) -> int:
     checkpointer = Checkpoints(workdir, keep=1)
     checkpointer.save(state, Position(1, 1))
     checkpointer.close()
-    identity = Identity.of(config, program.batch.global_rows, "data")
+    identity = Identity.from_config(config, program.batch.global_rows, "data")
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     return max(leaf.nbytes for leaf in params)
 

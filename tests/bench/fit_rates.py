@@ -138,7 +138,7 @@ def measured(
     for row in rows:
         answer = answers.get(row.id)
         if answer and row.measured_seconds and answer.get("schedule"):
-            reached = rates.of(targets.parse(row.target))
+            reached = rates.select(targets.parse(row.target))
             if reached:
                 found.append(
                     Measured(

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.layer_discovery import layers_of
-from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.layer_discovery import find_layers
+from bytescope.memory.remat.layer_values import find_values
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import CompiledPlan
@@ -299,7 +299,7 @@ def assert_equal(model: Model) -> float:
 
     args = jax.tree.map(array, model.args)
     compiled = Loss(model.loss(None), model.args, {})
-    values = values_of(layers_of(compiled.jaxpr, compiled.active))
+    values = find_values(find_layers(compiled.jaxpr, compiled.active))
     policy = RematPolicy(values.wanted(list(values.values)[::2]))
     keep = jax.checkpoint_policies.everything_saveable
     wanted, got = (jax.jit(jax.value_and_grad(model.loss(each)))(*args) for each in (keep, policy))

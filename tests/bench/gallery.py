@@ -38,7 +38,7 @@ from gallery_list import PROGRAMS, SHARDED, TARGETS
 from gallery_rows import Row, details, fill, size, table
 from interleave import versions
 
-HERE = Path(__file__).resolve().parent
+ONE_DEVICE = Path(__file__).resolve().parent
 
 
 def load(name: str) -> Any:
@@ -52,7 +52,7 @@ def load(name: str) -> Any:
         sys.modules[path.stem] = loaded
         found.loader.exec_module(loaded)
     else:
-        sys.path.insert(0, str(HERE / "programs"))
+        sys.path.insert(0, str(ONE_DEVICE / "programs"))
         loaded = importlib.import_module(module)
     return getattr(loaded, function)
 

@@ -69,7 +69,7 @@ def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
         model = ModelConfig.from_dict(load(f"hf:{folder}").model)
     sizes, found = sizes_of(model), {}
     for row, name in rows_by_path(FAMILIES[config["model_type"]], parameters_of(model)).values():
-        found[name] = Pattern.of(row.pattern).their_shape(sizes)
+        found[name] = Pattern.parse(row.pattern).their_shape(sizes)
     return found
 
 

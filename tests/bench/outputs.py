@@ -40,8 +40,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-EXPECTED = HERE / "outputs_expected.md"
+ONE_DEVICE = Path(__file__).parent
+EXPECTED = ONE_DEVICE / "outputs_expected.md"
 COLUMNS = 100
 TIMEOUT_SECONDS = 1800
 # Variables of the caller that could change what a command does.
@@ -135,7 +135,7 @@ class Group:
 
     def command(self, case: Any) -> list[str]:
         if case.argv[0] == "python":  # a function of outputs_library.py
-            return [python_of(self.executable), str(HERE / "outputs_library.py"), *case.argv[1:]]
+            return [python_of(self.executable), str(ONE_DEVICE / "outputs_library.py"), *case.argv[1:]]
         return [str(self.executable), *case.argv[1:]]
 
     def run(self, case: Any, columns: int) -> tuple[int | str, str, str]:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-HERE = Path(__file__).parent
+ONE_DEVICE = Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def write_input_files(work: Path, inputs: Path | None) -> None:
     for name, text in (("small.py", SMALL), ("experts.py", EXPERTS), ("mine.py", MINE)):
         (work / name).write_text(text)
     for name in ("plain_jax.py", "parallel.py"):
-        shutil.copyfile(HERE / "programs" / name, work / name)
+        shutil.copyfile(ONE_DEVICE / "programs" / name, work / name)
     (work / "rates.json").write_text(json.dumps(CPU_RATES))
     (work / "texts").mkdir()
     for i in range(20):

@@ -88,7 +88,7 @@ class Side:
         done = program.compile_for_report(exact=True)
         seconds = time.perf_counter() - began
         report = report_of(done, target=target)
-        found = step_prediction.of(report.schedule, target, program.calls_per_update)
+        found = step_prediction.predict(report.schedule, target, program.calls_per_update)
         return cls(label, program, done.compiled, seconds, report.allocated_bytes, report.fits, found and found.seconds)
 
 

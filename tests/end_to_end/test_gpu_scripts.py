@@ -38,7 +38,7 @@ def answer(measured=10 * GIB, **fields):
         "card": 100 * GIB + 512 * MIB,
         "device": "H200",
         "versions": {"jax": "1"},
-        "unseen": [{"name": "batches waiting", "bytes": 3 * MIB, "where": "pool"}],
+        "runtime_overheads": [{"name": "batches waiting", "bytes": 3 * MIB, "where": "pool"}],
         "program": "step",
         **fields,
     }
@@ -86,7 +86,7 @@ def test_calibration_finds_what_the_rows_were_made_with(scripts):
             measured=GIB + 5 * MIB + 2 * waiting * MIB,
             predicted=GIB + waiting * MIB,
             card=100 * GIB + 600 * MIB,
-            unseen=[{"name": "batches waiting", "bytes": waiting * MIB, "where": "pool"}],
+            runtime_overheads=[{"name": "batches waiting", "bytes": waiting * MIB, "where": "pool"}],
         )
         for waiting in (1, 2, 4, 9)
     ]
@@ -180,7 +180,7 @@ def test_a_row_really_runs_on_the_cpu(scripts, tmp_path):
     (line,) = out.read_text().splitlines()
     found = json.loads(line)["answer"]
     assert len(found["losses"]) == 2 and 5 < found["losses"][0] < 6.5
-    assert {"name": "batches waiting", "bytes": 3 * 2 * 8 * 256 * 4, "where": "pool"} in found["unseen"]
+    assert {"name": "batches waiting", "bytes": 3 * 2 * 8 * 256 * 4, "where": "pool"} in found["runtime_overheads"]
     assert found["measured"] > 918_656 * 4 * 3  # parameters and moments, at the least
 
 

@@ -206,7 +206,7 @@ def test_a_finished_run_with_a_flipped_bit_says_so(place, uninterrupted):
     done = run(place, f"--workdir={workdir}")
     assert done.returncode == 2 and "is finished" not in done.stdout and done.stderr.count("\n") == 1, done.stderr
     assert "checkpoint 30 in" in done.stderr and "is damaged (" in done.stderr
-    assert done.stderr.endswith("then the same command continues from checkpoint 25\n")
+    assert done.stderr.endswith("the same command then continues from checkpoint 25\n")
     assert data.exists() and rows(workdir) == rows(uninterrupted[1])  # nothing was moved
 
 

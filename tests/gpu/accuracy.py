@@ -142,7 +142,8 @@ def _slopes(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     known = [(answer, _residual(answer, "allocated")) for answer in answers]
     known = [(answer, size) for answer, size in known if size is not None]
     table = [
-        {item["name"]: item["bytes"] for item in answer["unseen"] if item["where"] == "pool"} for answer, _ in known
+        {item["name"]: item["bytes"] for item in answer["runtime_overheads"] if item["where"] == "pool"}
+        for answer, _ in known
     ]
     names = sorted({name for items in table for name in items})
     columns = {name: [items.get(name, 0) for items in table] for name in names}

@@ -49,7 +49,9 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
         "predicted": sizes[most],
         "program": most,
         "programs": sizes,
-        "unseen": [{"name": row.name, "bytes": row.bytes, "where": row.where} for row in report.unseen],
+        "runtime_overheads": [
+            {"name": row.name, "bytes": row.bytes, "where": row.where} for row in report.runtime_overheads
+        ],
         "host": report.host_bytes,
         "limit": report.limit_bytes,
         "fits": sizes[most] <= report.limit_bytes,

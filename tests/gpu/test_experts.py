@@ -13,7 +13,7 @@ from bytescope.configs import base
 from bytescope.memory.devices import platform
 from bytescope.model import ModelConfig, Precision
 from bytescope.model.experts.expert_layer import Experts
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 
 pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVIDIA card in this machine")
 
@@ -29,8 +29,8 @@ def test_grouped_equals_dense_in_values_and_gradients(experts, per_token, width)
         )
         layer = Experts(
             ModelConfig.from_dict(config.model),
-            Precision.of(config.precision),
-            HERE,
+            Precision.from_config(config.precision),
+            ONE_DEVICE,
             rngs=nnx.Rngs(params=jax.random.key(1)),
         )
         graph, state = nnx.split(layer)

@@ -18,7 +18,7 @@ from bytescope.configs import base
 from bytescope.memory.devices import platform
 from bytescope.model import ModelConfig
 from bytescope.model.attention.attention_kernels import KERNELS
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVIDIA card in this machine")
@@ -32,7 +32,7 @@ def test_cudnn_equals_naive_in_values_and_gradients(heads, groups, width):
     config = ModelConfig.from_dict({**base.get_config().model.to_dict(), "d_head": width})
 
     def run(kernel):
-        attend = partial(KERNELS[kernel].run, config=config, key_B=None, place=HERE)
+        attend = partial(KERNELS[kernel].run, config=config, key_B=None, place=ONE_DEVICE)
         value, pull = jax.vjp(attend, q, k, v)
         return value, *pull(weight)
 
@@ -59,7 +59,10 @@ def test_cudnn_computes_packed_examples_as_if_each_were_alone(heads, groups, wid
 
     def run(kernel, segments_BL, q, k, v, weight):
         value, pull = jax.vjp(
-            lambda q, k, v: KERNELS[kernel].run(q, k, v, segments_BL, config=config, key_B=None, place=HERE), q, k, v
+            lambda q, k, v: KERNELS[kernel].run(q, k, v, segments_BL, config=config, key_B=None, place=ONE_DEVICE),
+            q,
+            k,
+            v,
         )
         return value, *pull(weight)
 

@@ -251,7 +251,9 @@ def test_roles_that_are_none_are_told_before_anything_is_compiled(roles, told):
 def test_the_text_of_a_program_is_no_path():
     with pytest.raises(memory.ReportError) as caught:
         memory.analyze("HloModule jit_f, is_scheduled=true\n" * 100)
-    assert str(caught.value).startswith("the text of a program has no buffers: give the Compiled or Lowered itself; ")
+    assert str(caught.value).startswith(
+        "this is a program as text, which has no buffers: give the Compiled or Lowered object; "
+    )
 
 
 def test_proto_by_path_and_bytes(subject, tmp_path):

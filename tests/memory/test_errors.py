@@ -9,7 +9,7 @@ from bytescope import memory
 from bytescope.memory.commands import arguments
 from bytescope.memory.commands.arguments import write
 from bytescope.memory.errors import (
-    MOST_NEAR,
+    MAX_SUGGESTIONS,
     ReportError,
     check_readable,
     did_you_mean,
@@ -51,7 +51,7 @@ def test_nearest_names(word, names, found):
 
 def test_at_most_three_are_named():
     many = [f"llama_{size}b" for size in range(1, 9)]
-    assert len(nearest("llama_9b", many)) == MOST_NEAR == 3
+    assert len(nearest("llama_9b", many)) == MAX_SUGGESTIONS == 3
     assert did_you_mean("llama_9b", many) == "did you mean llama_1b, llama_2b or llama_3b?"
 
 

@@ -11,7 +11,7 @@ import pytest
 from bytescope.configs import base
 from bytescope.model import PRECISIONS, ModelConfig
 from bytescope.model.attention.attention_kernels import KERNELS, choose_kernel, platform_of
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 from support.exhaustive import exhaustive
 from support.toy import small_program
 
@@ -54,7 +54,7 @@ def test_kernels_equal_the_reference(kernel, chunk, heads, groups):
     q, k, v, weight = inputs(21, heads, groups)
 
     def run(q, k, v):
-        return KERNELS[kernel].run(q, k, v, config=config(attention_chunk=chunk), key_B=None, place=HERE)
+        return KERNELS[kernel].run(q, k, v, config=config(attention_chunk=chunk), key_B=None, place=ONE_DEVICE)
 
     def value_and_gradients(attend):
         value, pull = jax.vjp(attend, q, k, v)
@@ -68,7 +68,7 @@ def test_kernels_equal_the_reference(kernel, chunk, heads, groups):
 def test_bf16_kernels_agree_to_rounding():
     q, k, v, _ = inputs(64, dtype=jnp.bfloat16)
     naive, chunked = (
-        KERNELS[name].run(q, k, v, config=config(attention_chunk=16), key_B=None, place=HERE)
+        KERNELS[name].run(q, k, v, config=config(attention_chunk=16), key_B=None, place=ONE_DEVICE)
         for name in ("naive", "chunked")
     )
     assert naive.dtype == chunked.dtype == jnp.bfloat16
@@ -77,7 +77,7 @@ def test_bf16_kernels_agree_to_rounding():
 
 def temp_bytes(kernel, length):
     def loss(q, k, v):
-        return KERNELS[kernel].run(q, k, v, config=config(attention_chunk=128), key_B=None, place=HERE).sum()
+        return KERNELS[kernel].run(q, k, v, config=config(attention_chunk=128), key_B=None, place=ONE_DEVICE).sum()
 
     q, k, v, _ = inputs(length)
     return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v).compile().memory_analysis().temp_size_in_bytes
@@ -94,7 +94,7 @@ def test_masked_blocks_cost_nothing():
     """The blocks above the diagonal are not walked: n (n + 1) / 2 of n^2."""
     q, k, v, _ = inputs(64)
     cut = config(attention_chunk=16)
-    jaxpr = str(jax.make_jaxpr(lambda: KERNELS["chunked"].run(q, k, v, config=cut, key_B=None, place=HERE))())
+    jaxpr = str(jax.make_jaxpr(lambda: KERNELS["chunked"].run(q, k, v, config=cut, key_B=None, place=ONE_DEVICE))())
     assert "length=10" in jaxpr and "length=16" not in jaxpr
 
 
@@ -145,7 +145,7 @@ def test_auto_weighs_the_mask_of_packed_rows_against_blocks(length, changes, par
 def test_cudnn_takes_packed_rows_of_an_even_length_alone():
     asked = config(**LLAMA_8B, attention="cudnn")
     assert choose_kernel(asked, PRECISIONS["bf16"], "gpu", 8192, packed=True)[0] == "cudnn"
-    with pytest.raises(ValueError, match="data.seq_len=33 has to be even"):
+    with pytest.raises(ValueError, match="even data.seq_len, not 33"):
         choose_kernel(asked, PRECISIONS["bf16"], "gpu", 33, packed=True)
 
 
@@ -154,7 +154,7 @@ def test_cudnn_is_told_the_scale(monkeypatch):
     seen = []
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **given: seen.append(given.get("scale")) or q)
     for scale in (0.0, 0.25):
-        KERNELS["cudnn"].run(*inputs(4)[:3], config=config(attention_scale=scale), key_B=None, place=HERE)
+        KERNELS["cudnn"].run(*inputs(4)[:3], config=config(attention_scale=scale), key_B=None, place=ONE_DEVICE)
     assert seen == [None, 0.25]
 
 

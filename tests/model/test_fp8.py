@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bytescope.memory.cost import flops
 from bytescope.model.fp8 import MAX, TILE, Linear, dequantize, emulated, linear, quantize, rows, scaled_product
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from support.crossing import INPUT, crossing, gradient
@@ -111,7 +111,7 @@ def test_products_and_gradients_against_float32(spec, axes, name):
 
         return jax.jit(both_ways)(x, weights, ups)
 
-    scaled = run(lambda x, w: linear(how(spec, axes, name), HERE, x, w))
+    scaled = run(lambda x, w: linear(how(spec, axes, name), ONE_DEVICE, x, w))
     plain = run(lambda x, w: tuple(jnp.einsum(spec, x, v) for v in w))
     for ours, wide in zip(scaled, plain, strict=True):
         error = float(jnp.linalg.norm(ours - wide) / jnp.linalg.norm(wide))
@@ -126,7 +126,7 @@ def test_every_product_multiplies_quantized_rows():
 
     @jax.jit
     def run(x, w, dy):
-        y, pull = jax.vjp(lambda x, w: linear(how(spec, axes), HERE, x, (w,))[0], x, w)
+        y, pull = jax.vjp(lambda x, w: linear(how(spec, axes), ONE_DEVICE, x, (w,))[0], x, w)
         return y, *pull(dy)
 
     y, dx, dw = run(x, w, dy)
@@ -153,7 +153,7 @@ def test_shards_of_whole_tiles_give_the_same(sizes):
         y, pull = jax.vjp(lambda x, w: linear(how(spec, axes), place, x, (w,))[0], x, w)
         return y, *pull(dy)
 
-    divided, whole = (jax.jit(functools.partial(run, place))(x, w, dy) for place in (layout, HERE))
+    divided, whole = (jax.jit(functools.partial(run, place))(x, w, dy) for place in (layout, ONE_DEVICE))
     for ours, alone in zip(divided, whole, strict=True):
         np.testing.assert_allclose(ours, alone, rtol=1e-4, atol=1e-4)
 

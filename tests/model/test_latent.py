@@ -11,7 +11,7 @@ from bytescope.model import PRECISIONS, ModelConfig, Transformer
 from bytescope.model.attention.attention_kernels import choose_kernel
 from bytescope.model.attention.latent import LatentAttention
 from bytescope.model.frozen import ROUTER_BIAS, names_of
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 from support.crossing import INPUT, crossing, custom, gradient
 from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, run_losses, small_program
@@ -103,7 +103,9 @@ def reference(rank: int, x_BLD: np.ndarray, weight_BLD: np.ndarray):
 def test_output_and_gradients_are_those_of_transformers(rank):
     x_BLD, weight_BLD = np.random.default_rng(0).standard_normal((2, 2, L, D)).astype(np.float32)
     weights, output, gradients, d_x = reference(rank, x_BLD, weight_BLD)
-    graph, state = nnx.split(LatentAttention(config_of(mla_q_rank=rank), PRECISIONS["fp32"], HERE, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(
+        LatentAttention(config_of(mla_q_rank=rank), PRECISIONS["fp32"], ONE_DEVICE, rngs=nnx.Rngs(0))
+    )
     params = nnx.to_pure_dict(state)
     assert set(params) == set(weights)
     # `ours` names the scale of a norm by the norm.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 from bytescope.model.quantized import nf4, quantized_formats
 from bytescope.model.quantized.quantized_formats import BASES, Matrix, parts_of
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
@@ -123,7 +123,7 @@ def test_round_trip(base, error, matrix):
     assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
         name: (part.shape, part.dtype) for name, part in parts_of(base, matrix).items()
     }
-    found = quantized_formats.dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, HERE)
+    found = quantized_formats.dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, ONE_DEVICE)
     assert found.shape == matrix.shape
     codes, scale = BASES[base].encode(w_OI)
     if base == "nf4":
@@ -158,14 +158,18 @@ def test_devices_quantize_as_the_host_does(base):
     read = jax.jit(
         lambda arrays, place: quantized_formats.dequantize(base, matrix, arrays, jnp.bfloat16, place), static_argnums=1
     )
-    np.testing.assert_array_equal(np.asarray(read(arrays, layout)), np.asarray(read(expected, HERE)))
+    np.testing.assert_array_equal(np.asarray(read(arrays, layout)), np.asarray(read(expected, ONE_DEVICE)))
 
 
 @pytest.mark.quick
 def test_blocks_that_are_not_whole():
     odd = Matrix((96, 64), ("d_model", "d_ff"), 1)
-    with pytest.raises(ValueError, match=r"=nf4: the 96 inputs of w_up are not whole blocks of 64: change the size"):
+    with pytest.raises(
+        ValueError, match=r"=nf4: the 96 inputs of w_up cannot be split into blocks of 64: change the size"
+    ):
         quantized_formats.check_blocks("nf4", "w_up", odd)
-    with pytest.raises(ValueError, match=r"the 128 inputs of w_q are not whole blocks of 64 on each of 4 devices"):
+    with pytest.raises(
+        ValueError, match=r"the 128 inputs of w_q cannot be split into blocks of 64 on each of 4 devices"
+    ):
         quantized_formats.check_blocks("nf4", "w_q", MATRICES[0], shards=4)
     quantized_formats.check_blocks("int8", "w_up", odd, shards=3)

@@ -289,10 +289,10 @@ def test_ranges_cover_all_layers_in_order():
     ("overrides", "message"),
     [
         ({"remat.policy": "ful"}, "choose one of none, full"),
-        ({"remat.save": "up"}, "belong to remat.policy=custom"),
+        ({"remat.save": "up"}, "are the names of remat.policy=custom"),
         ({"remat.policy": "custom"}, "at least one name"),
         ({"remat.policy": "custom", "remat.save": "upp"}, "remat.save='upp': did you mean up?"),
-        ({"remat.policy": "custom", "remat.save": "up", "remat.offload": "up"}, "both name 'up'"),
+        ({"remat.policy": "custom", "remat.save": "up", "remat.offload": "up"}, "both contain 'up'"),
         ({"remat.layers": "0-9:none"}, "extends past the 3 layers"),
         ({"remat.layers": "0-2:none,1-3:full"}, "overlaps"),
         ({"remat.layers": "2:none"}, "FIRST-END:POLICY"),

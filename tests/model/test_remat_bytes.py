@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
 from bytescope.memory.analysis import report_of
-from bytescope.memory.cost.named_tensors import named_tensors, too_wide
+from bytescope.memory.cost.named_tensors import excess_warnings, named_tensors
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import (
     ADAPTER_MASKS,
@@ -181,7 +181,7 @@ def test_a_name_wider_than_its_readers_is_told():
         "exact": ("", 0),
         "both": ("", 0),
     }
-    assert too_wide(found.values()) == (
+    assert excess_warnings(found.values()) == (
         "wide is kept in float32 and read in bfloat16: 2 times what is needed, 512.00 KiB too much over all devices; "
         "name it after the cast",
     )
@@ -192,7 +192,7 @@ def test_a_name_wider_than_its_readers_is_told():
 def test_no_name_of_the_model_is_too_wide(preset, scan):
     """Every tensor is named in the dtype in which it is read; autodiff keeps the stream only where nothing casts it."""
     tensors = named_tensors(trace_gradient(small_program({"precision.preset": preset, "model.scan": scan})))
-    assert too_wide(tensors) == ()
+    assert excess_warnings(tensors) == ()
     kept = {tensor.name for tensor in tensors if tensor.autodiff}
     assert {"attn_norm", "q_rot", "k_rot", "v", "context", "mlp_norm", "up", "act"} <= kept
     assert {"mid", "block_in"} <= kept if preset == "fp32" else kept.isdisjoint({"mid", "block_in"})

@@ -280,7 +280,7 @@ def test_hops_hide_behind_products_on_a_gpu():
 @pytest.mark.parametrize(
     ("length", "batch", "mesh", "message"),
     [
-        (36, 2, {"context": 4}, "data.seq_len=36 does not divide into 2 x mesh.context = 8 chunks: make it a multiple"),
+        (36, 2, {"context": 4}, "data.seq_len=36 cannot be split into 2 x mesh.context = 8 chunks: make it a multiple"),
         (32, 3, {"data": 2, "context": 4}, "batch=3 is not divisible by mesh.data=2: make it a multiple of 2"),
         (32, 2, {"tensor": 4, "context": 2}, "model.n_kv_heads=2 is not divisible by mesh.tensor=4"),
     ],

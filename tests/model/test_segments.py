@@ -13,7 +13,7 @@ from bytescope.configs import base
 from bytescope.model import PRECISIONS, ModelConfig, Transformer
 from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.model.attention.ring import ring_attention
-from bytescope.model.placement import HERE, Ring
+from bytescope.model.placement import ONE_DEVICE, Ring
 from bytescope.model.segments import positions_in_segments
 from bytescope.model.zigzag import unzigzag, zigzag
 from support.exhaustive import exhaustive
@@ -61,7 +61,7 @@ def arguments():
 
 
 def kernel(name, chunk=7):
-    return partial(KERNELS[name].run, config=model_config(attention_chunk=chunk), key_B=None, place=HERE)
+    return partial(KERNELS[name].run, config=model_config(attention_chunk=chunk), key_B=None, place=ONE_DEVICE)
 
 
 def in_ring(devices, chunk, context, **others):

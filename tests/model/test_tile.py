@@ -129,7 +129,7 @@ def test_tiles(length, chunk, parts, tiles):
     [
         ({"model.mlp_chunk": -1}, "model.mlp_chunk=-1: give a number"),
         ({"model.mlp_chunk": 12}, "does not divide the 32 positions .* of data.seq_len=32: 8 does"),
-        ({"model.mlp_chunk": 8, "remat.policy": "custom", "remat.save": "(context,up)"}, "'up' is never kept with"),
+        ({"model.mlp_chunk": 8, "remat.policy": "custom", "remat.save": "(context,up)"}, "'up' cannot be saved with"),
     ],
 )
 def test_a_chunk_that_cannot_be(keys, message):

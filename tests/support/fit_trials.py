@@ -248,11 +248,11 @@ def walk(
         sources=lambda: [],
         choosing_sources=lambda resolved: [],
     )
-    one = trials.Trials("x", target, given, Pool(target, broken), None, progress, most=most, factory=factory)
+    one = trials.Trials("x", target, given, Pool(target, broken), None, progress, max_compiles=most, factory=factory)
     space = fit_space.space_of(
         config("x", given),
         [key for key, _ in given],
-        fit_space.choose(levers),
+        fit_space.choose_levers(levers),
         target.n_devices,
         target.devices_per_host,
         None,

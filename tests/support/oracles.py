@@ -49,6 +49,7 @@ ORACLES = {
         lambda: all(_plugin(name)() for name in ("nbclient", "ipykernel")),
         "nbclient or ipykernel is not installed: pip install 'bytescope[test]'",
     ),
+    "equinox": (_plugin("equinox"), "equinox is not installed: pip install 'bytescope[test]'"),
     "datasets": (_plugin("datasets"), "datasets is not installed: pip install 'bytescope[test]'"),
     "transformers": (
         lambda: all(_plugin(name)() for name in ("torch", "transformers")),

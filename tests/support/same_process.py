@@ -21,7 +21,7 @@ class SameProcess:
             job = json.loads(message)
             return worker.answer_to(job, load_factory(job["factory"])) | {"rss_bytes": 0}
         except Exception as error:
-            return {"status": worker.status_of(error)}
+            return {"status": worker.describe_error(error)}
 
     def kill(self) -> None:
         pass

@@ -16,7 +16,7 @@ from bytescope.model import ModelConfig
 from bytescope.model.fp8 import TILE
 from bytescope.model.runs import BLOCKS, DENSE, layers_of
 from bytescope.train.data.batch_algebra import IGNORE
-from bytescope.train.pipeline.layer_order import reordered
+from bytescope.train.pipeline.layer_order import reorder
 from bytescope.train.program.config_files import as_text, flatten, load, override
 from bytescope.train.program.program import Program, build, state_around
 from bytescope.train.run.feed import calls
@@ -92,7 +92,7 @@ def first_state(program: Program) -> TrainState:
 def _placed(values: TrainState, program: Program) -> TrainState:
     """Values whose layers are in their own order on the devices of a program."""
     assert jax.tree.structure(values) == jax.tree.structure(program.state)
-    values = reordered(values, {}, program.order)
+    values = reorder(values, {}, program.order)
     return jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, program.state)
 
 

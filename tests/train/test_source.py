@@ -47,14 +47,16 @@ TAKES = {
 # Kind -> (its path, how the reader of the kind refuses it).
 GIVEN = {
     RunPath: ("run", "run has no checkpoint yet"),
-    WeightsPath: ("weights", "model_type='dynamic' is not a family"),
+    WeightsPath: ("weights", "model_type='dynamic' is not a supported family"),
     ConfigPath: ("config.py", "config.py has no get_config()"),
 }
 # Kinds that a command takes -> what it says of each other kind, and of a folder of other files.
 REFUSED = {
     (ConfigPath,): {
         RunPath: "config 'run' is a folder: give a file in it\n",
-        WeightsPath: "config 'weights' is a folder: give a file in it, or hf:weights for the weights there\n",
+        WeightsPath: (
+            "config 'weights' is a folder: give a file in it, or hf:weights to use the weights in the folder\n"
+        ),
         None: "config 'other' is a folder: give a file in it\n",
     },
     (RunPath,): {

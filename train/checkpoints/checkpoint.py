@@ -1,7 +1,7 @@
-"""Checkpoints: Orbax, asynchronous and atomic, verified by content when they are read.
+"""Saves and restores checkpoints with Orbax: asynchronous, atomic, and verified by checksums when they are read.
 
-Orbax renames a finished checkpoint into place, so a kill leaves either the whole checkpoint or none. It does not
-notice a flipped byte, so each checkpoint carries one checksum per array, computed on the device and independent of the
+Orbax renames a finished checkpoint into place, so an interruption leaves either the whole checkpoint or none. It does
+not notice a flipped byte, so each checkpoint has one checksum per array, computed on the device and independent of the
 mesh. A state that does not match its checksums is damaged. The first checkpoint of a run is read back before training
 continues.
 """
@@ -26,18 +26,18 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from bytescope.memory.errors import one_line
-from bytescope.model.frozen import joined, parted, router_biases
+from bytescope.model.frozen import merge_parameters, router_biases, split_parameters
 from bytescope.train.checkpoints.stored_array import StoredArray
 from bytescope.train.launch.failures import keep_library_log
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import stderr_held
-from bytescope.train.pipeline.layer_order import LAYERS, Order, as_ordered, reordered
+from bytescope.train.pipeline.layer_order import LAYERS, Order, describe_reordered, reorder
 from bytescope.train.source import CHECKPOINTS
 from bytescope.train.step.optimizer.host_offload import fetch, is_hosted
 from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import UserError
 
-# Orbax's own metadata of a checkpoint. It reads those of all checkpoints before it lists one.
+# Orbax's own metadata of a checkpoint. Orbax reads the metadata of all checkpoints before it lists one.
 _METADATA = "_CHECKPOINT_METADATA"
 _METADATA_SHAPE = {
     "item_handlers": (dict, str),
@@ -49,14 +49,14 @@ _METADATA_SHAPE = {
 }
 _METRICS_SHAPE = {"eval_loss": (int, float)}
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-# Maximum seconds for reading back the values of a run's first checkpoint; the remaining arrays are only opened.
+# Maximum seconds for reading back the values of a run's first checkpoint. The remaining arrays are only opened.
 READ_BACK_S = 10.0
-_PIECE_BYTES = 64 * 2**20  # bytes of an array that are read at once
+_PIECE_BYTES = 64 * 2**20  # maximum bytes of an array that are read at once
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """Returns a uint32: the sum of the array's bit patterns, each times an odd number that depends on its position,
-    modulo 2**32."""
+    """Returns a uint32: the sum modulo 2**32 of the elements' bit patterns, each times an odd number that depends on
+    its position."""
     bits = jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
@@ -70,19 +70,25 @@ def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def checksums(state: Any) -> jax.Array:
-    """Returns one uint32 per leaf of `state`, [leaves] in tree order; the same on every mesh and in either memory."""
+    """Returns one uint32 per leaf of `state`, [leaves] in tree order. It is the same on every mesh and in either
+    memory."""
     leaves = jax.tree.leaves(state)
     on_device = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
     sums = dict(zip(on_device, _checksums([leaves[place] for place in on_device])))
     for place, leaf in enumerate(leaves):
-        if place not in sums:  # one after the other, because they need not fit the device together
+        if place not in sums:  # computed one after the other, because they may not fit the device together
             sums[place] = jax.block_until_ready(_checksums([leaf])[0])
     return jnp.stack([sums[place] for place in range(len(leaves))])
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The progress of a run: optimizer updates done and sequences consumed."""
+    """The progress of a run.
+
+    Fields:
+      step: number of optimizer updates done.
+      sequences: number of sequences consumed.
+    """
 
     step: int
     sequences: int
@@ -93,8 +99,11 @@ class Position:
 )
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """The part of a TrainState that a checkpoint holds. Frozen parameters are not in it, because the run reads them
-    again from where they came; router biases are, among `params`, because updates move them."""
+    """The part of a TrainState that a checkpoint contains.
+
+    Frozen parameters are not in it, because the run loads them again from their original source. Router biases are in
+    `params`, because updates move them.
+    """
 
     step: jax.Array
     params: Any
@@ -104,16 +113,16 @@ class Saved:
 
 
 def portable(state: TrainState) -> Saved:
-    """Returns `state` without its frozen parameters and without the accumulator of `optax.MultiSteps`, so that a run
-    can be resumed with another way of accumulation.
+    """Returns `state` without its frozen parameters and without the accumulator of `optax.MultiSteps`.
 
-    Between updates the accumulator is zero, and its counters follow from the step.
+    A run can therefore be resumed with another way of accumulation: between updates the accumulator is zero, and its
+    counters follow from the step.
     """
     multi = isinstance(state.opt_state, optax.MultiStepsState)
-    _, biases = parted(state.frozen, router_biases(state.frozen))
+    _, biases = split_parameters(state.frozen, router_biases(state.frozen))
     return Saved(
         state.step,
-        joined(state.params, biases),
+        merge_parameters(state.params, biases),
         state.opt_state.inner_opt_state if multi else state.opt_state,
         state.tally,
         state.loss_scale,
@@ -121,9 +130,11 @@ def portable(state: TrainState) -> Saved:
 
 
 def complete(saved: Saved, abstract: TrainState) -> TrainState:
-    """The inverse of `portable`, for a program whose abstract state is `abstract`. Frozen parameters are the router
-    biases alone, None without any."""
-    params, biases = parted(saved.params, router_biases(saved.params))
+    """Inverts `portable` for a program whose abstract state is `abstract`.
+
+    The frozen parameters of the result are only the router biases, or None if there are none.
+    """
+    params, biases = split_parameters(saved.params, router_biases(saved.params))
     opt_state = saved.opt_state
     if isinstance(abstract.opt_state, optax.MultiStepsState):
         shapes = abstract.opt_state._replace(inner_opt_state=())
@@ -131,7 +142,7 @@ def complete(saved: Saved, abstract: TrainState) -> TrainState:
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes),
         )()
-        # A copy of the step: the state is donated leaf by leaf, and no buffer may be donated twice.
+        # A copy of the step: the leaves of the state are donated, and no buffer may be donated twice.
         steps = zeros.gradient_step + saved.step
         opt_state = zeros._replace(inner_opt_state=saved.opt_state, gradient_step=steps)
     return TrainState(saved.step, params, opt_state, saved.tally, saved.loss_scale, biases)
@@ -146,20 +157,22 @@ def describe(state: Any) -> dict[str, str]:
 
 
 def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
-    """Returns the first array that differs, in words; "" if none does."""
+    """Describes the first array that differs; "" if none does."""
     path = min((path for path, _ in saved.items() ^ wanted.items()), default="")
     if not path:
         return ""
     if path not in saved:
         return f"{path} is missing"
     if path not in wanted:
-        return f"{path} does not belong to this one"
+        return f"{path} is not in this program"
     return f"{path} is {saved[path]}, not {wanted[path]}"
 
 
 def _damage_in(error: Exception) -> str:
-    """Describes a checkpoint's damage, given the error from reading it. Re-raises an error for a lack of memory or file
-    descriptors, which is not damage."""
+    """Describes a checkpoint's damage, given the error from reading it.
+
+    Re-raises an error about missing memory or file descriptors, because it is not damage.
+    """
     if "RESOURCE_EXHAUSTED" in str(error):
         raise error
     return one_line(error) or type(error).__name__
@@ -167,14 +180,14 @@ def _damage_in(error: Exception) -> str:
 
 def _held_out_loss(metrics: Any) -> float:
     """Returns the loss by which checkpoints are compared; infinity if the file is damaged."""
-    found = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
-    return found if isinstance(found, int | float) else math.inf
+    loss = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
+    return loss if isinstance(loss, int | float) else math.inf
 
 
 def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool = False) -> bool:
-    """Returns whether a file holds a JSON object whose values under these keys are of these types.
+    """Returns True if a file contains a JSON object whose values have the types that `shape` gives for their keys.
 
-    required: all keys must be present; otherwise they may be absent or null.
+    `required`: True if all keys must be present. Otherwise they may be absent or null.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -192,7 +205,7 @@ def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool
 def _read_from_disk(folder: Path, seconds: float) -> None:
     """Opens all arrays of a checkpoint, and compares their values with their checksums for at most `seconds`.
 
-    Needs no device, and host memory for the largest array. Raises whatever Orbax, tensorstore and json raise.
+    Needs no device, and host memory for the largest array. Raises the errors of Orbax, tensorstore and json.
     """
     deadline = time.monotonic() + seconds
     meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
@@ -209,7 +222,7 @@ def _read_from_disk(folder: Path, seconds: float) -> None:
             if time.monotonic() > deadline:
                 break
             array.read([(first, min(first + rows, array.shape[0])), *rest])
-    # Opens every array as a restore does. This comes last: if it fails, its background tasks print their errors later.
+    # Opens every array like a restore. This is last, because its background tasks print errors later if it fails.
     with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
         handler.metadata(folder / "state")
 
@@ -217,7 +230,7 @@ def _read_from_disk(folder: Path, seconds: float) -> None:
 class Checkpoints:
     """The checkpoints of one run in `workdir`: the newest `keep` and the one with the lowest held-out loss.
 
-    Every process of the run calls every method, in the same order; each writes and reads its own shards.
+    Every process of the run calls every method, in the same order. Each process writes and reads its own shards.
 
     Raises:
       UserError: `keep` is below 1.
@@ -240,12 +253,12 @@ class Checkpoints:
             enable_async_checkpointing=True,
             create=True,
         )
-        # Before Orbax lists what is there.
-        self._found = processes.from_first(self._mend_unlisted() if processes.first else None)
+        # Done before Orbax lists the checkpoints.
+        self._damage_notes = processes.from_first(self._repair_listing() if processes.first else None)
         keep_library_log()
         self._manager = ocp.CheckpointManager(self.root.absolute(), options=self._options)
         self._inode = self.root.stat().st_ino
-        self._was_read = False  # whether a checkpoint of this run was read back
+        self._was_read = False  # True once a checkpoint of this run was read back
 
     def _require_place(self, cause: Exception | None = None) -> None:
         """Raises UserError if the checkpoint folder was deleted or moved, because Orbax would create a new one.
@@ -269,7 +282,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """A context for writes that checks before and after that the checkpoint folder is in its place."""
+        """Checks before and after a write that the checkpoint folder still exists at its path."""
         self._require_place()
         try:
             yield
@@ -279,15 +292,17 @@ class Checkpoints:
         self._require_place()
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, oldest first, as process 0 sees them."""
+        """Returns the steps with a checkpoint, oldest first, as process 0 sees them."""
         return self._processes.from_first(sorted(self._manager.all_steps()))
 
     def save(self, state: Any, position: Position, eval_loss: float | None = None, order: Order = LAYERS) -> None:
-        """Starts writing `state`; returns once it is copied off the device, so that it may be donated. For the first
-        checkpoint of a run, waits until it is written and reads it back.
+        """Starts writing `state`. Returns once it is copied off the device, so that it may be donated.
 
-        eval_loss: the held-out loss in nats per token, None if the step has no evaluation. order: of the rows of
-        stacked layers (train/pipeline/layer_order.py).
+        For the first checkpoint of a run, waits until it is written and reads it back.
+
+        Args:
+          eval_loss: the held-out loss in nats per token, None if the step has no evaluation.
+          order: the order of the rows of stacked layers (train/pipeline/layer_order.py).
 
         Raises:
           UserError: the first checkpoint cannot be read back, or the checkpoint folder was deleted or moved.
@@ -316,7 +331,7 @@ class Checkpoints:
             with stderr_held() as complaints:
                 try:
                     _read_from_disk(self._manager.directory / str(step), READ_BACK_S)
-                except Exception as error:  # whatever Orbax, tensorstore or json raise
+                except Exception as error:  # Orbax, tensorstore and json raise many kinds
                     damage = _damage_in(error)
                 complaints.drop = bool(damage)
         damage = self._processes.from_first(damage)
@@ -330,17 +345,17 @@ class Checkpoints:
         self._was_read = True
 
     def restore(self, abstract: Any, warn: Callable[[str], None], order: Order = LAYERS) -> tuple[Any, Position] | None:
-        """Returns the newest undamaged checkpoint, sharded like `abstract`, its stacked layers in `order`, whatever
-        mesh, stages or accumulation wrote it; None if there is none. Of frozen parameters it has only the router
-        biases.
+        """Returns the state and position of the newest undamaged checkpoint; None if there is none.
 
-        A damaged checkpoint is reported through `warn` and moved aside, never deleted; then the one before it is tried.
+        The state is sharded like `abstract`, with stacked layers in `order`, for any mesh, stages or accumulation that
+        wrote the checkpoint. Its frozen parameters are only the router biases. A damaged checkpoint is reported
+        through `warn` and moved aside, never deleted. Then the previous checkpoint is tried.
 
         Raises:
-          UserError: the newest one is of another model or optimizer.
+          UserError: the newest checkpoint is of another model or optimizer.
         """
-        for damage in self._found:
-            warn(damage)
+        for note in self._damage_notes:
+            warn(note)
         steps = self.steps()
         while steps:
             read = self._read(steps[-1], portable(abstract), order)
@@ -349,19 +364,20 @@ class Checkpoints:
                 return complete(read[0], abstract), read[1]
             aside = self._processes.from_first(str(self._set_aside(steps[-1]) if self._processes.first else ""))
             self._manager.reload()
-            warn(f"checkpoint {steps[-1]} is damaged ({read}); moved to {aside}, trying the one before it")
+            warn(f"checkpoint {steps[-1]} is damaged ({read}); moved to {aside}, trying the previous one")
             steps = self.steps()
         return None
 
     def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
-        """Returns the damage of a checkpoint by the checks of `restore`, or "" if there is none. Moves nothing."""
+        """Returns the damage of a checkpoint by the checks of `restore`, or "" if there is none. Does not move
+        files."""
         read = self._read(step, portable(abstract), order)
         return read if isinstance(read, str) else ""
 
     def _read(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
         """Returns the state and position of a checkpoint, or the damage that any of the processes found."""
-        # Without the manager: its restore ends with a barrier, at which a process that can read would wait for ever for
-        # one that cannot.
+        # Reads without the manager, whose restore ends with a barrier: a process that can read would wait forever for
+        # a process that cannot.
         folder = self._manager.directory / str(step)
         state, damage = None, ""
         with stderr_held() as complaints:
@@ -369,7 +385,7 @@ class Checkpoints:
                 meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
                 position = Position(int(meta["step"]), int(meta["sequences"]))
                 arrays, sums, written = dict(meta["arrays"]), meta["checksums"], meta.get("order", {})
-                as_written = as_ordered(wanted, order, written)
+                as_written = describe_reordered(wanted, order, written)
                 difference = _difference(arrays, describe(as_written))
                 if difference:
                     raise UserError(
@@ -380,7 +396,7 @@ class Checkpoints:
                     state = handler.restore(folder / "state", args=ocp.args.StandardRestore(as_written))
             except UserError:
                 raise
-            except Exception as error:  # whatever Orbax, tensorstore or json raise on bad bytes
+            except Exception as error:  # Orbax, tensorstore and json raise many kinds on damaged files
                 damage = _damage_in(error)
             complaints.drop = bool(damage)
         damages = [text for text in self._processes.gather(damage) if text]
@@ -388,7 +404,7 @@ class Checkpoints:
             return damages[0]
         if position.step != step or np.asarray(checksums(state)).tolist() != sums:
             return "its arrays do not match their checksums"
-        return reordered(state, written, order, wanted), position
+        return reorder(state, written, order, wanted), position
 
     def _set_aside(self, step: int) -> Path:
         self.aside.mkdir(exist_ok=True)
@@ -397,35 +413,37 @@ class Checkpoints:
         (self.root / str(step)).rename(target)
         return target
 
-    def _mend_unlisted(self) -> list[str]:
-        """Removes damaged files that keep Orbax from listing any checkpoint; returns a line for each."""
-        told = []
+    def _repair_listing(self) -> list[str]:
+        """Removes damaged files that keep Orbax from listing any checkpoint. Returns one line for each."""
+        notes = []
         for path in sorted(self.root.glob("[0-9]*/metrics/metrics")):
             if not _has_shape(path, _METRICS_SHAPE, required=True):
                 step = path.parts[-3]
-                told.append(
+                notes.append(
                     f"checkpoint {step} is damaged (its metrics cannot be read); moved to {self._set_aside(int(step))}"
                 )
         for path in sorted(self.root.glob(f"[0-9]*/{_METADATA}")):
-            if not _has_shape(path, _METADATA_SHAPE):  # nothing of ours is in it
+            if not _has_shape(path, _METADATA_SHAPE):  # it contains no data of ours
                 path.unlink()
-                told.append(
-                    f"checkpoint {path.parts[-2]}: its {_METADATA} was damaged and is removed; its arrays are "
-                    "read by their checksums"
+                notes.append(
+                    f"checkpoint {path.parts[-2]}: its {_METADATA} was damaged and is removed; its arrays are still "
+                    "verified by their checksums"
                 )
-        return told
+        return notes
 
     def saving(self) -> bool:
-        """Returns whether a checkpoint is being written in the background."""
+        """Returns True if a checkpoint is being written in the background."""
         return self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
-        """Returns when every started save is in place. Raises the error of a failed save, or UserError if the
-        checkpoint folder was deleted or moved."""
+        """Waits until every started save is in place.
+
+        Raises the error of a failed save, or UserError if the checkpoint folder was deleted or moved.
+        """
         with self._in_place():
             self._manager.wait_until_finished()
-        self._processes.gather(None)  # process 0 renames last
+        self._processes.gather(None)  # process 0 renames the folder last
 
     def close(self) -> None:
-        """Waits until every started save is in place, then releases the writer threads."""
+        """Waits until every started save is in place, then ends the writer threads."""
         self._manager.close()

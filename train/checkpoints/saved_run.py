@@ -1,6 +1,6 @@
-"""A run directory as export reads it: its config, and the parameters of one checkpoint, one array at a time.
+"""Reads a run directory for export: its config, and the parameters of one checkpoint, one array at a time.
 
-Nothing is written there, and no device of the run is needed: arrays come as they are on disk, whatever mesh saved them.
+Nothing is written to the directory, and no device is needed. Arrays are read as stored, for any mesh that saved them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ from bytescope.train.source import CHECKPOINTS, CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.folder import Folder
 
-_KEY = re.compile(r"\['?(.*?)'?\]")  # of jax.tree_util.keystr: .params['blocks'][0]['w_q']
-_DESCRIBED = re.compile(r"(\w+)\[([\d,]*)\]")  # of checkpoint.describe: float32[4,8]
+_KEY = re.compile(r"\['?(.*?)'?\]")  # keys in jax.tree_util.keystr: .params['blocks'][0]['w_q']
+_DESCRIBED = re.compile(r"(\w+)\[([\d,]*)\]")  # results of checkpoint.describe: float32[4,8]
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """A parameter in a checkpoint: its keys in the tree, dtype, shape, and the checksum that it has to have.
+    """A parameter in a checkpoint.
 
-    order: of a stack that was saved as the stages of a pipeline hold it, the layer of each row, -1 for none.
+    Fields:
+      keys: its keys in the parameter tree.
+      dtype, shape: dtype name and shape, with stacked layers in model order.
+      checksum: the checksum that its values must have.
+      order: for a stack saved in the order of pipeline stages, the layer index of each row, -1 for an unused row.
+        Empty for other arrays.
     """
 
     keys: tuple[str, ...]
@@ -47,7 +52,15 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """One checkpoint of a run; `arrays`: our dotted path -> parameter, those of scanned blocks stacked."""
+    """One checkpoint of a run.
+
+    Fields:
+      workdir: the run directory.
+      identity: the recorded identity of the run.
+      config: the config of the run.
+      step: the step of the checkpoint.
+      arrays: dotted path -> parameter. Parameters of scanned blocks are stacked.
+    """
 
     workdir: Path
     identity: Identity
@@ -57,7 +70,7 @@ class SavedRun:
 
     @classmethod
     def open(cls, workdir: Path, step: int | None = None) -> SavedRun:
-        """The checkpoint of `step`, by default the newest one, of the run in `workdir`.
+        """Opens the checkpoint of `step`, by default the newest one, of the run in `workdir`.
 
         Raises:
           UserError: there is no run or no such checkpoint, a file is damaged, or the path is not valid UTF-8.
@@ -69,9 +82,11 @@ class SavedRun:
         steps = _steps(workdir)
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
-            raise UserError(f"--step={step}: {workdir} has checkpoints of {', '.join(map(str, steps))}")
+            raise UserError(
+                f"--step={step}: {workdir} has checkpoints of {', '.join(map(str, steps))}: give one of these"
+            )
         run = cls(workdir, identity, config, chosen, {})
-        with run.damage_told():
+        with run.reporting_damage():
             meta = ocp.JsonCheckpointHandler().restore(run.folder / "meta")
             arrays = _parameters(meta["arrays"], meta["checksums"], meta.get("order", {}))
         return dataclasses.replace(run, arrays=arrays)
@@ -82,9 +97,9 @@ class SavedRun:
         return (self.workdir / CHECKPOINTS / str(self.step)).absolute()
 
     def stored(self, path: str) -> StoredArray:
-        """A parameter to be read in pieces. Raises UserError: the checkpoint is damaged."""
+        """Returns a parameter that can be read in pieces. Raises UserError if the checkpoint is damaged."""
         array = self.arrays[path]
-        with self.damage_told():
+        with self.reporting_damage():
             return StoredArray(
                 self.folder / "state",
                 ".".join(("params", *array.keys)),
@@ -95,22 +110,22 @@ class SavedRun:
             )
 
     def read(self, path: str) -> np.ndarray:
-        """A parameter, verified by its checksum.
+        """Returns a parameter, verified by its checksum.
 
         Raises:
           UserError: the checkpoint is damaged.
         """
-        return whole(Slices(self.stored(path), self.damage_told))
+        return whole(Slices(self.stored(path), self.reporting_damage))
 
     @property
     def remedy(self) -> str:
-        """The remedy in error messages if this checkpoint cannot be used."""
+        """The remedy for error messages if this checkpoint cannot be used."""
         others = [str(step) for step in _steps(self.workdir) if step != self.step]
         return f"choose another with --step={others[-1]}" if others else "there is no other checkpoint"
 
     @contextlib.contextmanager
-    def damage_told(self) -> Iterator[None]:
-        """Turns what Orbax, tensorstore or json raise on bad bytes into one line."""
+    def reporting_damage(self) -> Iterator[None]:
+        """Turns the errors of Orbax, tensorstore and json about damaged files into a one-line UserError."""
         with stderr_held() as complaints:
             try:
                 yield
@@ -123,20 +138,22 @@ class SavedRun:
 
 
 def began_from(run: SavedRun) -> Folder | None:
-    """The folder of weights that a run began from; None without one, or where it is not here."""
+    """Returns the folder of weights that a run started from; None if there was none or the folder does not exist on
+    this machine."""
     path = os.path.expanduser(run.config.init.folder)
     return Folder.open(path) if path and os.path.isdir(path) else None
 
 
 def _config(identity: Identity, workdir: Path) -> ConfigDict:
-    """The config of a run; keys that its version did not have are as in the base. Raises UserError for others."""
+    """Returns the config of a run. Keys that its version did not have get the default. Raises UserError for unknown
+    keys."""
     config = base.get_config()
     known = flatten(config)
     for key, value in identity.config.items():
         if key not in known:
             raise UserError(
-                f"{workdir / CONFIG} has the key {one_line(key)[:80]}, which this version does not "
-                "know: export with the version that trained"
+                f"{workdir / CONFIG} has the unknown key {one_line(key)[:80]}: export with the version of bytescope "
+                "that trained the run"
             )
         *groups, name = key.split(".")
         node = config
@@ -145,12 +162,12 @@ def _config(identity: Identity, workdir: Path) -> ConfigDict:
         try:
             node[name] = tuple(value) if isinstance(known[key], tuple) else value
         except TypeError as error:
-            raise UserError(f"{workdir / CONFIG} is damaged ({one_line(error)}): restore it") from error
+            raise UserError(f"{workdir / CONFIG} is damaged ({one_line(error)}): restore the file") from error
     return config
 
 
 def _steps(workdir: Path) -> list[int]:
-    """The steps with a checkpoint, oldest first. Raises UserError where there is none."""
+    """Returns the steps with a checkpoint, oldest first. Raises UserError if there is none."""
     # Orbax renames a checkpoint to its number when it is complete.
     names = [path.name for path in (workdir / CHECKPOINTS).glob("*") if path.is_dir()]
     steps = sorted(int(name) for name in names if name.isascii() and name.isdecimal())
@@ -163,16 +180,16 @@ def _steps(workdir: Path) -> list[int]:
 
 
 def _parameters(arrays: Mapping[str, str], sums: list[int], orders: Mapping[str, list[int]]) -> dict[str, Array]:
-    """The parameters among the arrays of a checkpoint, which stand there in the order of their checksums."""
-    found = {}
+    """Returns the parameters among the arrays of a checkpoint. `arrays` and `sums` (checksums) have the same order."""
+    parameters = {}
     for (path, described), checksum in zip(arrays.items(), sums, strict=True):
         if path.startswith(".params["):
             keys = tuple(_KEY.findall(path))
             if (match := _DESCRIBED.fullmatch(described)) is None:
-                raise ValueError(f"{path} is described as {described!r}")
+                raise ValueError(f"{path} has the unreadable description {described!r}")
             dtype, shape = match.groups()
             sizes, order = tuple(map(int, filter(None, shape.split(",")))), tuple(orders.get(keys[0], ()))
             if order:
                 sizes = (sum(layer >= 0 for layer in order), *sizes[1:])
-            found[".".join(keys)] = Array(keys, dtype, sizes, checksum, order)
-    return found
+            parameters[".".join(keys)] = Array(keys, dtype, sizes, checksum, order)
+    return parameters

@@ -1,8 +1,8 @@
-"""An array of a checkpoint, read in pieces from disk: its checksum is that of all pieces together.
+"""Reads an array of a checkpoint from disk in pieces, and verifies the checksum over all pieces.
 
-Orbax stores an array as one chunk for each shard of the devices that saved it, compressed: a stack of layers that one
-device saved is a single chunk. Chunks are kept decoded while they are read from, so that each is decoded once; what is
-compressed is mapped, not held. Memory: the array's own bytes and a piece, less where its chunks are smaller.
+Orbax stores an array as one compressed chunk for each shard of the devices that saved it: a stack of layers that one
+device saved is a single chunk. Decoded chunks are cached, so that each is decoded once. Compressed data is mapped, not
+loaded. Memory: at most the array's own bytes and one piece.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from pathlib import Path
 import numpy as np
 import tensorstore
 
-_FACTOR = np.uint32(2_654_435_762)  # of a position in the checksum of train/checkpoints/checkpoint.py
+_FACTOR = np.uint32(2_654_435_762)  # factor of a position in the checksum of train/checkpoints/checkpoint.py
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 class StoredArray:
-    """`shape`, `dtype`; pieces that together are the whole array, each once and in any order, are verified with the
-    last of them. Of a stack that was saved as the stages of a pipeline hold it, `shape` and pieces are in the order of
-    the layers.
+    """An array of a checkpoint that is read in pieces.
+
+    Pieces may be read in any order. When every element was read once, the checksum of all pieces is verified. The
+    attributes `shape` and `dtype` describe the array. For a stack saved in the order of pipeline stages, shape and
+    pieces are in model order.
 
     Args:
-      order: the layer of each row on disk, -1 for a row of none; empty where they are the layers in order.
+      order: the layer index of each row on disk, -1 for an unused row; empty if the rows are the layers in order.
 
     Raises:
-      ValueError: nothing of that name, shape and dtype is there.
+      ValueError: the folder has no array of this name, shape and dtype.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class StoredArray:
         on_disk = (len(order), *shape[1:]) if order else tuple(shape)
         context = tensorstore.Context(
             {
-                # Never full: with what counts besides numbers, a limit of the array's bytes drops its only chunk.
+                # Twice the array's bytes: a limit of exactly the array's bytes would evict its only chunk.
                 "cache_pool": {
                     "total_bytes_limit": 2 * math.prod(on_disk) * tensorstore.dtype(dtype).numpy_dtype.itemsize + 2**20
                 },
@@ -44,7 +46,7 @@ class StoredArray:
                 "data_copy_concurrency": {"limit": 1},
             }
         )
-        # Orbax writes one database of all arrays, or, asked to, a folder for each; in Zarr 2 or 3.
+        # Orbax writes one database for all arrays, or optionally one folder per array, in Zarr 2 or 3.
         place = (
             {"driver": "ocdbt", "base": folder.as_uri(), "path": f"{name}/"}
             if (folder / "manifest.ocdbt").is_file()
@@ -55,28 +57,28 @@ class StoredArray:
         ).result()
         self.shape, self.dtype = tuple(shape), self._store.dtype.numpy_dtype
         if (self._store.shape, self.dtype.name) != (on_disk, dtype):
-            raise ValueError(f"{name} is {self.dtype.name}{list(self._store.shape)}")
+            raise ValueError(f"{name} is {self.dtype.name}{list(self._store.shape)}, not {dtype}{list(on_disk)}")
         self._name, self._checksum, self._sum, self._left = name, checksum, 0, math.prod(on_disk)
         layers = sorted((layer, row) for row, layer in enumerate(order) if layer >= 0)
         self._rows, self._blank = [row for _, row in layers], [row for row, layer in enumerate(order) if layer < 0]
 
     @property
     def is_read(self) -> bool:
-        """Whether all of it was read and verified."""
+        """True if the whole array was read and verified."""
         return not self._left
 
     def read(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """A piece: from the first to before the second index of each axis.
+        """Returns a piece. `spans`: the first index and the end index of each axis.
 
         Raises:
-          ValueError: it is the last piece and all of them do not match the checksum, or the file is damaged.
+          ValueError: the last piece was read and the checksum does not match, or the file is damaged.
         """
         if self._rows:
             first, last = spans[0]
             piece = np.concatenate([self._piece([(row, row + 1), *spans[1:]]) for row in self._rows[first:last]])
         else:
             piece = self._piece(spans)
-        if self._left == len(self._blank) * math.prod(self.shape[1:]):  # the checksum has rows of no layer, too
+        if self._left == len(self._blank) * math.prod(self.shape[1:]):  # unused rows are part of the checksum
             for row in self._blank:
                 self._piece([(row, row + 1), *((0, size) for size in self.shape[1:])])
         if not self._left and self._sum != self._checksum:
@@ -91,7 +93,7 @@ class StoredArray:
 
 
 def _checksum(piece: np.ndarray, spans: Sequence[tuple[int, int]], shape: Sequence[int]) -> int:
-    """What a piece adds to the checksum of its array."""
+    """Returns the contribution of a piece to the checksum of its array."""
     place = np.zeros((1,) * piece.ndim, np.uint32)
     for axis, (start, stop) in enumerate(spans):
         stride = math.prod(shape[axis + 1 :])
@@ -104,24 +106,26 @@ def _checksum(piece: np.ndarray, spans: Sequence[tuple[int, int]], shape: Sequen
 
 
 class Slices:
-    """An array of a checkpoint, or of a stack one layer, or of that one expert, as something to be sliced: `shape`,
-    `[slices]`.
+    """An array of a checkpoint, or one layer or expert of a stack, that supports `shape` and slicing.
 
-    index: in the leading axes. told: a context in which errors of the disk are told as the user can mend them.
+    Args:
+      array: the array on disk.
+      report_damage: context manager that turns read errors into a UserError with the remedy.
+      index: indices in the leading axes, such as the layer and the expert.
     """
 
-    def __init__(self, array: StoredArray, told, index: Sequence[int] = ()):
-        self._array, self._told = array, told
+    def __init__(self, array: StoredArray, report_damage, index: Sequence[int] = ()):
+        self._array, self._report_damage = array, report_damage
         self._before = tuple((number, number + 1) for number in index)
         self.shape = array.shape[len(self._before) :]
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         spans = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
-        with self._told():
-            found = self._array.read([*self._before, *spans])
-        return found[(0,) * len(self._before)]
+        with self._report_damage():
+            values = self._array.read([*self._before, *spans])
+        return values[(0,) * len(self._before)]
 
 
 def whole(values: np.ndarray | Slices) -> np.ndarray:
-    """All of it in memory."""
+    """Returns all values in memory."""
     return values[(slice(None),) * len(values.shape)]

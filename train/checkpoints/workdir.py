@@ -1,6 +1,6 @@
-"""The run directory: which run it holds, whether a run with this config may resume it, and its lock.
+"""The run directory: the identity of its run, the check that a run with this config may resume it, and its lock.
 
-One process at a time trains in a run directory. The lock ends with the process that holds it, however that ends.
+One process at a time trains in a run directory. The lock ends with the process that holds it, even if it is killed.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ try:
 except ImportError:  # not a Unix
     fcntl = None
 
-# Keys that may differ when a run is resumed: they change how a step is computed or recorded, not the loss curve.
-# A trailing dot stands for a group. Everything else, and the global batch, is the identity of the run.
+# Keys that may change when a run is resumed: they change how a step is computed or recorded, not the loss curve. A
+# trailing dot stands for a group. All other keys, and the global batch, are the identity of the run.
 FREE = (
     "mesh.",
     "pipeline.",
@@ -60,7 +60,7 @@ FREE = (
     "model.unroll",
     "xla.",
 )
-# Keys that may differ between processes: paths on machines of their own.
+# Keys that may differ between processes: paths on their own machines, and settings of reading.
 LOCAL = (
     "train.cache_dir",
     "data.prefetch",
@@ -73,18 +73,18 @@ LOCAL = (
     "init.adapter",
     "train.eval_prompts",
 )
-SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
+SHARED_S = 15.0  # maximum seconds until a network file system shows a file that another machine wrote
 LOCK = "run.lock"
 # Errors of flock on a file system without locks.
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-# What a start that is killed before it has claimed its directory leaves there.
+# Files that an interrupted start may leave before it has claimed its directory.
 BEFORE_CLAIM = (LOCK, f"{CONFIG}.tmp")
-# Keys whose changes are not mentioned.
+# Keys whose changes are not reported.
 SILENT = ("train.", "data.prefetch", "data.workers")
 
 
 def new_workdir(name: str) -> Path:
-    """The path runs/<name>-<time>, which does not exist yet."""
+    """Returns the path runs/<name>-<time>, which does not exist yet."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     candidates = [Path("runs") / f"{name}-{stamp}"] + [Path("runs") / f"{name}-{stamp}-{n}" for n in range(2, 100)]
     return next(path for path in candidates if not path.exists())
@@ -101,7 +101,7 @@ def check_path(workdir: Path) -> None:
     path = os.path.abspath(workdir)
     if glob.escape(path) != path:
         raise UserError(
-            f"the path {path} has one of the characters * ? [, and a checkpoint that is written there "
+            f"the path {path} has one of the characters * ? [, so a checkpoint that is written there "
             "could not be read: rename the folder or choose another --workdir"
         )
 
@@ -124,10 +124,10 @@ def interrupted_note(workdir: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` so that the file has either the old content or the new, even after a power failure.
+    """Writes `text` so that the file has either the old content or the new content, even after a power failure.
 
     Raises:
-      OSError: the old content stays; `filename` is `path`, which a full disk alone does not tell.
+      OSError: the file was not written and has the old content. The error's `filename` is `path`.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -145,8 +145,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What identifies a run: its config by dotted key, sequences of its global batch, fingerprints of its data, of the
-    weights and of the adapters that it began from, "" for random ones."""
+    """The identity of a run.
+
+    Fields:
+      config: the config by dotted key.
+      global_rows: sequences of the global batch.
+      data: fingerprint of the data.
+      weights, adapter: fingerprints of the weights and adapters that it started from, "" for random initial values.
+    """
 
     config: dict[str, Any]
     global_rows: int
@@ -155,15 +161,15 @@ class Identity:
     adapter: str = ""
 
     @classmethod
-    def of(
+    def from_config(
         cls, config: ConfigDict, global_rows: int, data_fingerprint: str, weights: str = "", adapter: str = ""
     ) -> "Identity":
-        """The identity of a run with this config."""
-        # Through JSON, so that tuples compare equal to what a file gives back.
+        """Returns the identity of a run with this config."""
+        # Converted through JSON, so that tuples compare equal to the lists that a file returns.
         return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint, weights, adapter)
 
     def everything(self) -> dict[str, Any]:
-        """All of it, by name."""
+        """Returns all parts of the identity by name."""
         return {
             **self.config,
             "global batch (sequences)": self.global_rows,
@@ -173,7 +179,7 @@ class Identity:
         }
 
     def curve(self) -> dict[str, Any]:
-        """The part that determines the loss curve, and may not change when a run is resumed."""
+        """Returns the parts that determine the loss curve, which may not change when a run is resumed."""
         return {key: value for key, value in self.everything().items() if not _matches(key, FREE)}
 
 
@@ -188,9 +194,10 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> Iterator[list[str]]:
-    """A context in which `workdir` is this run's alone; gives notes on what changed, a line each.
+    """Reserves `workdir` for this run while the context lasts. Yields notes about changes, one line each.
 
-    Process 0 holds the lock for all. Raises UserError as `claim_together`, and when another run holds the directory.
+    Process 0 holds the lock for all processes. Raises UserError as `claim_together`, and if another run holds the
+    directory.
     """
     if not processes.first:
         yield claim_together(workdir, identity, extend=extend, processes=processes)
@@ -203,7 +210,7 @@ def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Proce
 
 
 def _refuse_foreign(workdir: Path) -> None:
-    """Raises UserError for a directory that holds anything but a run."""
+    """Raises UserError for a directory that contains other files than those of a run."""
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file: give a folder")
     if (
@@ -211,38 +218,42 @@ def _refuse_foreign(workdir: Path) -> None:
         and not (workdir / CONFIG).exists()
         and any(entry.name not in BEFORE_CLAIM for entry in workdir.iterdir())
     ):
-        raise UserError(f"{workdir} is not empty and does not hold a run: choose another --workdir")
+        raise UserError(f"{workdir} is not empty and is not a run directory: choose another --workdir")
 
 
 def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> list[str]:
-    """`claim` by process 0, after a check that all processes would train the same; returns its notes.
+    """Calls `claim` in process 0, after checking that all processes train the same run. Returns its notes.
 
     Raises:
-      UserError: as `claim`; or this process has another config or other data, or does not see the directory.
+      UserError: `claim` raises it, this process has another config or other data, or it does not see the directory.
     """
     first = Identity(**processes.from_first(dataclasses.asdict(identity)))
     if differences := _differences(_shared(first), _shared(identity)):
-        raise UserError(f"this process differs from process 0: {'; '.join(differences)}. Give all processes the same")
+        raise UserError(
+            f"this process differs from process 0: {'; '.join(differences)}. Give all processes the same values"
+        )
     notes = processes.from_first(claim(workdir, identity, extend=extend) if processes.first else None)
     deadline = time.monotonic() + SHARED_S
-    while not (workdir / CONFIG).exists():  # a network file system may show it late
+    while not (workdir / CONFIG).exists():  # a network file system may show the file late
         if time.monotonic() > deadline:
-            raise UserError(f"{workdir} of process 0 is not visible here: give a --workdir that all processes share")
+            raise UserError(
+                f"{workdir} of process 0 is not visible on this machine: give a --workdir that all processes share"
+            )
         time.sleep(0.1)
     return notes
 
 
 def _shared(identity: Identity) -> dict[str, Any]:
-    """The part of an identity that all processes must agree on."""
+    """Returns the parts of an identity that all processes must agree on."""
     return {key: value for key, value in identity.everything().items() if not _matches(key, LOCAL)}
 
 
 def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
-    """Makes `workdir` the directory of this run, or checks that it is; returns notes on what changed, a line each.
+    """Claims `workdir` for this run, or checks that it belongs to it. Returns notes about changes, one line each.
 
     Raises:
-      UserError: the directory holds another run, or other files, or the run has more steps than planned and `extend`
-        is not set.
+      UserError: the directory holds another run or other files, or the run has more steps than planned and `extend` is
+        False.
     """
     path = workdir / CONFIG
     _refuse_foreign(workdir)
@@ -253,8 +264,8 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
 
 
 def _same_batch(old: Identity, new: Identity) -> str:
-    """The accumulation that gives the old global batch on the new devices, as a remedy; "" if there is none."""
-    if new.config.get("batch.tokens") or new.config.get("batch.accumulation_schedule"):  # these set it
+    """Returns a remedy: the accumulation that gives the old global batch on the new devices; "" if there is none."""
+    if new.config.get("batch.tokens") or new.config.get("batch.accumulation_schedule"):  # these set the accumulation
         return ""
     ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
     if old.global_rows == new.global_rows or old.global_rows % ranks_and_micro:
@@ -266,18 +277,18 @@ def _same_batch(old: Identity, new: Identity) -> str:
 
 
 def recorded(path: Path) -> Identity:
-    """What the config.json of a run directory holds. Raises UserError for a damaged one."""
+    """Returns the identity in the config.json of a run directory. Raises UserError if the file is damaged."""
     try:
         old = Identity(**json.loads(path.read_text()))
         numbers = [old.global_rows, *(old.config[key] for key in ("train.steps", "batch.accumulation"))]
         if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(old.data, str):
-            raise ValueError("values of other types")
+            raise ValueError("values of wrong types")
     except KeyError as error:
-        raise _damaged(path, f"no key {error}") from error
+        raise _damaged(path, f"the key {error} is missing") from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, one_line(error)) from error
-    # A key that the run's version did not have yet had no other value than today's default.
-    return dataclasses.replace(old, config={**Identity.of(base.get_config(), 0, "").config, **old.config})
+    # A key that the run's version did not have yet has today's default.
+    return dataclasses.replace(old, config={**Identity.from_config(base.get_config(), 0, "").config, **old.config})
 
 
 def _damaged(path: Path, why: str) -> UserError:
@@ -285,14 +296,14 @@ def _damaged(path: Path, why: str) -> UserError:
 
 
 def _begun(workdir: Path) -> bool:
-    """Whether a run directory has a row of metrics or a checkpoint."""
+    """Returns True if a run directory has a row of metrics or a checkpoint."""
     metrics, checkpoints = workdir / METRICS, workdir / CHECKPOINTS
     return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
 def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
     old = recorded(path)
-    if not _begun(path.parent):  # such as one that was refused for its memory: nothing is lost
+    if not _begun(path.parent):  # for example a run that did not fit its device: no work would be lost
         return []
     if differences := _differences(old.curve(), identity.curve()):
         raise UserError(
@@ -316,14 +327,17 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
 
 
 class Lock:
-    """A run directory that this process holds; `close` releases it. `note`: a warning, "" if the lock is real."""
+    """The lock of a run directory by this process. `close` releases it. `note`: a warning, "" if the lock is
+    reliable."""
 
     def __init__(self, file: IO[str], note: str = ""):
         self._file, self.note = file, note
 
     def close(self) -> None:
-        """Releases the run directory. The file stays: removing it would break the lock of a process that has opened it
-        in the meantime."""
+        """Releases the run directory.
+
+        The file is not removed, because that would break the lock of a process that has opened it in the meantime.
+        """
         self._file.close()
 
 
@@ -331,7 +345,7 @@ def take_lock(workdir: Path) -> Lock:
     """Locks the run directory, which must exist, for this process.
 
     Raises:
-      UserError: another process trains there; the message has its number and machine.
+      UserError: another process trains in it. The message has its process id and machine.
     """
     file = open(workdir / LOCK, "a+")  # noqa: SIM115  (closed by Lock.close)
     try:
@@ -349,10 +363,11 @@ def take_lock(workdir: Path) -> Lock:
             file.close()
             raise
         return Lock(
-            file, f"{workdir} cannot be locked ({error.strerror}): see to it that no second training starts there"
+            file,
+            f"{workdir} cannot be locked ({error.strerror}): make sure that no second training starts in it",
         )
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with contextlib.suppress(OSError):  # the lock holds on a full disk too, only without the name of its holder
+    with contextlib.suppress(OSError):  # on a full disk the lock works too, without the name of its holder
         file.seek(0)
         file.truncate()
         file.write(json.dumps(who) + "\n")
@@ -361,7 +376,7 @@ def take_lock(workdir: Path) -> Lock:
 
 
 def _holder(file: IO[str]) -> str:
-    """Returns the process that the lock file names, in words."""
+    """Describes the process that the lock file names."""
     try:
         file.seek(0)
         who: Any = json.loads(file.read())

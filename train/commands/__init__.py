@@ -1,5 +1,6 @@
-"""The subcommands of `bytescope` that know the trainer's configs: one file per command.
+"""The subcommands of `bytescope` that read the trainer's configs, runs or weights: one file per command.
 
-In: parsed arguments and config overrides. Out: an exit code, with the answer on the terminal, in a page or in a file.
-Start at `train/cli.py`, which finds the command. `completion_words.py` gathers the words of `bytescope completion`.
+Each command takes parsed arguments and config overrides, and returns an exit code. Its answer goes to the terminal, to
+a page or to a file. Start at `train/cli.py`, which finds the command. `completion_words.py` collects the words of
+`bytescope completion`.
 """

@@ -1,4 +1,7 @@
-"""bytescope compare: `memory.commands.compare_command`, and combinations of the keys of a config."""
+"""bytescope compare: a table of programs, one for each combination of config values or program arguments.
+
+`memory.commands.compare_command` does the same for programs that are not configs.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +19,33 @@ from bytescope.train.plan.config_grid import POLICY, given_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    add_subject(parser, "set a config key in every combination")
+    """Adds the arguments of the command to the parser."""
+    add_subject(parser, "set a config key in every combination; bytescope keys lists the keys")
     compare_command.add_program(parser)
     parser.add_argument(
         "--remat",
         metavar="P,P",
         help="remat policies to compare, short for --grid=remat.policy=P,P; "
-        "policies of your own go in quotes: --remat='none,custom(v,up)+offload(block_in)'",
+        "write custom policies in quotes: --remat='none,custom(v,up)+offload(block_in)'",
     )
     parser.add_argument(
         "--grid",
         metavar="KEY=V,V",
         action="append",
         default=[],
-        help="values to compare of a config key, of config or of target; several grids are compared "
-        "in every combination",
+        help="values to compare; KEY is a config key, config or target; "
+        "repeat the flag to compare all combinations of several keys",
     )
-    parser.add_argument("--measure", action="store_true", help="also run each step on this machine's devices, timed")
-    parser.add_argument("--formulas", action="store_true", help="also show what the published formulas predict")
+    parser.add_argument("--measure", action="store_true", help="also run and time each step on this machine's devices")
+    parser.add_argument("--formulas", action="store_true", help="also show the memory that published formulas predict")
     add_compiling(parser, "the comparison")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
+    """Prints the table and writes the requested files.
+
+    Returns the exit code: 130 if Ctrl-C stopped the command, which then prints and writes the finished rows.
+    """
     if args.program is not None:
         _check_program(args)
         return compare_command.run(args)
@@ -49,29 +55,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fixed_overrides(args: argparse.Namespace) -> dict[str, str]:
-    """The overrides of every combination: the config's name and the keys of the command line."""
+    """Returns the overrides of every combination, key -> text: the config's name and the keys of the command line."""
     return {**({CONFIG: args.config} if args.config else {}), **dict(args.overrides)}
 
 
 def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """The grids of the command line. Raises ReportError for a grid or a list of policies that cannot be read."""
+    """Returns (key, values) of each grid of the command line. Raises ReportError for a grid or a list of policies that
+    cannot be parsed.
+    """
     asked = [grids.parse_grid(text) for text in args.grid]
     if args.remat is not None:  # last, so that policies of the same program are neighbouring rows
         policies = grids.split_values(args.remat)
         if not all(policies):
-            raise ReportError(f"--remat={args.remat}: write --remat=P1,P2, such as --remat=none,full")
+            raise ReportError(
+                f"--remat={args.remat} has an empty policy: write --remat=P1,P2, such as --remat=none,full"
+            )
         asked.append((POLICY, policies))
     return asked
 
 
 def _check_program(args: argparse.Namespace) -> None:
-    """Raises ReportError for what belongs to a config."""
+    """Raises ReportError for arguments that need a config, which a command with --program does not have."""
     user_program.split(args.program)
     if args.config:
-        raise ReportError("give either a config or --program")
+        raise ReportError("give either a config or --program, not both")
     if args.overrides:
         key, text = args.overrides[0]
-        raise ReportError(f"--config.{key} with --program: there is no config to change; write --grid={key}={text}")
+        raise ReportError(f"--config.{key} with --program: it needs a config; write --grid={key}={text}")
     for flag, remedy in (("remat", "write --grid=KEY=V1,V2"), ("formulas", "it needs a config; leave it out")):
         if getattr(args, flag):
             raise ReportError(f"--{flag} with --program: {remedy}")

@@ -1,8 +1,8 @@
 """bytescope completion: prints the script that completes command lines in bash, zsh or fish.
 
-The words are those of `completion_words.py`; each script is one file that needs nothing else. bash and zsh share the
-tables: functions that print a kind or words for a name. Their functions that complete differ, since bash cuts words at
-`=` and `:`, and replaces only what comes after the last of them.
+`completion_words.py` collects the words. Each script is a single file without dependencies. bash and zsh share the
+tables, which are shell functions that print a kind or the words for a name. Each has a completion function of its own,
+since bash splits words at `=` and `:` and replaces only the text after the last of these characters.
 """
 
 import argparse
@@ -16,9 +16,10 @@ examples:
   bytescope completion zsh > "$fpath[1]/_bytescope"
   bytescope completion fish > ~/.config/fish/completions/bytescope.fish
 
-For bash add `source ~/.bytescope.bash` to ~/.bashrc; the others find the file.
-A new shell completes commands, flags, configs, targets, policies, config keys
-and their values, without starting Python. Print it again after an upgrade.
+For bash add `source ~/.bytescope.bash` to ~/.bashrc. zsh and fish load the file
+by themselves. A new shell completes commands, flags, configs, targets,
+policies, config keys and their values, without starting Python. Print the
+script again after an upgrade of bytescope.
 exit codes: 0 done, 2 a mistake in the command"""
 
 
@@ -30,9 +31,11 @@ def make_parser() -> argparse.ArgumentParser:
         prog="bytescope completion",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="print a script that completes command lines",
+        description="print a script that completes bytescope command lines",
     )
-    parser.add_argument("shell", choices=tuple(SHELLS), metavar="SHELL", help="bash, zsh or fish")
+    parser.add_argument(
+        "shell", choices=tuple(SHELLS), metavar="SHELL", help="the shell to print the script for: bash, zsh or fish"
+    )
     return parser
 
 
@@ -72,7 +75,7 @@ _bytescope() {
                              compgen -d -- "$part"
                              compgen -f -X '!*.py' -- "$part" ;;
                 esac)
-            # Names of files are quoted, and hf: would become hf\:, with a space behind it.
+            # bash quotes file names: it would complete hf: to "hf\: ".
             [[ $kind == @config && hf: == "$part"* ]] && word=nospace || word=filenames
             compopt -o $word 2> /dev/null ;;
         @any) ;;
@@ -80,7 +83,7 @@ _bytescope() {
             while IFS= read -r word; do COMPREPLY+=("$head$word"); done < <(compgen -W "${kind#@* }" -- "$part")
             [[ $kind == @open* || "${COMPREPLY[*]}" == *[=.] ]] && compopt -o nospace 2> /dev/null ;;
     esac
-    # readline replaces what follows the last of its breaks.
+    # readline replaces only the text after the last word break.
     word=$cur
     [[ $COMP_WORDBREAKS == *=* ]] && word=${word##*=}
     [[ $COMP_WORDBREAKS == *:* ]] && word=${word##*:}
@@ -90,9 +93,10 @@ _bytescope() {
 complete -F _bytescope bytescope
 """
 
-# Shared by bash and zsh. The first function counts a word before the cursor: it sets command, place and last. The other
-# sets kind, part, which is completed, and head, which stands before it; @open marks words that may go on. A
-# config may be a folder of weights, with hf: before it.
+# Shared by bash and zsh. The first function counts one word before the cursor: it sets command, place (the number of
+# positional arguments so far) and last (the previous word). The second function sets kind, part (the text to complete)
+# and head (the text before it). @open marks words after which no space is added. A config may be a folder of weights,
+# written as hf:FOLDER.
 _KIND = r"""
 _bytescope_count() {
     if [[ ! $command ]]; then
@@ -259,7 +263,9 @@ def _quoted(words: str) -> str:
 
 
 def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> str:
-    """Returns the tables as shell functions. function: writes one that prints the words for a pattern of arguments."""
+    """Returns the tables as shell functions. `function` writes one of them: it takes a name and the table, pattern of
+    arguments -> words to print.
+    """
     values: dict[str, str] = {f"* --config.{key}": kind for key, kind in words.keys.items() if kind != NOTHING}
     flags: dict[str, str] = {}
     for command, kinds in words.flags.items():
@@ -295,7 +301,7 @@ def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> 
 
 
 def _shared(name: str, rows: Mapping[str, str]) -> str:
-    """Returns a function of bash and zsh that prints the words for its arguments."""
+    """Returns a shell function for bash and zsh that prints the words for its arguments."""
     if list(rows) == ["*"]:
         return f"_bytescope_{name}() {{ echo {_quoted(rows['*'])}; }}\n"
     cases = "".join(f"        {_pattern(patterns)}) echo {_quoted(text)} ;;\n" for patterns, text in _grouped(rows))
@@ -303,12 +309,12 @@ def _shared(name: str, rows: Mapping[str, str]) -> str:
 
 
 def _pattern(patterns: Iterable[str]) -> str:
-    """Returns patterns of a `case`, quoted except for their stars."""
+    """Returns the pattern of a `case` branch: the alternatives in quotes, with each `*` unquoted."""
     return " | ".join(f"'{each}'".replace("*", "'*'").replace("''", "") for each in patterns)
 
 
 def _grouped(rows: Mapping[str, str]) -> list[tuple[list[str], str]]:
-    """Returns (patterns, words) for each list of words; the pattern for everything else comes last."""
+    """Returns (patterns, words) for each distinct text of words. The pattern that matches everything comes last."""
     groups: dict[str, list[str]] = {}
     for pattern, text in rows.items():
         groups.setdefault(text, []).append(pattern)
@@ -329,7 +335,7 @@ def bash(words: Words) -> str:
 
 
 def zsh(words: Words) -> str:
-    """Returns the script for zsh, as a file of its `fpath` or sourced after compinit."""
+    """Returns the script for zsh, to be put on `fpath` or sourced after compinit."""
     return "#compdef bytescope\n" + _HEAD.format(shell="zsh") + _tables(words, _shared) + _KIND + _ZSH
 
 

@@ -1,10 +1,10 @@
-"""What can be completed on a command line, gathered from the parsers, the configs and the tables of names.
+"""Collects the words of shell completion from the parsers, the shipped configs and the tables of names.
 
-The value of a flag, a key or a place has a kind, in one word or several:
+The value of a flag, a config key or a positional argument has a kind, written as text:
 
-- `@file`, `@folder`: a path. `@config`: a config's name, a file, or `hf:` with a folder of weights.
+- `@file`, `@folder`: a path. `@config`: a config's name, a file, or `hf:` and a folder of weights.
 - `@target`: a target. `@grid`: KEY=VALUE,VALUE.
-- `@one a b c`: one of these words. `@list a b c`: several of them, with commas between.
+- `@one a b c`: one of these words. `@list a b c`: several of these words, separated by commas.
 - `@any`: any text.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from bytescope.memory.commands.arguments import OldFlag
 
 FILE, FOLDER, CONFIG, TARGET, GRID, NOTHING = "@file", "@folder", "@config", "@target", "@grid", "@any"
-# Name of a positional argument, and metavar of a flag -> the kind. An argument with choices has these instead.
+# Name of a positional argument -> kind, and metavar of a flag -> kind. Arguments with choices complete to the choices.
 _PLACES = {
     "config_here": CONFIG,
     "target_here": TARGET,
@@ -29,7 +29,7 @@ _PLACES = {
     "source": FOLDER,
 }
 _METAVARS = {"CONFIG": CONFIG, "TARGET": TARGET, "FILE": FILE, "DIR": FOLDER, "KEY=V,V": GRID}
-# Flags and keys with paths as values, which the parsers do not say.
+# Flags and config keys whose values are paths, which neither their metavar nor their type shows.
 _PATHS = {
     "--source": FILE,
     "--tokenizer": FILE,
@@ -42,19 +42,21 @@ _PATHS = {
     "train.cache_dir": FOLDER,
     "train.eval_prompts": FILE,
 }
-# Devices that are suggested after a target's colon.
+# Numbers of devices that are suggested after a target's colon.
 _GPU_COUNTS, _TPU_COUNTS, _CPU_COUNTS = ("2", "4", "8", "2x8", "4x8"), ("2x2", "4x4", "8x8"), ("2", "4", "8")
 
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Everything that a script completes.
+    """The words that a completion script offers.
 
-    Fields:
-        commands: name -> summary, as in the overview.
-        flags: command -> flag -> the kind of its value, None for a flag without a value.
-        places: command -> the kinds of its positional arguments. keys: dotted config key -> kind of its value.
-        configs: names. targets: name -> the name with counts of devices, such as h100:8.
+    Attributes:
+        commands: command -> summary, as in the overview of `bytescope --help`.
+        flags: command -> flag -> kind of its value, None for a flag without a value.
+        places: command -> kinds of its positional arguments, in order.
+        keys: dotted config key -> kind of its value.
+        configs: names of the shipped configs.
+        targets: target -> the same target with numbers of devices, such as h100:8.
     """
 
     commands: Mapping[str, str]
@@ -66,7 +68,7 @@ class Words:
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Returns command -> parser."""
+    """Returns the parser of each command."""
     from bytescope.train.commands.registry import COMMANDS, make_parser
 
     return {name: make_parser(name) for name in COMMANDS}
@@ -75,7 +77,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 def gather() -> Words:
     """Returns the words that shell completion offers.
 
-    Imports jax to read its tables of names, but starts no device.
+    It imports jax for its tables of names, but starts no device.
     """
     from bytescope.train.commands.registry import COMMANDS
     from bytescope.train.source import shipped
@@ -95,20 +97,20 @@ def gather() -> Words:
 
 
 def _flags(parser: argparse.ArgumentParser, lists: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns flag -> the kind of its value, without --config.KEY: each key is completed by itself."""
-    found: dict[str, str | None] = {}
+    """Returns flag -> kind of its value. --config.KEY is left out, since each config key is completed separately."""
+    kinds: dict[str, str | None] = {}
     for action in parser._actions:
         if isinstance(action, OldFlag):
             continue
         for flag in action.option_strings:
             if flag.startswith("--") and flag != "--config.KEY":
                 kind = lists.get(flag) or _PATHS.get(flag) or _kind(action)
-                found[flag] = None if action.nargs == 0 else kind
-    return found
+                kinds[flag] = None if action.nargs == 0 else kind
+    return kinds
 
 
 def _kind(action: argparse.Action) -> str:
-    """Returns the kind of an argument's value, by its parser."""
+    """Returns the kind of an argument's value."""
     if action.choices is not None:
         return " ".join(["@one", *map(str, action.choices)])
     if not action.option_strings:
@@ -117,7 +119,7 @@ def _kind(action: argparse.Action) -> str:
 
 
 def _lists() -> dict[str, str]:
-    """Returns flag -> kind, for flags that take several names with commas between."""
+    """Returns flag -> kind, for flags that take several names separated by commas."""
     from bytescope.memory.formulas.model_shape import TARGETS
     from bytescope.model.remat.policies import POLICIES
     from bytescope.train.plan import levers
@@ -143,27 +145,27 @@ def _keys() -> dict[str, str]:
         **OF_THE_MODEL,
         **{f"xla.{key}": rows for key, rows in TABLE.items()},
     }
-    found = {}
+    kinds = {}
     for key, value in flatten(base.get_config()).items():
         if key in tables:
-            found[key] = " ".join(["@list" if isinstance(value, tuple) else "@one", *tables[key]])
+            kinds[key] = " ".join(["@list" if isinstance(value, tuple) else "@one", *tables[key]])
         elif isinstance(value, bool):
-            found[key] = "@one true false"
+            kinds[key] = "@one true false"
         else:
-            found[key] = _PATHS.get(key, NOTHING)
-    return found
+            kinds[key] = _PATHS.get(key, NOTHING)
+    return kinds
 
 
 def _targets() -> dict[str, tuple[str, ...]]:
-    """Returns target -> the target with counts of devices."""
+    """Returns target -> the same target with numbers of devices."""
     from bytescope.memory.devices.chips import CHIPS
 
-    found = {"local": (), "cpu": tuple(f"cpu:{count}" for count in _CPU_COUNTS)}
+    names = {"local": (), "cpu": tuple(f"cpu:{count}" for count in _CPU_COUNTS)}
     for chip in CHIPS.values():
         if chip.platform == "tpu":
             depth = "x1" if len(chip.max_shape) == 3 else ""
-            found[chip.name] = tuple(f"{chip.name}:{count}{depth}" for count in _TPU_COUNTS)
+            names[chip.name] = tuple(f"{chip.name}:{count}{depth}" for count in _TPU_COUNTS)
         else:
             counts = (count for count in _GPU_COUNTS if int(count.rpartition("x")[2]) <= chip.devices_per_host)
-            found[chip.name] = tuple(f"{chip.name}:{count}" for count in counts)
-    return found
+            names[chip.name] = tuple(f"{chip.name}:{count}" for count in counts)
+    return names

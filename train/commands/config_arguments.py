@@ -1,4 +1,4 @@
-"""Arguments of the commands that take a config: the config and the target, by position or by flag, and adapters."""
+"""Arguments that several commands share: the config, the target and --lora."""
 
 from __future__ import annotations
 
@@ -9,43 +9,46 @@ from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.train.program import config_files as config
 
 LORA_RANK, LORA_DEFAULT_RANK = "lora.rank", 16
-SET_KEY = "set a config key; bytescope keys lists them"
+SET_KEY = "set a config key; bytescope keys lists the keys"
 
 
 def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> None:
-    """Adds the config and the target, by position or by flag.
+    """Adds the config and the target, each as a positional argument and as a flag.
 
     Args:
-        overriding: the help of --config.KEY.
+        overriding: help text of --config.KEY.
     """
     add_config(parser)
     parser.add_argument(
         "target_here",
         nargs="?",
         metavar="TARGET",
-        help="what to compile for, such as h200:8, "
-        "h100:2x8 (hosts x devices), v5e:4x4, cpu:8 or local, the devices of this machine (default); "
-        "bytescope targets lists the chips",
+        help="devices to compile for, such as h200:8, h100:2x8 (hosts x devices), v5e:4x4 or cpu:8 "
+        "(default: local, the devices of this machine); bytescope targets lists the chips",
     )
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=overriding)
-    parser.add_argument("--target", metavar="TARGET", help="the target, by flag")
+    parser.add_argument("--target", metavar="TARGET", help="the same as the argument TARGET")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds the config alone, by position or by flag."""
+    """Adds only the config, as a positional argument and as a flag."""
     parser.add_argument(
-        "config_here", nargs="?", metavar="CONFIG", help="a config file, or a name that bytescope configs lists"
+        "config_here",
+        nargs="?",
+        metavar="CONFIG",
+        help="a config file, or the name of a shipped config (bytescope configs)",
     )
-    parser.add_argument("--config", metavar="CONFIG", help="the config, by flag")
+    parser.add_argument("--config", metavar="CONFIG", help="the same as the argument CONFIG")
 
 
 def settle_subject(args: argparse.Namespace) -> None:
-    """Merges the config and the target by position with those by flag, into `config` and `target`.
+    """Merges the positional config and target with their flags, into `config` and `target`. The target defaults to
+    "local".
 
-    With a program in the place of a config, what stands first is the target.
+    With --program or --hlo in place of a config, the only positional argument is the target.
 
     Raises:
-      ReportError: one of them is given twice.
+      ReportError: the config or the target is given twice, or a positional argument is not a target.
     """
     _settle_place(args)
     for name in ("config", "target"):
@@ -62,7 +65,7 @@ def settle_subject(args: argparse.Namespace) -> None:
 
 
 def _settle_place(args: argparse.Namespace) -> None:
-    """Takes the only argument by position for the target, where --program or --hlo is what a report is of."""
+    """Moves the first positional argument from config to target if --program or --hlo replaces the config."""
     from bytescope.memory.devices.targets import names
 
     flag = next((flag for flag in ("program", "hlo") if vars(args).get(flag) is not None), None)
@@ -72,35 +75,38 @@ def _settle_place(args: argparse.Namespace) -> None:
     if vars(args).get("target_here") is not None or first.partition(":")[0].lower() not in names():
         near = did_you_mean(first, names())
         raise ReportError(
-            f"{first} is not a target{f' ({near})' if near else ''}, and nothing else may stand there "
-            f"with --{flag}: give either a config or --{flag}"
+            f"{first} is not a target{f' ({near})' if near else ''}, and with --{flag} the only positional "
+            f"argument is the target: give either a config or --{flag}"
         )
     args.config_here, args.target_here = None, first
 
 
 def require_config(args: argparse.Namespace) -> None:
-    """Raises ReportError where no config is given."""
+    """Raises ReportError if no config is given."""
     if not args.config:
         raise ReportError(config.NO_CONFIG)
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Adds the flag for adapters; `more`: what else it does, in words."""
+    """Adds the flag --lora. `more`: text to append to its help."""
     parser.add_argument(
         "--lora",
         action="store_true",
-        help=f"LoRA adapters over frozen weights, rank {LORA_DEFAULT_RANK} by default{more}",
+        help=f"train LoRA adapters over frozen weights (rank: lora.rank, default {LORA_DEFAULT_RANK}){more}",
     )
 
 
 def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
-    """The overrides, with a rank where --lora asks for adapters and the config has none.
+    """Returns the overrides; if --lora is given and the config has no adapters, the default rank is added.
 
     Raises:
-      ReportError: the command line says that there are none. UserError: the config cannot be read.
+      ReportError: --lora is given together with --config.lora.rank=0.
+      UserError: the config cannot be read.
     """
     if not args.lora or config.load_flat(args.config, overrides)[LORA_RANK]:
         return overrides
     if LORA_RANK in dict(overrides):
-        raise ReportError(f"--lora with --config.{LORA_RANK}={dict(overrides)[LORA_RANK]}: leave one out")
+        raise ReportError(
+            f"--lora asks for adapters and --config.{LORA_RANK}={dict(overrides)[LORA_RANK]} for none: leave one out"
+        )
     return [*overrides, (LORA_RANK, str(LORA_DEFAULT_RANK))]

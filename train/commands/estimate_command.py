@@ -1,4 +1,4 @@
-"""bytescope estimate: memory and FLOPs by published formulas, without compiling; as a page, with inputs to change."""
+"""bytescope estimate: memory and FLOPs by published formulas, without compiling. --html writes a page with inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bytescope.memory.formulas.model_shape import TARGETS, Adapters
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.train.commands.config_arguments import SET_KEY, add_config
 from bytescope.train.plan import config_facts
-from bytescope.train.plan.assumed_model import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
+from bytescope.train.plan.assumed_model import EXPERTS, LATENT, SHAPE, SWITCHES, checked_number, question_from_flags
 from bytescope.train.plan.config_facts import question_of
 from bytescope.train.program import config_files as configs
 from bytescope.train.source import shipped, title_of
@@ -29,14 +29,14 @@ from bytescope.train.source import shipped, title_of
 if TYPE_CHECKING:
     from bytescope.train.plan.estimate_page import Preset
 
-# What may be given beside a config and beside --params: flag -> what it is.
+# Flags that are valid both with a config and with --params: flag -> help text.
 WORK = {
-    "length": "tokens of a sequence (default: the config's, else 2048)",
-    "batch": "sequences per data-parallel rank and micro-batch (default: the config's, else 1)",
-    "logit-tokens": "tokens of a rank that have logits at once, 0 for all",
-    "mlp-tokens": "tokens of a rank whose MLP exists at once, 0 for all",
+    "length": "tokens per sequence (default: from the config, 2048 with --params)",
+    "batch": "sequences per data-parallel rank and micro-batch (default: from the config, 1 with --params)",
+    "logit-tokens": "tokens per rank for which logits exist at the same time; 0 for all tokens",
+    "mlp-tokens": "tokens per rank for which MLP activations exist at the same time; 0 for all tokens",
 }
-# Row of the JSON -> its title.
+# Row of the JSON -> title of the row in the table.
 ROWS = {
     "params": "parameters",
     "frozen": "frozen parameters",
@@ -49,20 +49,22 @@ ROWS = {
     "host": "in host memory",
 }
 
-# (least total in bytes, decimal unit, its bytes, binary unit, its bytes); the first that the total reaches is used.
+# (min total in bytes, decimal unit, its bytes, binary unit, its bytes). The first row that the total reaches is used.
 UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "MB", 1e6, "MiB", 2**20))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the arguments of the command to the parser."""
     add_config(parser)
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=SET_KEY)
     parser.add_argument(
-        "--params", metavar="N", help="assume a GPT of about so many parameters instead of a config: 7e9, 7b, 350m"
+        "--params",
+        metavar="N",
+        help="assume a GPT with about N parameters instead of a config, such as 7e9, 7b or 350m",
     )
     for flag, (_, summary) in SHAPE.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
-    for flag, (_, _, _, summary) in KINDS.items():
+    for flag, (_, _, _, summary) in SWITCHES.items():
         parser.add_argument(f"--{flag}", action="store_true", help=f"with --params: {summary}")
     for flag, part in (EXPERTS | LATENT).items():
         if part.kind is bool:
@@ -78,62 +80,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=training_state.ZERO,
         metavar="STAGE",
-        help="ZeRO stage over the data-parallel ranks: 0 to 3",
-    )
-    parser.add_argument("--data", type=int, metavar="N", help="number of data-parallel ranks")
-    parser.add_argument(
-        "--expert-parallel", type=int, metavar="N", help="number of data-parallel ranks that share the routed experts"
+        help="ZeRO stage, what the data-parallel ranks shard: 0: nothing, 1: optimizer state, 2: also gradients, "
+        "3: also parameters (default: from the config, else 0)",
     )
     parser.add_argument(
-        "--tensor", type=int, metavar="N", help="number of devices to split heads, MLP width and vocabulary over"
+        "--data", type=int, metavar="N", help="number of data-parallel ranks (default: from the config, else 1)"
+    )
+    parser.add_argument(
+        "--expert-parallel",
+        type=int,
+        metavar="N",
+        help="number of data-parallel ranks to divide the routed experts over (default: from the config, else 1)",
+    )
+    parser.add_argument(
+        "--tensor",
+        type=int,
+        metavar="N",
+        help="number of tensor-parallel devices, which divide heads, MLP width and vocabulary (default: from the "
+        "config, else 1)",
     )
     parser.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
-        help="shard norms and the residual stream over the tensor-parallel ranks too",
+        help="also shard norms and the residual stream over the tensor-parallel ranks (default: from the config, else "
+        "no)",
     )
     for flag, choices, summary in (
         ("optimizer", config_facts.OPTIMIZERS, "the optimizer"),
         ("precision", config_facts.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
-        ("attention", transformer_formulas.ATTENTION, "whether attention scores are kept in memory"),
-        ("offload", training_state.OFFLOAD, "what is kept in host memory"),
+        ("attention", transformer_formulas.ATTENTION, "attention kernel, which decides if scores are stored"),
+        ("offload", training_state.OFFLOAD, "state to move to host memory"),
     ):
         parser.add_argument(f"--{flag}", choices=choices, metavar="NAME", help=f"{summary}: {', '.join(choices)}")
     parser.add_argument(
         "--lora-rank",
         type=int,
         metavar="N",
-        help="train low-rank adapters of this rank over frozen weights; 0: the weights",
+        help="train LoRA adapters of rank N over frozen weights; 0 trains the weights (default: from the config, "
+        "else 0)",
     )
     parser.add_argument(
         "--lora-targets",
         metavar="T,T",
-        help=f"the matrices that have an adapter (default: all of {','.join(TARGETS)})",
+        help=f"matrices with an adapter (default: {','.join(TARGETS)})",
     )
     parser.add_argument(
         "--lora-base",
         choices=adapter_formulas.BASES,
         metavar="NAME",
-        help=f"how frozen weights are stored: {', '.join(adapter_formulas.BASES)}",
+        help=f"storage of the frozen weights: {', '.join(adapter_formulas.BASES)}",
     )
     parser.add_argument(
-        "--fused", action=argparse.BooleanOptionalAction, help="update each layer inside the backward pass"
+        "--fused",
+        action=argparse.BooleanOptionalAction,
+        help="update each layer's parameters inside the backward pass, so that few gradients exist at the same time",
     )
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the estimate as JSON")
     parser.add_argument(
         "--html",
         metavar="FILE",
         type=user_path,
-        help="write the estimate as a page that opens offline, with inputs to change",
+        help="write the estimate as a page that opens offline, with editable inputs",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the estimate and writes the files that were asked for. A config is read by the trainer, not compiled."""
+    """Prints the estimate and writes the requested files; returns the exit code. A config is read, but not compiled."""
     notes: tuple[str, ...] = ()
     check_files(args)
     if args.params is not None and args.config:
-        raise ReportError("give either a config or --params")
+        raise ReportError("give either a config or --params, not both")
     if args.params is None and not args.config:
         raise ReportError(f"{configs.NO_CONFIG}, or --params=7e9")
     recompute = "none"
@@ -142,9 +158,12 @@ def run(args: argparse.Namespace) -> int:
         recompute = _recompute_of(config)
         question, notes = _configured(args, config), _notes_on(args, config)
     elif args.overrides:
-        raise ReportError(f"--config.{args.overrides[0][0]} with --params: there is no config to change")
+        raise ReportError(
+            f"--config.{args.overrides[0][0]} with --params: it needs a config; leave it out, or give a config "
+            "instead of --params"
+        )
     else:
-        question = assumed(vars(args))
+        question = question_from_flags(vars(args))
         notes = ("The shape is assumed: change it with --layers, --d-model, --heads, ...",)
     estimated = estimate(check(_spread(question, args)))
     noted = dataclasses.replace(estimated, notes=notes + estimated.notes)
@@ -154,11 +173,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question:
-    """The question of a config; the flags of --params are refused."""
+    """Returns the inputs of the estimate that a config gives. Raises ReportError for flags that need --params."""
     for flag, (key, _) in SHAPE.items():
         if getattr(args, flag.replace("-", "_")) is not None:
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
-    for flag, (_, _, key, _) in KINDS.items():
+    for flag, (_, _, key, _) in SWITCHES.items():
         if getattr(args, flag.replace("-", "_")):
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
     for flag, part in (EXPERTS | LATENT).items():
@@ -168,28 +187,30 @@ def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question
 
 
 def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the estimate does not know of a config's mesh."""
+    """Returns notes about mesh axes of the config that the estimate leaves out."""
     notes = []
     for axis in ("data", "fsdp", "expert", "tensor"):
         flag = "tensor" if axis == "tensor" else "data"
         if config[f"mesh.{axis}"] == -1:
             if not getattr(args, flag):
-                notes.append(f"mesh.{axis}=-1 counts as 1 device here: give the number with --{flag}=N.")
+                notes.append(f"mesh.{axis}=-1 counts as 1 device: give the number of devices with --{flag}=N.")
             break  # at most one axis may be -1
     if config["mesh.context"] != 1:
         notes.append(
-            f"mesh.context={config['mesh.context']} is left out, which would divide the activations of a "
-            "device by it: bytescope report --formulas counts it."
+            f"mesh.context={config['mesh.context']} is ignored, although it divides the activations per device: "
+            "use bytescope report --formulas, which counts it."
         )
     return tuple(notes)
 
 
 def _spread(question: Question, args: argparse.Namespace) -> Question:
-    """Returns the question with what the flags say of batch, devices, precision, optimizer, attention and offload."""
+    """Returns the inputs of the estimate, changed by the flags for batch, devices, precision, optimizer, attention,
+    offload and adapters.
+    """
     given = vars(args)
     layout = {name: given[name] for name in ("zero", "data", "tensor") if given[name] is not None}
     if args.expert_parallel is not None:
-        layout["expert"] = number(given, "expert-parallel")
+        layout["expert"] = checked_number(given, "expert-parallel")
     if args.sequence_parallel is not None:
         layout["sequence"] = args.sequence_parallel
     changes: dict[str, Any] = {name: given[name] for name in ("attention", "offload") if given[name]}
@@ -199,13 +220,13 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
         changes["precision"] = config_facts.PRECISIONS[args.precision]
     if args.fused is not None:
         changes["fused"] = args.fused
-    for field, flag, least in (
+    for field, flag, minimum in (
         ("sequence", "length", 1),
         ("batch", "batch", 1),
         ("logit_tokens", "logit-tokens", 0),
         ("mlp_tokens", "mlp-tokens", 0),
     ):
-        value = number(given, flag, least)
+        value = checked_number(given, flag, minimum)
         if value is not None:
             changes[field] = value
     if changes.get("logit_tokens") == 0:
@@ -215,11 +236,11 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
 
 
 def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | None:
-    """The adapters that the flags ask for, those of the config where they say nothing; None for none.
+    """Returns the adapters that the flags ask for, with missing values taken from the config; None without adapters.
 
-    Raises ReportError for what belongs to adapters where there are none.
+    Raises ReportError for --lora-targets or --lora-base without adapters.
     """
-    rank = number(vars(args), "lora-rank", 0)
+    rank = checked_number(vars(args), "lora-rank", 0)
     if not rank and (rank == 0 or given is None):
         for flag in ("lora_targets", "lora_base"):
             if getattr(args, flag) is not None:
@@ -234,15 +255,15 @@ def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | No
     return Adapters(rank or start.rank, targets, args.lora_base or start.base)
 
 
-def show(found: Estimate, console: Any = None) -> None:
-    """Prints the estimate, to stdout when no console is given."""
+def show(estimated: Estimate, console: Any = None) -> None:
+    """Prints the estimate to the console; None prints to stdout."""
     from rich.console import Group
     from rich.text import Text
 
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Items, Prose
 
-    q, layout = found.question, found.question.layout
+    q, layout = estimated.question, estimated.question.layout
     asked, trained = q.model.adapters, ""
     if asked:
         trained = (
@@ -265,71 +286,74 @@ def show(found: Estimate, console: Any = None) -> None:
             f"{tensor}, ZeRO {layout.zero} over {layout.data}{shared}; {q.precision.name}, {q.optimizer.name}, "
             f"{q.attention} attention{trained}; per device"
         ),
-        _table(found),
-        *(Prose(f"note: {note}", "dim") for note in found.notes),
+        _table(estimated),
+        *(Prose(f"note: {note}", "dim") for note in estimated.notes),
     ]
     put(Group(*parts), console)
 
 
 def _mixture(question: Question) -> list[str]:
-    """What the first line says of experts."""
-    found = question.model.experts
-    if found is None:
+    """Returns the words of the first line about experts."""
+    experts = question.model.experts
+    if experts is None:
         return []
-    shared = f" and {found.shared} shared" if found.shared else ""
-    return [f"{question.active:,.0f} active", f"{found.per_token} of {found.count}{shared} experts of {found.width}"]
+    shared = f" and {experts.shared} shared" if experts.shared else ""
+    return [
+        f"{question.active:,.0f} active",
+        f"{experts.per_token} of {experts.count}{shared} experts of {experts.width}",
+    ]
 
 
-def _table(found: Estimate) -> Any:
-    """Bytes by row and policy, in decimal and in binary units."""
+def _table(estimated: Estimate) -> Any:
+    """Returns the table of bytes by row and remat policy, in decimal and in binary units."""
     from bytescope.memory.view.text_table import FigureTable, figure, words
 
-    document, q = found.to_json(), found.question
-    unit, size_of, binary, binary_size = next(row for least, *row in UNITS if found.total("none") >= least)
-    heads = (figure(*about) for policy in found.activations for about in ((f"{policy}, {unit}",), (binary, "dim")))
-    table = FigureTable(words(style="", least=14, under=False), figure("B/param"), *heads)
+    document, q = estimated.to_json(), estimated.question
+    unit, decimal_size, binary, binary_size = next(row for minimum, *row in UNITS if estimated.total("none") >= minimum)
+    heads = (figure(*about) for policy in estimated.activations for about in ((f"{policy}, {unit}",), (binary, "dim")))
+    table = FigureTable(words(style="", min_width=14, under=False), figure("B/param"), *heads)
     for row, title in ROWS.items():
-        if (row == "host" and not found.host) or (row == "frozen" and not q.model.adapters):
+        if (row == "host" and not estimated.host) or (row == "frozen" and not q.model.adapters):
             continue
         each = document["per_parameter"].get(row)
-        sizes = [document["policies"][policy][row] for policy in found.activations]
+        sizes = [document["policies"][policy][row] for policy in estimated.activations]
         table.add(
             title,
             "" if each is None else f"{each:.4g}",
-            *(cell for size in sizes for cell in (f"{size / size_of:,.2f}", f"{size / binary_size:,.2f}")),
+            *(cell for size in sizes for cell in (f"{size / decimal_size:,.2f}", f"{size / binary_size:,.2f}")),
             style="bold" if row == "total" else "",
         )
-    ratios = [f"{flops / found.model_flops:.3f}" for flops in found.hardware_flops.values()]
+    ratios = [f"{flops / estimated.model_flops:.3f}" for flops in estimated.hardware_flops.values()]
     table.add("hardware over model FLOPs", "", *(cell for ratio in ratios for cell in (ratio, "")))
     return table
 
 
-def _write(args: argparse.Namespace, found: Estimate, recompute: str) -> None:
-    """Writes the files asked for; the page offers every shipped config as a preset."""
+def _write(args: argparse.Namespace, estimated: Estimate, recompute: str) -> None:
+    """Writes the requested files. The page offers every shipped config as a preset."""
     if args.json:
-        write(args.json, json.dumps(found.to_json(), indent=1) + "\n")
+        write(args.json, json.dumps(estimated.to_json(), indent=1) + "\n")
     if args.html:
         from bytescope.train.plan import estimate_page
 
-        name = title_of(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
-        write(args.html, estimate_page.render(found.question, name, _presets(), recompute))
+        name = title_of(args.config) if args.config else f"{estimated.question.parameters:,.0f} parameters"
+        write(args.html, estimate_page.render(estimated.question, name, _presets(), recompute))
 
 
 def _recompute_of(config: Mapping[str, Any]) -> str:
-    """Returns the recomputation of the formulas, a key of `RECOMPUTE`, that is nearest to a config's remat policy."""
+    """Returns the key of `RECOMPUTE` whose formulas are nearest to the config's remat policy."""
     policy = config["remat.policy"]
     return policy if policy in RECOMPUTE else "none"
 
 
 def _presets() -> dict[str, Preset]:
-    """The question and the recomputation of each shipped config that has formulas."""
+    """Returns the preset of each shipped config for which formulas are known."""
     from bytescope.train.plan.estimate_page import Preset
 
-    found = {}
+    presets = {}
     for path in shipped():
         config = configs.load_flat(path.stem)
         try:
-            found[path.stem] = Preset(check(question_of(config)), _recompute_of(config))
-        except ReportError:  # it names what no formula is known for
+            presets[path.stem] = Preset(check(question_of(config)), _recompute_of(config))
+        except ReportError:  # no formula is known for a part of this config
             continue
-    return found
+    return presets

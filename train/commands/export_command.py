@@ -18,7 +18,7 @@ from bytescope.memory.view.progress_bar import progress
 from bytescope.train.source import CONFIG, RunPath, find_source
 from bytescope.train.user_errors import UserError
 
-if TYPE_CHECKING:  # they bring jax along, which the parser does not need
+if TYPE_CHECKING:  # these modules import jax, which the parser does not need
     from bytescope.train.checkpoints.saved_run import SavedRun
     from bytescope.train.export.tensors import OutputTensor
     from bytescope.train.weights.folder import Folder
@@ -28,14 +28,14 @@ examples:
   bytescope export runs/mine exported/         the newest checkpoint
   bytescope export runs/mine exported/ --step=200 --dtype=bfloat16
 
-transformers.AutoModelForCausalLM.from_pretrained("exported/") loads it.
+transformers.AutoModelForCausalLM.from_pretrained("exported/") loads the folder.
 exit codes: 0 done, 2 a mistake, or nothing that can be exported, 130 stopped by
 Ctrl-C"""
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = Parser(
         prog="bytescope export",
         usage="%(prog)s RUN OUT [--step=N] [--dtype=DTYPE] [...]",
@@ -44,29 +44,35 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write the model of a run as a folder that transformers and vLLM load.",
     )
-    parser.add_argument("run", type=user_path, metavar="RUN", help="the directory of a run, as train wrote it")
-    parser.add_argument("out", type=user_path, metavar="OUT", help="a new or empty folder")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("run", type=user_path, metavar="RUN", help="run directory that bytescope train wrote")
+    parser.add_argument("out", type=user_path, metavar="OUT", help="folder to write, new or empty")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="export the checkpoint of step N (default: the newest checkpoint)"
+    )
     parser.add_argument(
         "--dtype",
         choices=tuple(DTYPES),
         metavar="DTYPE",
-        help="float32, bfloat16 or float16 (default: that of the weights that the run began from, else "
-        "that of its parameters)",
+        help="dtype of the weights: float32, bfloat16 or float16 (default: the dtype of the weights that the run "
+        "started from; without such weights, the dtype of the run's parameters)",
     )
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="of a run with adapters the whole model, with them added "
-        "to its weights (default: the adapters alone, as peft loads them)",
+        help="if the run trained LoRA adapters, add them to the weights and write the whole model "
+        "(default: write only the adapters, which peft loads)",
     )
-    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (default 5GB)")
-    parser.add_argument("--force", action="store_true", help="replace OUT where it holds a model already")
+    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="maximum bytes per file (default 5GB)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it already contains a model")
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; `shard_bytes` is added. Raises ValueError with an `exit_code` for a mistake in it."""
+    """Parses the command line and adds `shard_bytes`, the maximum bytes per file.
+
+    Raises:
+      ValueError: a mistake in the command line; the error has an `exit_code`.
+    """
     args = make_parser().parse_args(argv)
     try:
         args.shard_bytes = parse_bytes(args.shard_size)
@@ -78,8 +84,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code."""
-    # Arrays go from disk to disk: an accelerator that is here may be training.
+    """Exports the run; returns the exit code."""
+    # Arrays are copied from disk to disk, so no accelerator is needed; it may be in use by a training run.
     os.environ["JAX_PLATFORMS"] = "cpu"
     from bytescope.train.export.model_folder import disk_errors_explained
 
@@ -89,10 +95,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes the folder beside its place and moves it there when it is complete.
+    """Writes the folder under a temporary name and renames it to OUT when it is complete.
 
     Raises:
-      UserError: what a user can mend. OSError: the disk.
+      UserError: a mistake of the user, or a model that cannot be exported.
+      OSError: the disk cannot be read or written.
     """
     from bytescope.train.checkpoints.saved_run import SavedRun
     from bytescope.train.export.model_folder import move_into_place, refuse_used
@@ -101,8 +108,8 @@ def export(args: argparse.Namespace) -> None:
     run = SavedRun.open(find_source(args.run, RunPath).path, args.step)
     origin = os.path.expanduser(run.config.init.folder)
     if origin and os.path.realpath(origin) == os.path.realpath(args.out):
-        raise UserError(f"{args.out} is the folder that the run began from: give another one")
-    partial = args.out.with_name(f".{args.out.name}.partial")  # of one that was killed, too
+        raise UserError(f"{args.out} is the folder that the run started from: give another folder")
+    partial = args.out.with_name(f".{args.out.name}.partial")  # an export that was killed may have left it
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -114,10 +121,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge: bool) -> list[str]:
-    """Writes the files; returns lines that say what they are.
-
-    Adapters and merged weights are other `Parameters` (tensors.py) of the same plan.
-    """
+    """Writes the files; returns lines that describe them."""
     from bytescope.model import ModelConfig
     from bytescope.train.checkpoints.saved_run import began_from
     from bytescope.train.export import peft, tensors, tokenizer_files
@@ -137,7 +141,7 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
         raw |= tokenizer_files.special_ids(text)
     parameters = (peft.Merged if merge else tensors.Parameters)(run, model, folder)
     planned = tensors.plan(model, FAMILIES[raw["model_type"]], _dtypes(run, folder, dtype))
-    raw["dtype" if "dtype" in raw else "torch_dtype"] = _most(planned)
+    raw["dtype" if "dtype" in raw else "torch_dtype"] = _main_dtype(planned)
     (out / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     tokenizer_files.write_text_files(out, text, run.config, folder.path if folder else None)
     tokenizer_files.write_generation_config(out, raw, folder.path if folder else None)
@@ -149,40 +153,43 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     files.sync()
     count, parameters_count = len(files.names), sum(math.prod(tensor.shape) for tensor in planned)
     lines = [
-        f"model      {raw['architectures'][0]}, {parameters_count:,} parameters, {_most(planned)}",
+        f"model      {raw['architectures'][0]}, {parameters_count:,} parameters, {_main_dtype(planned)}",
         f"weights    {human(files.nbytes)} in {count} file{'s' if count > 1 else ''}",
         f"text       {text.note}",
     ]
     if run.config.init.folder and folder is None:
         lines.append(
-            f"note       {run.config.init.folder}, which the run began from, is not here: config.json is "
-            "made of config.model, and dtypes are those of the run"
+            f"note       {run.config.init.folder}, which the run started from, is missing: config.json is "
+            "made from config.model, and dtypes are the dtypes of the run"
         )
     return lines
 
 
 def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable[[str], str]:
-    """Name of a tensor -> the format's name of its dtype: what was asked for, else that of the folder's tensor of that
-    name, else that of the run's parameters."""
+    """Returns a function from the name of a tensor to its safetensors dtype.
+
+    The dtype is `dtype` if that is given, else the dtype of the tensor with this name in `folder`, else the dtype of
+    the run's parameters.
+    """
     from bytescope.train.export.tensors import NAMES
     from bytescope.train.weights.folder import FP8
 
     own = NAMES[next(iter(run.arrays.values())).dtype]
 
-    def of(name: str) -> str:
+    def dtype_of(name: str) -> str:
         if dtype is not None:
             return dtype
         if folder is None:
             return own
-        found = folder.tensors.get(name) or next(iter(folder.tensors.values()))
-        if found.dtype in FP8:  # dequantized tensors are written in the dtype of the other tensors
+        tensor = folder.tensors.get(name) or next(iter(folder.tensors.values()))
+        if tensor.dtype in FP8:  # dequantized tensors are written in the dtype of the other tensors
             return "BF16"
-        return found.dtype if found.dtype in NAMES.values() else own
+        return tensor.dtype if tensor.dtype in NAMES.values() else own
 
-    return of
+    return dtype_of
 
 
-def _most(planned: Sequence[OutputTensor]) -> str:
-    """The dtype that most bytes have, as config.json calls it."""
+def _main_dtype(planned: Sequence[OutputTensor]) -> str:
+    """Returns the dtype that holds the most bytes, by its name in config.json."""
     bytes_of = {name: sum(tensor.nbytes for tensor in planned if tensor.dtype == kind) for name, kind in DTYPES.items()}
     return max(bytes_of, key=bytes_of.__getitem__)

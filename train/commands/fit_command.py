@@ -1,4 +1,4 @@
-"""bytescope fit: the fastest configuration within a budget, found by compiling."""
+"""bytescope fit: finds the fastest configuration that fits a memory budget, by compiling candidates."""
 
 from __future__ import annotations
 
@@ -33,38 +33,51 @@ from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.trials import Trials
 from bytescope.train.program import config_files as configs
 
-# Number of finalists that --measure runs.
+# Number of the fastest candidates that --measure runs.
 MAX_MEASURED = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    add_subject(parser, "set a config key in every variant; no lever changes it")
+    """Adds the arguments of the command to the parser."""
+    add_subject(parser, "set a config key in every program; the search does not change the key")
     parser.add_argument(
-        "--budget", metavar="SIZE", help="bytes per device, such as 72GiB (default: all that the device has available)"
+        "--budget",
+        metavar="SIZE",
+        help="bytes per device, such as 72GiB (default: all memory that is available to programs)",
     )
     parser.add_argument(
-        "--batch-tokens", metavar="N", type=int, help="tokens per update over all devices (default: the config's)"
+        "--batch-tokens", metavar="N", type=int, help="tokens per update over all devices (default: from the config)"
     )
     parser.add_argument(
-        "--levers", metavar="L,L", help=f"what may change (default: all of {', '.join(fit_space.LEVERS)})"
+        "--levers", metavar="L,L", help=f"settings that the search may change (default: {', '.join(fit_space.LEVERS)})"
     )
-    add_lora(parser, "; then the most that each rank fits is found")
+    add_lora(parser, "; also find the longest sequence and the largest micro-batch that fit at each rank")
     parser.add_argument(
-        "--max-compiles", metavar="N", type=int, help="compile at most N programs; those in the cache do not count"
+        "--max-compiles",
+        metavar="N",
+        type=int,
+        help="maximum number of programs to compile, not counting programs in the cache (default: no limit)",
     )
-    parser.add_argument("--max-seconds", metavar="SECONDS", type=float, help="seconds after which no compile starts")
+    parser.add_argument(
+        "--max-seconds",
+        metavar="SECONDS",
+        type=float,
+        help="seconds after which no new compilation starts (default: no limit)",
+    )
     keep_old_flag(parser, "--timeout", "--max-seconds")
     parser.add_argument(
         "--measure",
         action="store_true",
-        help=f"run the {MAX_MEASURED} fastest on this machine, and choose by what was measured",
+        help=f"run the {MAX_MEASURED} fastest configurations on this machine, and choose by measured speed",
     )
-    add_compiling(parser, "the fit, whether anything fits or not,")
+    add_compiling(parser, "the result of the search, whether or not anything fits,")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the walk and its result; returns 3 if nothing fits, 130 after Ctrl-C, with the best so far."""
+    """Prints each step of the search and the result; returns the exit code.
+
+    The code is 3 if nothing fits, and 130 after Ctrl-C; then the best configuration so far is printed and written.
+    """
     require_config(args)
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
@@ -78,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     space = fit_space.space_of(
         flat,
         given,
-        fit_space.choose(args.levers),
+        fit_space.choose_levers(args.levers),
         target.n_devices,
         target.devices_per_host,
         args.batch_tokens,
@@ -98,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
             args.max_compiles or math.inf,
             args.max_seconds or math.inf,
         )
-        walk = walks.Walk(trials, space, budget, lambda step: _told(tell, lines, step))
+        walk = walks.Walk(trials, space, budget, lambda step: _show_step(tell, lines, step))
         walk.run()
         reach = Reach(walk) if args.lora else None
         if reach is not None:
@@ -108,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     return _finish(args, walk, reach, flat, overrides, measured)
 
 
-def _told(bar: ProgressBar, lines: fit_progress.Lines, step: Step) -> None:
+def _show_step(bar: ProgressBar, lines: fit_progress.Lines, step: Step) -> None:
     with bar.aside():
         lines.show(step)
 
@@ -116,16 +129,16 @@ def _told(bar: ProgressBar, lines: fit_progress.Lines, step: Step) -> None:
 def _check_numbers(args: argparse.Namespace) -> None:
     if args.budget == "":
         raise ReportError("--budget=: give a size such as 72GiB, or leave it out")
-    for flag, least in (("batch_tokens", 1), ("max_compiles", 1), ("max_seconds", 0.001)):
+    for flag, minimum in (("batch_tokens", 1), ("max_compiles", 1), ("max_seconds", 0.001)):
         value = getattr(args, flag)
-        if value is not None and not value >= least:
-            raise ReportError(f"--{flag.replace('_', '-')}={value}: give {least:g} or more")
+        if value is not None and not value >= minimum:
+            raise ReportError(f"--{flag.replace('_', '-')}={value}: give {minimum:g} or more")
 
 
 def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) -> Mapping[str, Any] | None:
-    """Runs the finalists on this machine, one after the other, and makes the fastest the walk's best.
+    """Runs the finalists on this machine, one after the other, and makes the fastest one the walk's best.
 
-    Returns its measured figures; None if no finalist could run.
+    Returns the measured figures of the fastest finalist; None if no finalist could run.
     """
     finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MAX_MEASURED]
     jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]
@@ -153,13 +166,13 @@ def _finish(
     overrides: Sequence[tuple[str, str]],
     measured: Mapping[str, Any] | None,
 ) -> int:
-    """Prints the result of the walk and writes the files asked for."""
+    """Prints the result of the search and writes the requested files; returns the exit code."""
     from bytescope.memory.devices.compiler import versions
     from bytescope.train.plan.fit import fit_view
 
     def flags(keys: Mapping[str, str]) -> str:
         values = configs.load_flat(args.config, [*overrides, *keys.items()])
-        return " ".join(filter(None, (given_flags(overrides), levers.differing(keys, values, flat))))
+        return " ".join(filter(None, (given_flags(overrides), levers.changed_flags(keys, values, flat))))
 
     out = fit_result.to_json(walk, flags, versions(), measured, reach)
     fit_view.show(out, args.config)

@@ -1,4 +1,7 @@
-"""bytescope front: the plan of least recomputation at every budget, from `full` to `none`."""
+"""bytescope front: the remat plan with the least recomputation at each of several memory budgets.
+
+The smallest budget is what the policy `full` allocates, the largest is what `none` allocates.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from bytescope.train.plan.config_factory import check_config
 from bytescope.train.plan.config_grid import given_flags
 from bytescope.train.plan.trials import Trials
 
-# Keys that the plans of a front set, or that a front has flags of its own for.
+# Config keys that the plans set, or that the command sets by its own flags.
 OWN = (
     "remat.policy",
     "remat.layers",
@@ -38,28 +41,36 @@ OWN = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    add_subject(parser, "set a config key in every program; not those of remat.*, which the plans set")
+    """Adds the arguments of the command to the parser."""
+    add_subject(parser, "set a config key in every program, except remat.* keys, which the plans set")
     parser.add_argument(
         "--points",
         metavar="N",
         type=int,
         default=10,
-        help="how many budgets, in even steps from what the policy full allocates to what none allocates (default: 10)",
+        help="number of budgets, evenly spaced from the bytes of policy full to the bytes of policy none (default: 10)",
     )
     parser.add_argument(
-        "--from", metavar="SIZE", dest="first", help="set the smallest budget, such as 20GiB per device"
+        "--from",
+        metavar="SIZE",
+        dest="first",
+        help="smallest budget per device, such as 20GiB (default: the bytes of policy full)",
     )
-    parser.add_argument("--to", metavar="SIZE", dest="last", help="set the largest budget, such as 40GiB per device")
+    parser.add_argument(
+        "--to",
+        metavar="SIZE",
+        dest="last",
+        help="largest budget per device, such as 40GiB (default: the bytes of policy none)",
+    )
     parser.add_argument(
         "--cost",
         choices=COSTS,
         default="time",
         metavar="NAME",
-        help="what to minimize at each "
-        "budget: time, which is predicted per update, or flops, which are recomputed (default: time)",
+        help="what to minimize at each budget: time, the predicted seconds per update, or flops, the recomputed "
+        "FLOPs (default: time)",
     )
-    parser.add_argument("--auto-offload", action="store_true", help="plans may also move tensors to pinned host memory")
+    parser.add_argument("--auto-offload", action="store_true", help="let plans also move tensors to pinned host memory")
     keep_old_flag(parser, "--offload", "--auto-offload")
     add_lora(parser)
     add_compiling(parser, "the front")
@@ -67,7 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the points and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
+    """Prints the points and writes the requested files.
+
+    Returns the exit code: 130 if Ctrl-C stopped the command, which then prints and writes the finished points.
+    """
     target, ends = _checked(args)
     overrides = with_lora(args, args.overrides)
     check_config(args.config, overrides)  # mistakes in it are reported before a worker starts
@@ -90,14 +104,14 @@ def run(args: argparse.Namespace) -> int:
             with tell.aside():
                 put(frontier_view.line(budget, plan))
 
-        found = frontier.Front(trials, args.points, ends, args.cost, args.auto_offload, workers, show)
-        found.run()
-    _finish(args, found)
-    return INTERRUPTED if found.stopped else 0
+        front = frontier.Front(trials, args.points, ends, args.cost, args.auto_offload, workers, show)
+        front.run()
+    _finish(args, front)
+    return INTERRUPTED if front.stopped else 0
 
 
 def _checked(args: argparse.Namespace) -> tuple[str, tuple[int | None, int | None]]:
-    """The target's name, and the smallest and the largest budget in bytes, None where they are not given.
+    """Returns the target's name and the (smallest, largest) budget in bytes, None for a budget that is not given.
 
     Raises ReportError for a mistake in the arguments, before anything is compiled.
     """
@@ -107,14 +121,14 @@ def _checked(args: argparse.Namespace) -> tuple[str, tuple[int | None, int | Non
     for key, text in args.overrides:
         if key in OWN:
             raise ReportError(
-                f"--config.{key}={text}: a front chooses the remat plan itself, so leave it out (--cost "
-                "says what to minimize, --auto-offload whether tensors may go to host memory)"
+                f"--config.{key}={text}: this command chooses the remat plan itself, so leave it out (--cost "
+                "sets what to minimize, --auto-offload allows tensors in host memory)"
             )
     target = args.target.strip().lower()
     check(args, [target])
     first, last = _size("--from", args.first), _size("--to", args.last)
     if first and last and first > last:
-        raise ReportError(f"--from={args.first} is more than --to={args.last}")
+        raise ReportError(f"--from={args.first} is more than --to={args.last}: give a smaller --from")
     return target, (first, last)
 
 
@@ -130,26 +144,26 @@ def _size(flag: str, text: str | None) -> int | None:
     return size
 
 
-def _finish(args: argparse.Namespace, found: frontier.Front) -> None:
+def _finish(args: argparse.Namespace, front: frontier.Front) -> None:
     """Prints the points and writes the files."""
     from bytescope.memory.devices.compiler import versions
     from bytescope.train.plan import frontier_view
 
     out = frontier.to_json(
-        found.points,
-        found.fixed,
+        front.points,
+        front.fixed,
         cost=args.cost,
         offload=args.auto_offload,
-        programs=len(found.search.tried) if found.search else 0,
-        compiled=found.trials.compiles,
-        missing=found.missing,
-        target=found.trials.target.to_json(),
+        programs=len(front.search.tried) if front.search else 0,
+        compiled=front.trials.compiles,
+        missing=front.missing,
+        target=front.trials.target.to_json(),
         versions=versions(),
-        interrupted=found.stopped,
+        interrupted=front.stopped,
         config=args.config,
-        given=given_flags(found.trials.overrides),
+        given=given_flags(front.trials.overrides),
     )
-    frontier_view.show(found.points, found.fixed, out)
+    frontier_view.show(front.points, front.fixed, out)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:

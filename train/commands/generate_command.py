@@ -1,4 +1,4 @@
-"""`bytescope generate`: text from a run or a folder of weights, its memory known before it starts."""
+"""`bytescope generate`: generates text from a run or a folder of weights; the memory is known before it starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.train.generate import generate_flags
 from bytescope.train.user_errors import UserError
 
-if TYPE_CHECKING:  # they bring jax along, which the parser does not need
+if TYPE_CHECKING:  # these modules import jax, which the parser does not need
     from bytescope.train.generate.answers import Answers, PromptRow
     from bytescope.train.generate.engine import Engine
     from bytescope.train.generate.model_source import Source
@@ -25,59 +25,69 @@ examples:
   bytescope generate smollm/ --chat                  a conversation
   bytescope generate smollm/ --prompts=questions.jsonl --out=answers.jsonl
 
-Rows of --prompts hold text, tokens or messages, and a seed if they like; rows
-of --out hold prompt, tokens and text. The same command goes on where it was
-stopped. bytescope report --generate shows the memory for any device. To serve
-a model, export it to vLLM.
+Each row of --prompts has text, tokens or messages, and optionally a seed; each
+row of --out has prompt, tokens and text. Run the same command again to resume
+an interrupted one. bytescope report --generate shows the memory for any device.
+To serve a model, export it to vLLM.
 exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = Parser(
         prog="bytescope generate",
         allow_abbrev=False,
         epilog=EPILOG,
         usage="%(prog)s RUN_OR_FOLDER [--prompt=TEXT | --prompts=FILE] [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Generate text from a run or a folder of weights; without a prompt, as you type.",
+        description="Generate text from a run or a folder of weights.\n"
+        "Without a prompt, answer the lines that you type.",
     )
     generate_flags.add_model(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this one, as the answer is made")
-    parser.add_argument("--prompts", type=user_path, metavar="FILE", help="answer each row of a file of JSON lines")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="text to continue; the answer is printed while it is generated"
+    )
+    parser.add_argument("--prompts", type=user_path, metavar="FILE", help="file of JSON lines; each row is a prompt")
     parser.add_argument(
         "--out",
         type=user_path,
         metavar="FILE",
-        help="with --prompts: append each answer as it is finished; what is there already is not asked again",
+        help="with --prompts: file to append each finished answer to; rows that it already answers are skipped",
     )
-    parser.add_argument("--chat", action="store_true", help="a text is a user's message: put it into the chat template")
+    parser.add_argument(
+        "--chat", action="store_true", help="treat each text as a user's message and apply the chat template"
+    )
     generate_flags.add_sampling(parser)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, checked. Raises ValueError with an `exit_code` for a mistake in it."""
+    """Parses and checks the command line.
+
+    Raises:
+      ValueError: a mistake in the command line; the error has an `exit_code`.
+    """
     args = make_parser().parse_args(argv)
     generate_flags.check(args)
     if args.prompt is not None and args.prompts is not None:
-        raise UserError("give --prompt or --prompts")
+        raise UserError("give either --prompt or --prompts, not both")
     if args.out is not None and args.prompts is None:
         raise UserError(f"--out={args.out} belongs to --prompts=FILE: give both")
     return args
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code."""
+    """Starts the devices and generates; returns the exit code."""
     generate_flags.start_devices(args)
     return generate(args)
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Answers what is asked.
+    """Answers the prompt, the rows of a file, or the lines that the user types; returns the exit code.
 
     Raises:
-      UserError: what the user can mend. DoesNotFit: the weights leave no room for a page.
+      UserError: a mistake of the user.
+      DoesNotFit: the weights leave no memory for the KV cache.
     """
     from bytescope.train.generate.model_source import open_source
     from bytescope.train.generate.text import Prompts
@@ -85,14 +95,14 @@ def generate(args: argparse.Namespace) -> int:
     source = open_source(args.source, args.step)
     with Prompts(source, args.chat) as prompts:
         if args.prompts is not None:
-            return _file(args, source, prompts)
+            return _answer_file(args, source, prompts)
         if args.prompt is not None or not sys.stdin.isatty():
             text = sys.stdin.read() if args.prompt is None else args.prompt
-            return _one(args, source, prompts.of_row({"text": text}, "--prompt"))
+            return _answer_prompt(args, source, prompts.of_row({"text": text}, "--prompt"))
         return _converse(args, source, prompts)
 
 
-def _one(args: argparse.Namespace, source: Source, tokens: tuple[int, ...]) -> int:
+def _answer_prompt(args: argparse.Namespace, source: Source, tokens: tuple[int, ...]) -> int:
     from bytescope.train.generate.open_engine import open_engine
     from bytescope.train.generate.request import make_request
     from bytescope.train.generate.text import stream
@@ -108,14 +118,14 @@ def _one(args: argparse.Namespace, source: Source, tokens: tuple[int, ...]) -> i
         print()
         return INTERRUPTED
     print()
-    _tell(len(one.tokens) - len(tokens), time.perf_counter() - began)
+    _show_speed(len(one.tokens) - len(tokens), time.perf_counter() - began)
     return 0
 
 
 def _converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
-    """Answers the lines that a user types; with --chat each is the next message of one conversation.
+    """Answers the lines that a user types. With --chat, each line is the next message of one conversation.
 
-    Pages of the earlier messages are shared, so that only the new message is computed.
+    The KV cache pages of the earlier messages are shared, so that only the new message is computed.
     """
     from bytescope.train.generate.open_engine import open_engine
     from bytescope.train.generate.request import make_request
@@ -125,8 +135,8 @@ def _converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int
     if source.tokenizer is None:
         raise UserError(f"{source.title} has no tokenizer: give prompts as tokens, in rows of --prompts=FILE")
     engine = open_engine(args, source, source.length, 1, args.temperature > 0)
-    print("an empty line or Ctrl-D ends it; Ctrl-C ends an answer", file=sys.stderr)
-    said: list[dict[str, Any]] = []
+    print("an empty line or Ctrl-D ends the conversation; Ctrl-C ends an answer", file=sys.stderr)
+    messages: list[dict[str, Any]] = []
     while True:
         try:
             line = input("> ")
@@ -138,25 +148,25 @@ def _converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int
             return INTERRUPTED
         if not line:
             return 0
-        said.append({"role": "user", "content": line})
+        messages.append({"role": "user", "content": line})
         try:
-            tokens = prompts.of_messages(said, "--chat") if args.chat else prompts.of_text(line)
+            tokens = prompts.of_messages(messages, "--chat") if args.chat else prompts.of_text(line)
             one = engine.submit(make_request(args, tokens, source))
-        except UserError as error:  # too long: the next may be shorter
+        except UserError as error:  # the prompt is too long; the next prompt may be shorter
             print(f"error: {error}", file=sys.stderr)
-            said.pop()
+            messages.pop()
             continue
         try:
             text = stream(engine, one, source, args.stop)
         except KeyboardInterrupt:
             engine.finish(one)
             text = source.tokenizer.decode(one.answer)
-        said.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": text})
         print()
 
 
-def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
-    """Answers the rows of a file, to the terminal or to --out."""
+def _answer_file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
+    """Answers the rows of a file, and prints the answers or appends them to --out."""
     from contextlib import ExitStack
 
     from bytescope.train.generate.answers import Answers, PromptRow, read_rows
@@ -164,13 +174,13 @@ def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
     from bytescope.train.generate.request import make_request
 
     rows = []
-    for number, found in enumerate(read_rows(args.prompts)):
+    for number, row in enumerate(read_rows(args.prompts)):
         where = f"{args.prompts} row {number}"
-        seed = found.get("seed", (args.seed + number) % 2**32)
+        seed = row.get("seed", (args.seed + number) % 2**32)
         if type(seed) is not int or not 0 <= seed < 2**32:
-            raise UserError(f"{where}: seed={seed!r}: give a whole number from 0 to 2**32 - 1")
-        prompt = next((found[name] for name in ("text", "messages", "tokens") if name in found), None)
-        request = make_request(args, prompts.of_row(found, where), source, seed)
+            raise UserError(f"{where}: seed={seed!r} is out of range: give a whole number from 0 to 2**32 - 1")
+        prompt = next((row[name] for name in ("text", "messages", "tokens") if name in row), None)
+        request = make_request(args, prompts.of_row(row, where), source, seed)
         rows.append(PromptRow(number, prompt, request, tuple(args.stop)))
     with ExitStack() as stack:
         out = stack.enter_context(Answers(args.out, rows)) if args.out else None
@@ -187,57 +197,59 @@ def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
                 "shorten one of them"
             )
         engine = open_engine(args, source, needed, len(left), args.temperature > 0)
-        return _answer(engine, source, left, len(rows), out)
+        return _answer_rows(engine, source, left, len(rows), out)
 
 
-def _answer(engine: Engine, source: Source, left: Sequence[PromptRow], total: int, out: Answers | None) -> int:
-    """Answers rows, each as soon as it is done; Ctrl-C keeps what is done."""
+def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], total: int, out: Answers | None) -> int:
+    """Answers the rows and writes each answer when it is finished. After Ctrl-C, finished answers are kept."""
     from bytescope.train.generate.text import Growing
     from bytescope.train.launch.signals import INTERRUPTED
 
-    under = {engine.submit(row.request).number: row for row in left}
-    texts = {number: Growing(source.tokenizer, row.stops) for number, row in under.items() if source.tokenizer}
-    began, made = time.perf_counter(), 0
+    running = {engine.submit(row.request).number: row for row in left}
+    texts = {number: Growing(source.tokenizer, row.stops) for number, row in running.items() if source.tokenizer}
+    began, generated = time.perf_counter(), 0
     try:
         with _progress(total) as note:
             while engine.busy:
                 for one in engine.step():
-                    made += 1
+                    generated += 1
                     growing = texts.get(one.number)
                     if growing:
                         growing.follow(engine, one)
                     if one.ended:
-                        _put(under[one.number], one, growing.text if growing else None, out)
-                        del under[one.number]
-                note(total - len(under), made / (time.perf_counter() - began))
+                        _write_answer(running[one.number], one, growing.text if growing else None, out)
+                        del running[one.number]
+                note(total - len(running), generated / (time.perf_counter() - began))
     except KeyboardInterrupt:
-        kept = f" in {out.path}: the same command answers the rest" if out else ""
-        print(f"interrupted: {total - len(under)} of {total} rows are answered{kept}", file=sys.stderr)
+        kept = f" in {out.path}: run the same command again to answer the rest" if out else ""
+        print(f"interrupted: {total - len(running)} of {total} rows are answered{kept}", file=sys.stderr)
         return INTERRUPTED
     if out:
         print(f"{out.path}: {total} rows answered")
-    _tell(made, time.perf_counter() - began)
+    _show_speed(generated, time.perf_counter() - began)
     return 0
 
 
-def _put(row: PromptRow, one, text: str | None, out: Answers | None) -> None:
-    """An answer to the file, or to the terminal below its prompt."""
+def _write_answer(row: PromptRow, one, text: str | None, out: Answers | None) -> None:
+    """Writes an answer to the file, or prints it below its prompt."""
     from bytescope.memory.view.console import safe
 
     if out:
         out.add(row, one, text)
         return
-    shown = safe if sys.stdout.isatty() else str
+    clean = safe if sys.stdout.isatty() else str
     prompt = row.prompt if isinstance(row.prompt, str) else " ".join(map(str, row.prompt))
     print(
-        f"[{row.number}] {shown(prompt)}\n{shown(text) if text is not None else ' '.join(map(str, one.answer))}\n",
+        f"[{row.number}] {clean(prompt)}\n{clean(text) if text is not None else ' '.join(map(str, one.answer))}\n",
         flush=True,
     )
 
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[int, float], None]]:
-    """A line on a terminal; gives the function that is told how many rows are answered, and tokens a second."""
+    """Shows a status line on a terminal. Yields the function that updates it with the number of answered rows and
+    tokens/s.
+    """
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -248,6 +260,6 @@ def _progress(total: int) -> Iterator[Callable[[int, float], None]]:
         yield lambda done, rate: status.update(f"{done} of {total} answered, {rate:,.0f} tokens/s")
 
 
-def _tell(count: int, seconds: float) -> None:
+def _show_speed(count: int, seconds: float) -> None:
     if sys.stderr.isatty():
         print(f"{count:,} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.1f} a second", file=sys.stderr)

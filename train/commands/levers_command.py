@@ -1,4 +1,7 @@
-"""bytescope levers: what each memory lever saves and costs, each compiled on top of all before it."""
+"""bytescope levers: the bytes that each memory saving saves and the time that it costs.
+
+The savings are added one by one, and the program is compiled after each.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ from bytescope.train.plan.levers import Level
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    add_subject(parser, "set a config key in every stage; stages that would change it are left out")
+    """Adds the arguments of the command to the parser."""
+    add_subject(parser, "set a config key in every program; savings that would change the key are left out")
     parser.add_argument(
         "--savings",
         metavar="S,S",
-        help="savings in order, each added to all before it (default: "
-        f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.BEYOND)})",
+        help="savings to add one by one, in this order (default: "
+        f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.OPTIONAL)})",
     )
     keep_old_flag(parser, "--stages", "--savings")
     add_compiling(parser, "the stages")
@@ -43,21 +46,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the stages and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
+    """Prints the stages and writes the requested files.
+
+    Returns the exit code: 130 if Ctrl-C stopped the command, which then prints and writes the finished stages.
+    """
     require_config(args)
-    stages, target = levers.choose(args.savings), args.target.strip().lower()
+    stages, target = levers.choose_stages(args.savings), args.target.strip().lower()
     check(args, [target])
-    jobs_of, refused = Jobs(FACTORY), dict[str, str]()
+    all_jobs, refused = Jobs(FACTORY), dict[str, str]()
     fixed = {CONFIG: args.config, **dict(args.overrides)}
     config = FACTORY.resolve(fixed)
     FACTORY.check(fixed)
     while True:
-        levels, left_out = levers.climb(stages, config, (key for key, _ in args.overrides), refused)
+        levels, left_out = levers.build_levels(stages, config, (key for key, _ in args.overrides), refused)
         if not levels:
-            raise ReportError(f"no stage is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
-        jobs = [jobs_of.job({**fixed, **level.keys}, target, level.title) for level in levels]
+            raise ReportError(
+                f"no saving can be applied: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}"
+            )
+        jobs = [all_jobs.job({**fixed, **level.keys}, target, level.title) for level in levels]
         levels = [
-            dataclasses.replace(level, flags=levers.differing(level.keys, job.resolved, config))
+            dataclasses.replace(level, flags=levers.changed_flags(level.keys, job.resolved, config))
             for level, job in zip(levels, jobs)
         ]
         answers, interrupted = _compile(args, target, jobs)
@@ -69,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
         if not failed or interrupted:
             break
         level, why = failed[0]
-        if level is levels[0]:  # the others are built on it
+        if level is levels[0]:  # all other stages are built on the first
             raise ReportError(f"{level.title}, the first stage, does not compile: {why}")
-        refused[level.stage] = why  # the stages after it were compiled with it: they go again without
+        refused[level.stage] = why  # the stages after it included it, so they are compiled again without it
     done = [
         _settled(level, answers[job.name])
         for level, job in zip(levels, jobs)
@@ -82,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.Job]) -> tuple[dict[str, Any], bool]:
-    """Answers by name of the job, and whether Ctrl-C came; stages that make the same program are compiled once."""
+    """Returns the answers by job name, and whether Ctrl-C stopped the compilation.
+
+    Stages with the same program are compiled once.
+    """
     once = list({job.name: job for job in jobs}.values())
     workers = 1 if shares_accelerator([target]) else worker_pool.worker_count(len(once), args.jobs)
     with progress(len(once)) as tell:
@@ -96,7 +107,7 @@ def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.J
 
 
 def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
-    """The level with its figures, out of a worker's answer."""
+    """Returns the level with the figures of a worker's answer."""
     keys = {key: text for key, text in level.keys.items() if text not in ("()", "false")}
     return dataclasses.replace(
         level, row=ConfigRow.from_answer(keys, answer), kernel=answer["settled"]["model.attention"]
@@ -111,7 +122,7 @@ def _finish(
     interrupted: bool,
     given: str,
 ) -> None:
-    """Prints the levels and writes the files asked for. `given`: the keys of the command line, as its flags."""
+    """Prints the levels and writes the requested files. `given`: the config keys of the command line, as flags."""
     from bytescope.memory.devices.compiler import versions
     from bytescope.train.plan import levers_view
 

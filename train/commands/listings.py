@@ -1,4 +1,7 @@
-"""bytescope configs | keys | policies: what a config may say, without starting jax."""
+"""bytescope configs | keys | policies: lists the shipped configs, the config keys and the remat policies.
+
+The commands do not start jax.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,21 @@ __all__ = ["add_arguments", "policies", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the listing of `args.command`. Raises ReportError where nothing mentions --grep's word."""
+    """Prints the listing of `args.command`; returns the exit code. Raises ReportError if no row contains the word of
+    --grep.
+    """
     headings, rows = LISTINGS[args.command]
     show_listing(args, headings, rows())
     return 0
 
 
 def policies() -> Mapping[str, str]:
-    """Remat policy -> what a block keeps under it, in one line."""
+    """Returns remat policy -> one line about the tensors that a block keeps."""
     from bytescope.model.remat.policies import AUTO, POLICIES
 
     special = {
-        "custom": "the names of remat.save kept, those of remat.offload in pinned host memory",
-        AUTO: "the least recomputation that fits remat.budget, chosen by name and range of layers",
+        "custom": "the tensors named by remat.save, and in pinned host memory the tensors named by remat.offload",
+        AUTO: "tensors chosen by name and range of layers, with the least recomputation that fits remat.budget",
     }
     return {**{name: row.summary for name, row in POLICIES.items() if row}, **special}
 

@@ -1,4 +1,4 @@
-"""bytescope names: the checkpoint names that a policy may save, offload or recompute."""
+"""bytescope names: lists the checkpoint names of tensors, which a remat policy may save, offload or recompute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import check_files, user_path, write
-from bytescope.memory.cost.named_tensors import NamedTensor, named_tensors, too_wide
+from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
 from bytescope.train.commands.config_arguments import add_subject, require_config
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the arguments of the command to the parser."""
     add_subject(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the names as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; nothing is compiled."""
+    """Prints the table and writes the requested file; returns the exit code. The program is traced but not compiled."""
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.memory.view.console import put
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     tensors = named_tensors(trace_gradient(program))
     rows = [row(tensor, *sharding_of(program, tensor.name)) for tensor in tensors]
     put(_table(rows))
-    for line in too_wide(tensors):
+    for line in excess_warnings(tensors):
         put(Prose(line, "yellow"))
     if args.json:
         write(args.json, json.dumps({"names": rows}, indent=1) + "\n")
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sharding_of(program: Program, name: str) -> tuple[str, int]:
-    """(sharding as text, number of shards) of a named tensor."""
+    """Returns (the sharding as text, the number of shards) of a named tensor."""
     from bytescope.model.names import NAMES
     from bytescope.train.parallel.axes import activation_axes
 
@@ -59,9 +59,10 @@ def sharding_of(program: Program, name: str) -> tuple[str, int]:
 
 
 def row(tensor: NamedTensor, sharding: str, shards: int) -> dict[str, Any]:
-    """One name as plain values: its shape over all devices; bytes, and the FLOPs to recompute it, on one device.
+    """Returns the row of a tensor as JSON values: its global shape, and its bytes and recomputation FLOPs on one
+    device.
 
-    sharding, shards: what `sharding_of` returns.
+    sharding, shards: the two values that `sharding_of` returns.
     """
     return {
         **dataclasses.asdict(tensor),
@@ -81,7 +82,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
     from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
 
     table = FigureTable(
-        label("name", least=16),
+        label("name", min_width=16),
         fixed("tensor"),
         label("sharding"),
         *map(figure, ("layers", "per layer", "total", "GFLOP")),
@@ -96,5 +97,5 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
             human(r["bytes"]),
             f"{r['flops'] / 1e9:,.1f}",
         )
-    title = "checkpoint names in the order of computation; on one device: bytes, and the GFLOP to recompute them"
+    title = "checkpoint names in order of computation, with the bytes and the GFLOP of recomputation on one device"
     return Group(Prose(title, "bold"), table)

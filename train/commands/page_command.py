@@ -1,4 +1,4 @@
-"""bytescope page: a run directory as a page: loss, speed, memory, report, trace and config; other runs over it."""
+"""bytescope page: writes an HTML page of a run directory: loss, speed, memory, report, trace and config."""
 
 from __future__ import annotations
 
@@ -10,32 +10,42 @@ from bytescope.memory.errors import ReportError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the arguments of the command to the parser."""
     parser.add_argument(
-        "workdir", metavar="WORKDIR", type=user_path, help="the run directory of bytescope train, finished or not"
+        "workdir",
+        metavar="WORKDIR",
+        type=user_path,
+        help="run directory that bytescope train wrote; the run may be unfinished",
     )
     parser.add_argument(
         "others",
         metavar="OTHER",
         nargs="*",
         type=user_path,
-        help="other run directories, whose losses are drawn over those of the first",
+        help="other run directories, whose loss curves are added for comparison",
     )
     parser.add_argument(
-        "--html", metavar="FILE", type=user_path, help="where the page goes (default: WORKDIR/index.html)"
+        "--html", metavar="FILE", type=user_path, help="file to write the page to (default: WORKDIR/index.html)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page, says what is missing or damaged, and where the page is; without starting jax."""
+    """Writes the page; prints its path, and a warning for each missing or damaged file of the run. It does not start
+    jax.
+
+    Raises:
+      ReportError: the page cannot be written.
+    """
     check_files(args)
     from bytescope.train.run import run_directory_page as run_page
 
     try:
-        found = run_page.write(args.workdir, args.html, args.others)
+        written = run_page.write(args.workdir, args.html, args.others)
     except OSError as error:
-        raise ReportError(f"cannot write {args.html or args.workdir}: {error.strerror}") from error
-    for problem in found.problems:
+        raise ReportError(
+            f"cannot write {args.html or args.workdir}: {error.strerror}; give another file with --html=FILE"
+        ) from error
+    for problem in written.problems:
         print(f"warning: {problem}", file=sys.stderr)
     print(args.html or args.workdir / run_page.PAGE)
     return 0

@@ -1,4 +1,7 @@
-"""bytescope pipeline: the schedule of a pipeline drawn, its bubble and the stash of each stage; nothing is compiled."""
+"""bytescope pipeline: shows the schedule of pipeline parallelism, its bubble and the stash of each stage.
+
+Nothing is compiled.
+"""
 
 from __future__ import annotations
 
@@ -15,78 +18,90 @@ from bytescope.train.pipeline.schedule import Schedule, divide_layers
 from bytescope.train.pipeline.schedules import SCHEDULES, make_schedule
 
 ALL = "all"
-# More units than this take seconds to draw, and no page shows them.
-MOST_UNITS = 200_000
+# Maximum number of units: (stage, micro-batch, chunk) triples. More take seconds to draw and do not fit a page.
+MAX_UNITS = 200_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.add_argument("--stages", type=int, metavar="P", help="stages, as mesh.stage")
+    """Adds the arguments of the command to the parser."""
+    parser.add_argument("--stages", type=int, metavar="P", help="number of pipeline stages (config key mesh.stage)")
     parser.add_argument(
-        "--micro-batches", type=int, metavar="M", help="micro-batches of an update, as batch.accumulation"
+        "--micro-batches",
+        type=int,
+        metavar="M",
+        help="number of micro-batches per update (config key batch.accumulation)",
     )
     parser.add_argument(
         "--schedule",
         metavar="NAME",
         default=ALL,
-        help=f"{', '.join(SCHEDULES)}, or {ALL} in a table (default), as pipeline.schedule",
+        help=f"{', '.join(SCHEDULES)}, or {ALL} for a table of all schedules (default: {ALL}; "
+        "config key pipeline.schedule)",
     )
     parser.add_argument(
         "--virtual",
         type=int,
         metavar="V",
-        help="chunks of layers per stage, as pipeline.virtual (default: 2 of v, and of interleaved; else 1)",
+        help="number of chunks of layers per stage (default: 2 for schedules v and interleaved, else 1; "
+        "config key pipeline.virtual)",
     )
-    parser.add_argument("--layers", type=int, metavar="N", help="layers of the model, to print the number per stage")
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the schedule, or the table, as JSON")
-    parser.add_argument("--html", metavar="FILE", type=user_path, help="write it as a page that opens offline")
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="number of layers of the model, to show how many each stage has"
+    )
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the schedule or the table as JSON")
+    parser.add_argument(
+        "--html", metavar="FILE", type=user_path, help="write the schedule or the table as a page that opens offline"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the schedule, or the table of all, and writes the files that were asked for."""
+    """Prints the schedule, or a table of all schedules, and writes the requested files; returns the exit code."""
     from bytescope.memory.view.console import put
     from bytescope.train.plan.schedule_drawing import comparison, view
 
     if missing := [flag for flag in ("stages", "micro-batches") if getattr(args, flag.replace("-", "_")) is None]:
         raise ReportError(f"give --{missing[0]}=N, as in bytescope pipeline --stages=8 --micro-batches=32")
     check_files(args)
-    if args.stages * args.micro_batches * (args.virtual or 2) > MOST_UNITS:
+    if args.stages * args.micro_batches * (args.virtual or 2) > MAX_UNITS:
         raise ReportError(
-            f"--stages={args.stages} --micro-batches={args.micro_batches}: give at most {MOST_UNITS:,} "
-            "stages times micro-batches times chunks"
+            f"--stages={args.stages} --micro-batches={args.micro_batches} is too much to draw: give at most "
+            f"{MAX_UNITS:,} units, which are stages times micro-batches times chunks"
         )
     if args.virtual and args.schedule == ALL:
         raise ReportError(
-            f"--virtual={args.virtual} with all schedules: most have one number of chunks; give one "
-            "schedule, such as --schedule=interleaved"
+            f"--virtual={args.virtual} with all schedules: most schedules have a fixed number of chunks; choose one "
+            "with --schedule, such as --schedule=interleaved"
         )
-    found, refused = [], []
+    schedules, refused = [], []
     for name in SCHEDULES if args.schedule == ALL else [args.schedule]:
         usual = SCHEDULES[name].chunks if name in SCHEDULES else 1
         try:
-            found.append(make_schedule(name, args.stages, args.micro_batches, args.virtual or usual))
+            schedules.append(make_schedule(name, args.stages, args.micro_batches, args.virtual or usual))
         except ReportError as error:
             if args.schedule != ALL:
                 raise
             refused.append((name, str(error)))
-    if not found:
+    if not schedules:
         raise ReportError(refused[0][1])
-    layers = [divide_layers(args.layers, one.virtual_stages) if args.layers else None for one in found]
-    put(comparison(found, refused) if args.schedule == ALL else view(found[0], layers[0]))
+    layers = [divide_layers(args.layers, one.virtual_stages) if args.layers else None for one in schedules]
+    put(comparison(schedules, refused) if args.schedule == ALL else view(schedules[0], layers[0]))
     if args.json:
-        papers = [] if args.schedule != ALL else [_paper(name, found[0]) for name in PUBLISHED]
-        out = {"schedules": [_plain(*both) for both in zip(found, layers)], "published": papers}
+        papers = [] if args.schedule != ALL else [_paper(name, schedules[0]) for name in PUBLISHED]
+        out = {"schedules": [_plain(*both) for both in zip(schedules, layers)], "published": papers}
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
         from bytescope.train.plan.schedule_page import render
 
-        write(args.html, render(found, layers))
+        write(args.html, render(schedules, layers))
     return 0
 
 
 def _paper(name: str, like: Schedule) -> dict[str, Any]:
-    """A schedule as its paper counts it, for as many stages and micro-batches as another has; shares and units as in
-    `_plain`."""
+    """Returns a published schedule for the same numbers of stages and micro-batches as `like`, as JSON values.
+
+    The bubble is a fraction of the step, 0 to 1; the stash is in units of all layers' residuals for one micro-batch.
+    Both follow the formula of the paper.
+    """
     row, sizes = PUBLISHED[name], (like.stages, like.micro_batches)
     return {
         "name": name,
@@ -100,8 +115,11 @@ def _paper(name: str, like: Schedule) -> dict[str, Any]:
 
 
 def _plain(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
-    """A schedule as plain values; tables are [ticks][stages] of micro-batch, chunk and stash slot, -1 for nothing."""
-    found = schedule_figures.simulate(schedule)
+    """Returns a schedule as JSON values.
+
+    Tables are [ticks, stages] of (micro-batch, chunk, stash slot); -1 marks an idle stage.
+    """
+    simulated = schedule_figures.simulate(schedule)
     return {
         "name": schedule.name,
         "stages": schedule.stages,
@@ -112,9 +130,9 @@ def _plain(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
         "layers": layers,
         "stash_slots": schedule.stash_slots,
         "stash": [float(stash) for stash in schedule_figures.stash_by_stage(schedule)],
-        "bubble": found.bubble,
+        "bubble": simulated.bubble,
         "bubble_formula": float(schedule_figures.expected_bubble(schedule)[1]),
-        "idle": found.idle,
+        "idle": simulated.idle,
         "forward": schedule.forward.tolist(),
         "backward": schedule.backward.tolist(),
         "weights": schedule.weights.tolist(),

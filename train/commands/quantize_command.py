@@ -1,4 +1,4 @@
-"""`bytescope quantize`: writes the model of a run or a folder with its products in 4 bits."""
+"""`bytescope quantize`: writes the model of a run or a folder with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ examples:
   bytescope quantize smollm/ smollm-awq/ --group=64 --calibrate=text.txt
   bytescope quantize runs/mine mine-4bit/ --calibrate=rows.jsonl --html=e.html
   bytescope quantize big/ out/ --calibrate=text.txt --format=compressed-tensors
-  bytescope quantize llama_70b h100              only its memory, for any config
+  bytescope quantize llama_70b h100        show only the memory, for any config
 
-The text to calibrate on should be like what the model will read. Where no
---held-out is given, the end of it measures perplexity and calibrates nothing.
-One layer is on the device at a time. The same command goes on where an earlier
-one was cut off. bytescope generate, transformers and vLLM read the folder.
+Calibrate on text like the text that the model will read. Without --held-out,
+the end of the text is used to measure perplexity instead of to calibrate. Only
+one layer is on the device at a time. Run the same command again to resume an
+interrupted one. bytescope generate, transformers and vLLM read the folder.
 exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
 BITS, GROUPS, FORMATS, METHODS = 4, (32, 64, 128), ("awq", "compressed-tensors"), ("awq", "rounding")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = Parser(
         prog="bytescope quantize",
         allow_abbrev=False,
@@ -37,100 +37,120 @@ def make_parser() -> argparse.ArgumentParser:
         usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [...]\n"
         "       bytescope quantize RUN_OR_FOLDER_OR_CONFIG TARGET [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Write a model with its products in 4 bits, scaled by what a text shows (AWQ).",
+        description="Write a model with 4-bit weights, scaled by the activations of a calibration\ntext (AWQ).",
     )
     parser.add_argument(
         "source",
         type=user_path,
         metavar="RUN_OR_FOLDER",
-        help="the directory of a run, as train wrote it, or a folder as Hugging Face has it",
+        help="run directory that bytescope train wrote, or a folder of Hugging Face weights",
     )
     parser.add_argument(
         "out",
         type=user_path,
         metavar="OUT|TARGET",
         nargs="?",
-        help="OUT: a new or empty folder "
-        "to write. TARGET, without --calibrate: the device whose memory use to show, which need not be "
-        "present; writes nothing, and works for a config too",
+        help="OUT: folder to write, new or empty. TARGET, without --calibrate: show the memory use on this device, "
+        "which need not be present, and write nothing; a config is also accepted",
     )
-    parser.add_argument("--target", metavar="TARGET", help="the target, by flag")
+    parser.add_argument("--target", metavar="TARGET", help="the same as the argument TARGET")
     keep_old_flag(parser, "--plan", "--target")
     parser.add_argument(
         "--calibrate",
         type=user_path,
         metavar="TEXT",
-        help="text whose activations decide the scales: rows of a .jsonl file, or any other file as one text",
+        help="text whose activations determine the scales: each row of a .jsonl file is a text, any other file is one "
+        "text",
     )
     parser.add_argument(
         "--held-out",
         type=user_path,
         metavar="TEXT",
-        help="text to measure perplexity on (default: the end of --calibrate)",
+        help="text to measure perplexity on (default: the end of the text of --calibrate)",
     )
-    parser.add_argument("--bits", type=int, default=BITS, metavar="N", help="of a weight: 4")
+    parser.add_argument(
+        "--bits", type=int, default=BITS, metavar="N", help="bits per weight; only 4 is supported (default 4)"
+    )
     parser.add_argument(
         "--group",
         type=int,
         default=128,
         choices=GROUPS,
         metavar="N",
-        help="inputs that share a scale: 32, 64 or 128 (default)",
+        help="number of inputs that share a scale: 32, 64 or 128 (default 128)",
     )
     parser.add_argument(
-        "--format", choices=FORMATS, default="awq", metavar="NAME", help="awq or compressed-tensors (default awq)"
+        "--format",
+        choices=FORMATS,
+        default="awq",
+        metavar="NAME",
+        help="format of the folder: awq or compressed-tensors (default awq)",
     )
     parser.add_argument(
-        "--method", choices=METHODS, default="awq", metavar="NAME", help="awq, or rounding for comparison (default awq)"
+        "--method",
+        choices=METHODS,
+        default="awq",
+        metavar="NAME",
+        help="awq, or rounding without scales for comparison (default awq)",
     )
     parser.add_argument(
-        "--samples", type=int, default=64, metavar="N", help="maximum number of sequences to calibrate on (default 64)"
+        "--samples", type=int, default=64, metavar="N", help="maximum number of calibration sequences (default 64)"
     )
     parser.add_argument(
         "--length",
         type=int,
         default=512,
         metavar="N",
-        help="tokens of a sequence to calibrate on, or the model's maximum if that is less (default 512)",
+        help="tokens per calibration sequence (default 512; at most the model's maximum)",
     )
     add_dtype(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="of a run the checkpoint of this step (default: newest)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="for a run: read the checkpoint of step N (default: the newest)"
+    )
     parser.add_argument(
         "--limit",
         metavar="SIZE",
-        help="bytes of the device to use, such as 20GiB (default: all that is available; of a CPU's memory half)",
+        help="device memory to use, such as 20GiB (default: all available memory; on a CPU, half of it)",
     )
-    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (default 5GB)")
-    parser.add_argument("--html", type=user_path, metavar="FILE", help="write a page with the error by layer")
-    parser.add_argument("--json", type=user_path, metavar="FILE", help="write the same as JSON")
+    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="maximum bytes per file (default 5GB)")
+    parser.add_argument(
+        "--html", type=user_path, metavar="FILE", help="write the results, with the error of each layer, as a page"
+    )
+    parser.add_argument(
+        "--json", type=user_path, metavar="FILE", help="write the results, with the error of each layer, as JSON"
+    )
     parser.add_argument(
         "--force",
         action="store_true",
-        help="replace OUT where it holds a model already, and start over what was cut off",
+        help="replace OUT if it already contains a model, and restart an interrupted run from the beginning",
     )
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, checked; `shard_bytes` is added. Raises ValueError with an `exit_code` for a mistake in it."""
+    """Parses and checks the command line, and adds `shard_bytes`, the maximum bytes per file.
+
+    Raises:
+      ValueError: a mistake in the command line; the error has an `exit_code`.
+    """
     args = make_parser().parse_args(argv)
     if args.target is None and args.calibrate is None and args.out is not None:
         args.target, args.out = _target(str(args.out)), None
     if args.target is not None:
         for flag in ("out", "calibrate", "held_out", "html", "json"):
             if (value := getattr(args, flag)) is not None:
-                shown = "OUT" if flag == "out" else f"--{flag.replace('_', '-')}"
+                argument = "OUT" if flag == "out" else f"--{flag.replace('_', '-')}"
                 raise UserError(
-                    f"{shown}={value} with the target {args.target}, for which nothing is written: leave "
-                    "one of them out"
+                    f"{argument}={value} with the target {args.target}: a target shows only the memory and writes "
+                    "nothing; leave one of them out"
                 )
     elif args.out is None:
         raise UserError("give OUT, a new or empty folder to write, or a target to show only the memory")
     if args.bits != BITS:
-        raise UserError(f"--bits={args.bits}: weights of {BITS} bits are written; leave it out")
-    for name, least in (("samples", 1), ("length", 2)):
-        if (value := getattr(args, name)) < least:
-            raise UserError(f"--{name}={value}: give {least} or more")
+        raise UserError(f"--bits={args.bits}: only {BITS} bits are supported; leave it out")
+    for name, minimum in (("samples", 1), ("length", 2)):
+        if (value := getattr(args, name)) < minimum:
+            raise UserError(f"--{name}={value}: give {minimum} or more")
     for flag in ("shard_size", "limit"):
         if (text := getattr(args, flag)) is not None:
             try:
@@ -142,13 +162,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.shard_bytes = parse_bytes(args.shard_size)
     for flag in ("html", "json"):
         if (path := getattr(args, flag)) is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"--{flag}={path}: there is no folder {path.absolute().parent}: make it first")
+            raise UserError(f"--{flag}={path}: there is no folder {path.absolute().parent}: create it first")
     return args
 
 
 def _target(text: str) -> str:
-    """Returns the target, which is given in the position of OUT if there is no --calibrate. Raises UserError if the
-    argument names a folder: an output folder needs --calibrate."""
+    """Returns the target that is given in the position of OUT, which is allowed only without --calibrate.
+
+    Raises UserError if the argument is not a target: an output folder needs --calibrate.
+    """
     from bytescope.memory.devices.targets import names
 
     if text.partition(":")[0].lower() not in names():
@@ -161,7 +183,7 @@ def _target(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code."""
+    """Quantizes, or shows the memory if a target is given; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.train.export.model_folder import disk_errors_explained
 
@@ -174,44 +196,45 @@ def run(args: argparse.Namespace) -> int:
     prepare(deterministic=defaults.deterministic, cache_dir=defaults.cache_dir)
     if args.target is not None:
         return plan(args)
-    with disk_errors_explained(args.out, "layers that are written are kept, and the same command goes on"):
+    with disk_errors_explained(args.out, "finished layers are kept, and the same command resumes"):
         quantize(args)
     return 0
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Shows the memory of a quantization; returns the exit code: 3 where it does not fit."""
+    """Shows the memory that a quantization needs; returns the exit code, 3 if it does not fit."""
     from bytescope.memory.view.console import put
     from bytescope.train.quantize.quantize_setup import plan_memory
     from bytescope.train.quantize.quantize_view import plan_view
 
     with progress(None, "opening", "share") as bar:
-        title, memory = plan_memory(args, _tell(bar))
+        title, memory = plan_memory(args, _progress_callback(bar))
     put(plan_view(title, memory))
     return 0 if memory.fits else 3
 
 
 def quantize(args: argparse.Namespace) -> None:
-    """Writes the folder, and what it found to the terminal and the files that were asked for.
+    """Writes the folder, prints the results and writes the requested files.
 
     Raises:
-      UserError: what the user can mend. DoesNotFit: one layer does not.
+      UserError: a mistake of the user.
+      DoesNotFit: one layer does not fit the device.
     """
     from bytescope.memory.commands.arguments import write
     from bytescope.memory.view.console import put
     from bytescope.train.export.model_folder import refuse_used
-    from bytescope.train.quantize.quantize_setup import open_quantization, result_of
+    from bytescope.train.quantize.quantize_setup import make_result, open_quantization
     from bytescope.train.quantize.quantize_view import memory_view, result_page, result_view
 
     refuse_used(args.out, args.force)
     if os.path.realpath(args.source) == os.path.realpath(args.out):
-        raise UserError(f"{args.out} is the folder that is quantized: give another one")
+        raise UserError(f"{args.out} is the folder to quantize: give another folder for OUT")
     with progress(None, "opening", "share") as bar:
-        opened = open_quantization(args, _tell(bar))
-        put(memory_view(opened.memory))
-        outcome = opened.quantization.run()
-        opened.quantization.output.finish()
-    result = result_of(args, opened, outcome)
+        prepared = open_quantization(args, _progress_callback(bar))
+        put(memory_view(prepared.memory))
+        outcome = prepared.quantization.run()
+        prepared.quantization.output.finish()
+    result = make_result(args, prepared, outcome)
     put(result_view(result))
     if args.html:
         write(args.html, result_page(result))
@@ -219,6 +242,6 @@ def quantize(args: argparse.Namespace) -> None:
         write(args.json, result.to_json())
 
 
-def _tell(bar: ProgressBar) -> Callable[[int, int, str], None]:
-    """The function that is told of calls done, of all calls, and of what is done now."""
+def _progress_callback(bar: ProgressBar) -> Callable[[int, int, str], None]:
+    """Returns a function (finished calls, total calls, description) that updates the progress bar."""
     return lambda done, total, what: bar.show(done, total or None, what)

@@ -1,7 +1,8 @@
-"""Every subcommand of `bytescope`: its module, its group in the overview, what it does, and examples for its help.
+"""The table of subcommands of `bytescope`: module, group in the overview, summary and examples of each command.
 
-A module has `add_arguments(parser)` and `run(args) -> exit code`. One with a parser of its own has `make_parser()`
-instead, and one that checks its arguments together has `parse(argv)`; config overrides are `args.overrides`.
+A module has `add_arguments(parser)` and `run(args) -> exit code`. A module that builds its own parser has
+`make_parser()` instead of `add_arguments`. A module that checks its arguments itself also has `parse(argv)`. Config
+overrides are in `args.overrides`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from types import ModuleType
 
 from bytescope.memory.commands.arguments import Parser
 from bytescope.memory.errors import ReportError, did_you_mean
-from bytescope.memory.view.text_layout import broken
+from bytescope.memory.view.text_layout import wrap_command
 from bytescope.train.program.config_files import keys_named, split_overrides
 from bytescope.train.user_errors import UserError
 
-# Examples in a help go on in the next line after so many columns.
+# Columns after which examples in help texts continue on the next line.
 HELP_WIDTH = 80
 EXIT_CODES = """\
 exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command
@@ -29,11 +30,13 @@ or its files, 3 does not fit, 130 stopped by Ctrl-C"""
 class Subcommand:
     """One row of COMMANDS.
 
-    Fields:
-        module: of its functions, under `bytescope`; imported when it is needed, since some import jax.
-        group: a line of the overview. summary: what it does.
-        examples: arguments, for a module without a parser of its own.
-        reads: what it reads in the place of a config, as the error for --config.KEY says it; "" if it takes configs.
+    Attributes:
+        module: the command's module under `bytescope`. It is imported only when needed, since some modules import jax.
+        group: the group of the overview that lists the command.
+        summary: what the command does, in one line.
+        examples: arguments of example calls, used if the module has no parser of its own.
+        reads: what the command reads instead of a config, as words of the error for --config.KEY; "" if it takes
+          configs.
     """
 
     module: str
@@ -43,25 +46,25 @@ class Subcommand:
     reads: str = ""
 
     def load(self) -> ModuleType:
-        """The module, imported."""
+        """Imports and returns the command's module."""
         return importlib.import_module(f"bytescope.{self.module}")
 
 
 COMMANDS: Mapping[str, Subcommand] = {
     "train": Subcommand(
-        "train.commands.train_command", "train", "train a transformer, its memory known before the first step"
+        "train.commands.train_command", "train", "train a transformer; its memory is known before the first step"
     ),
-    "prepare": Subcommand("train.data.prepare", "train", "turn text into token shards, which train reads fast"),
+    "prepare": Subcommand("train.data.prepare", "train", "tokenize text into shards, which train reads fast"),
     "generate": Subcommand(
-        "train.commands.generate_command", "train", "text from a run or a folder of weights, with a paged cache"
+        "train.commands.generate_command", "train", "generate text from a run or a folder of weights"
     ),
     "score": Subcommand(
         "train.commands.score_command",
         "train",
-        "log-probabilities and perplexity of texts under a run or a folder",
+        "compute log-probabilities and perplexity of texts",
     ),
     "quantize": Subcommand(
-        "train.commands.quantize_command", "train", "write a model in 4 bits with scales that a text asks for (AWQ)"
+        "train.commands.quantize_command", "train", "write a model with 4-bit weights, calibrated on a text (AWQ)"
     ),
     "export": Subcommand(
         "train.commands.export_command", "train", "write the model of a run as a folder that transformers loads"
@@ -69,7 +72,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "report": Subcommand(
         "train.commands.report_config",
         "measure",
-        "peak, composition, timeline and findings of one program",
+        "report the peak memory of a program and what it consists of",
         (
             "llama_8b h200:8 --html=report.html",
             "--program=my_package.train:program h100:8",
@@ -79,53 +82,53 @@ COMMANDS: Mapping[str, Subcommand] = {
     "trace": Subcommand(
         "memory.commands.trace_command",
         "measure",
-        "where a step's time went, from a profiler's trace",
+        "show where a step's time went, from a profiler trace",
         ("runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json"),
         reads="reads a trace",
     ),
     "page": Subcommand(
         "train.commands.page_command",
         "measure",
-        "a run directory as a page: loss, memory, report, trace",
+        "write a page of a run: loss, memory, report, trace",
         ("runs/tiny", "runs/tiny runs/other --html=both.html"),
         reads="reads a run directory",
     ),
     "names": Subcommand(
         "train.commands.names_command",
         "measure",
-        "every checkpoint name: shape, sharding, bytes, FLOPs to recompute",
+        "list checkpoint names: shape, sharding, bytes, recompute FLOPs",
         ("llama_8b h200:8", "tiny --json=names.json"),
     ),
     "diff": Subcommand(
         "memory.commands.diff_command",
         "measure",
-        "what grew or shrank between two reports' JSON files",
+        "compare the JSON files of two reports",
         ("before.json after.json --html=diff.html", "before.json after.json --fail-above=2"),
         reads="reads two JSON files",
     ),
     "estimate": Subcommand(
         "train.commands.estimate_command",
         "measure",
-        "bytes and FLOPs by formula, at once; a page with inputs",
+        "estimate memory and FLOPs by formulas, without compiling",
         ("--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html"),
     ),
     "calibrate": Subcommand(
         "memory.commands.calibrate_command",
         "measure",
-        "what this machine's devices reach, for --rates=FILE",
+        "measure the speeds of this machine's devices, for --rates",
         ("--out=rates.json", "--seconds=20"),
         reads="measures devices",
     ),
     "validate": Subcommand(
         "train.commands.validate_command",
         "measure",
-        "predicted seconds and bytes against what real GPUs measured",
+        "compare predictions with measurements on real GPUs",
         ("--set=playbook --gpus=8 --html=validate.html", "--set=playbook --only=tp2 --rates=rates.json"),
     ),
     "compare": Subcommand(
         "train.commands.compare_configs",
         "plan",
-        "remat policies, or any keys of a config, against each other",
+        "compare remat policies or values of any config key",
         (
             "llama_8b h200:8 --remat=none,full,dots --html=c.html",
             "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8",
@@ -135,53 +138,53 @@ COMMANDS: Mapping[str, Subcommand] = {
     "levers": Subcommand(
         "train.commands.levers_command",
         "plan",
-        "what each memory saving saves and costs, one after the other",
+        "add memory savings one by one: bytes saved, time lost",
         ("llama_8b h200 --html=levers.html", "llama_8b rtx4090 --savings=bf16,full,offload"),
     ),
     "front": Subcommand(
         "train.commands.front_command",
         "plan",
-        "at each of ten budgets the least recomputation that fits",
+        "find the least recomputation for each of ten memory budgets",
         ("llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --auto-offload"),
     ),
     "fit": Subcommand(
         "train.commands.fit_command",
         "plan",
-        "from a budget to the fastest configuration that fits it",
+        "find the fastest configuration that fits a memory budget",
         ("llama_8b h100:8 --batch-tokens=4194304", "llama_8b rtx4090 --budget=20GiB --levers=remat,micro"),
     ),
     "pipeline": Subcommand(
         "train.commands.pipeline_command",
         "plan",
-        "the schedules of a pipeline: ticks, bubble, stash by stage",
+        "compare pipeline schedules: ticks, bubble, stash per stage",
         ("--stages=8 --micro-batches=32", "--stages=4 --micro-batches=8 --schedule=1f1b --html=pipeline.html"),
         reads="reads no config",
     ),
     "configs": Subcommand(
         "train.commands.listings",
         "list",
-        "the shipped configs, a line each",
+        "list the shipped configs",
         ("", "--grep=llama"),
         reads="reads no config",
     ),
     "targets": Subcommand(
         "memory.commands.targets_command",
         "list",
-        "what programs can be compiled for, with memory and rates",
+        "list the devices to compile for, with memory and rates",
         ("", "--grep=H100"),
         reads="reads no config",
     ),
     "keys": Subcommand(
         "train.commands.listings",
         "list",
-        "every config key with its default and meaning",
+        "list every config key with its default and meaning",
         ("", "--grep=remat"),
         reads="reads no config",
     ),
     "policies": Subcommand(
         "train.commands.listings",
         "list",
-        "every remat policy and what it keeps",
+        "list every remat policy and the tensors that it keeps",
         ("", "--grep=offload"),
         reads="reads no config",
     ),
@@ -196,19 +199,21 @@ GROUPS: Mapping[str, list[str]] = {
 
 
 def make_parser(name: str) -> Parser:
-    """The parser of one command."""
+    """Returns the parser of one command."""
     command = COMMANDS[name]
     module = command.load()
     if hasattr(module, "make_parser"):
         return module.make_parser()
     lines = [
-        line for example in command.examples for line in broken(f"bytescope {name} {example}".rstrip(), HELP_WIDTH, 2)
+        line
+        for example in command.examples
+        for line in wrap_command(f"bytescope {name} {example}".rstrip(), HELP_WIDTH, 2)
     ]
-    shown = "\n".join(lines)
+    examples = "\n".join(lines)
     parser = Parser(
         prog=f"bytescope {name}",
         description=command.summary,
-        epilog=f"examples:\n{shown}\n\n{EXIT_CODES}",
+        epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
@@ -216,11 +221,10 @@ def make_parser(name: str) -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of any command line, read and checked as when it runs, without running it; its `command` and
-    `overrides` among them.
+    """Parses and checks any command line without running it. The result has `command` and `overrides`.
 
     Raises:
-      ValueError: an unknown command or argument; it has an `exit_code`.
+      ValueError: an unknown command or argument; the error has an `exit_code`.
     """
     name, *rest = argv or [""]
     if name not in COMMANDS:
@@ -235,7 +239,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse(name: str, argv: list[str]) -> argparse.Namespace:
-    """The arguments of a command whose module does not parse them itself."""
+    """Parses the arguments of a command whose module does not define `parse`."""
     from bytescope.train.commands.config_arguments import settle_subject
 
     overrides: list[tuple[str, str]] = []
@@ -244,16 +248,16 @@ def _parse(name: str, argv: list[str]) -> argparse.Namespace:
         argv, overrides = split_overrides(argv)
     parser = make_parser(name)
     parser.keys_named = keys_named
-    args = parser.parse_intermixed_args(argv)  # options may stand between config and target
+    args = parser.parse_intermixed_args(argv)  # options may be between config and target
     settle_subject(args)
     args.overrides = overrides
     if overrides and (reads := COMMANDS[name].reads):
-        raise ReportError(f"{name} takes no --config.{overrides[0][0]}: it {reads}")
+        raise ReportError(f"{name} takes no --config.{overrides[0][0]}: it {reads}; leave it out")
     return args
 
 
 def _unknown(name: str) -> str:
-    """What to say of a command that does not exist."""
+    """Returns the error for a command that does not exist."""
     if not name or name.startswith("-"):
         return f"no command: give one of {', '.join(COMMANDS)}"
     return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'of ' + ', '.join(COMMANDS)}"

@@ -1,6 +1,7 @@
-"""bytescope report: `memory.commands.report_command`, and the step of a config.
+"""bytescope report: the memory report of a config's training step, or of any program.
 
-A config's report has more: the published formulas, the other programs of a run, and the memory of generation.
+`memory.commands.report_command` reports on other programs. For a config there are more options: the published
+formulas, the other programs of a run, and the memory of generation.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the arguments of the command to the parser."""
     add_subject(parser)
     report_command.add_program(parser)
     parser.add_argument(
         "--formulas",
         action="store_true",
-        help="also show what the published formulas predict, and by how much the compiler differs (needs a config)",
+        help="also show the memory that published formulas predict and the difference from the compiler "
+        "(needs a config)",
     )
     parser.add_argument(
         "--run",
         action="store_true",
-        help="also compile the other programs of a run, which are init, "
-        "evaluation and the final sample, and show their peaks (needs a config)",
+        help="also compile the other programs of a run (init, evaluation and the final sample) and show their peaks "
+        "(needs a config)",
     )
     parser.add_argument(
         "--generate",
         action="store_true",
-        help="report on generating from the config's model in the "
-        "place of training it: weights, pool of keys and values, sequences that fit",
+        help="report on generation from the config's model instead of training: weights, KV cache and the number of "
+        "sequences that fit",
     )
     generating = parser.add_argument_group("with --generate")
     generate_flags.add_dtype(generating)
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report and writes the files that were asked for; returns the exit code."""
+    """Prints the report and writes the requested files; returns the exit code."""
     _check(args)
     if not args.config:
         return report_command.run(args)
@@ -64,28 +66,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ReportError unless there is either a config, or a program that no flag asks for a config, and the files
-    can be written."""
+    """Raises ReportError for flags that do not go together, and for files that cannot be written."""
     check_files(args)
     given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
     if given and args.config:
-        raise ReportError(f"give either a config or --{given[0]}")
+        raise ReportError(f"give either a config or --{given[0]}, not both")
     if len(given) > 1:
-        raise ReportError("give either --program or --hlo")
+        raise ReportError("give either --program or --hlo, not both")
     if not given and not args.config:
         raise ReportError(f"{configs.NO_CONFIG}, or a program as --program=MODULE:FUNCTION or --hlo=FILE")
     if given and args.overrides:
-        raise ReportError(f"--config.{args.overrides[0][0]} with --{given[0]}: there is no config to change")
+        raise ReportError(f"--config.{args.overrides[0][0]} with --{given[0]}: it needs a config; leave it out")
     generate_flags.check_pool(args)
     for flag, value in generate_flags.given_pool_flags(args):
         if not args.generate:
             raise ReportError(f"--{flag}={value} belongs to --generate: give both, or leave it out")
     for flag in ("formulas", "run", "github", "export"):
         if args.generate and getattr(args, flag):
-            raise ReportError(f"--{flag} with --generate: it is of a training step; leave one of them out")
+            raise ReportError(f"--{flag} with --generate: it belongs to a training step; leave one of them out")
     for flag in ("formulas", "run", "generate"):
         if given and getattr(args, flag):
-            raise ReportError(f"--{flag} with --{given[0]}: it needs a config; give one in the place of --{given[0]}")
+            raise ReportError(f"--{flag} with --{given[0]}: it needs a config; give a config instead of --{given[0]}")
     if args.program is not None:
         user_program.split(args.program)
 
@@ -135,7 +136,9 @@ def _report_generation(args: argparse.Namespace) -> int:
 
 
 def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
-    """Prints by how much a program exceeds the target, the levers that its config has left, and the `fit` to copy."""
+    """Prints the bytes that exceed the target, the memory savings that are still possible, and a `bytescope fit`
+    command.
+    """
     from rich.text import Text
 
     from bytescope.memory.view.text_layout import CopyCommand, Prose
@@ -143,12 +146,15 @@ def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
 
     parts: list[Any] = [Prose(line) for line in advice.lines(report, advice.open_levers(report), [])]
     if command := advice.fit_command(args.config, args.target, args.overrides, report):
-        parts += [Text("the fastest that fits, found by compiling:", style="bold"), CopyCommand(command)]
+        parts += [Text("find the fastest configuration that fits, by compiling:", style="bold"), CopyCommand(command)]
     report_command.show_missing(report, parts)
 
 
 def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[str, Any] | None:
-    """Prints the formulas' figures with those of the report; returns them for the JSON, None where none apply."""
+    """Prints the figures of the formulas next to the figures of the report.
+
+    Returns the formulas' figures for the JSON; None if no formula is known for the model.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -177,13 +183,13 @@ def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[
 
 
 def _show_run(report: ReportRecord, others: Mapping[str, int]) -> dict[str, int]:
-    """Prints the peak of each program of a run and the largest of them; returns program -> bytes on one device."""
+    """Prints the peak of each program of a run and names the largest; returns program -> bytes on one device."""
     from bytescope.memory.units import human
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
 
     sizes = {"step": report.predicted_bytes, **others}
-    most = max(sizes, key=sizes.__getitem__)
+    largest = max(sizes, key=sizes.__getitem__)
     parts = ", ".join(f"{name} {human(size)}" for name, size in sizes.items())
-    put(Prose(f"peaks of the programs of a run, state included: {parts}; the largest is that of {most}"))
+    put(Prose(f"peaks of the programs of a run, including state: {parts}; the largest peak is {largest}"))
     return sizes

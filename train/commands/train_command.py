@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from bytescope.memory.commands.arguments import Parser
 
 DESCRIPTION = """\
-trains a transformer; its memory is known before the first step.
-CONFIG is a file, a name of bytescope configs (default: tiny), or hf:FOLDER."""
+train a transformer; its memory is known before the first step.
+CONFIG is a config file, the name of a shipped config (default: tiny; bytescope
+configs lists the names), or hf:FOLDER for a folder of Hugging Face weights."""
 EPILOG = """\
 examples:
   bytescope train                              a tiny model, about two minutes
   bytescope train gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
-  bytescope train char --fit --budget=600MiB   the fastest configuration in that
-exit codes: 0 done, or saved at the first Ctrl-C; 2 mistake, 3 does not fit,
-4 non-finite loss, 5 process lost, 130 ended by a second Ctrl-C"""
+  bytescope train char --fit --budget=600MiB   the fastest config that fits
+exit codes: 0 done, or saved after the first Ctrl-C; 2 mistake, 3 does not fit,
+4 non-finite loss, 5 process lost, 130 stopped by a second Ctrl-C"""
 
 
 def make_parser() -> Parser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     from bytescope.memory.commands.arguments import Parser, add_rates, user_path
     from bytescope.train.commands.config_arguments import add_lora
     from bytescope.train.launch.processes import add_flags
@@ -43,24 +44,47 @@ def make_parser() -> Parser:
     )
     parser.add_argument("config_here", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
     parser.add_argument("--config", help=argparse.SUPPRESS)
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py")
     parser.add_argument(
-        "--workdir", type=user_path, metavar="DIR", help="new or to resume (default: runs/<config>-<time>)"
+        "--config.KEY", dest="unused", metavar="VALUE", help="set a config key; bytescope keys lists the keys"
     )
-    parser.add_argument("--extend", action="store_true", help="continue past the planned steps")
-    parser.add_argument("--fit", action="store_true", help="train the configuration that bytescope fit finds")
-    parser.add_argument("--budget", metavar="SIZE", help="with --fit: bytes per device, such as 72GiB")
+    parser.add_argument(
+        "--workdir",
+        type=user_path,
+        metavar="DIR",
+        help="run directory; an existing run is resumed (default: runs/<config>-<time>)",
+    )
+    parser.add_argument("--extend", action="store_true", help="continue a finished run past its planned steps")
+    parser.add_argument(
+        "--fit", action="store_true", help="first find the fastest configuration that fits, as bytescope fit does"
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="with --fit: bytes per device, such as 72GiB (default: all memory available to programs)",
+    )
     add_lora(parser)
-    parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: where their time went")
+    parser.add_argument(
+        "--profile", metavar="STEPS", help="updates to profile: a number such as 3, or a range such as 100-103"
+    )
     add_rates(parser)
-    parser.add_argument("--show-data", action="store_true", help="print the first row, [what is learned], and stop")
-    parser.add_argument("--verbose", action="store_true", help="print the whole memory report, and why each choice")
+    parser.add_argument(
+        "--show-data",
+        action="store_true",
+        help="print the first row of data, with the trained tokens in [brackets], and exit",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print the full memory report, and the reason for each automatic choice"
+    )
     add_flags(parser)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; config overrides are left in `overrides`."""
+    """Parses the command line; config overrides are in `overrides`.
+
+    Raises:
+      ValueError: a mistake in the command line; the error has an `exit_code`.
+    """
     from bytescope.train.commands.config_arguments import settle_subject
     from bytescope.train.program.config_files import keys_named, split_overrides
     from bytescope.train.program.run_command import DEFAULT
@@ -82,7 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains as the arguments say; returns the exit code."""
+    """Trains the config; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform
     from bytescope.train.launch.signals import surviving_output
 
@@ -104,8 +128,11 @@ def _train(args: argparse.Namespace) -> int:
         from bytescope.train.launch.processes import find
 
         if find(args) is not None:
-            raise UserError("--fit is for one process: run bytescope fit once, and give its flags to all")
-        load(args.config, args.overrides)  # its mistakes are told before anything is compiled
+            raise UserError(
+                "--fit with several processes: it works in one process; run bytescope fit once, and give the flags "
+                "that it prints to all processes"
+            )
+        load(args.config, args.overrides)  # reports mistakes in the config before anything is compiled
         args.overrides = _fitted(args)
     config = load(args.config, args.overrides)
     if args.show_data:
@@ -139,7 +166,7 @@ def _train(args: argparse.Namespace) -> int:
         from bytescope.train.source import title_of
 
         if args.rates is not None:
-            rates.of(parse_target("local"))  # those of another device are refused before anything is compiled
+            rates.select(parse_target("local"))  # refuses rates of another device before anything is compiled
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(title_of(args.config)))))
         with Stop(lambda: processes.interrupt(interrupted_note(workdir))) as stop:
             try:
@@ -150,17 +177,17 @@ def _train(args: argparse.Namespace) -> int:
                     console=make_console(quiet=not processes.first),
                     processes=processes,
                     asked=asked,
-                    command=Command.of(args),
+                    command=Command.from_args(args),
                     stop=stop,
                 )
-            except KeyboardInterrupt:  # before `stop` takes the signals over
+            except KeyboardInterrupt:  # before `stop` handles the signals
                 raise KeyboardInterrupt(interrupted_note(workdir)) from None
             processes.close()
     return 0
 
 
 def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Returns the overrides with those that `bytescope fit` adds, (dotted key, text). The walk is printed.
+    """Returns the overrides, (dotted key, text), with the overrides that `bytescope fit` finds. The search is printed.
 
     The search compiles in other processes, and ends before jax starts in this one.
 
@@ -183,20 +210,22 @@ def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
         while code is None:
             try:
                 code = search.wait()
-            except KeyboardInterrupt:  # reaches the search too, which ends with the best so far
+            except KeyboardInterrupt:  # the search gets Ctrl-C too, and ends with the best configuration so far
                 continue
         if code == INTERRUPTED:
-            raise UserError("the fit was stopped; the best that it found is shown above, with the flags to train with")
+            raise UserError(
+                "the search of --fit was stopped: train with the flags of the best configuration so far, shown above"
+            )
         if code == DOES_NOT_FIT:
-            raise DoesNotFit("nothing fits, as shown above: give a larger --budget, or a smaller model")
+            raise DoesNotFit("no configuration fits, as shown above: give a larger --budget, or a smaller model")
         if code or not out.exists():
-            raise UserError("the fit failed, as shown above: correct that, or train without --fit")
+            raise UserError("the search of --fit failed: correct the error shown above, or train without --fit")
         best = json.loads(out.read_text())["best"]
     return [*args.overrides, *best["overrides"].items()]
 
 
 def _show_data(config: Any) -> int:
-    """Prints the beginning of what a run would read; returns the exit code. No device is started."""
+    """Prints the first row of data that a run would read; returns the exit code. No device is started."""
     from bytescope.memory.view.console import make_console
     from bytescope.train.data.first_row import show_data
     from bytescope.train.data.settings import DataConfig

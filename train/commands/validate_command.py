@@ -1,4 +1,4 @@
-"""bytescope validate: predicted seconds and bytes against what real GPUs measured."""
+"""bytescope validate: compares predicted seconds and bytes with published measurements on real GPUs."""
 
 from __future__ import annotations
 
@@ -26,55 +26,63 @@ from bytescope.train.plan.validation.validation_result import ValidationResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the arguments of the command to the parser."""
     listed = "; ".join(f"{name}: {what}" for name, what in SETS.items())
     parser.add_argument(
         "--set",
         choices=SETS,
         default="playbook",
         metavar="NAME",
-        help=f"the measured runs (default: playbook). {listed}",
+        help=f"set of measured runs (default: playbook). {listed}",
     )
-    parser.add_argument("--gpus", metavar="N,N", help="runs on so many GPUs alone, such as 8,32")
+    parser.add_argument("--gpus", metavar="N,N", help="only runs on these numbers of GPUs, such as 8,32 (default: all)")
     parser.add_argument(
-        "--only", metavar="TEXT", help="rows alone whose model, chip or setup has this text, such as tp4"
+        "--only",
+        metavar="TEXT",
+        help="only runs whose model, chip or setup contains TEXT, such as tp4 (default: all)",
     )
     parser.add_argument(
         "--folder",
         metavar="DIR",
         type=user_path,
-        help="where compiled rows are kept, one file each, "
-        "so that the command goes on where it stopped (default: in the cache)",
+        help="folder for the compiled rows, from which an interrupted command resumes (default: a folder in the cache)",
     )
     add_rates(parser)
     parser.add_argument(
         "--jobs",
         metavar="N",
         type=int,
-        help="compile N programs at once (default: one per core, as far as 20 GiB of host memory allow)",
+        help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
     )
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write every row and every score as JSON")
-    parser.add_argument("--html", metavar="FILE", type=user_path, help="write them as a page that opens offline")
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="write all rows and scores as JSON")
+    parser.add_argument(
+        "--html", metavar="FILE", type=user_path, help="write all rows and scores as a page that opens offline"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the scores and writes the files; returns 130 after Ctrl-C, with the finished rows."""
+    """Prints the scores and writes the requested files.
+
+    Returns the exit code: 130 if Ctrl-C stopped the command, which then shows the finished rows.
+    """
     rows, folder = _checked(args)
     from bytescope.train.plan.validation import validation_result, validation_runs
 
     with progress(sum(not row.reason for row in rows)) as tell:
         compiled = validation_runs.run(rows, FACTORY, folder, workers=args.jobs, progress=tell)
-    found = validation_result.of(args.set, rows, compiled)
-    _finish(args, found)
-    return INTERRUPTED if found.left else 0
+    result = validation_result.validate_rows(args.set, rows, compiled)
+    _finish(args, result)
+    return INTERRUPTED if result.left else 0
 
 
 def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
-    """Returns the chosen rows and the folder of compiled ones. Raises ReportError for a mistake, before anything is
-    compiled."""
+    """Returns the chosen rows and the folder of compiled rows.
+
+    Raises ReportError for a mistake in the arguments, before anything is compiled.
+    """
     if args.overrides:
         key, text = args.overrides[0]
-        raise ReportError(f"--config.{key}={text}: the rows of a set say their configs; leave it out")
+        raise ReportError(f"--config.{key}={text}: each measured run has its own config; leave it out")
     check_files(args)
     if args.jobs is not None and args.jobs < 1:
         raise ReportError(f"--jobs={args.jobs}: give 1 or more")
@@ -88,12 +96,13 @@ def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
         if (not counts or row.gpus in counts) and text in named:
             rows.append(row)
     if not rows:
-        raise ReportError(f"no row of {args.set} is asked for: leave --gpus or --only out")
-    return _of_rates(args, rows), folder
+        raise ReportError(f"no row of {args.set} matches: leave --gpus or --only out")
+    return _mark_other_chips(args, rows), folder
 
 
-def _of_rates(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
-    """Returns the rows. A row on another chip than --rates was measured on gets this as its reason not to be predicted.
+def _mark_other_chips(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
+    """Returns the rows. Rows on another chip than the rates file was measured on get that as the reason for no
+    prediction.
 
     Raises ReportError if no row is left.
     """
@@ -115,23 +124,23 @@ def _of_rates(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[Mea
 
 
 def _counts(text: str | None) -> frozenset[int]:
-    """Returns the numbers of GPUs of --gpus; none for all."""
+    """Returns the numbers of GPUs that --gpus asks for; an empty set means all."""
     if text is None:
         return frozenset()
     try:
-        found = frozenset(int(word) for word in text.split(","))
+        counts = frozenset(int(word) for word in text.split(","))
     except ValueError as error:
-        raise ReportError(f"--gpus={text}: give whole numbers with commas between, such as 8,32") from error
-    if min(found) < 1:
+        raise ReportError(f"--gpus={text}: give whole numbers separated by commas, such as 8,32") from error
+    if min(counts) < 1:
         raise ReportError(f"--gpus={text}: give 1 or more")
-    return found
+    return counts
 
 
-def _finish(args: argparse.Namespace, found: ValidationResult) -> None:
-    """Prints the scores and writes the files."""
+def _finish(args: argparse.Namespace, result: ValidationResult) -> None:
+    """Prints the scores and writes the requested files."""
     from bytescope.train.plan.validation import validation_view
 
-    out = found.to_json()
+    out = result.to_json()
     validation_view.show(out)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The algebra of batches: micro-batch x accumulation x data-parallel ranks = global batch."""
+"""The sizes of a batch: micro-batch x accumulation x data-parallel ranks = global batch."""
 
 import dataclasses
 import re
@@ -6,16 +6,17 @@ import re
 import jax
 import jax.numpy as jnp
 
-IGNORE = -1  # a target position that carries no loss
+IGNORE = -1  # target of a position without loss
 
 
 def batch_names(*, examples: bool, packing: bool, experts: bool) -> tuple[str, ...]:
-    """Returns the names of a batch's arrays, each int32 [..., B, L].
+    """Returns the names of the arrays of a batch, each int32 [..., B, L].
 
-    `segments`, if rows are packed with several examples: 1, 2, ... in order, 0 for padding at the end. `mask`, if rows
-    have one example each and the model has experts: 1 for a token, 0 for padding.
+    `segments` exists if rows have several packed examples: 1, 2, ... in order, 0 for padding at the end. `mask` exists
+    if rows have one example each and the model has experts: 1 for a token, 0 for padding.
 
-    examples: whether rows are of examples, not windows of text. packing: of the group `data`. experts: of the model.
+    examples: whether rows are examples instead of windows of text. packing: `data.packing`. experts: whether the model
+    has experts.
     """
     if not examples:
         return "inputs", "targets"
@@ -26,7 +27,7 @@ def batch_names(*, examples: bool, packing: bool, experts: bool) -> tuple[str, .
 
 @dataclasses.dataclass(frozen=True)
 class BatchConfig:
-    """The group `batch` of a config; configs/base.py says what each key means."""
+    """The config group `batch`; configs/base.py explains each key."""
 
     micro: int
     accumulation: int
@@ -37,14 +38,14 @@ class BatchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BatchAlgebra:
-    """Sequences and tokens of one optimizer update.
+    """The numbers of sequences and tokens of an optimizer update.
 
-    micro: sequences per data-parallel rank and micro-step. accumulation: micro-steps per update, with a schedule the
-    largest number of any update. ranks: data-parallel ranks (data x fsdp). seq_len: tokens per sequence. schedule:
-    pairs (first update, micro-steps from it on), () for `accumulation` throughout.
+    micro: sequences per data-parallel rank and micro-step. accumulation: micro-steps per update; with a schedule, the
+    maximum. ranks: number of data-parallel ranks (data x fsdp). seq_len: tokens per sequence. schedule: pairs (first
+    update, micro-steps per update from then on); () means that all updates have `accumulation` micro-steps.
 
     Raises:
-      ValueError: a number below 1.
+      ValueError: a number is below 1.
     """
 
     micro: int
@@ -61,13 +62,12 @@ class BatchAlgebra:
             raise ValueError(f"data.seq_len={self.seq_len}: give 1 or more")
 
     @classmethod
-    def of(cls, config: BatchConfig, ranks: int, seq_len: int) -> "BatchAlgebra":
-        """Builds the batch of `config.batch`: with the given accumulation, or from `tokens` or
-        `accumulation_schedule`.
+    def from_config(cls, config: BatchConfig, ranks: int, seq_len: int) -> "BatchAlgebra":
+        """Builds the batch of the config group `batch` from `accumulation`, `tokens` or `accumulation_schedule`.
 
         Raises:
-          ValueError: two of these are given, the tokens are not a multiple of those of one micro-step, or the schedule
-            is not valid, or not possible in this mode.
+          ValueError: several of them are given, the tokens are not a multiple of the tokens of one micro-step, or the
+            schedule is not valid or not possible in this `batch.mode`.
         """
         given = [
             f"batch.{name}={getattr(config, name)}"
@@ -76,41 +76,41 @@ class BatchAlgebra:
         ]
         if len(given) > 1:
             raise ValueError(
-                f"{' and '.join(given)}: give one of them; the others are 1 for batch.accumulation, 0 for "
-                "batch.tokens and () for batch.accumulation_schedule"
+                f"{' and '.join(given)}: set only one of them, and leave the others at their defaults "
+                "(batch.accumulation=1, batch.tokens=0, batch.accumulation_schedule=())"
             )
         if config.tokens:
             return cls(config.micro, _divide(config.tokens, cls(config.micro, 1, ranks, seq_len)), ranks, seq_len)
         schedule = _parse(config.accumulation_schedule)
         if schedule and config.mode == "scan":
             raise ValueError(
-                f"{given[0]} with batch.mode=scan: that compiles one number of micro-steps into the "
-                "step; set batch.mode=multisteps"
+                f"{given[0]} with batch.mode=scan, which compiles a fixed number of micro-steps into the "
+                "step: set batch.mode=multisteps"
             )
         largest = max((count for _, count in schedule), default=config.accumulation)
         return cls(config.micro, largest, ranks, seq_len, schedule)
 
     @property
     def rows(self) -> int:
-        """Sequences of one micro-step over all ranks."""
+        """Number of sequences of one micro-step over all ranks."""
         return self.micro * self.ranks
 
     @property
     def global_rows(self) -> int:
-        """Sequences of one optimizer update; with a schedule, of the largest update."""
+        """Number of sequences of an optimizer update; with a schedule, of the largest update."""
         return self.rows * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Tokens of one optimizer update; with a schedule, of the largest update."""
+        """Number of tokens of an optimizer update; with a schedule, of the largest update."""
         return self.global_rows * self.seq_len
 
     def at(self, update: int) -> int:
-        """Micro-steps of update number `update`; updates count from 0."""
+        """Returns the number of micro-steps of update number `update`. Updates count from 0."""
         return next((count for start, count in reversed(self.schedule) if update >= start), self.accumulation)
 
     def traced_at(self, update: jax.Array) -> jax.Array:
-        """Returns `at` for a traced number of an update, int32 of its shape, for `optax.MultiSteps`."""
+        """Returns the same as `at` for a traced update number, as int32 of the same shape, for `optax.MultiSteps`."""
         if not self.schedule:
             return jnp.full_like(update, self.accumulation)
         starts = jnp.asarray([start for start, _ in self.schedule], jnp.int32)
@@ -118,19 +118,20 @@ class BatchAlgebra:
         return counts[jnp.searchsorted(starts, update, side="right") - 1]
 
     def tokens_at(self, update: int) -> int:
-        """Tokens of update number `update`."""
+        """Returns the number of tokens of update number `update`."""
         return self.rows * self.at(update) * self.seq_len
 
     def rows_before(self, update: int) -> int:
-        """Sequences of all updates before number `update`."""
+        """Returns the number of sequences of all updates before number `update`."""
         bounds = [(start, count) for start, count in self.schedule or ((0, self.accumulation),) if start < update]
         ends = [*(start for start, _ in bounds[1:]), update]
         return self.rows * sum(count * (end - start) for (start, count), end in zip(bounds, ends))
 
     @property
     def read_steps(self) -> int:
-        """Micro-steps whose sequences are read together: those of one update, or one micro-step if the updates have
-        different numbers of them."""
+        """Number of micro-steps whose sequences are read together: all of an update, or one if updates have different
+        numbers.
+        """
         return 1 if self.schedule else self.accumulation
 
     def __str__(self) -> str:
@@ -149,7 +150,7 @@ class BatchAlgebra:
 
 
 def _divide(tokens: int, one: BatchAlgebra) -> int:
-    """Micro-steps of an update of `tokens`; `one`: the batch of one micro-step."""
+    """Returns the number of micro-steps of an update with `tokens` tokens. one: the batch of one micro-step."""
     if tokens % one.tokens:
         below = tokens // one.tokens * one.tokens
         near = " and ".join(str(size) for size in (below, below + one.tokens) if size)

@@ -1,9 +1,9 @@
-"""Batches of token windows, or of rows of examples: the n-th sequence of a run depends on the seed and on n alone.
+"""Batches of token windows, or of rows of examples. The n-th sequence of a run depends only on the seed and on n.
 
-The documents of a source are one long stream of tokens, cut into windows of seq_len + 1 that overlap by one token;
-examples (`data.format`) come in rows (examples.py). Epoch e visits every window or row once, in an order drawn
-from (seed, e). So the state of the reader is one integer, the sequences consumed. The number of processes and the way a
-batch is split change nothing.
+The documents of a source are one long stream of tokens, which is cut into windows of seq_len + 1 tokens that overlap
+by one token. Examples (`data.format`) come in rows (examples.py). Epoch e visits every window or row once, in an order
+shuffled with the key (seed, e). So the state of the reader is a single integer, the number of consumed sequences. The
+number of processes and the division of a batch do not change the data.
 """
 
 from bisect import bisect_right
@@ -31,10 +31,10 @@ Source = TextDocuments | RecordTexts | Shards
 
 
 class TokenSource:
-    """Windows of a stream of tokens, by number.
+    """The windows of a stream of tokens, by number.
 
-    `len(source)` is the number of windows, `source[i]` the i-th, int32 [seq_len + 1]; `tokens` is the length of the
-    stream. A last, incomplete window is dropped, or with `keep_tail` padded with `IGNORE`.
+    `len(source)` is the number of windows, `source[i]` is the i-th window, int32 [seq_len + 1]; `tokens` is the length
+    of the stream. The last, incomplete window is dropped, or padded with `IGNORE` if `keep_tail` is set.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], seq_len: int, vocab_size: int, keep_tail: bool):
@@ -50,10 +50,10 @@ class TokenSource:
     def __getitem__(self, i: int) -> np.ndarray:
         """Returns window i, int32 [seq_len + 1].
 
-        Raises IndexError past the end, UserError for a token that the data should not hold.
+        Raises IndexError past the end, and UserError for a token outside the vocabulary.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"window {i} of {len(self)}")
+            raise IndexError(f"window {i} does not exist: give 0 to {len(self) - 1}")
         window = np.full(self.seq_len + 1, IGNORE, np.int32)
         start = i * self.seq_len
         stop = min(start + self.seq_len + 1, self.tokens)
@@ -64,28 +64,30 @@ class TokenSource:
             if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
                 raise UserError(
                     f"tokens {at:,} to {at + len(tokens):,} contain the id {tokens.max()}, outside "
-                    f"the vocabulary of {self.vocab_size}: a shard is damaged, prepare it again"
+                    f"the vocabulary of {self.vocab_size}: a shard is damaged, prepare the shards again"
                 )
             window[at - start : at - start + len(tokens)] = tokens
             at, part = at + len(tokens), part + 1
         return window
 
     def windows(self, numbers: Iterable[int], stop: int | None = None) -> np.ndarray:
-        """Returns the windows of these numbers, int32 [n, seq_len + 1]; all `IGNORE` from `stop`, or the end, on."""
+        """Returns the windows with these numbers, int32 [n, seq_len + 1]. Windows from `stop` on, or past the end, are
+        all `IGNORE`.
+        """
         padding = np.full(self.seq_len + 1, IGNORE, np.int32)
         end = len(self) if stop is None else min(stop, len(self))
         return np.stack([self[int(i)] if i < end else padding for i in numbers])
 
     def batch(self, numbers: Iterable[int], stop: int | None = None) -> Batch:
-        """Returns the windows of these numbers as inputs and targets, int32 [n, seq_len] each."""
+        """Returns the windows with these numbers as inputs and targets, each int32 [n, seq_len]."""
         windows = self.windows(numbers, stop)
-        # Padding has no loss, but as an input it must still be a row of the embedding.
+        # Padding has no loss, but as an input it must still be a valid token id.
         return {"inputs": np.maximum(windows[:, :-1], 0), "targets": np.ascontiguousarray(windows[:, 1:])}
 
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run. `fingerprint` identifies the content; `description` is one line for people."""
+    """The data of a run. `fingerprint` identifies the content; `description` is one line for users."""
 
     train: TokenSource | ExampleSource
     heldout: TokenSource | ExampleSource
@@ -99,14 +101,14 @@ class Data:
         return self.tokenizer.encode(text).tolist()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; invalid ids become U+FFFD."""
+        """Returns the text of `ids`. Invalid ids become U+FFFD."""
         return self.tokenizer.decode(ids)
 
 
 def open_data(config: DataConfig) -> Data:
-    """Finds the data of `config`, tokenizes or maps them, and splits off what is held out.
+    """Finds the data of `config`, tokenizes or maps it into memory, and splits off the held-out part.
 
-    Raises UserError, one line with the remedy, if something is missing, damaged, not text, or too small.
+    Raises UserError with a remedy if something is missing, damaged, not text, or too small.
     """
     if config.format != "text":
         tokenizer = load_tokenizer(config.tokenizer, special_tokens=config.special_tokens)
@@ -119,8 +121,8 @@ def open_data(config: DataConfig) -> Data:
         parts: tuple[Source, Source] = (source.training_part(), sources[1].held_out_part())
         if common := parts[0].paths & parts[1].paths:
             raise UserError(
-                f"data.eval_source={config.eval_source!r} holds {min(common).name}, which the "
-                "run trains on: hold out other files, or leave data.eval_source empty"
+                f"data.eval_source={config.eval_source!r} contains {min(common).name}, which the "
+                "run trains on: give other files, or leave data.eval_source empty"
             )
         train_part, held_out_part = parts
         # Two branches, so that mypy knows the type of each part.
@@ -131,10 +133,10 @@ def open_data(config: DataConfig) -> Data:
     else:
         parts = source.split()
     tokenizer = _choose_tokenizer(config, sources)
-    vocab_size = max(found.vocab_size(tokenizer) for found in sources)
-    all_shards = all(isinstance(found, Shards) for found in sources)
+    vocab_size = max(one.vocab_size(tokenizer) for one in sources)
+    all_shards = all(isinstance(one, Shards) for one in sources)
     if all_shards and tokenizer.name == ByteTokenizer.name and vocab_size > tokenizer.vocab_size:
-        tokenizer = IdTokenizer(vocab_size)  # not bytes, and no tokenizer is recorded
+        tokenizer = IdTokenizer(vocab_size)  # the shards are not bytes, and record no tokenizer
 
     digest = blake2b(tokenizer.identity.encode(), digest_size=8)
     if config.special_tokens != "text":
@@ -154,7 +156,7 @@ def check_vocab(data: Data, vocab_size: int) -> None:
     """Raises UserError if the data may contain a token id outside a model's vocabulary of `vocab_size`."""
     if data.vocab_size > vocab_size:
         raise UserError(
-            f"the data contain token ids up to {data.vocab_size - 1}, model.vocab_size is "
+            f"the data contain token ids up to {data.vocab_size - 1}, and model.vocab_size is "
             f"{vocab_size}: set --config.model.vocab_size={data.vocab_size} or more"
         )
 
@@ -162,24 +164,28 @@ def check_vocab(data: Data, vocab_size: int) -> None:
 def train_batches(
     data: Data, *, rows: int, row_slices: Sequence[slice] | None = None, seed: int, position: int, config: DataConfig
 ) -> grain.DatasetIterator:
-    """Returns an endless iterator over this process's rows of each batch, from sequence `position` on.
+    """Returns an endless iterator over this process's rows of each batch, starting at sequence `position`.
+
+    Each item has "inputs" and "targets", both int32 [rows of this process, seq_len]. Packed examples also have
+    "segments": 1, 2, ... in a row, and 0 for padding at its end. Rows with one example each also have "mask": 1 for a
+    token, 0 for padding.
 
     Args:
-      rows: sequences of the global batch of one optimizer step.
-      row_slices: the rows of it that this process reads, in order; None for all.
-      position: sequences consumed so far, by all processes together.
+      rows: sequences of the global batch.
+      row_slices: the slices of the batch's rows that this process reads, in order; None for all rows.
+      position: number of sequences that all processes together have consumed.
 
-    Each item is {"inputs", "targets"}, both int32 [rows here, seq_len]; of packed examples also "segments": 1, 2, ...
-    in a row, and 0 for padding at its end; of rows of one example each also "mask": 1 for a token, 0 for padding.
-    Raises ValueError for a negative position or no rows; UserError, from the iterator, for a damaged shard.
+    Raises:
+      ValueError: `position` is negative, or this process has no rows.
+      UserError: (from the iterator) a shard is damaged.
     """
     if position < 0:
-        raise ValueError(f"position={position} is negative: count the sequences consumed")
+        raise ValueError(f"position={position} is negative: give the number of consumed sequences")
     mine, source = _own_rows(rows, row_slices), data.train
-    # grain draws epoch e from seed + e; hashing keeps neighbouring seeds from sharing their orders.
-    drawn = int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest(), "big")
-    sequences = grain.MapDataset.range(len(source)).shuffle(seed=drawn).repeat()[position:]
-    # There is no remainder, but to keep one grain would round the endless length up, past what len() may return.
+    # grain shuffles epoch e with seed + e. The seed is hashed, so that seeds that differ by 1 do not share orders.
+    shuffle_seed = int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest(), "big")
+    sequences = grain.MapDataset.range(len(source)).shuffle(seed=shuffle_seed).repeat()[position:]
+    # There is no remainder, but drop_remainder=False would round the endless length up beyond the maximum of len().
     numbers = sequences.batch(rows, drop_remainder=True)
     return iter(
         numbers.map(lambda batch: source.batch(batch[mine])).to_iter_dataset(
@@ -191,11 +197,11 @@ def train_batches(
 def heldout_batches(
     data: Data, *, rows: int, sequences: int | None = None, row_slices: Sequence[slice] | None = None
 ) -> Iterator[Batch]:
-    """Returns an iterator that gives every held-out token as a target once, in order.
+    """Returns an iterator over the held-out batches, which have every held-out token once as a target, in order.
 
-    Items are like those of `train_batches`. The last window and the last batch are padded with targets of
-    `IGNORE`; every process gets the same number of batches. With `sequences`, only the first so many windows, the
-    same ones however they are split into batches.
+    Items are as in `train_batches`. The last window and the last batch are padded with targets of `IGNORE`; every
+    process gets the same number of batches. With `sequences`, only this number of first windows is read, whatever the
+    batch size.
     """
     mine, source = _own_rows(rows, row_slices), data.heldout
     count = len(source) if sequences is None else min(sequences, len(source))
@@ -210,26 +216,28 @@ def _own_rows(rows: int, row_slices: Sequence[slice] | None) -> np.ndarray:
     every = np.arange(rows)
     mine = every if row_slices is None else np.concatenate([every[:0], *(every[s] for s in row_slices)])
     if not len(mine):
-        raise ValueError(f"rows={rows}, row_slices={row_slices}: this process would read no rows")
+        raise ValueError(f"rows={rows}, row_slices={row_slices}: this process has no rows; give each process some")
     return mine
 
 
 def _read_options(workers: int, prefetch: int) -> grain.ReadOptions:
-    # A thread reads a whole batch, so threads beyond the batches read ahead would be idle. Without threads the caller
+    # Each thread reads a whole batch, so more threads than prefetched batches would be idle. With 0 threads, the caller
     # reads.
     return grain.ReadOptions(num_threads=min(workers, prefetch), prefetch_buffer_size=prefetch)
 
 
 def _find(config: DataConfig, key: str) -> Source:
-    found = find(getattr(config, key), f"data.{key}")
-    if isinstance(found, RecordFiles):
-        return RecordTexts(found, config.field, config.skip_bad)
-    return open_shards(found, config.dtype) if isinstance(found, ShardFiles) else found
+    source = find(getattr(config, key), f"data.{key}")
+    if isinstance(source, RecordFiles):
+        return RecordTexts(source, config.field, config.skip_bad)
+    return open_shards(source, config.dtype) if isinstance(source, ShardFiles) else source
 
 
 def _choose_tokenizer(config: DataConfig, sources: Sequence[Source]) -> Tokenizer:
-    """Returns the tokenizer that prepared shards were made with, if there are any, else the one of this name."""
-    recorded = [found.recorded_tokenizer for found in sources if found.recorded_tokenizer]
+    """Returns the tokenizer with which prepared shards were made, if there are any, else the tokenizer of
+    `data.tokenizer`.
+    """
+    recorded = [one.recorded_tokenizer for one in sources if one.recorded_tokenizer]
     asked = config.tokenizer != ByteTokenizer.name or not recorded
     tokenizer = load_tokenizer(config.tokenizer if asked else recorded[0][0], special_tokens=config.special_tokens)
     for path, identity in recorded:
@@ -237,7 +245,7 @@ def _choose_tokenizer(config: DataConfig, sources: Sequence[Source]) -> Tokenize
             raise UserError(
                 f"shards were prepared with {path} ({identity}), but the tokenizer of this run is "
                 f"{tokenizer.name} ({tokenizer.identity}): leave data.tokenizer at 'bytes' to "
-                "use theirs, or prepare them again"
+                "use the tokenizer of the shards, or prepare the shards again"
             )
     return tokenizer
 
@@ -245,13 +253,13 @@ def _choose_tokenizer(config: DataConfig, sources: Sequence[Source]) -> Tokenize
 def _refuse_too_little(config: DataConfig, train: TokenSource, heldout: TokenSource, notes: str) -> None:
     if not len(train):
         raise UserError(
-            f"data.source={config.source!r} holds {train.tokens:,} tokens to train on"
-            f"{f' ({notes})' if notes else ''}, a window needs data.seq_len + 1 = {config.seq_len + 1:,}: "
+            f"data.source={config.source!r} has {train.tokens:,} tokens to train on"
+            f"{f' ({notes})' if notes else ''}, and a window needs data.seq_len + 1 = {config.seq_len + 1:,}: "
             "give more text or lower data.seq_len"
         )
     if not len(heldout):
         raise UserError(
-            f"data.source={config.source!r} leaves {heldout.tokens:,} tokens to hold out, fewer "
+            f"data.source={config.source!r} has {heldout.tokens:,} held-out tokens, fewer "
             "than 2: give more data, or set data.eval_source"
         )
 
@@ -260,7 +268,7 @@ def _describe(
     config: DataConfig, parts: tuple[Source, Source], train: TokenSource, heldout: TokenSource, tokenizer: Tokenizer
 ) -> str:
     titles = [part.title for part in parts]
-    held_out_of = f" of {titles[1]}" if titles[1] != titles[0] else ""
+    held_out_source = f" of {titles[1]}" if titles[1] != titles[0] else ""
     notes = [f"{tokenizer.name}, vocabulary {train.vocab_size:,}"]
     if tokenizer.separator is None and any(isinstance(part, TextDocuments | RecordTexts) for part in parts):
         notes.append("no separator between documents (the tokenizer has no end-of-text token)")
@@ -271,5 +279,5 @@ def _describe(
     notes += left_out(sum({part.title: part.malformed for part in parts}.values()), sum(part.copies for part in parts))
     return (
         f"{titles[0]}: {parts[0].count()}, {train.tokens:,} tokens; "
-        f"held out {parts[1].count()}{held_out_of}, {heldout.tokens:,} tokens; {'; '.join(notes)}"
+        f"held out {parts[1].count()}{held_out_source}, {heldout.tokens:,} tokens; {'; '.join(notes)}"
     )

@@ -1,22 +1,22 @@
-"""Renders a chat template in a process of its own, since a template is a program that came with a download.
+"""Renders a chat template in a separate process, since a downloaded template is a program that is not trusted.
 
-Run as a script, of the standard library and jinja2 alone: a line of JSON with the template, then a line for every batch
-of conversations; one line comes back for each conversation. The operating system ends what runs too long or takes too
-much memory; jinja2's sandbox keeps it from everything else. As in transformers a template has `raise_exception`,
-`strftime_now`, `tojson`, loop controls and the block `generation`.
+The script needs only the standard library and jinja2. It reads a JSON line with the template, then a JSON line per
+batch of conversations, and writes one line per conversation. The operating system ends the process if it runs too long
+or needs too much memory; jinja2's sandbox prevents everything else. As in transformers, a template can use
+`raise_exception`, `strftime_now`, `tojson`, loop controls and the block `generation`.
 """
 
 import json
 import sys
 import time
 
-# Around what the block `generation` holds: Unicode keeps these out of text.
+# Marks before and after the content of a `generation` block. These Unicode noncharacters do not occur in text.
 BEGIN, END = "\ufdd0", "\ufdd1"
-# `strftime_now` of a template gives this day, that of the cut-off in the templates of Llama 3: the data of a run must
-# be the same tomorrow.
+# `strftime_now` always returns this day, the date in Llama 3's templates, so that the data of a run do not depend on
+# the day.
 TODAY = (2024, 7, 26)
-SECONDS = 5  # for one conversation
-BYTES = 1 << 30  # of address space
+SECONDS = 5  # maximum processor time for one conversation
+BYTES = 1 << 30  # maximum address space
 # Limits over all conversations. Each rendering adds to the allowance about ten times what published templates need, and
 # subtracts what it used. TOTAL_*: the allowance at the start, which is also its maximum. *_EACH: the amount that a
 # rendering adds. *_PER_CHARACTER: the amount that it adds per character of the conversation.
@@ -25,7 +25,7 @@ TOTAL_CHARACTERS, CHARACTERS_EACH, CHARACTERS_PER_CHARACTER = 1 << 22, 1 << 14, 
 
 
 def environment():
-    """Returns jinja2's sandbox with the functions that transformers gives a template."""
+    """Returns jinja2's sandbox with the functions that transformers gives to templates."""
     import datetime
 
     import jinja2
@@ -33,7 +33,7 @@ def environment():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %}: marks the text that the model learns."""
+        """The block {% generation %}, which marks the text to train on."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
 
@@ -51,15 +51,17 @@ def environment():
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.datetime(*TODAY).strftime(form)
-    return made
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals["raise_exception"] = raise_exception
+    sandbox.globals["strftime_now"] = lambda form: datetime.datetime(*TODAY).strftime(form)
+    return sandbox
 
 
 def rendered(template, variables, asked):
-    """Renders a conversation: its text and, if asked for, the text before each answer and the text up to its end."""
+    """Returns the text of a conversation, and if requested the text before each answer and the text up to the end of
+    each answer.
+    """
     messages, tools = asked["messages"], asked["tools"]
 
     def render(count, generation_prompt):
@@ -76,7 +78,7 @@ def rendered(template, variables, asked):
 
 
 class Allowance:
-    """The processor seconds and characters that the template may still use."""
+    """The processor time in seconds and the number of characters that the template may still use."""
 
     def __init__(self, seconds, characters):
         self.totals = self.left = seconds, characters
@@ -84,8 +86,10 @@ class Allowance:
         self.used = 0.0, 0
 
     def spend(self, asked, answer, seconds):
-        """Subtracts what a conversation used; returns the reason to stop, or "" if the allowance suffices."""
-        texts = [answer["text"], *answer["before"], *answer["up_to"]] if "text" in answer else [""]  # "": it failed
+        """Subtracts the usage of a conversation. Returns the reason to stop, or "" if the allowance is sufficient."""
+        texts = (
+            [answer["text"], *answer["before"], *answer["up_to"]] if "text" in answer else [""]
+        )  # "": rendering failed
         given = len(json.dumps([asked["messages"], asked["tools"]]))
         written = sum(map(len, texts))
         added = (
@@ -106,33 +110,35 @@ class Allowance:
 
 
 def limit(most):
-    """Bounds the memory of this process, and returns a function that starts, or ends, the time of a conversation."""
+    """Limits the memory of this process to `most` bytes; returns a function that starts the timer of a conversation,
+    or stops it with 0.
+    """
     try:
         import resource
         import signal
 
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-        # SIGPROF ends it, even inside of C. Processor time, since a busy machine is no fault of the template.
+        # SIGPROF ends the process even inside C code. It counts processor time, which other programs do not increase.
         return lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)
-    except (ImportError, ValueError, OSError):  # no such limits here
+    except (ImportError, ValueError, OSError):  # the system has no such limits
         return lambda seconds: None
 
 
 def main():
-    """Answers lines of requests until there are no more."""
+    """Answers request lines until the input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
 
-    def answer(found):
-        answers.write(json.dumps(found).encode() + b"\n")
+    def answer(reply):
+        answers.write(json.dumps(reply).encode() + b"\n")
         answers.flush()
 
     first = json.loads(requests.readline())
-    made, allowance = environment(), Allowance(*first["totals"])
+    sandbox, allowance = environment(), Allowance(*first["totals"])
     clock, seconds = limit(first["bytes"]), first["seconds"]
     clock(seconds)
     try:
-        template = made.from_string(first["template"])
+        template = sandbox.from_string(first["template"])
     except (Exception, MemoryError) as error:
         answer({"error": f"{type(error).__name__}: {error}"[:300]})
         return
@@ -143,16 +149,16 @@ def main():
             clock(seconds)
             began = time.process_time()
             try:
-                found = rendered(template, first["variables"], asked)
+                reply = rendered(template, first["variables"], asked)
             except MemoryError:
-                found = {"error": f"it needs more than {first['bytes'] >> 20} MiB"}
+                reply = {"error": f"it needs more than {first['bytes'] >> 20} MiB"}
             except Exception as error:
-                found = {"error": (str(error) or type(error).__name__)[:300]}
+                reply = {"error": (str(error) or type(error).__name__)[:300]}
             clock(0)
-            if reason := allowance.spend(asked, found, time.process_time() - began):
+            if reason := allowance.spend(asked, reply, time.process_time() - began):
                 answer({"stopped": reason})
                 return
-            answer(found)
+            answer(reply)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: found beside it, rendered by train/data/chat_renderer.py."""
+"""Finds the chat template of a tokenizer, and renders conversations with it through train/data/chat_renderer.py."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from bytescope.train.data.records import Malformed, text_of
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.user_errors import UserError
 
-# For a tokenizer without a template: ChatML (OpenAI), where an answer and its <|im_end|> are learned.
+# The template for tokenizers without one: OpenAI's ChatML. The model is trained on an answer and its <|im_end|>.
 CHATML = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\\n' }}
@@ -29,13 +29,16 @@ CHATML = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Keys of tokenizer_config.json that a template may name.
+# Keys of tokenizer_config.json that a template may use as variables.
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 
 @dataclass(frozen=True)
 class Template:
-    """source: in Jinja. title: in messages. variables: the special tokens, by the name a template has for them."""
+    """A chat template.
+
+    source: its Jinja source. title: its name in messages. variables: special tokens, by their names in the template.
+    """
 
     source: str
     title: str
@@ -43,39 +46,39 @@ class Template:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template marks itself which text is learned."""
+        """True if the template itself marks the text to train on."""
         return GENERATION.search(self.source) is not None
 
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Reads tokenizer_config.json beside the tokenizer.json; {} if there is none. Raises UserError if it is
-    damaged."""
+    """Returns the content of tokenizer_config.json next to the tokenizer.json; {} if there is none. Raises UserError
+    if it is damaged.
+    """
     path = getattr(tokenizer, "path", None)
     path = path and path.with_name("tokenizer_config.json")
     if path is None or not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError("not an object")
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from None
-    return found
+    return config
 
 
 def named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the special tokens of a tokenizer_config.json by their keys there, such as eos_token."""
-    found = {name: config.get(name) for name in TOKENS}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    """Returns the special tokens of a tokenizer_config.json by key, such as eos_token."""
+    entries = {name: config.get(name) for name in TOKENS}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in entries.items()}
     return {name: value for name, value in texts.items() if isinstance(value, str)}
 
 
 def find_template(tokenizer: Tokenizer, asked: str) -> Template:
-    """Finds the template: the file `asked`, else the tokenizer's own, else ChatML. Raises UserError if it cannot be
-    read.
+    """Returns the template in the file `asked`, else the tokenizer's own template, else ChatML.
 
-    As in transformers a chat_template.jinja beside the tokenizer comes before tokenizer_config.json, and of several
-    templates the one named default is taken.
+    As in transformers, a chat_template.jinja next to the tokenizer has priority over tokenizer_config.json, and of
+    several named templates "default" is used. Raises UserError if the template cannot be read.
     """
     config = tokenizer_config(tokenizer)
     variables = named_tokens(config)
@@ -91,7 +94,7 @@ def find_template(tokenizer: Tokenizer, asked: str) -> Template:
             key = f"data.chat_template={asked!r}" if asked else str(path)
             raise UserError(f"{key} cannot be read ({reason}): give the path of a Jinja template") from None
     source = config.get("chat_template")
-    if isinstance(source, list):  # several by name
+    if isinstance(source, list):  # several named templates
         named = {row.get("name"): row.get("template") for row in source if isinstance(row, dict)}
         source = named.get("default")
     if isinstance(source, str):
@@ -101,8 +104,11 @@ def find_template(tokenizer: Tokenizer, asked: str) -> Template:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text of a conversation. learned: [from, to) of its characters, where the template marks them. before: the
-    text before each answer; up_to: the text up to the end of each."""
+    """A rendered conversation.
+
+    text: its text. learned: spans [from, to) of characters to train on, if the template marks them. before: the text
+    before each answer. up_to: the text up to the end of each answer.
+    """
 
     text: str
     learned: list[tuple[int, int]]
@@ -111,7 +117,7 @@ class Rendered:
 
 
 class Renderer:
-    """A process that renders one template; a context, which ends it."""
+    """A process that renders one template. As a context manager, it ends the process."""
 
     def __init__(self, template: Template):
         """Starts the process. Raises UserError if the template is not valid."""
@@ -140,7 +146,7 @@ class Renderer:
             if not isinstance(error, Malformed):
                 raise
             raise UserError(
-                f"the chat template of {template.title} is not valid ({error}): give another with "
+                f"the chat template of {template.title} is not valid ({error}): give another template with "
                 "data.chat_template=FILE"
             ) from None
 
@@ -154,16 +160,16 @@ class Renderer:
         """Ends the process."""
         self._process.kill()
         for stream in (self._requests, self._replies):
-            with contextlib.suppress(OSError):  # of what was left to write
+            with contextlib.suppress(OSError):  # closing writes buffered requests, which may fail
                 stream.close()
         self._process.wait()
 
     def render(self, chats: Sequence[Chat], *, before: bool, up_to: bool) -> list[Rendered | Malformed]:
-        """Renders each conversation; where the template refuses one, its reason. `before`, `up_to`: whether these parts
-        of `Rendered` are needed.
+        """Returns each rendered conversation, or the reason if the template refuses it. before, up_to: whether these
+        parts of `Rendered` are needed.
 
-        Raises UserError, and ends the process, if the template takes too long for one conversation or for all since the
-        process started, or writes too much.
+        Raises UserError, and ends the process, if the template takes too long for one conversation or for all
+        conversations so far, or writes too much.
         """
         self._ask(
             [{"messages": chat.messages, "tools": chat.tools, "before": before, "up_to": up_to} for chat in chats]
@@ -180,7 +186,7 @@ class Renderer:
         return results
 
     def _ask(self, request: Any) -> None:
-        with contextlib.suppress(OSError):  # it has ended: reading tells
+        with contextlib.suppress(OSError):  # the process has ended; reading its answer reports that
             self._requests.write(json.dumps(request).encode() + b"\n")
             self._requests.flush()
 
@@ -191,13 +197,13 @@ class Renderer:
             raise UserError(
                 f"the chat template of {self.template.title} ran longer than {chat_renderer.SECONDS} s or "
                 f"needed more than {chat_renderer.BYTES >> 20} MiB for one conversation (exit {code}): give "
-                "another with data.chat_template=FILE"
+                "another template with data.chat_template=FILE"
             )
         answer = json.loads(line)
         if "stopped" in answer:
             raise UserError(
                 f"the chat template of {self.template.title} {answer['stopped']}, far more than published "
-                "templates do: give another with data.chat_template=FILE"
+                "templates: give another template with data.chat_template=FILE"
             )
         if "error" in answer:
             raise Malformed(one_line(answer["error"]))
@@ -205,23 +211,25 @@ class Renderer:
 
 
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Returns the text without the marks of `generation`, and the spans [from, to) that were between them. Raises
-    Malformed for text that cannot be encoded, and for marks that do not match."""
+    """Returns the text without the marks of `generation` blocks, and the spans [from, to) between the marks.
+
+    Raises Malformed for text that cannot be encoded, and for marks that do not match.
+    """
     text_of(text, "the rendered text")
     parts = re.split(f"([{chat_renderer.BEGIN}{chat_renderer.END}])", text)
-    found, plain, begun = [], [], None
+    spans, plain, begun = [], [], None
     length = 0
     for part in parts:
         if part == chat_renderer.BEGIN and begun is None:
             begun = length
         elif part == chat_renderer.END and begun is not None:
-            found.append((begun, length))
+            spans.append((begun, length))
             begun = None
         elif part in (chat_renderer.BEGIN, chat_renderer.END):
-            raise Malformed("generation blocks inside of each other, or U+FDD0 in the text")
+            raise Malformed("it has nested generation blocks, or U+FDD0 in the text")
         else:
             plain.append(part)
             length += len(part)
     if begun is not None:
-        raise Malformed("a generation block that does not end")
-    return "".join(plain), found
+        raise Malformed("it has a generation block without an end")
+    return "".join(plain), spans

@@ -1,7 +1,7 @@
-"""The files of `data.source`: text, records or token shards.
+"""Finds the files of `data.source`: text, records or token shards.
 
-`find` looks at the source and returns a `TextDocuments`, or the names of files of records (train/data/records.py reads
-them) or of token shards (train/data/shards.py).
+`find` returns a `TextDocuments`, or the names of files of records (read by train/data/records.py) or of token shards
+(read by train/data/shards.py).
 """
 
 import glob
@@ -27,21 +27,21 @@ from bytescope.train.user_errors import UserError
 INDEX = "index.json"
 SHARD_SUFFIXES = (".bin", ".npy")
 
-# A word of its own in the name of a file: `latest.bin` is not a test set.
+# Matches whole words in file names, so that `latest.bin` is not taken for a test set.
 HELD_OUT_NAME = re.compile(r"(?<![a-z])(val|valid|validation|eval|evaluation|held_?out|test)(?![a-z])")
-# What describes records where they are published, and is none.
+# Suffixes of files that are published next to records but contain no records.
 BESIDE_RECORDS = (".md", ".json", ".lock", ".yaml")
-# Enough to tell text from binary files, as git and grep do: by a zero byte near the start.
+# Bytes at the start of a file in which a zero byte marks it as binary, as in git and grep.
 SNIFF_BYTES = 8192
 
-# The default corpus leaves out tests, what was installed later, and what describes one machine.
+# The default corpus leaves out tests, installed packages, and files that differ between machines.
 STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip"}
 STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """Token shards by name; `folder` is where their index.json is, or None if they have none."""
+    """Token shards by name. `folder` is the folder of their index.json; None if they have none."""
 
     title: str
     folder: Path | None
@@ -49,14 +49,15 @@ class ShardFiles:
 
 
 def find(source: str, key: str = "data.source") -> TextDocuments | RecordFiles | ShardFiles:
-    """Returns the text, records or shards of `source` ("stdlib", a file, a folder or a glob); nothing is tokenized yet.
+    """Returns the text, records or shards of `source` ("stdlib", a file, a folder or a glob). Nothing is tokenized
+    yet.
 
-    `key` names the setting in messages. Raises UserError if nothing is found, or several of these.
+    `key` names the setting in messages. Raises UserError if nothing is found, or files of several kinds.
     """
     if source == "stdlib":
         return _stdlib(key)
     path = Path(os.path.expanduser(source))
-    if source and os.path.isdir(path):  # unlike Path's own, these say no to a name that the system cannot have
+    if source and os.path.isdir(path):  # unlike Path.is_dir, os.path.isdir returns False for an invalid name
         shards = tuple(sorted(p for p in path.iterdir() if p.suffix in SHARD_SUFFIXES))
         has_index = (path / INDEX).is_file()
         if shards or has_index:
@@ -80,7 +81,7 @@ def find(source: str, key: str = "data.source") -> TextDocuments | RecordFiles |
         other = next(p for p in files if p.suffix not in SHARD_SUFFIXES)
         raise UserError(
             f"{key}={source!r} matches token shards ({shards[0].name}) and other files "
-            f"({other.name}): name one kind, as in '*{shards[0].suffix}'"
+            f"({other.name}): give a glob for one kind, such as '*{shards[0].suffix}'"
         )
     return ShardFiles(source, None, shards)
 
@@ -96,10 +97,10 @@ def _stdlib(key: str) -> TextDocuments | RecordFiles:
     ]
     if not files:
         raise UserError(
-            f"{key}='stdlib': this Python has no source files of its standard library in {root}: give text of your own"
+            f"{key}='stdlib': this Python has no source files of its standard library in {root}: give your own text"
         )
     version = platform.python_version()
-    # A distribution may have put any file there, and the default must not fail.
+    # errors="replace", since a distribution may have added files that are not UTF-8, and the default must not fail.
     return _text(
         f"standard library of Python {version}", key, root, files, sniff=False, errors="replace", version=version
     )
@@ -131,16 +132,16 @@ def _text(
         else:
             documents.append(Document(path, path.relative_to(base).as_posix(), 0, size, errors))
     if not documents:
-        found = f"no text, only binary files ({skipped:,})" if skipped else "no text"
-        raise UserError(f"{key}={title!r} holds {found}: give UTF-8 text files, or .bin or .npy shards")
+        problem = f"has no text, only {skipped:,} binary files" if skipped else "has no text"
+        raise UserError(f"{key}={title!r} {problem}: give UTF-8 text files, or .bin or .npy shards")
     return TextDocuments(title, tuple(sorted(documents, key=lambda d: d.name)), skipped, version)
 
 
 def _records(title: str, key: str, base: Path, records: list[Path], others: list[Path]) -> RecordFiles:
     if others := [path for path in others if path.suffix.lower() not in BESIDE_RECORDS]:
         raise UserError(
-            f"{key}={title!r} holds records ({min(records).name}) and other files ({min(others).name}): "
-            "name one kind, as in 'folder/**/*.jsonl'"
+            f"{key}={title!r} contains records ({min(records).name}) and other files ({min(others).name}): "
+            "give a glob for one kind, such as 'folder/**/*.jsonl'"
         )
     names = {path: path.relative_to(base).as_posix() for path in records}
     return RecordFiles(
@@ -153,7 +154,7 @@ def _records(title: str, key: str, base: Path, records: list[Path], others: list
 
 
 def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
-    """Yields the files below `root`, without hidden ones and compiled Python."""
+    """Yields the files below `root`, except hidden files and compiled Python."""
     for folder, folders, names in os.walk(root):
         folders[:] = [n for n in folders if n not in skipped and n != "__pycache__" and not n.startswith(".")]
         for name in names:
@@ -162,6 +163,6 @@ def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
 
 
 def _fixed_part(pattern: Path) -> Path:
-    """Returns the folder in front of the first wildcard: names are taken from there."""
+    """Returns the folder before the first wildcard. Names of documents are relative to it."""
     folders = pattern.parts[:-1]
     return Path(*takewhile(lambda part: not glob.has_magic(part), folders))

@@ -1,7 +1,8 @@
-"""Text documents, of files (`TextDocuments`) or of a field of records (`RecordTexts`): reading, and what is held out.
+"""Text documents from files (`TextDocuments`) or from a field of records (`RecordTexts`), and which of them are held
+out.
 
-Names of files, or contents of records, decide what is held out, never chance: it is the same in every run and on every
-machine. No copy of a held-out document is trained on.
+File names or record contents decide what is held out, never chance, so it is the same in every run and on every
+machine. Copies of held-out documents are not trained on.
 """
 
 import codecs
@@ -33,7 +34,9 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """The bytes [start, stop) of a UTF-8 file; `name` is its path within the source, with forward slashes."""
+    """The bytes [start, stop) of a UTF-8 file. name: its path within the source, with forward slashes. errors: how to
+    handle bytes that are not UTF-8, as for `bytes.decode`.
+    """
 
     path: Path
     name: str
@@ -42,7 +45,7 @@ class Document:
     errors: str = "strict"
 
     def pieces(self) -> Iterator[str]:
-        """Yields the text in pieces of about `PIECE_BYTES`, cut after line ends where there are any.
+        """Yields the text in pieces of about `PIECE_BYTES` bytes, divided after line ends if possible.
 
         Raises UserError if the file cannot be read or is not UTF-8.
         """
@@ -55,14 +58,14 @@ class Document:
                     chunk = file.read(min(PIECE_BYTES, self.stop - position))
                     if not chunk:
                         raise UserError(
-                            f"{self.path} ends at byte {position:,}, before {self.stop:,}: "
-                            "it changed while it was read; start again"
+                            f"{self.path} ends at byte {position:,} instead of {self.stop:,}: "
+                            "it changed while it was read; run the command again"
                         )
                     undecoded = len(decoder.getstate()[0])
                     text += decoder.decode(chunk, final=position + len(chunk) == self.stop)
                     position += len(chunk)
                     cut = text.rfind("\n") + 1 if position < self.stop else len(text)
-                    # A very long line is cut anywhere.
+                    # A very long line is divided anywhere.
                     cut = cut or (len(text) if len(text) >= PIECE_BYTES else 0)
                     if cut:
                         yield text[:cut]
@@ -70,13 +73,13 @@ class Document:
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{self.path} is not UTF-8 text (byte {position - undecoded + error.start:,}): convert it, "
-                "or name the text files with a glob such as 'folder/**/*.txt'"
+                "or give a glob for the text files, such as 'folder/**/*.txt'"
             ) from None
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file. Raises UserError if it cannot be read."""
+    """Opens a file for reading. Raises UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             yield file
@@ -85,7 +88,7 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def texts(documents: Iterable[Document]) -> Iterator[str | None]:
-    """Yields the pieces of every document in order, and None where a document ends."""
+    """Yields the pieces of every document in order, and None at the end of each document."""
     for document in documents:
         yield from document.pieces()
         yield None
@@ -95,8 +98,8 @@ def texts(documents: Iterable[Document]) -> Iterator[str | None]:
 class TextDocuments:
     """Text documents in the order in which they are read.
 
-    title: the source in messages. skipped: number of binary files left out. version: of Python, for its standard
-    library, else "". copies: of held-out documents, which this part leaves out.
+    title: the source in messages. skipped: number of binary files that are left out. version: Python version if the
+    source is its standard library, else "". copies: number of copies of held-out documents that this part leaves out.
     """
 
     title: str
@@ -115,48 +118,50 @@ class TextDocuments:
 
     @property
     def text_bytes(self) -> int:
-        """The size of all documents."""
+        """Bytes of all documents."""
         return sum(document.stop - document.start for document in self.documents)
 
     def stream(self) -> Iterator[str | None]:
-        """Yields the pieces of every document in order, and None where a document ends."""
+        """Yields the pieces of every document in order, and None at the end of each document."""
         return texts(self.documents)
 
     def split(self) -> tuple["TextDocuments", "TextDocuments"]:
-        """Returns what trains and what is held out: by file, or the last part of a single file."""
+        """Returns (training part, held-out part): divided by file, or if there is a single file, its last part is held
+        out.
+        """
         if len(self.documents) == 1:
             document = self.documents[0]
             cut = _cut(document)
-            # A part without text must not count as a document: that would end with a separator.
+            # A part without text must not count as a document, which would add a separator.
             first = (replace(document, stop=cut),) if document.start < cut else ()
             rest = (replace(document, start=cut),) if cut < document.stop else ()
             return replace(self, documents=first), replace(self, documents=rest)
         marks = {}
-        for document in self.documents:  # by the name alone, so that adding a file changes nothing for the others
+        for document in self.documents:  # by name only, so that adding a file does not change the other files
             name = document.name.encode(errors="surrogateescape")  # names need not be UTF-8
             marks[document.name] = int.from_bytes(blake2b(name, digest_size=8).digest(), "big")
         chosen = {name for name, mark in marks.items() if mark % HELD_OUT == 0}
-        if not 0 < len(chosen) < len(marks):  # of few files the hash may choose none, or all
+        if not 0 < len(chosen) < len(marks):  # with few files, the hash may choose none or all
             chosen = {min(marks, key=marks.__getitem__)}
         held_out = replace(self, documents=tuple(d for d in self.documents if d.name in chosen))
         train = replace(self, documents=tuple(d for d in self.documents if d.name not in chosen))
         return train.without(held_out), held_out
 
     def without(self, other: "TextDocuments") -> "TextDocuments":
-        """Returns this text without copies of documents of the other; only files of the same size are read."""
+        """Returns this text without copies of documents of `other`. Only files of equal size are compared."""
         sizes = {d.stop - d.start for d in self.documents} & {d.stop - d.start for d in other.documents}
         contents = {_content(d) for d in other.documents if d.stop - d.start in sizes}
         kept = tuple(d for d in self.documents if d.stop - d.start not in sizes or _content(d) not in contents)
         return replace(self, documents=kept, copies=len(self.documents) - len(kept))
 
     def training_part(self) -> "TextDocuments":
-        """Returns what trains where the held-out data come from another source: everything."""
+        """Returns the part to train on if the held-out data come from another source: everything."""
         return self
 
     held_out_part = training_part
 
     def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
-        """Returns all tokens as one array of the smallest unsigned integer that holds them."""
+        """Returns all tokens as a single array of the smallest unsigned integer dtype that can hold them."""
         dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
         return [np.concatenate([np.array([], dtype), *tokenize(self.stream(), tokenizer)])]
 
@@ -165,14 +170,14 @@ class TextDocuments:
         return tokenizer.vocab_size
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
-        """Returns a hash of names, sizes and contents; `arrays`: the tokens, as `arrays` has them."""
+        """Returns a hash of names, sizes and contents. arrays: the result of the method `arrays`."""
         digest = blake2b(repr([self.version, *((d.name, d.start, d.stop) for d in self.documents)]).encode())
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
         return digest.digest()
 
     def count(self) -> str:
-        """Returns the number of documents in words, such as "2 documents"."""
+        """Returns the number of documents as text, such as "2 documents"."""
         n = len(self.documents)
         return f"{n:,} document" if n == 1 else f"{n:,} documents"
 
@@ -188,14 +193,14 @@ def _content(document: Document) -> bytes:
 def _cut(document: Document) -> int:
     """Returns the byte at which the held-out end of a single file starts, after a line end if one is near."""
     nominal = document.stop - max((document.stop - document.start) // HELD_OUT, 1)
-    before = min(nominal - document.start, 3)  # a character of UTF-8 has at most three more bytes
+    before = min(nominal - document.start, 3)  # a UTF-8 character has at most four bytes
     with reading(document.path) as file:
         file.seek(nominal - before)
         around = file.read(before + min(PIECE_BYTES, document.stop - nominal))
     line_end = around.find(b"\n", before) + 1 - before
     if 0 < line_end <= (len(around) - before) // 2:
         return nominal + line_end
-    while before and around[before] & 0xC0 == 0x80:  # never inside a character: step back over 10xxxxxx
+    while before and around[before] & 0xC0 == 0x80:  # never inside a character: go back over the bytes 10xxxxxx
         nominal, before = nominal - 1, before - 1
     return nominal
 
@@ -205,10 +210,10 @@ def _cut(document: Document) -> int:
 
 @dataclass(frozen=True)
 class Marks:
-    """The result of one reading of all records.
+    """The result of reading all records once.
 
-    marks: uint64 [n], hashes of the contents. named: bool [n], whether the name of the file says that the record is
-    held out. malformed: number of records left out.
+    marks: hashes of the contents, uint64 [n]. named: whether the file's name says that its records are held out, bool
+    [n]. malformed: number of malformed records that are left out.
     """
 
     marks: np.ndarray
@@ -218,21 +223,23 @@ class Marks:
 
 @dataclass(frozen=True)
 class RecordTexts:
-    """The documents in `field` of records, read from their files each time.
+    """The documents in the field `field` of records. They are read from their files each time.
 
-    chosen: bool [n] over the records that are not malformed, whether each is in this part; None for all.
+    skip_bad: maximum number of malformed records. chosen: bool [n] over the well-formed records, whether each is in
+    this part; None for all. scanned: the result of an earlier reading. copies: number of copies of held-out documents
+    that this part leaves out.
     """
 
     files: RecordFiles
     field: str
     skip_bad: int
     chosen: np.ndarray | None = None
-    found: Marks | None = None
-    copies: int = 0  # of held-out documents, which this part leaves out
+    scanned: Marks | None = None
+    copies: int = 0
 
     recorded_tokenizer = None
-    skipped = 0  # binary files
-    text_bytes = None  # of text: not known before it is read
+    skipped = 0  # number of binary files
+    text_bytes = None  # not known before the records are read
 
     @property
     def title(self) -> str:
@@ -251,14 +258,14 @@ class RecordTexts:
 
     @property
     def malformed(self) -> int:
-        """Records left out as malformed."""
+        """Number of malformed records that are left out."""
         return self._scan.malformed
 
     @cached_property
     def _scan(self) -> Marks:
-        """One reading of all records."""
-        if self.found is not None:
-            return self.found
+        """Reads all records once."""
+        if self.scanned is not None:
+            return self.scanned
         skipped = Skipped(self.skip_bad)
         rows = [(mark(text), held_out) for text, held_out in self._documents(skipped)]
         skipped.refuse_nothing_left(self.files.title, len(rows))
@@ -274,32 +281,36 @@ class RecordTexts:
                 skipped.add(record.place, error)
 
     def _part(self, chosen: np.ndarray) -> "RecordTexts":
-        return replace(self, chosen=chosen, found=self._scan)
+        return replace(self, chosen=chosen, scanned=self._scan)
 
     def split(self) -> tuple["RecordTexts", "RecordTexts"]:
-        """Returns what trains and what is held out; a document that is held out trains nowhere."""
+        """Returns (training part, held-out part). Copies of held-out documents are in neither."""
         chosen = choose_held_out(self._scan.marks, self._scan.named)
         held_out = self._part(chosen)
         return self._part(~chosen).without(held_out), held_out
 
     def training_part(self) -> "RecordTexts":
-        """Returns what trains where the held-out data come from another source: all but what is named as held out."""
+        """Returns the part to train on if the held-out data come from another source: records of files whose names do
+        not say that they are held out.
+        """
         named = self._scan.named
         return self._part(~named if not named.all() else np.ones_like(named))
 
     def held_out_part(self) -> "RecordTexts":
-        """Returns the documents of the files whose names say that they are held out, or all if there are none."""
+        """Returns the records of files whose names say that they are held out; all records if there are
+        no such files.
+        """
         named = self._scan.named
         return self._part(named if named.any() else ~named)
 
     def without(self, other: "RecordTexts") -> "RecordTexts":
-        """Returns this part without copies of documents of the other."""
+        """Returns this part without copies of documents of `other`."""
         chosen = np.ones_like(self._scan.named) if self.chosen is None else self.chosen
         kept = chosen & ~np.isin(self._scan.marks, other.marks)
         return replace(self, chosen=kept, copies=self.copies + int(chosen.sum() - kept.sum()))
 
     def stream(self) -> Iterator[str | None]:
-        """Yields every document of this part, and None where one ends."""
+        """Yields every document of this part, and None at the end of each."""
         skipped = Skipped(self.skip_bad)
         for number, (text, _) in enumerate(self._documents(skipped)):
             if (self.chosen is None or self.chosen[number]) and text:
@@ -307,7 +318,7 @@ class RecordTexts:
                 yield None
 
     def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
-        """Returns all tokens as one array of the smallest unsigned integer that holds them."""
+        """Returns all tokens as a single array of the smallest unsigned integer dtype that can hold them."""
         dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
         return [np.concatenate([np.array([], dtype), *tokenize(self.stream(), tokenizer)])]
 
@@ -316,13 +327,13 @@ class RecordTexts:
         return tokenizer.vocab_size
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
-        """Returns a hash of the contents; `arrays`: the tokens, as `arrays` has them."""
+        """Returns a hash of the contents. arrays: the result of the method `arrays`."""
         digest = blake2b(b"records")
         for array in (self.marks, *arrays):
             digest.update(np.ascontiguousarray(array).data)
         return digest.digest()
 
     def count(self) -> str:
-        """Returns the number of documents in words, such as "2 documents"."""
+        """Returns the number of documents as text, such as "2 documents"."""
         n = len(self.marks)
         return f"{n:,} document" if n == 1 else f"{n:,} documents"

@@ -1,4 +1,4 @@
-"""The content of a record in each format: messages, or a prompt and its completion."""
+"""Reads the content of a record in each format: messages, or a prompt and its completion."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 from bytescope.train.data.records import Malformed, text_of
 
-# Names of the roles in records of "conversations", with "from" and "value", as ShareGPT has them.
+# Role in ShareGPT records ("conversations" with "from" and "value") -> role in messages.
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
 # The prompts of Stanford Alpaca (Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca), with an input and without.
 ALPACA_INPUT = (
@@ -23,38 +23,41 @@ ALPACA = (
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. messages: with role, content and the other keys of the record. tools: as the template takes
-    them."""
+    """A conversation.
+
+    messages: its messages, with role, content and the other keys of the record. tools: tool descriptions for the chat
+    template, or None.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
 
     def key(self) -> str:
-        """The content as text, equal for copies."""
+        """Returns the content as text, which is equal for copies."""
         return json.dumps([self.messages, self.tools], sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and the completion to learn."""
+    """A prompt and the completion to train on."""
 
     prompt: str
     completion: str
 
     def key(self) -> str:
-        """The content as text, equal for copies."""
+        """Returns the content as text, which is equal for copies."""
         return json.dumps([self.prompt, self.completion])
 
 
 def chat_of(values: dict[str, Any]) -> Chat:
-    """Returns the conversation of a record {"messages": [{"role", "content"}]}, or {"conversations": [{"from",
+    """Returns the conversation of a record {"messages": [{"role", "content"}]} or {"conversations": [{"from",
     "value"}]}.
 
-    Raises Malformed if it has none.
+    Raises Malformed if the record has no conversation.
     """
     messages = values.get("messages", values.get("conversations"))
     if not isinstance(messages, list) or not messages:
-        raise Malformed('no list of "messages" (or "conversations")')
+        raise Malformed('it has no list of "messages" (or "conversations")')
     tools = values.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise Malformed(f'"tools" is {type(tools).__name__}, not a list')
@@ -63,22 +66,24 @@ def chat_of(values: dict[str, Any]) -> Chat:
 
 def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise Malformed(f"message {number} is {type(message).__name__}, not an object")
-    found = {key: value for key, value in message.items() if value is not None}  # tables have all columns
-    if "from" in found and "role" not in found:
-        found["role"], found["content"] = found.pop("from"), found.pop("value", None)
-        found["role"] = ROLES.get(found["role"], found["role"]) if isinstance(found["role"], str) else found["role"]
-    text_of(found.get("role"), f"the role of message {number}")
-    if "tool_calls" in found and found.get("content") is None:  # an answer that only calls
-        return {**found, "content": ""}
-    text_of(found.get("content"), f"the content of message {number}")
-    return found
+        raise Malformed(f"message {number} is {type(message).__name__}, not a JSON object")
+    fields = {key: value for key, value in message.items() if value is not None}  # tables have nulls in unused columns
+    if "from" in fields and "role" not in fields:
+        fields["role"], fields["content"] = fields.pop("from"), fields.pop("value", None)
+        fields["role"] = (
+            ROLES.get(fields["role"], fields["role"]) if isinstance(fields["role"], str) else fields["role"]
+        )
+    text_of(fields.get("role"), f"the role of message {number}")
+    if "tool_calls" in fields and fields.get("content") is None:  # an answer that only calls tools
+        return {**fields, "content": ""}
+    text_of(fields.get("content"), f"the content of message {number}")
+    return fields
 
 
 def pair_of(values: dict[str, Any]) -> Pair:
-    """Returns the pair of a record {"prompt", "completion"}, or {"instruction", "input", "output"} in Alpaca's words.
+    """Returns the pair of a record {"prompt", "completion"}, or {"instruction", "input", "output"} in Alpaca's format.
 
-    Raises Malformed if it has none.
+    Raises Malformed if the record has no such pair.
     """
     if "instruction" in values and "prompt" not in values:
         instruction = text_of(values["instruction"], '"instruction"')
@@ -88,7 +93,7 @@ def pair_of(values: dict[str, Any]) -> Pair:
     return Pair(text_of(values.get("prompt"), '"prompt"'), text_of(values.get("completion"), '"completion"'))
 
 
-# data.format -> the fields it reads, and (record) -> what it holds.
+# data.format -> (fields of a record that are read, function from a record to its content).
 CONTENTS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Chat | Pair]]] = {
     "chat": (("messages", "conversations", "tools"), chat_of),
     "pairs": (("prompt", "completion", "instruction", "input", "output"), pair_of),

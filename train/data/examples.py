@@ -1,6 +1,6 @@
-"""Examples for fine-tuning: the records of `data.source` as rows of tokens, with the tokens that are learned.
+"""Examples for fine-tuning: turns the records of `data.source` into rows of tokens, with the tokens to train on.
 
-`open_examples` reads the records, decides which are held out, and packs rows; `read_examples` makes tokens of records.
+`open_examples` reads the records, decides which are held out, and packs rows; `read_examples` tokenizes records.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.tokenizer import ENDS, GROUP_CHARS, JsonTokenizer, Tokenizer
 from bytescope.train.user_errors import UserError
 
-AT_ONCE = 256  # records rendered and encoded together
+AT_ONCE = 256  # number of records that are rendered and encoded together
 REMEDY = (
-    "; mark what is learned with {% generation %} in a template of your own (data.chat_template=FILE), or set "
+    ": mark the text to train on with {% generation %} in your own template (data.chat_template=FILE), or set "
     "data.loss_on=all"
 )
-ANSWER = "qzq"  # of a conversation that shows what the template writes behind an answer
-# ids [n] and whether each is learned, bool [n]; or why there are none.
+ANSWER = "qzq"  # answer of a test conversation, which shows what the template writes after an answer
+# (ids [n], whether each is trained on, bool [n]); or the reason why the record has no tokens.
 Tokens = tuple[np.ndarray, np.ndarray] | Malformed
-# Around the number of a special token in a message, while the template is rendered: Unicode keeps these out of text.
+# Marks before and after the number of a special token that replaces it in a message while the template is rendered.
+# These Unicode noncharacters do not occur in text.
 IN_MESSAGE = ("\ufdd2", "\ufdd3")
 
 
 def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSource, ExampleSource, str, str]:
-    """Returns (rows that train, rows that are held out, fingerprint of both, a line for people).
+    """Returns (training rows, held-out rows, fingerprint of both, a one-line description).
 
-    Raises UserError, one line with the remedy, if something is missing, malformed, or too small.
+    Raises UserError with a remedy if something is missing, malformed, or too small.
     """
     sets = [read_examples(_find(config, "source"), config, tokenizer)]
     if config.eval_source:
@@ -56,12 +57,12 @@ def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSour
         _source(sets[0], np.flatnonzero(kept), config, tokenizer),
         _source(sets[-1], held_out, config, tokenizer),
     )
-    notes = "; ".join(left_out(sum(found.malformed for found in sets), copies))
+    notes = "; ".join(left_out(sum(one.malformed for one in sets), copies))
     for part, what in zip(parts, ("train on", "hold out"), strict=True):
         if not len(part):
             raise UserError(
-                f"data.source={config.source!r} holds no example to {what} with a learned token"
-                f"{f' ({notes})' if notes else ''}: give more, raise data.seq_len if answers come late, or "
+                f"data.source={config.source!r} has no example to {what} with a token to train on"
+                f"{f' ({notes})' if notes else ''}: give more records, raise data.seq_len if answers come late, or "
                 "set data.eval_source"
             )
     return *parts, _fingerprint(config, tokenizer, sets, parts), _describe(config, tokenizer, sets, parts, copies)
@@ -69,20 +70,20 @@ def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSour
 
 def _find(config: DataConfig, key: str) -> RecordFiles:
     source = getattr(config, key)
-    found = find(source, f"data.{key}")
-    if not isinstance(found, RecordFiles):
+    files = find(source, f"data.{key}")
+    if not isinstance(files, RecordFiles):
         raise UserError(
-            f"data.{key}={source!r} holds no records, which data.format={config.format} reads: give "
+            f"data.{key}={source!r} has no records, which data.format={config.format} needs: give "
             ".jsonl, .jsonl.gz or .parquet files, or a folder saved by datasets"
         )
-    return found
+    return files
 
 
-def _source(found: ExampleSet, chosen: np.ndarray, config: DataConfig, tokenizer: Tokenizer) -> ExampleSource:
+def _source(examples: ExampleSet, chosen: np.ndarray, config: DataConfig, tokenizer: Tokenizer) -> ExampleSource:
     return ExampleSource(
-        found.tokens,
-        found.learned,
-        found.starts,
+        examples.tokens,
+        examples.learned,
+        examples.starts,
         chosen,
         seq_len=config.seq_len,
         packing=config.packing,
@@ -95,8 +96,8 @@ def _fingerprint(
 ) -> str:
     how = (config.format, config.loss_on, config.packing, config.too_long, config.special_tokens)
     digest = blake2b(repr((tokenizer.identity, how)).encode(), digest_size=8)
-    for found in sets:
-        for array in (found.tokens, found.learned, found.starts, found.marks):
+    for one in sets:
+        for array in (one.tokens, one.learned, one.starts, one.marks):
             digest.update(np.ascontiguousarray(array).data)
     for part in parts:
         digest.update(np.ascontiguousarray(part.order).data)
@@ -114,34 +115,36 @@ def _describe(
     if config.special_tokens == "parse":
         notes.append("special tokens written in the text are parsed")
     for count, what in (
-        (sum(found.cut for found in sets), f"longer than {config.seq_len:,} tokens cut at the end"),
-        (sum(found.dropped for found in sets), f"longer than {config.seq_len:,} tokens dropped"),
-        (sum(found.unlearned for found in sets), "without a learned token left out"),
+        (sum(one.cut for one in sets), f"longer than {config.seq_len:,} tokens cut at the end"),
+        (sum(one.dropped for one in sets), f"longer than {config.seq_len:,} tokens dropped"),
+        (sum(one.unlearned for one in sets), "without a token to train on left out"),
     ):
         if count:
             notes.append(f"{count:,} {'example' if count == 1 else 'examples'} {what}")
     train, held_out = parts
-    of = f" of {config.eval_source}" if config.eval_source else ""
+    held_out_source = f" of {config.eval_source}" if config.eval_source else ""
     return (
         f"{config.source}: {_counts(train)}, {'packed into' if config.packing else 'in'} {len(train):,} rows of "
-        f"{config.seq_len:,} ({100 * train.filled:.1f} % filled); held out {_counts(held_out)}{of}; "
-        f"{'; '.join([*notes, *left_out(sum(found.malformed for found in sets), copies)])}"
+        f"{config.seq_len:,} ({100 * train.filled:.1f} % filled); held out {_counts(held_out)}"
+        f"{held_out_source}; {'; '.join([*notes, *left_out(sum(one.malformed for one in sets), copies)])}"
     )
 
 
 def _counts(part: ExampleSource) -> str:
     return (
         f"{part.examples:,} {'example' if part.examples == 1 else 'examples'}, {part.tokens:,} tokens, "
-        f"{part.learned:,} learned"
+        f"{part.learned:,} trained on"
     )
 
 
 @dataclass(frozen=True)
 class ExampleSet:
-    """Examples one after the other. tokens: unsigned [t]; learned: bool [t]; starts: int64 [n + 1].
+    """The examples of a source, one after the other.
 
-    marks: uint64 [n], of the contents. named: bool [n], whether the file's name says that it is held out. The rest
-    counts examples: cut at the end, dropped as too long, left out without a learned token, or as malformed.
+    tokens: ids of all examples, unsigned [t]. learned: whether each token is trained on, bool [t]. starts: index of
+    each example's first token, and t, int64 [n + 1]. marks: hashes of the contents, uint64 [n]. named: whether the
+    file's name says that the example is held out, bool [n]. cut, dropped, unlearned, malformed: numbers of examples
+    that were cut at the end, dropped as too long, left out without a token to train on, or left out as malformed.
     """
 
     tokens: np.ndarray
@@ -156,8 +159,10 @@ class ExampleSet:
 
 
 def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) -> ExampleSet:
-    """Reads all records of `files` as `config.format` has them. Raises UserError as `records.read` does, and for a
-    template that cannot be used."""
+    """Reads all records of `files` in the format `config.format`.
+
+    Raises UserError as `records.read` does, and for a chat template that cannot be used.
+    """
     skipped, counts = Skipped(config.skip_bad), {"cut": 0, "dropped": 0, "unlearned": 0}
     tokens: list[np.ndarray] = []
     learned: list[np.ndarray] = []
@@ -166,12 +171,13 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
         contents = _contents(files, config.format, skipped)
         while chunk := list(islice(contents, AT_ONCE)):
             encoded = tokens_of([content for _, _, content in chunk])
-            for (place, named, content), found in zip(chunk, encoded, strict=True):
-                if isinstance(found, Malformed):
-                    skipped.add(place, found)
+            for (place, named, content), example in zip(chunk, encoded, strict=True):
+                if isinstance(example, Malformed):
+                    skipped.add(place, example)
                     continue
-                end = int(np.flatnonzero(found[1])[-1]) + 1 if found[1].any() else 0
-                ids, targets = found[0][:end], found[1][:end]  # what follows changes no gradient
+                # Tokens after the last trained one do not change any gradient.
+                end = int(np.flatnonzero(example[1])[-1]) + 1 if example[1].any() else 0
+                ids, targets = example[0][:end], example[1][:end]
                 if len(ids) > config.seq_len + 1:
                     counts["cut" if config.too_long == "cut" else "dropped"] += 1
                     if config.too_long == "drop":
@@ -198,7 +204,7 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
 
 
 def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
-    """Yields (place, whether the file is held out, content) of each record."""
+    """Yields (place in messages, whether the file is held out, content) of each record."""
     fields, content_of = CONTENTS[name]
     for record in read(files, fields, skipped):
         try:
@@ -209,14 +215,17 @@ def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple
 
 @contextlib.contextmanager
 def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Pair]], list[Tokens]]]:
-    """Gives the function from pairs to tokens: the tokenizer's begin token if it has one, prompt, completion, end
-    token. The completion and the end token are learned."""
+    """Yields the function from pairs to tokens: begin token of the tokenizer if it has one, prompt, completion, end
+    token.
+
+    The completion and the end token are trained on.
+    """
     begin, end = tokenizer.around[0], end_of_text(tokenizer)
 
-    def of(pair: Pair, prompt: np.ndarray, ids: np.ndarray) -> Tokens:
+    def join(pair: Pair, prompt: np.ndarray, ids: np.ndarray) -> Tokens:
         if not np.array_equal(ids[: len(prompt)], prompt):
             return Malformed(
-                "the end of the prompt and the beginning of the completion become one token: move a blank "
+                "the end of the prompt and the beginning of the completion become one token: move a space "
                 "at the end of the prompt to the completion"
             )
         before = begin if tuple(ids[: len(begin)]) != begin else ()
@@ -227,14 +236,17 @@ def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
     def tokens_of(pairs: Sequence[Pair]) -> list[Tokens]:
         prompts = tokenizer.encode_many([pair.prompt for pair in pairs])
         texts = tokenizer.encode_many([pair.prompt + pair.completion for pair in pairs])
-        return [of(*row) for row in zip(pairs, prompts, texts, strict=True)]
+        return [join(*row) for row in zip(pairs, prompts, texts, strict=True)]
 
     yield tokens_of
 
 
 def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the id that ends a text: from tokenizer_config.json, else the one that the tokenizer adds itself, else a
-    token with a usual name; () if there is none."""
+    """Returns the id that ends a text, as a tuple; () if there is none.
+
+    It is the token of tokenizer_config.json, else the one that the tokenizer adds itself, else a token with a usual
+    name.
+    """
     if not isinstance(tokenizer, JsonTokenizer):
         return () if tokenizer.separator is None else (tokenizer.separator,)
     names = [named_tokens(tokenizer_config(tokenizer)).get("eos_token"), *ENDS]
@@ -247,7 +259,7 @@ def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Chat]], list[Tokens]]]:
-    """Gives the function from conversations to the tokens of their rendered text."""
+    """Yields the function from conversations to the tokens of their rendered text."""
     template = find_template(tokenizer, config.chat_template)
     guard = (
         SpecialTokenGuard(tokenizer)
@@ -255,13 +267,13 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
         else None
     )
     parsing = tokenizer.parsing() if isinstance(tokenizer, JsonTokenizer) else tokenizer
-    begin = tokenizer.around[0] if template.source == CHATML else ()  # other templates write it where they want it
+    begin = tokenizer.around[0] if template.source == CHATML else ()  # other templates write the begin token themselves
     everything = config.loss_on == "all"
     with Renderer(template) as renderer:
         by_prefix = not everything and not template.marks_answers
         turn_end = _turn_end(renderer, tokenizer) if by_prefix else ""
 
-        def of(text: Rendered, ids: np.ndarray, spans: np.ndarray, before: Sequence[np.ndarray]) -> Tokens:
+        def mark_tokens(text: Rendered, ids: np.ndarray, spans: np.ndarray, before: Sequence[np.ndarray]) -> Tokens:
             try:
                 learned = _answers(text, ids, before, turn_end) if by_prefix else text.learned
             except Malformed as error:
@@ -276,9 +288,9 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
         def guarded(guard: SpecialTokenGuard, text: Rendered) -> Tokens:
             try:
                 (ids, spans), *before = guard.encode_spans([text.text, *text.before])
-            except UserError as error:  # this tokenizer cannot tell them apart
+            except UserError as error:  # this tokenizer cannot encode special tokens as text
                 return Malformed(str(error))
-            return of(text, ids, spans, [prefix for prefix, _ in before])
+            return mark_tokens(text, ids, spans, [prefix for prefix, _ in before])
 
         def tokens_of(chats: Sequence[Chat]) -> list[Tokens]:
             safe = [guard.protect(chat) for chat in chats] if guard else chats
@@ -290,23 +302,26 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
             ]
             encoded = _in_groups(parsing.encode_spans, [text.text for text in plain])
             prefixes = _in_groups(parsing.encode_many, [prefix for text in plain for prefix in text.before])
-            found: list[Tokens] = []
+            tokens: list[Tokens] = []
             for chat, same, text in zip(chats, safe, texts, strict=True):
                 if isinstance(text, Malformed):
-                    found.append(text)
+                    tokens.append(text)
                 elif guard is None or chat is same:
                     ids, spans = next(encoded)
-                    found.append(of(text, ids, spans, [next(prefixes) for _ in text.before]))
+                    tokens.append(mark_tokens(text, ids, spans, [next(prefixes) for _ in text.before]))
                 else:
-                    found.append(guarded(guard, text))
-            return found
+                    tokens.append(guarded(guard, text))
+            return tokens
 
         yield tokens_of
 
 
 def _in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str]) -> Iterator[Any]:
-    """Yields the encoding of each text. Texts are encoded in groups of about GROUP_CHARS characters: enough to keep
-    every core busy, few enough to bound the memory."""
+    """Yields the encoding of each text.
+
+    Texts are encoded in groups of about GROUP_CHARS characters, which are enough to use all cores and few enough to
+    limit the memory.
+    """
     group, chars = [], 0
     for text in texts:
         group.append(text)
@@ -318,12 +333,12 @@ def _in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str
 
 
 def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
-    """Returns the special token that the template puts behind an answer; "" if there is none."""
+    """Returns the special token that the template writes after an answer; "" if there is none."""
     probe = Chat([{"role": "user", "content": "u"}, {"role": "assistant", "content": ANSWER}], None)
-    (found,) = renderer.render([probe], before=True, up_to=False)
-    if isinstance(found, Malformed) or not found.text.startswith(found.before[0]):
+    (rendered,) = renderer.render([probe], before=True, up_to=False)
+    if isinstance(rendered, Malformed) or not rendered.text.startswith(rendered.before[0]):
         return ""
-    behind = found.text[len(found.before[0]) :].rpartition(ANSWER)[2]
+    behind = rendered.text[len(rendered.before[0]) :].rpartition(ANSWER)[2]
     ends = {behind.find(token): token for token in sorted(tokenizer.special, key=len) if token in behind}
     return ends[min(ends)] if ends else ""
 
@@ -331,27 +346,28 @@ def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
 def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn_end: str) -> list[tuple[int, int]]:
     """Returns [from, to) of the characters of each answer, including the token that ends its turn.
 
-    What comes before an answer is rendered as it is for generation, and must be the beginning of the whole, in text and
-    in ids: else the model would be trained on other tokens than it is asked with. Raises Malformed if it is not.
+    The text before an answer is rendered as for generation. It must be the beginning of the whole text, both in
+    characters and in ids; otherwise the model would be trained on other tokens than it gets in generation. Raises
+    Malformed if it is not.
     """
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for number, (prompt, prefix) in enumerate(zip(text.before, before, strict=True)):
-        if not text.text.startswith(prompt) or (found and len(prompt) < found[-1][1]):
-            raise Malformed("what the chat template writes before an answer changes with what follows" + REMEDY)
+        if not text.text.startswith(prompt) or (spans and len(prompt) < spans[-1][1]):
+            raise Malformed("the chat template renders the text before an answer depending on later messages" + REMEDY)
         if not np.array_equal(ids[: len(prefix)], prefix):
-            raise Malformed("the beginning of an answer and what comes before it become one token" + REMEDY)
+            raise Malformed("the beginning of an answer and the text before it become one token" + REMEDY)
         if turn_end:
             stop = text.text.find(turn_end, len(prompt)) + len(turn_end)
             known = stop >= len(turn_end)
         else:
             stop, known = len(text.up_to[number]), text.text.startswith(text.up_to[number])
         if not known:
-            raise Malformed("where an answer ends cannot be told from the chat template" + REMEDY)
-        found.append((len(prompt), stop))
-    return found
+            raise Malformed("the chat template does not show where an answer ends" + REMEDY)
+        spans.append((len(prompt), stop))
+    return spans
 
 
-# data.format -> a context with (contents) -> their tokens.
+# data.format -> context manager that gives a function from contents to their tokens.
 TOKENS_OF: dict[str, Callable[[DataConfig, Tokenizer], contextlib.AbstractContextManager]] = {
     "chat": _chat_tokens,
     "pairs": _pair_tokens,
@@ -359,23 +375,23 @@ TOKENS_OF: dict[str, Callable[[DataConfig, Tokenizer], contextlib.AbstractContex
 
 
 class SpecialTokenGuard:
-    """Keeps special tokens in messages text: a message that says <|im_end|> ends nothing.
+    """Makes special tokens in messages plain text, so that a message with the text <|im_end|> does not end a turn.
 
-    `protect` replaces the special tokens in messages before a template is rendered, and `encode_spans` encodes the
-    rendered text with their characters as text.
+    `protect` replaces special tokens in messages before a template is rendered. `encode_spans` encodes the rendered
+    text, with the characters of the replaced tokens as plain text.
     """
 
     def __init__(self, tokenizer: JsonTokenizer):
         self._names = sorted(tokenizer.special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
         self._either = re.compile(f"{IN_MESSAGE[0]}([0-9]+){IN_MESSAGE[1]}|({self._pattern.pattern})")
-        self._of = tokenizer
+        self._tokenizer = tokenizer
         self._renamed: tuple[JsonTokenizer, dict[str, str]] | None = None
 
     def protect(self, chat: Chat) -> Chat:
         """Returns the conversation without special tokens in its messages; the same object if it has none."""
-        found = dataclasses.replace(chat, messages=self._replaced(chat.messages), tools=self._replaced(chat.tools))
-        return chat if found == chat else found
+        protected = dataclasses.replace(chat, messages=self._replaced(chat.messages), tools=self._replaced(chat.tools))
+        return chat if protected == chat else protected
 
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -387,11 +403,13 @@ class SpecialTokenGuard:
         return value
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the ids and spans of each text as JsonTokenizer.encode_spans; replaced tokens are text again."""
-        tokenizer, names = self._renamed = self._renamed or self._of.renamed()
-        found = []
+        """Returns the ids and spans of each text, as JsonTokenizer.encode_spans does. Replaced special tokens become
+        text again.
+        """
+        tokenizer, names = self._renamed = self._renamed or self._tokenizer.renamed()
+        encoded = []
         for text in texts:
-            written, begins, ends = [], [], []  # the characters that are encoded, and where in `text` each comes from
+            written, begins, ends = [], [], []  # encoded text, and for each of its characters the span in `text`
             at = 0
             for match in self._either.finditer(text):
                 part = text[at : match.start()]
@@ -411,5 +429,5 @@ class SpecialTokenGuard:
                 else:  # a token of no characters
                     place = begins[first] if first < len(begins) else len(text)
                     places.append((place, place))
-            found.append((ids, np.array(places, np.int64).reshape(-1, 2)))
-        return found
+            encoded.append((ids, np.array(places, np.int64).reshape(-1, 2)))
+        return encoded

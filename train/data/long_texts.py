@@ -1,16 +1,17 @@
-"""Encodes a text that is too long for one call, in overlapping windows, to the token ids of the whole text.
+"""Tokenizes a text that is too long for one call, in overlapping windows, to exactly the token ids of the whole text.
 
-Encoded apart, two parts of a text have other ids at the cut: a word is torn, a space is put before each part. Here
-every window begins `OVERLAP` characters before the last one ended, and the two are joined in the middle of the longest
-run of tokens that both have at the same place of the text, `AGREED` or more. Where there is no such run, as within a
-word of a million characters, the windows become one, in the end the whole text.
+If parts of a text are encoded separately, the ids at the cut are wrong, since a word is split or a space is put before
+each part. Here every window begins `OVERLAP` characters before the end of the last one. The two are joined in the
+middle of the longest run of tokens that both have at the same position of the text, which must have `AGREED` tokens or
+more. If there is no such run, for example in a word of a million characters, the windows are merged into one, in the
+end the whole text.
 
-Why the ids are those of the whole: merges of BPE on the two sides of a boundary do not depend on each other, and a
-merge across a boundary p depends on the tokens at p alone, as they are when its turn comes. Two windows that share the
-token left of p, and p itself, have made the tokens there in the same order, one with all of the text before, one with
-all that follows; neither merges across p, so neither does the whole. Patterns that split a text into words are searched
-from left to right, so that they go on alike from a boundary that both have; WordPiece and Unigram work word by word.
-Unigram without words weighs the whole text at once: there a run of `AGREED` tokens is strong evidence, and no proof.
+Why the ids are correct: merges of BPE on the two sides of a boundary do not depend on each other, and a merge across a
+boundary p depends only on the tokens at p at the time of the merge. Two windows that share the token left of p, and p
+itself, have formed the tokens at p in the same order, one with all of the text before p, one with all of the text
+after p. Neither merges across p, so the whole text does not either. Patterns that split a text into words match from
+left to right, so they match equally from a shared boundary on; WordPiece and Unigram work word by word. Unigram
+without words weighs the whole text at once. There a run of `AGREED` tokens is strong evidence, but no proof.
 """
 
 from collections import Counter
@@ -24,15 +25,17 @@ from bytescope.train.user_errors import UserError
 
 OVERLAP = 8192  # characters
 AGREED = 32  # tokens
-AT_ONCE = 4  # windows encoded in parallel
+AT_ONCE = 4  # number of windows that are encoded in parallel
 
-# Texts -> for each its ids [n] and the characters [n, 2] that every token stands for, from and to.
+# Function from texts to (ids [n], span of characters of each token [n, 2]) of each text.
 Encode = Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]]
 
 
 @dataclass(frozen=True)
 class Window:
-    """A part of a text from character `start` on. ids: unsigned [n]; spans: int64 [n, 2], characters of the text."""
+    """A part of a text that begins at character `start`. ids: unsigned [n]. spans: characters of the whole text, int64
+    [n, 2].
+    """
 
     start: int
     text: str
@@ -41,36 +44,36 @@ class Window:
 
     @property
     def stop(self) -> int:
-        """The character behind the last."""
+        """Index of the character after the last one."""
         return self.start + len(self.text)
 
 
 def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[np.ndarray]:
-    """Yields the ids of the text that `pieces` add up to, as encoding it whole would give them.
+    """Yields the ids of the concatenated `pieces`, as encoding the whole text would give them.
 
-    Raises UserError where a token changes by what stands further behind it than a window reaches.
+    Raises UserError if a token depends on text that is farther away than the size of a window.
     """
-    held: Window | None = None
-    first = 0  # token of `held` that was not yielded yet
-    waiting = ""  # text behind `held` whose window did not agree with it
+    last: Window | None = None
+    first = 0  # index of the first token of `last` that was not yielded yet
+    waiting = ""  # text after `last` whose window could not be joined
     for window in _windows(pieces, encode):
-        if held is None:
-            held = window
+        if last is None:
+            last = window
             continue
-        joint = None if waiting else _joint(held, first, window)
+        joint = None if waiting else _joint(last, first, window)
         if joint:
-            yield held.ids[first : joint[0]]
-            held, first = window, joint[1]
+            yield last.ids[first : joint[0]]
+            last, first = window, joint[1]
             continue
-        waiting += window.text[held.stop + len(waiting) - window.start :]
-        if len(waiting) >= len(held.text):  # twice as long each time: the work stays in proportion to the text
-            held, waiting = _longer(held, first, waiting, encode), ""
-    if held is not None:
-        yield (_longer(held, first, waiting, encode) if waiting else held).ids[first:]
+        waiting += window.text[last.stop + len(waiting) - window.start :]
+        if len(waiting) >= len(last.text):  # the window doubles each time, so the total work is linear in the text
+            last, waiting = _longer(last, first, waiting, encode), ""
+    if last is not None:
+        yield (_longer(last, first, waiting, encode) if waiting else last).ids[first:]
 
 
 def _windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
-    """Yields each piece with up to `OVERLAP` characters of what stands before it."""
+    """Yields the window of each piece, with up to `OVERLAP` characters of the text before it."""
     pieces, before, position = iter(pieces), "", 0
     while at_once := list(islice(pieces, AT_ONCE)):
         texts = []
@@ -82,17 +85,20 @@ def _windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
             yield Window(start, text, ids, spans + start)
 
 
-def _joint(held: Window, first: int, window: Window) -> tuple[int, int] | None:
-    """Returns the middle of the longest run of tokens that both windows have, as an index into each; None if no run is
-    long enough. Tokens of `held` before `first` do not count."""
-    begin = max(first, int(np.searchsorted(held.spans[:, 0], window.start)))
-    end = int(np.searchsorted(window.spans[:, 1], held.stop, side="right"))
-    place = {token: begin + i for i, token in enumerate(_tokens(held, slice(begin, None)))}
-    best, run, last = (0, 0, 0), 0, -2
+def _joint(earlier: Window, first: int, window: Window) -> tuple[int, int] | None:
+    """Returns the middle of the longest run of tokens that both windows have, as an index into each; None if it is too
+    short.
+
+    Tokens of `earlier` before `first` do not count.
+    """
+    begin = max(first, int(np.searchsorted(earlier.spans[:, 0], window.start)))
+    end = int(np.searchsorted(window.spans[:, 1], earlier.stop, side="right"))
+    place = {token: begin + i for i, token in enumerate(_tokens(earlier, slice(begin, None)))}
+    best, run, previous_index = (0, 0, 0), 0, -2
     for j, token in enumerate(_tokens(window, slice(end))):
         i = place.get(token, -2)
-        run = run + 1 if i >= 0 and i == last + 1 else int(i >= 0)
-        last = i
+        run = run + 1 if i >= 0 and i == previous_index + 1 else int(i >= 0)
+        previous_index = i
         best = max(best, (run, i, j))
     length, i, j = best
     half = length // 2
@@ -100,8 +106,9 @@ def _joint(held: Window, first: int, window: Window) -> tuple[int, int] | None:
 
 
 def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
-    """Returns (id, from, to, number) of each token. The number distinguishes tokens of one character with the same
-    id."""
+    """Returns (id, from, to, number) of each token. The number distinguishes tokens of the same character with the
+    same id.
+    """
     rows: list[tuple[int, int, int, int]] = []
     seen: Counter[tuple[int, int, int]] = Counter()
     for i, (start, stop) in zip(window.ids[part].tolist(), window.spans[part].tolist(), strict=True):
@@ -110,17 +117,18 @@ def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
     return rows
 
 
-def _longer(held: Window, first: int, more: str, encode: Encode) -> Window:
-    """Returns `held` extended by the text `more`. Raises UserError if the ids that were yielded already would
-    change."""
-    text = held.text + more
+def _longer(window: Window, first: int, more: str, encode: Encode) -> Window:
+    """Returns the window extended by the text `more`. Raises UserError if the ids that were already yielded would
+    change.
+    """
+    text = window.text + more
     ((ids, spans),) = encode([text])
-    spans, settled = spans + held.start, min(first + AGREED // 2, len(held.ids)) if first else 0
+    spans, settled = spans + window.start, min(first + AGREED // 2, len(window.ids)) if first else 0
     if not (
-        np.array_equal(ids[:settled], held.ids[:settled]) and np.array_equal(spans[:settled], held.spans[:settled])
+        np.array_equal(ids[:settled], window.ids[:settled]) and np.array_equal(spans[:settled], window.spans[:settled])
     ):
         raise UserError(
-            f"the tokenizer's ids at character {held.start:,} of a text change by what stands more than "
-            f"{len(held.text):,} characters behind: divide the text into shorter files"
+            f"the tokenizer's ids at character {window.start:,} of a text depend on text more than "
+            f"{len(window.text):,} characters later: divide the text into shorter files"
         )
-    return Window(held.start, text, ids, spans)
+    return Window(window.start, text, ids, spans)

@@ -1,7 +1,7 @@
-"""Packs examples into rows: several in a row if they fit, each with its own segment id.
+"""Packs examples into rows: several examples per row if they fit, each with its own segment id.
 
-The rows are chosen once, from the lengths alone, so that the state of a reader stays one integer, and every epoch
-visits every example once.
+Rows are chosen once, from the lengths only. So the state of a reader is a single integer, and every epoch visits every
+example once.
 """
 
 from bisect import bisect_left, insort
@@ -15,15 +15,15 @@ from bytescope.train.data.batch_algebra import IGNORE
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Returns the row of each example, int64 [n], by best fit in order of decreasing length.
 
-    Each goes into the fullest row that has room for it (Ding et al. 2024, arXiv 2404.10830): at most 11/9 of the least
-    number of rows there can be, and a few more (Johnson et al. 1974, doi 10.1137/0203025).
+    Each example goes into the fullest row that has room for it (Ding et al. 2024, arXiv 2404.10830). The number of
+    rows is at most 11/9 of the minimum, plus a constant (Johnson et al. 1974, doi 10.1137/0203025).
 
     Args:
-      lengths: int [n], at most `capacity` each.
+      lengths: int [n], each at most `capacity`.
     """
     rows = np.zeros(len(lengths), np.int64)
-    open_rows: dict[int, list[int]] = {}  # room -> the rows that have so much
-    rooms: list[int] = []  # the keys, in order
+    open_rows: dict[int, list[int]] = {}  # free positions -> rows with this many free positions
+    rooms: list[int] = []  # the keys of open_rows, sorted
     count = 0
     for example in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[example])
@@ -45,11 +45,19 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class ExampleSource:
-    """Rows of examples, by number.
+    """The rows of examples, by number.
 
-    `len(source)` is the number of rows, `source.examples` that of the examples, `source.tokens` that of their tokens,
-    `source.learned` that of the targets with a loss, `source.order` the examples row by row. An example of n tokens
-    takes n - 1 positions: each token but the last predicts the next one, and nothing predicts another example's first.
+    `len(source)` is the number of rows. An example of n tokens takes n - 1 positions: each token except the last
+    predicts the next one, and nothing predicts the first token of another example.
+
+    Args:
+      tokens: ids of all examples, unsigned [t]. learned: whether each token is a target, bool [t].
+      starts: index of each example's first token, and t, int64 [n + 1]. chosen: numbers of the examples of this
+        source, int [m].
+
+    Attributes:
+      examples: number of examples. tokens: number of their tokens. learned: number of targets with loss.
+      order: numbers of the examples, row by row. filled: fraction of positions that are not padding, 0 to 1.
     """
 
     def __init__(
@@ -63,10 +71,6 @@ class ExampleSource:
         packing: bool,
         vocab_size: int,
     ):
-        """Args:
-        tokens: unsigned [t], of all examples; learned: bool [t], whether a token is a target.
-        starts: int64 [n + 1], where each example begins in them. chosen: int [m], the examples of this source.
-        """
         self.seq_len, self.packing, self.vocab_size = seq_len, packing, vocab_size
         self._tokens, self._learned, self._starts = tokens, learned, starts
         lengths = starts[chosen + 1] - starts[chosen] - 1
@@ -74,18 +78,19 @@ class ExampleSource:
         self.order = chosen[np.argsort(rows, kind="stable")]
         self._rows = np.concatenate([[0], np.cumsum(np.bincount(rows))]) if len(rows) else np.zeros(1, np.int64)
         self.examples, self.tokens = len(chosen), int((lengths + 1).sum())
-        before = np.concatenate([[0], np.cumsum(learned)])  # learned tokens before each
+        before = np.concatenate([[0], np.cumsum(learned)])  # number of learned tokens before each token
         self.learned = int((before[starts[chosen + 1]] - before[starts[chosen] + 1]).sum())
-        self.filled = float(lengths.sum() / max(len(self) * seq_len, 1))  # share of positions that are not padding
+        self.filled = float(lengths.sum() / max(len(self) * seq_len, 1))  # fraction of positions that are not padding
 
     def __len__(self) -> int:
         return len(self._rows) - 1
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns row i: inputs, targets and, with packing, segments, int32 [seq_len]. Raises IndexError past the
-        end."""
+        """Returns row i: inputs, targets and with packing segments, each int32 [seq_len]. Raises IndexError past the
+        end.
+        """
         if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
+            raise IndexError(f"row {i} does not exist: give 0 to {len(self) - 1}")
         row = self._padding()
         at = 0
         for segment, example in enumerate(self.order[self._rows[i] : self._rows[i + 1]].tolist(), 1):
@@ -100,9 +105,10 @@ class ExampleSource:
         return row
 
     def batch(self, numbers: Iterable[int], stop: int | None = None) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers, int32 [n, seq_len] per array; rows from `stop`, or the end, are padding.
+        """Returns the rows with these numbers, int32 [n, seq_len] per array. Rows from `stop` on, or past the end, are
+        padding.
 
-        Without packing it contains `mask` too: 1 for a token, 0 for padding.
+        Without packing, the batch also has `mask`: 1 for a token, 0 for padding.
         """
         end = len(self) if stop is None else min(stop, len(self))
         numbers = [int(i) for i in numbers]

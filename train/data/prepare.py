@@ -22,7 +22,7 @@ from bytescope.train.data.shards import DTYPES, READERS, SPLITS
 from bytescope.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, tokenize
 from bytescope.train.user_errors import UserError
 
-PARTIAL = ".prepare"  # the folder inside the new one in which everything is written
+PARTIAL = ".prepare"  # subfolder of the output folder, for files that are not complete
 
 
 def write_shards(
@@ -32,11 +32,11 @@ def write_shards(
     shard_tokens: int,
     advance: Callable[[int], None] = lambda size: None,
 ) -> dict[str, Any]:
-    """Tokenizes `text` into shards of `shard_tokens` tokens in `out`, piece by piece. Returns what index.json holds.
+    """Tokenizes `text` into shards of `shard_tokens` tokens in the folder `out`; returns the content of index.json.
 
-    `advance` is called with the bytes of text that are done. Everything is written into a new folder inside `out` and
-    moved when complete; what a run that was killed has left there is removed. Raises UserError if `out` already holds
-    shards, or there is too little text to hold any out.
+    `advance` is called with the number of bytes of text that were tokenized. Everything is written into a subfolder
+    and moved when it is complete; partial output of an interrupted command is removed. Raises UserError if `out`
+    already contains shards, or if the text is too short to hold out a part.
     """
     partial = out / PARTIAL
     _take_back(out)
@@ -58,7 +58,7 @@ def write_shards(
             shards += _write_split(partial, split, DTYPES[dtype], arrays, shard_tokens)
         if {shard["split"] for shard in shards} != set(SPLITS):
             raise UserError(
-                f"{text.title!r} holds too little text to train on one part and hold out another: give more"
+                f"{text.title!r} has too little text to train on one part and hold out another: give more text"
             )
         index = {
             "dtype": dtype,
@@ -76,7 +76,7 @@ def write_shards(
             names.append("tokenizer.json")
         with _synced(partial / INDEX) as file:
             file.write(json.dumps(index, indent=1).encode() + b"\n")
-        # The index first: until its shards are all there the folder is refused, and the next run knows what is its own.
+        # The index is moved first. Until all its shards follow, the folder is refused, and the next run can remove it.
         for name in [INDEX, *names]:
             os.replace(partial / name, out / name)
     finally:
@@ -87,7 +87,7 @@ def write_shards(
 def _write_split(
     folder: Path, split: str, dtype: np.dtype, arrays: Iterable[np.ndarray], shard_tokens: int
 ) -> list[dict[str, Any]]:
-    """Writes `arrays` into shards of `shard_tokens` and returns their entries of index.json."""
+    """Writes `arrays` into shards of `shard_tokens` tokens; returns their entries of index.json."""
     shards: list[dict[str, Any]] = []
     left = (array for array in arrays if len(array))
     waiting = next(left, None)
@@ -105,7 +105,9 @@ def _write_split(
 
 @contextmanager
 def _synced(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file whose content is on the disk once it is closed, so that no name gets there before its content."""
+    """Opens a file whose content is on the disk when it is closed, so that it is never renamed before its content is
+    written.
+    """
     with open(path, "wb") as file:
         yield file
         file.flush()
@@ -113,14 +115,14 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def _take_back(out: Path) -> None:
-    """Removes the index and shards that a killed run had moved into `out` before it was complete."""
+    """Removes the index and the shards that a killed command had already moved into `out`."""
     partial = out / PARTIAL
     try:
         names = [str(shard["file"]) for shard in json.loads((out / INDEX).read_text())["shards"]]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if any((partial / name).exists() and not (out / name).exists() for name in names):
-        for name in [*names, INDEX]:  # the index last: until then this can be done again
+        for name in [*names, INDEX]:  # the index last, so that an interrupted removal can be repeated
             if Path(name).name == name:
                 (out / name).unlink(missing_ok=True)
 
@@ -130,11 +132,11 @@ def _refuse_used(out: Path) -> None:
         raise UserError(f"--out={out} is a file: give a folder")
     used = [path.name for path in out.glob("*") if path.name == INDEX or path.suffix in READERS]
     if used:
-        raise UserError(f"--out={out} already holds {min(used)}: give an empty folder, or clear this one")
+        raise UserError(f"--out={out} already contains {min(used)}: give an empty folder, or empty this one")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = Parser(
         prog="bytescope prepare",
         allow_abbrev=False,
@@ -142,29 +144,38 @@ def make_parser() -> argparse.ArgumentParser:
         "  bytescope prepare --source='a/*.txt' --tokenizer=tokenizer.json --out=b/\n\n"
         "exit codes: 0 done, 2 a mistake, 130 stopped by Ctrl-C",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Make token shards of text; bytescope train maps them into memory.",
+        description="Tokenize text into shards, which bytescope train maps into memory.",
     )
     parser.add_argument(
-        "--source", required=True, metavar="PATH", help="stdlib, or a file, folder or glob of text or records"
+        "--source",
+        required=True,
+        metavar="PATH",
+        help="file, folder or glob of text or records, or stdlib",
     )
-    parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="a new or empty folder")
-    parser.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or a tokenizer.json")
+    parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="folder to write, new or empty")
+    parser.add_argument(
+        "--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or the path of a tokenizer.json"
+    )
     parser.add_argument(
         "--special-tokens",
         choices=SPECIAL_TOKENS,
         default="text",
         metavar="HOW",
-        help="written in a text: text (default), encoded as any other, or parse",
+        help="encoding of special tokens that are written in a text: text (default) encodes them as ordinary text, "
+        "parse as special tokens",
     )
     parser.add_argument(
-        "--field", default="text", metavar="NAME", help="of .jsonl and .parquet: what holds the document (default text)"
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="field of records with the document (default text)",
     )
     parser.add_argument(
         "--skip-bad",
         type=int,
         default=0,
         metavar="N",
-        help="malformed records that are left out (default 0); one more is refused",
+        help="maximum malformed records to leave out (default 0)",
     )
     parser.add_argument(
         "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard (default 100000000)"
@@ -173,7 +184,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of the command line `argv`. Raises ValueError for a mistake in them; it has an `exit_code`."""
+    """Parses and checks the command line.
+
+    Raises:
+      ValueError: a mistake in the command line; the error has an `exit_code`.
+    """
     args = make_parser().parse_args(argv)
     if args.shard_tokens < 1:
         raise UserError(f"--shard-tokens={args.shard_tokens}: give 1 or more, or leave it out for 100000000")
@@ -185,7 +200,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _prepare(args: argparse.Namespace) -> None:
     source = find(args.source, "--source")
     if isinstance(source, ShardFiles):
-        raise UserError(f"--source={args.source!r} holds token shards already: give text, or train on these shards")
+        raise UserError(f"--source={args.source!r} contains token shards already: give text, or train on these shards")
     text = RecordTexts(source, args.field, args.skip_bad) if isinstance(source, RecordFiles) else source
     folder = Path(os.path.expanduser(args.source))
     if args.source != "stdlib" and folder.is_dir() and args.out.resolve().is_relative_to(folder.resolve()):
@@ -201,7 +216,9 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code. Raises UserError for what a user can mend."""
+    """Tokenizes the source; returns the exit code. Raises UserError for a mistake of the user, and if the disk cannot
+    be written.
+    """
     try:
         _prepare(args)
     except OSError as error:  # a full disk, a folder without write permission

@@ -1,6 +1,6 @@
-"""Records: the rows of .jsonl, .jsonl.gz and .parquet files, and of the folders that `datasets` saves.
+"""Records: the rows of .jsonl, .jsonl.gz and .parquet files, and of folders that the library `datasets` saved.
 
-`RecordFiles` names the files; `read` gives their records one after the other, as dictionaries with their place.
+`RecordFiles` names the files; `read` yields their records one after the other, as dictionaries with their place.
 """
 
 import gzip
@@ -18,18 +18,20 @@ import numpy as np
 from bytescope.memory.errors import one_line
 from bytescope.train.user_errors import UserError
 
-# What `datasets.save_to_disk` writes: of one data set, and of several by split.
+# Files that `datasets.save_to_disk` writes: for a single data set, and for a dictionary of splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
-HELD_OUT_SPLITS = ("validation", "test")  # the first of these that there is, is held out
-LONGEST_LINE = 1 << 26  # bytes: a longer one is no record
-ROWS = 256  # of a table, made records at a time
-# One record in so many is held out.
+HELD_OUT_SPLITS = ("validation", "test")  # the first split that exists is held out
+LONGEST_LINE = 1 << 26  # maximum bytes of a record
+ROWS = 256  # number of table rows that are converted to records at a time
+# One of this many records is held out.
 HELD_OUT = 20
 
 
 @dataclass(frozen=True)
 class RecordFile:
-    """A file of records; `name`: its path within the source. held_out: whether its name says so."""
+    """A file of records. name: its path within the source. held_out: whether its name says that its records are held
+    out.
+    """
 
     path: Path
     name: str
@@ -51,7 +53,7 @@ class RecordFiles:
 
 @dataclass(frozen=True)
 class Record:
-    """One record. `place`: its file and line, or row, in messages. held_out: that of its file."""
+    """One record. place: its file and its line or row, for messages. held_out: whether its file is held out."""
 
     place: str
     values: dict[str, Any]
@@ -59,14 +61,14 @@ class Record:
 
 
 class Malformed(ValueError):
-    """A record that cannot be used; says why."""
+    """A record that cannot be used; the message is the reason."""
 
 
 @dataclass
 class Skipped:
     """Counts the records that are left out as malformed.
 
-    allowed: maximum number of such records. first: the place of the first one and its error.
+    allowed: maximum number of such records. count: number so far. first: place and error of the first one.
     """
 
     allowed: int
@@ -74,7 +76,7 @@ class Skipped:
     first: str = ""
 
     def add(self, place: str, why: str | Malformed) -> None:
-        """Counts one more. Raises UserError if more are left out than allowed."""
+        """Counts one more record. Raises UserError if more are left out than allowed."""
         self.count += 1
         self.first = self.first or f"{place}: {why}"
         if self.count > self.allowed:
@@ -86,12 +88,12 @@ class Skipped:
         if self.count and not left:
             raise UserError(
                 f"{title}: all {self.count:,} records are malformed, the first in {self.first}; fix them, "
-                "or set data.format and data.field to what they hold"
+                "or set data.format and data.field to match the records"
             )
 
 
 def is_record_file(path: Path) -> bool:
-    """Returns whether `path` has the name of a file of records."""
+    """Returns whether `path` has the suffix of a file of records."""
     return path.name.lower().endswith(tuple(READERS))
 
 
@@ -101,7 +103,8 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def find_saved(title: str, folder: Path) -> RecordFiles:
-    """The files of a folder that `datasets` saved; of several splits train, and one of HELD_OUT_SPLITS as held out.
+    """Returns the files of a folder that `datasets` saved: of several splits "train", and one of HELD_OUT_SPLITS as
+    held out.
 
     Raises UserError if the folder is damaged, or has no split to train on.
     """
@@ -109,7 +112,9 @@ def find_saved(title: str, folder: Path) -> RecordFiles:
         return RecordFiles(title, _saved_files(folder, ""))
     splits = _listed(folder / SPLITS, lambda content: [str(name) for name in content["splits"]])
     if "train" not in splits:
-        raise UserError(f"{folder} has the splits {', '.join(splits)}, and none named train: give the folder of one")
+        raise UserError(
+            f"{folder} has the splits {', '.join(splits)}, but no split named train: give the folder of one split"
+        )
     held_out = next((name for name in HELD_OUT_SPLITS if name in splits), None)
     files = _saved_files(folder / "train", "train/")
     if held_out:
@@ -128,20 +133,21 @@ def _saved_files(folder: Path, prefix: str) -> tuple[RecordFile, ...]:
 def _listed(path: Path, names_in: Callable[[Any], list[str]], suffix: str = "") -> list[str]:
     try:
         names = names_in(json.loads(path.read_bytes()))
-        # Nothing outside of the folder.
+        # Files must be inside the folder.
         if wrong := [name for name in names if Path(name).name != name or not name.endswith(suffix)]:
-            raise ValueError(f"the name {wrong[0]!r}")
+            raise ValueError(f"it has the invalid file name {wrong[0]!r}")
         if not names:
-            raise ValueError("no names")
+            raise ValueError("it lists no files")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} cannot be used ({one_line(error)}): save the data set again") from None
     return names
 
 
 def read(files: RecordFiles, fields: Sequence[str], skipped: Skipped) -> Iterator[Record]:
-    """Yields the records of all files in order; of tables only those of `fields` that they have.
+    """Yields the records of all files in order. Records of tables only have those of `fields` that the table has.
 
-    Raises UserError, naming file and line, for a file that cannot be read, and for one malformed record too many.
+    Raises UserError, naming file and line, if a file cannot be read, or if there are more malformed records than
+    allowed.
     """
     for file in files.files:
         suffix = next(suffix for suffix in READERS if file.path.name.lower().endswith(suffix))
@@ -157,13 +163,13 @@ def _lines(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tupl
                 number += 1
                 place = f"{path} line {number:,}"
                 if len(line) > LONGEST_LINE:
-                    raise UserError(f"{place} is longer than {LONGEST_LINE >> 20} MiB: write one record a line")
+                    raise UserError(f"{place} is longer than {LONGEST_LINE >> 20} MiB: write one record per line")
                 if not (line := line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip():
                     continue
                 try:
                     values = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
                     if not isinstance(values, dict):
-                        raise Malformed('the line is not an object such as {"text": ...}')
+                        raise Malformed('the line is not a JSON object such as {"text": ...}')
                 except (ValueError, RecursionError) as error:
                     why = error if isinstance(error, Malformed) else f"not a line of JSON ({one_line(error)})"
                     skipped.add(place, why)
@@ -171,7 +177,7 @@ def _lines(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tupl
                 yield place, values
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
-        raise UserError(f"{path} cannot be read behind line {number:,} ({reason}): copy it again") from None
+        raise UserError(f"{path} cannot be read after line {number:,} ({reason}): copy it again") from None
 
 
 def _parquet(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -196,10 +202,13 @@ def _slices(reader: Any, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[str]:
-    found = [name for name in names if name in fields]
-    if not found:
-        raise UserError(f"{path} has the columns {', '.join(names[:20])}, and none named {' or '.join(fields)}")
-    return found
+    columns = [name for name in names if name in fields]
+    if not columns:
+        raise UserError(
+            f"{path} has the columns {', '.join(names[:20])}, but none named {' or '.join(fields)}: set data.format "
+            "and data.field to match the file"
+        )
+    return columns
 
 
 def _rows(path: Path, batches: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -212,12 +221,12 @@ def _rows(path: Path, batches: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def _tables(path: Path) -> Iterator[Any]:
-    """Gives pyarrow, whose errors become UserError. Raises UserError if it is not installed."""
+    """Yields pyarrow, and turns its errors into UserError. Raises UserError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{path} is read by pyarrow, which is not installed: pip install 'bytescope[data]'") from None
+        raise UserError(f"{path} needs pyarrow, which is not installed: run pip install 'bytescope[data]'") from None
     try:
         yield pyarrow
     except UserError:
@@ -226,45 +235,47 @@ def _tables(path: Path) -> Iterator[Any]:
         raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from None
 
 
-# How the name of a file ends -> its reader.
+# Suffix of a file -> its reader.
 READERS = {".jsonl": _lines, ".jsonl.gz": _lines, ".parquet": _parquet, ".arrow": _arrow}
 
 
 def text_of(value: Any, what: str) -> str:
-    """Returns `value` if it is text that can be written as UTF-8, else raises Malformed. what: names the value."""
+    """Returns `value` if it is text that can be written as UTF-8, else raises Malformed. what: the name of the value
+    in messages.
+    """
     if not isinstance(value, str):
         raise Malformed(f"{what} is {'missing' if value is None else f'{type(value).__name__}, not text'}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Malformed(f"{what} holds half a surrogate pair") from None
+        raise Malformed(f"{what} has half of a surrogate pair") from None
     return value
 
 
 def mark(content: str) -> int:
-    """Returns a hash of 64 bits of the content, so that copies are held out together or not at all."""
+    """Returns a 64-bit hash of the content, by which copies are held out together or not at all."""
     return int.from_bytes(blake2b(content.encode(), digest_size=8).digest(), "big")
 
 
 def choose_held_out(marks: np.ndarray, named: np.ndarray) -> np.ndarray:
-    """Returns which records are held out, bool [n]: those of files whose names say so, else one in `HELD_OUT` by
+    """Returns which records are held out, bool [n]: records of files whose names say so, else one in `HELD_OUT` by
     content.
 
-    marks: uint64 [n], of the contents. named: bool [n].
+    marks: hashes of the contents, uint64 [n]. named: whether the file's name says that it is held out, bool [n].
     """
     if named.any() and not named.all():
         return named
     chosen = marks % HELD_OUT == 0
-    if len(marks) and (chosen.all() or not chosen.any()):  # of few records the hash may choose none, or all
+    if len(marks) and (chosen.all() or not chosen.any()):  # with few records, the hash may choose none or all
         chosen = marks == marks.min()
     return chosen
 
 
 def left_out(malformed: int, copies: int) -> list[str]:
-    """Returns in words what was left out of records or documents."""
+    """Returns notes about records or documents that were left out."""
     notes = []
     if malformed:
         notes.append(f"{malformed:,} malformed {'record' if malformed == 1 else 'records'} left out (data.skip_bad)")
     if copies:
-        notes.append(f"{copies:,} {'copy' if copies == 1 else 'copies'} of what is held out left out")
+        notes.append(f"{copies:,} {'copy' if copies == 1 else 'copies'} of held-out content left out")
     return notes

@@ -1,8 +1,8 @@
 """Token shards: memory-mapped files of token ids, with or without the index that train/data/prepare.py writes.
 
-A prepared folder holds `train_00000.bin` ... and `heldout_00000.bin` ... (little-endian unsigned integers, no
-header), the tokenizer.json if one was used, and `index.json`, which names them and is written last. Without
-an index, .bin and .npy files are taken as they are.
+A prepared folder has the files `train_00000.bin` ... and `heldout_00000.bin` ... (little-endian unsigned integers, no
+header), the tokenizer.json if one was used, and `index.json`, which names them. Without an index, .bin and .npy files
+are read as they are.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ SCAN_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Shard:
-    """A memory-mapped file of tokens, integers [n]; `split` is "train", "heldout" or "" where unmarked."""
+    """A memory-mapped file of tokens, integers [n]. split: "train" or "heldout"."""
 
     path: Path
     tokens: np.ndarray
@@ -39,9 +39,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Shards:
-    """Token shards in the order in which they are read; `index` is the content of index.json, or empty."""
+    """Token shards in the order in which they are read. index: content of index.json, or empty."""
 
-    found: ShardFiles
+    source: ShardFiles
     shards: tuple[Shard, ...]
     index: dict[str, Any]
     skipped = malformed = copies = 0
@@ -49,7 +49,7 @@ class Shards:
     @property
     def title(self) -> str:
         """The source in messages."""
-        return self.found.title
+        return self.source.title
 
     @property
     def paths(self) -> set[Path]:
@@ -58,15 +58,17 @@ class Shards:
 
     @property
     def recorded_tokenizer(self) -> tuple[str, str] | None:
-        """Name or path of the tokenizer that made the shards, and its hash; None if they do not say."""
+        """(name or path, hash) of the tokenizer that made the shards; None if there is no index."""
         if not self.index:
             return None
         name = self.index["tokenizer"]
-        path = name if name == ByteTokenizer.name else str(self.found.folder / name)
+        path = name if name == ByteTokenizer.name else str(self.source.folder / name)
         return path, self.index["tokenizer_hash"]
 
     def split(self) -> tuple["Shards", "Shards"]:
-        """Returns what trains and what is held out: the marked shards, else the last one, else its end."""
+        """Returns (training part, held-out part): by the marks of the shards, else the last shard is held out, else
+        its end.
+        """
         if any(shard.split == "heldout" for shard in self.shards):
             return self.training_part(), self.held_out_part()
         *first, last = self.shards
@@ -81,16 +83,16 @@ class Shards:
         return replace(self, shards=tuple(shard for shard in self.shards if shard.split != "heldout"))
 
     def held_out_part(self) -> "Shards":
-        """Returns the shards marked as held out, or all if none is."""
+        """Returns the shards that are marked as held out; all shards if none is."""
         marked = tuple(shard for shard in self.shards if shard.split == "heldout")
         return replace(self, shards=marked or self.shards)
 
     def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
-        """Returns the tokens of each shard; `tokenizer` is not used, since shards hold tokens already."""
+        """Returns the tokens of each shard. `tokenizer` is not used, since shards contain tokens already."""
         return [shard.tokens for shard in self.shards]
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the largest token id + 1: as the index says, else by reading all shards once.
+        """Returns the largest token id + 1, from the index, else by reading all shards once.
 
         Raises UserError for a negative token.
         """
@@ -99,7 +101,7 @@ class Shards:
         return 1 + max((_largest(shard) for shard in self.shards), default=-1)
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
-        """Returns a hash of names, sizes and the ends of each shard: reading all would take too long."""
+        """Returns a hash of names, sizes and the ends of each shard. Reading all tokens would take too long."""
         digest = blake2b()
         for shard, array in zip(self.shards, arrays, strict=True):
             digest.update(repr((shard.path.name, array.dtype.str, len(array))).encode())
@@ -107,34 +109,35 @@ class Shards:
         return digest.digest()
 
     def count(self) -> str:
-        """Returns the number of shards in words, such as "2 shards"."""
+        """Returns the number of shards as text, such as "2 shards"."""
         n = len(self.shards)
         return f"{n:,} shard" if n == 1 else f"{n:,} shards"
 
 
-def open_shards(found: ShardFiles, dtype: str) -> Shards:
-    """Maps shards into memory; `dtype` ("uint16" or "uint32") is that of .bin files without an index.json.
+def open_shards(source: ShardFiles, dtype: str) -> Shards:
+    """Maps shards into memory. dtype: "uint16" or "uint32", the dtype of .bin files without an index.json.
 
-    Raises UserError if the index or a shard is damaged, truncated, empty, or of a dtype that token ids do not have.
+    Raises UserError if the index or a shard is damaged, truncated or empty, or has a dtype that is not allowed for
+    token ids.
     """
-    if found.folder is None:
+    if source.folder is None:
         shards = []
-        for path in found.files:
+        for path in source.files:
             split = "heldout" if HELD_OUT_NAME.search(path.stem.lower()) else "train"
             shards.append(Shard(path, READERS[path.suffix](path, dtype), split))
-        return Shards(found, tuple(shards), {})
-    index = _read_index(found.folder / INDEX)
+        return Shards(source, tuple(shards), {})
+    index = _read_index(source.folder / INDEX)
     shards = []
     for entry in index["shards"]:
-        path = found.folder / entry["file"]
+        path = source.folder / entry["file"]
         tokens = READERS[path.suffix](path, index["dtype"])
         if len(tokens) != entry["tokens"]:
             raise UserError(
-                f"{path} holds {len(tokens):,} tokens, {INDEX} says {entry['tokens']:,}: "
+                f"{path} has {len(tokens):,} tokens, and according to {INDEX} {entry['tokens']:,}: "
                 "copy it again, or prepare the folder again"
             )
         shards.append(Shard(path, tokens, entry["split"]))
-    return Shards(found, tuple(shards), index)
+    return Shards(source, tuple(shards), index)
 
 
 def _open_bin(path: Path, dtype: str) -> np.ndarray:
@@ -142,8 +145,8 @@ def _open_bin(path: Path, dtype: str) -> np.ndarray:
     size = _size(path)
     if size % itemsize:
         raise UserError(
-            f"{path} is truncated: {size:,} bytes are not a multiple of {dtype} tokens; "
-            "copy it again, or set data.dtype to what it holds"
+            f"{path} is truncated: its {size:,} bytes are not a whole number of {dtype} tokens; "
+            "copy it again, or set data.dtype to its dtype"
         )
     return np.memmap(path, DTYPES[dtype], mode="r")
 
@@ -151,7 +154,7 @@ def _open_bin(path: Path, dtype: str) -> np.ndarray:
 def _open_npy(path: Path, dtype: str) -> np.ndarray:
     size = _size(path)
     try:
-        with open(path, "rb") as file:  # np.load would take other formats as well, and leave a damaged one open
+        with open(path, "rb") as file:  # np.load would also read other formats, and leave a damaged file open
             np.lib.format.read_magic(file)
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header as Python: TokenError, SyntaxError, OverflowError, ...
@@ -159,7 +162,7 @@ def _open_npy(path: Path, dtype: str) -> np.ndarray:
         raise UserError(f"{path} of {size:,} bytes is truncated or not a .npy file ({reason}): save it again") from None
     if tokens.ndim != 1 or tokens.dtype.name not in NPY_DTYPES:
         raise UserError(
-            f"{path} holds {tokens.dtype.name} {list(tokens.shape)}: "
+            f"{path} has {tokens.dtype.name} {list(tokens.shape)}: "
             f"save a one-dimensional array as one of {', '.join(NPY_DTYPES)}"
         )
     if not len(tokens):
@@ -186,7 +189,7 @@ def _largest(shard: Shard) -> int:
     for start in range(0, len(shard.tokens), SCAN_TOKENS):
         part = shard.tokens[start : start + SCAN_TOKENS]
         if part.min() < 0:
-            raise UserError(f"{shard.path} holds the token {part.min()}: token ids start at 0; save it again")
+            raise UserError(f"{shard.path} has the token {part.min()}: token ids start at 0; save the file again")
         largest = max(largest, int(part.max()))
     return largest
 
@@ -199,8 +202,10 @@ def _read_index(path: Path) -> dict[str, Any]:
         wrong += [s["file"] for s in index["shards"] if Path(s["file"]).suffix not in READERS]
         wrong += [s["split"] for s in index["shards"] if s["split"] not in SPLITS]
         if wrong or not index["shards"] or index["dtype"] not in DTYPES:
-            raise ValueError(f"wrong {wrong[0]!r}" if wrong else "no shards, or an unknown dtype")
+            raise ValueError(
+                f"{wrong[0]!r} has a wrong type or value" if wrong else "it has no shards, or an unknown dtype"
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"no key {error}" if isinstance(error, KeyError) else error
+        reason = f"it has no key {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{path} cannot be used ({reason}): prepare the folder again") from None
     return index

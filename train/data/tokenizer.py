@@ -1,8 +1,8 @@
 """Text to token ids and back: plain bytes, or a Hugging Face `tokenizer.json`.
 
-A tokenizer has `name`, `identity` (what the data's fingerprint keeps), `vocab_size`, `separator` (the id that
-ends a document, or None), `special` (text of each special token -> its id), `around` (the ids that it puts before and
-behind a text by itself, which are left out here), `encode`, `encode_many`, `encode_spans` and `decode`.
+A tokenizer has `name`, `identity` (for the fingerprint of the data), `vocab_size`, `separator` (the id that ends a
+document, or None), `special` (special token -> id), `around` (the ids that the tokenizer itself would add before and
+after a text, which are left out here), `encode`, `encode_many`, `encode_spans` and `decode`.
 """
 
 import copy
@@ -24,24 +24,25 @@ from bytescope.memory.errors import one_line
 from bytescope.train.data.long_texts import encode_long
 from bytescope.train.user_errors import UserError
 
-# Names of the token that ends a text in published tokenizers. A token that begins one separates documents as well, so
-# those come last.
+# Names of the token that ends a text in published tokenizers. A token that begins a text can also separate documents,
+# so these names come last in SEPARATORS.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 SEPARATORS = (
     *ENDS, "<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]",
 )  # fmt: skip
 
-# Around the number of a special token in a tokenizer whose texts hold none: Unicode keeps these out of text.
+# Marks before and after the number of a special token in its new name; see `JsonTokenizer.renamed`. These Unicode
+# noncharacters do not occur in text.
 NAME = ("\ufdd4", "\ufdd5")
-# Characters tokenized at a time: enough to keep every core of the tokenizer busy, few enough to stream.
+# Characters that are tokenized at a time: enough to use all cores, and few enough to limit the memory.
 GROUP_CHARS = 1 << 22
-# A downloaded tokenizer.json may contain a regular expression that never ends. Encoding may take SECONDS plus
+# A downloaded tokenizer.json may contain a regular expression that runs forever. Encoding may take SECONDS plus
 # SECONDS_PER_CHARACTER for each character, about a hundred times what published tokenizers need.
 SECONDS, SECONDS_PER_CHARACTER = 60.0, 5e-5
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8; byte 0, which text does not use, separates documents."""
+    """One token per byte of UTF-8. Byte 0, which text does not use, separates documents."""
 
     name = identity = "bytes"
     vocab_size = 256
@@ -49,7 +50,7 @@ class ByteTokenizer:
     special_tokens = "text"
     special: Mapping[str, int] = {}
     around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    cuts_anywhere = True  # the ids of a text are those of its parts
+    cuts_anywhere = True  # the ids of a text are the concatenated ids of its parts
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of `text`, uint8 [n]."""
@@ -60,24 +61,24 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the ids of each text, [n], and the characters that each id stands for, int64 [n, 2]: from and to."""
+        """Returns (ids [n], span of characters of each id, int64 [n, 2]) of each text."""
         return [(self.encode(text), _byte_spans(text)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text; bytes that are not UTF-8, and ids that are not a byte, become U+FFFD."""
-        # 255 occurs nowhere in UTF-8, so it stands for whatever is not a byte.
+        """Returns the text. Bytes that are not UTF-8, and ids that are not bytes, become U+FFFD."""
+        # 255 does not occur in UTF-8, so it replaces ids that are not bytes.
         return bytes(i if 0 <= i < 256 else 255 for i in map(int, ids)).decode("utf-8", errors="replace")
 
 
 def _byte_spans(text: str) -> np.ndarray:
-    """Returns [from, to) of the character of each byte of the text in UTF-8, int64 [n, 2]."""
+    """Returns the span of the character to which each byte of the UTF-8 text belongs, int64 [n, 2]."""
     content = np.frombuffer(text.encode("utf-8"), np.uint8)
     number = np.cumsum(content & 0xC0 != 0x80)  # all but 10xxxxxx begin a character
     return np.stack([number - 1, number], axis=1).astype(np.int64)
 
 
 class IdTokenizer(ByteTokenizer):
-    """For shards of an unknown tokenizer: tokens are shown as numbers."""
+    """A tokenizer for shards whose tokenizer is unknown: tokens are written as decimal numbers."""
 
     name = identity = "ids"
     separator = None
@@ -86,7 +87,7 @@ class IdTokenizer(ByteTokenizer):
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids written in `text` as decimal numbers, uint32 [n]; id 0 if there are none."""
+        """Returns the ids that are written in `text` as decimal numbers, uint32 [n]; id 0 if there are none."""
         ids = [int(word) for word in text.split() if word.isdecimal()]
         return np.array(ids or [0], np.uint32)
 
@@ -96,15 +97,18 @@ class IdTokenizer(ByteTokenizer):
 
 
 class JsonTokenizer:
-    """A Hugging Face `tokenizer.json`, without the special tokens, truncation and padding it may add.
+    """A Hugging Face `tokenizer.json`, without the special tokens, truncation and padding that it may add.
 
-    special_tokens: what becomes of one that is written in a text: "text", encoded as any other, or "parse".
+    special_tokens: how special tokens that are written in a text are encoded: "text", as ordinary text, or "parse", as
+    special tokens.
     """
 
     cuts_anywhere = False
 
     def __init__(self, path: Path, setting: str, special_tokens: str = "text"):
-        """Reads the file. Raises UserError if it cannot be read or the tokenizers package is missing."""
+        """Reads the file. setting: names it in messages. Raises UserError if it cannot be read, or if the package is
+        missing.
+        """
         try:
             from tokenizers import Tokenizer, processors
         except ImportError:
@@ -130,12 +134,12 @@ class JsonTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         self.around = self._around()
-        # What it puts around a text is left out, and no processor may cut the blanks off the places of tokens.
+        # Replaces the processor that would add tokens around a text, and keeps spaces in the spans of tokens.
         self._tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         self._encoder = self._tokenizer
         if special_tokens == "text":
             self._tokenizer.encode_special_tokens = True
-            # A model that looks words up finds special tokens in its own vocabulary; merges of BPE make none.
+            # A model that looks up whole words would find special tokens in its vocabulary. Merges of BPE do not.
             looks_up = type(self._tokenizer.model).__name__ != "BPE" or self._tokenizer.model.ignore_merges
             if looks_up and self.special.keys() & self._tokenizer.get_vocab(with_added_tokens=False).keys():
                 self._encoder = self.renamed()[0]._encoder
@@ -144,20 +148,20 @@ class JsonTokenizer:
         try:
             with _refused(f"{self.path} cannot encode a letter"), _panics_silenced():
                 encoding = self._tokenizer.encode("a")
-        except UserError:  # it has no token for this letter, nor one for what it does not know
+        except UserError:  # it has neither a token for this letter nor an unknown token
             return (), ()
         plain = [i for i, mask in enumerate(encoding.special_tokens_mask) if not mask] or [0]
         return tuple(encoding.ids[: plain[0]]), tuple(encoding.ids[plain[-1] + 1 :])
 
     def parsing(self) -> "JsonTokenizer":
-        """Returns this tokenizer with special tokens in a text parsed as special tokens."""
+        """Returns this tokenizer with special_tokens="parse": special tokens in a text become special tokens."""
         return self._varied(self._tokenizer.to_str())
 
     def renamed(self) -> tuple["JsonTokenizer", dict[str, str]]:
-        """Returns (this tokenizer with special tokens renamed to names that no text has, special token -> its new
-        name).
+        """Returns (this tokenizer with new names for special tokens that do not occur in text, special token -> its
+        new name).
 
-        Raises UserError if that changes an id.
+        Raises UserError if renaming changes an id.
         """
         content = json.loads(self._tokenizer.to_str())
         names = {token: f"{NAME[0]}{number}{NAME[1]}" for number, token in enumerate(self.special)}
@@ -171,35 +175,37 @@ class JsonTokenizer:
             model["vocab"] = [[names.get(piece, piece), score] for piece, score in pieces]
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-        made = self._varied(json.dumps(content))
-        if wrong := [token for token, name in names.items() if made.id_of(name) != self.special[token]]:
+        renamed = self._varied(json.dumps(content))
+        if wrong := [token for token, name in names.items() if renamed.id_of(name) != self.special[token]]:
             raise UserError(f"{self.path} cannot encode {wrong[0]} as text: set data.special_tokens=parse")
-        return made, names
+        return renamed, names
 
     def _varied(self, content: str) -> "JsonTokenizer":
         from tokenizers import Tokenizer
 
-        made = copy.copy(self)
+        variant = copy.copy(self)
         with _refused(f"{self.path} cannot be read as a tokenizer.json"), _panics_silenced():
-            made._tokenizer = made._encoder = Tokenizer.from_str(content)
-        made.special_tokens = "parse"
-        return made
+            variant._tokenizer = variant._encoder = Tokenizer.from_str(content)
+        variant.special_tokens = "parse"
+        return variant
 
     def id_of(self, token: str) -> int | None:
-        """Returns the id of a token, or None."""
+        """Returns the id of a token; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text`, the smallest unsigned integer that holds them, [n]."""
+        """Returns the ids of `text` in the smallest unsigned integer dtype that can hold them, [n]."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text; the texts are tokenized in parallel. Raises UserError where they cannot be."""
+        """Returns the ids of each text. Texts are tokenized in parallel. Raises UserError if a text cannot be
+        tokenized.
+        """
         encodings = self._encode(self._encoder.encode_batch_fast, texts)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the ids of each text, [n], and the characters that each id stands for, int64 [n, 2]: from and to."""
+        """Returns (ids [n], span of characters of each id, int64 [n, 2]) of each text."""
         encodings = self._encode(self._encoder.encode_batch, texts)
         return [
             (np.array(encoding.ids, self._dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
@@ -209,14 +215,14 @@ class JsonTokenizer:
     def _encode(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
         """Calls a method of the tokenizers package on the texts. Raises UserError if it fails or takes too long.
 
-        Its Rust code cannot be interrupted, so it runs in a thread, which is abandoned if it takes too long.
+        The Rust code cannot be interrupted, so it runs in a thread, which is abandoned if it takes too long.
         """
         results, errors = [], []
 
         def run() -> None:
             try:
                 results.extend(encode(list(texts), add_special_tokens=False))
-            except BaseException as error:  # raised again below
+            except BaseException as error:  # re-raised below
                 errors.append(error)
 
         characters = sum(map(len, texts))
@@ -232,7 +238,7 @@ class JsonTokenizer:
         return results
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text, special tokens included; ids outside of the vocabulary become U+FFFD."""
+        """Returns the text, including special tokens. Ids outside the vocabulary become U+FFFD."""
         pieces, known = [], []
         for i in map(int, ids):
             if 0 <= i < self.vocab_size:
@@ -249,8 +255,9 @@ class JsonTokenizer:
 
 @contextmanager
 def _refused(what: str) -> Iterator[None]:
-    """Raises UserError for what the tokenizers package raises: bare Exception, and for a panic in its Rust a class
-    that no Exception is."""
+    """Turns errors of the tokenizers package into UserError. It raises bare Exception, and for a panic in Rust a
+    BaseException.
+    """
     try:
         yield
     except BaseException as error:
@@ -262,14 +269,14 @@ def _refused(what: str) -> Iterator[None]:
 
 @contextmanager
 def _panics_silenced() -> Iterator[None]:
-    """Holds back output to file descriptor 2: drops it if Rust panics, else prints it at the end."""
+    """Captures output to file descriptor 2; drops it if Rust panics, else prints it at the end."""
     if not REDIRECTING.acquire(blocking=False):
         yield
         return
     try:
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             try:
-                file, screen = opened.enter_context(tempfile.TemporaryFile()), os.dup(2)
+                file, screen = stack.enter_context(tempfile.TemporaryFile()), os.dup(2)
             except OSError:  # no room for the file, or file descriptor 2 is closed
                 yield
                 return
@@ -299,10 +306,10 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load_tokenizer(name: str, key: str = "data.tokenizer", special_tokens: str = "text") -> Tokenizer:
-    """Returns the tokenizer of `name`: "bytes", or the path of a tokenizer.json.
+    """Returns the tokenizer `name`: "bytes", or the path of a tokenizer.json.
 
-    `key` names the setting in messages; `special_tokens`: "text" or "parse", as JsonTokenizer has it. Raises UserError
-    if the file is missing or unreadable, or the tokenizers package is not installed.
+    key: the setting to name in messages. special_tokens: "text" or "parse", as for JsonTokenizer. Raises UserError if
+    the file is missing or damaged, or if the tokenizers package is not installed.
     """
     if name == ByteTokenizer.name:
         return ByteTokenizer()
@@ -315,10 +322,10 @@ def load_tokenizer(name: str, key: str = "data.tokenizer", special_tokens: str =
 
 
 def tokenize(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields the tokens of `texts`, in order, as unsigned integers [n]; None marks the end of a document.
+    """Yields the tokens of `texts`, in order, as unsigned integers [n]. None in `texts` marks the end of a document.
 
-    A document may come in several texts; its ids are those of the whole. Its end becomes the tokenizer's separator, or
-    nothing if there is none. At most about `GROUP_CHARS` characters are held at a time.
+    A document may consist of several texts; its ids are the ids of the concatenated text. The end of a document
+    becomes the tokenizer's separator, if it has one. At most about `GROUP_CHARS` characters are kept in memory.
     """
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype)

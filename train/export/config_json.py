@@ -1,8 +1,8 @@
-"""Writes `config.model` as a config.json: the one of the folder that the run began from, else one of the nearest
-family.
+"""Turns `config.model` into a config.json: an update of the config.json that the run started from, else a new one.
 
-What is written is read back as an import reads it, and has to give the same keys of `config.model`: a family that does
-not express one of them is not taken.
+A new config.json belongs to the first family of transformers models that can express the model. The result is read
+back as an import would read it and must give the same keys of `config.model`; a family that cannot express a key is
+rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bytescope.train.weights.families import FAMILIES, Family
 from bytescope.train.weights.finetune import OWN
 from bytescope.train.weights.hf_config import SCALINGS, describe, routed_layers, same_model
 
-# Keys of `config.model` that say how a step is computed, not what: no config.json has them.
+# Keys of `config.model` that change how a step is computed but not its result. No config.json has them.
 COMPUTED = (
     "scan",
     "unroll",
@@ -37,12 +37,12 @@ Raw = dict[str, Any]
 
 
 def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
-    """Returns the object of a config.json for `config.model`.
+    """Returns the content of config.json for `config.model`.
 
-    folder: the config.json of the folder that the run began from; what it says besides is kept.
+    folder: the config.json of the folder that the run started from. Its other keys are kept.
 
     Raises:
-      UserError: no family that transformers has computes this model; the keys that stand in the way.
+      UserError: no family of transformers models computes this model; the error names the keys without an equivalent.
     """
     if folder is not None:
         updated = _updated(model, folder)
@@ -61,8 +61,9 @@ def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
 
 
 def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
-    """Returns the folder's config.json with the keys that differ set to ours; None if it still describes another
-    model."""
+    """Returns the folder's config.json with our values for the keys that differ; None if it would still describe
+    another model.
+    """
     family = FAMILIES.get(str(folder.get("model_type")))
     if family is None:
         return None
@@ -74,7 +75,7 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
     differing = _differences(model, raw)
     longer = "max_seq_len" in differing and model["max_seq_len"] > (raw.get(family.fields["max_seq_len"].written) or 0)
     if "max_seq_len" in differing and model["position"] == "rope" and not longer:
-        differing.remove("max_seq_len")  # shorter sequences in training make no shorter model
+        differing.remove("max_seq_len")  # training on shorter sequences does not shorten the model's context
         model = {**model, "max_seq_len": describe(raw, CONFIG).keys["max_seq_len"]}
     if any(key.startswith("rope_") for key in differing):
         raw = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
@@ -85,7 +86,7 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
 
 
 def _written(name: str, family: Family, model: Keys) -> Raw:
-    """Returns a config.json of a family from our keys."""
+    """Returns a config.json of a family with our values."""
     raw: Raw = {"architectures": [family.architecture], "model_type": name}
     for ours, field in family.fields.items():
         if field.key:
@@ -100,20 +101,22 @@ def _written(name: str, family: Family, model: Keys) -> Raw:
 
 
 def _differences(model: Keys, raw: Raw) -> list[str]:
-    """Returns the keys of the model for which a config.json gives another value, or no value although ours is not the
-    default."""
+    """Returns the keys of the model for which a config.json gives another value.
+
+    If the config.json gives no value, the key is compared with its default.
+    """
     try:
-        found = describe(raw, CONFIG).keys
+        described = describe(raw, CONFIG).keys
     except UserError:
         return [key for key in model if key not in COMPUTED]
-    expected = {key: value for key, value in base.get_config().model.items() if key not in COMPUTED} | dict(found)
+    expected = {key: value for key, value in base.get_config().model.items() if key not in COMPUTED} | dict(described)
     return [key for key, value in expected.items() if key not in COMPUTED and not _same(key, model, value, expected)]
 
 
-def _same(key: str, model: Keys, value: Any, found: Keys) -> bool:
+def _same(key: str, model: Keys, value: Any, described: Keys) -> bool:
     if key == "attention_scale":
-        return math.isclose(_scale(model), _scale({**model, **found}), rel_tol=1e-12)
-    if key in model and same_model(key, model, {**model, **found}):
+        return math.isclose(_scale(model), _scale({**model, **described}), rel_tol=1e-12)
+    if key in model and same_model(key, model, {**model, **described}):
         return True
     if isinstance(value, float):
         return math.isclose(model[key], value, rel_tol=1e-12)
@@ -121,19 +124,19 @@ def _same(key: str, model: Keys, value: Any, found: Keys) -> bool:
 
 
 def _scale(model: Keys) -> float:
-    """Returns the factor of the scores: `model.attention_scale`; if that is 0, 1/sqrt(a head's width in the scores)."""
+    """Returns the factor of the attention scores: `model.attention_scale`; if that is 0, 1/sqrt(width of a head)."""
     rotated = model["mla_d_rope"] if model["attention_kind"] == "mla" else 0
     return model["attention_scale"] or (model["d_head"] + rotated) ** -0.5
 
 
 def _whole(value: float) -> float | int:
-    """Rounds a float to the whole number that it is up to rounding errors: 256.00000000000006 to 256."""
+    """Removes rounding errors: returns 256 for 256.00000000000006, and other floats unchanged."""
     near = round(value)
     return near if math.isclose(value, near, rel_tol=1e-12) else value
 
 
 def _rope(model: Keys) -> Raw:
-    """One base for all layers, with key names that transformers 4 and 5 both read."""
+    """Returns the keys of one RoPE base for all layers, with key names that transformers 4 and 5 both read."""
     raw: Raw = {"rope_theta": model["rope_theta"], "rope_scaling": None}
     if scaling := model["rope_scaling"]:
         kind, names = next(row for row in SCALINGS.items() if len(row[1]) == len(scaling))
@@ -142,8 +145,11 @@ def _rope(model: Keys) -> Raw:
 
 
 def _rope_of_latents(model: Keys) -> Raw:
-    """DeepSeek-V3: mscale_all_dim gives YaRN's factor of the scores; mscale gives this factor times YaRN's factor of
-    the heads."""
+    """Returns DeepSeek-V3's RoPE keys.
+
+    The factor that YaRN applies to the scores gives mscale_all_dim. The same factor times YaRN's factor of the heads
+    gives mscale.
+    """
     raw, scaling = _rope(model), model["rope_scaling"]
     if len(scaling) == 5 and scaling[0] > 1:
         stretch = math.sqrt(_scale(model) / _scale({**model, "attention_scale": 0.0}))
@@ -153,19 +159,21 @@ def _rope_of_latents(model: Keys) -> Raw:
 
 
 def _ropes(model: Keys) -> Raw:
-    """Gemma 3: two bases."""
+    """Returns Gemma 3's RoPE keys: one base for global layers, one for local layers."""
     return {**_rope(model), "rope_local_base_freq": model["rope_local_theta"]}
 
 
 def _layer_types(model: Keys) -> Raw:
-    """Gemma 3: each n-th layer attends to all positions. The window is as long as the model, so it hides nothing."""
+    """Returns Gemma 3's keys: every n-th layer attends to all positions. The window has the model's length, so it
+    hides nothing.
+    """
     every, layers = model["global_every"] or 1, model["n_layers"]
     kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     return {"layer_types": kinds, "sliding_window": model["max_seq_len"]}
 
 
 def _by_step(model: Keys) -> Raw:
-    """Qwen3-MoE: each n-th layer has experts, except the layers of a list."""
+    """Returns Qwen3-MoE's keys: every n-th layer has experts, except the layers listed as dense."""
     if not model["dense_layers"]:
         return {"decoder_sparse_step": model["moe_every"], "mlp_only_layers": []}
     dense = [layer for layer, routed in enumerate(routed_layers(model)) if not routed]
@@ -177,15 +185,16 @@ def _after_the_first(model: Keys) -> Raw:
     return {"first_k_dense_replace": model["dense_layers"], "num_nextn_predict_layers": 0}
 
 
-# Our key -> their value of it, where that is not the same; the inverse of hf_config.TRANSFORMS.
+# Our key -> function that returns the value for config.json, for keys with different values there. The inverse of
+# hf_config.TRANSFORMS.
 INVERSES: Mapping[str, Callable[[Keys], Any]] = {
     "attention_scale": lambda model: _whole(_scale(model) ** -2),
-    "attention_softcap": lambda model: model["attention_softcap"] or None,  # transformers divides by a 0
+    "attention_softcap": lambda model: model["attention_softcap"] or None,  # transformers would divide by 0
     "logits_softcap": lambda model: model["logits_softcap"] or None,
     "d_expert": lambda model: model["d_expert"] or model["d_ff"],
     "mla_q_rank": lambda model: model["mla_q_rank"] or None,
 }
-# The rows of hf_config.ROPES, ROUTED and WINDOWS: what a family without a window writes.
+# Functions that return keys of config.json, by the same names as hf_config.ROPES, ROUTED and WINDOWS.
 ROPES: Mapping[str, Callable[[Keys], Raw]] = {
     "one": _rope,
     "one, of 1e6": _rope,

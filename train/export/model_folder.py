@@ -1,7 +1,7 @@
-"""The folder of a model that a command writes: refused if it is in use, filled with safetensors files, moved to OUT.
+"""Writes the folder of a model: checks that OUT may be written, fills safetensors files, and moves the folder to OUT.
 
-Headers and room for all tensors come first, then each tensor at its place. Format: see train/weights/folder.py. Files
-and index are named as transformers names them.
+Each file gets its header and its full size first; then each tensor is written at its offset. train/weights/folder.py
+describes the format. The files and the index have the names that transformers gives them.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from bytescope.train.checkpoints.workdir import require_utf8
 from bytescope.train.source import INDEX, SINGLE, holds_model
 from bytescope.train.user_errors import UserError
 
-ALIGNED = 8  # bytes that a header's length is a multiple of
+ALIGNED = 8  # the length of a header in bytes is a multiple of this
 
 
 def refuse_used(out: Path, force: bool) -> None:
-    """Raises UserError if `out` exists and is neither an empty folder nor, with `force`, a folder with a model; and for
-    a path that is not valid UTF-8."""
+    """Raises UserError if `out` may not be written.
+
+    It may be written if it does not exist, is an empty folder, or is a folder with a model and `force` is given. The
+    path must be valid UTF-8.
+    """
     require_utf8(out)
     if not os.path.lexists(out):
         return
     if not out.is_dir() or out.is_symlink():
-        raise UserError(f"{out} is no folder: give a new or empty one")
+        raise UserError(f"{out} is not a folder: give a new or empty folder")
     if not any(out.iterdir()):
         return
     if not force:
         raise UserError(f"{out} is not empty: give a new or empty folder, or --force to replace the model in it")
     if not holds_model(out):
-        raise UserError(f"{out} holds no model, and --force replaces nothing else: give another folder")
+        raise UserError(f"{out} contains no model, and --force replaces only models: give another folder")
 
 
 def move_into_place(partial: Path, out: Path) -> None:
-    """Moves the finished folder to `out`; an old folder there is deleted after the new one is in place."""
+    """Moves the finished folder to `out`. An old folder at `out` is deleted after the new one is in place."""
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
@@ -52,7 +55,9 @@ def move_into_place(partial: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors_explained(out: Path, left: str = "nothing was left there") -> Iterator[None]:
-    """Turns an error of the disk into a UserError of one line. left: the end of the message, what is kept."""
+    """Turns an OSError in the block into a UserError of one line. left: end of the message, which says what is kept on
+    disk.
+    """
     try:
         yield
     except OSError as error:
@@ -63,7 +68,10 @@ def disk_errors_explained(out: Path, left: str = "nothing was left there") -> It
 
 
 class TensorToWrite(Protocol):
-    """What `Files` needs to know of a tensor. dtype: the name of the safetensors format, such as "BF16"."""
+    """A tensor that `Files` can write.
+
+    dtype: the safetensors name of the dtype, such as "BF16". nbytes: size in bytes.
+    """
 
     @property
     def name(self) -> str: ...
@@ -78,18 +86,18 @@ class TensorToWrite(Protocol):
 class Files:
     """The safetensors files of a model, each with at most `most` bytes of tensors unless one tensor is larger.
 
-    All room on the disk is taken at once, so that a full disk is an error before anything is computed.
+    All files get their full size at once, so that a full disk is an error before anything is computed.
 
     Args:
-      begin: make the files; False if they are there already (see `found`).
+      begin: whether to create the files. False if they exist already; see `open_existing`.
 
     Raises:
-      OSError: the disk is full, or cannot be written.
+      OSError: the disk is full or cannot be written.
     """
 
     def __init__(self, folder: Path, tensors: Sequence[TensorToWrite], most: int, begin: bool = True):
         self._folder = folder
-        self._places: dict[str, tuple[str, int]] = {}  # tensor -> file, and its first byte there
+        self._places: dict[str, tuple[str, int]] = {}  # tensor -> (file, offset of its first byte)
         shards = _split(tensors, most)
         self.names = (
             [SINGLE]
@@ -102,14 +110,16 @@ class Files:
             self._begin(tensors)
 
     @classmethod
-    def found(cls, folder: Path, tensors: Sequence[TensorToWrite], most: int) -> Files | None:
-        """Returns the files of these tensors if all are in `folder` with these headers and sizes, else None."""
+    def open_existing(cls, folder: Path, tensors: Sequence[TensorToWrite], most: int) -> Files | None:
+        """Returns the files of these tensors if all of them exist in `folder` with the expected headers and sizes,
+        else None.
+        """
         files = cls(folder, tensors, most, begin=False)
         return files if all(_is_begun(folder / name, *begin) for name, begin in files._begins.items()) else None
 
     def _place(self, name: str, shard: Sequence[TensorToWrite]) -> tuple[bytes, int]:
-        """Returns (the beginning of a file up to its tensors, the size of the file)."""
-        entries: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        """Returns (header of the file in bytes, size of the file in bytes), and records the offset of each tensor."""
+        entries: dict = {"__metadata__": {"format": "pt"}}  # transformers requires it
         end = 0
         for tensor in shard:
             entries[tensor.name] = {
@@ -141,7 +151,7 @@ class Files:
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, tensor: TensorToWrite, pieces: Iterable[np.ndarray]) -> None:
-        """Writes the pieces of a tensor one after the other. Raises OSError: the disk cannot be written."""
+        """Writes the pieces of a tensor one after the other. Raises OSError if the disk cannot be written."""
         name, start = self._places[tensor.name]
         with open(self._folder / name, "r+b") as file:
             file.seek(start)
@@ -151,7 +161,7 @@ class Files:
                 raise ValueError(f"{tensor.name} has {written} bytes, not {tensor.nbytes}")
 
     def read(self, tensor: TensorToWrite, dtype: np.dtype) -> np.ndarray:
-        """Reads a tensor that was written. Raises OSError: the disk cannot be read."""
+        """Returns a tensor that was written. Raises OSError if the disk cannot be read."""
         name, start = self._places[tensor.name]
         with open(self._folder / name, "rb") as file:
             file.seek(start)
@@ -165,7 +175,7 @@ class Files:
 
 
 def _is_begun(path: Path, begin: bytes, size: int) -> bool:
-    """Whether a file exists that has this beginning and this size."""
+    """Returns whether a file exists and has this header and this size."""
     if not path.is_file() or path.stat().st_size != size:
         return False
     with open(path, "rb") as file:
@@ -173,7 +183,7 @@ def _is_begun(path: Path, begin: bytes, size: int) -> bool:
 
 
 def _split(tensors: Sequence[TensorToWrite], most: int) -> list[list[TensorToWrite]]:
-    """Divides the tensors into files, in order."""
+    """Divides the tensors, in order, into files of at most `most` bytes."""
     shards: list[list[TensorToWrite]] = [[]]
     room = most
     for tensor in tensors:

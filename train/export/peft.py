@@ -1,4 +1,4 @@
-"""The adapters of a run: written as a folder that peft loads, or added to the weights."""
+"""Exports the LoRA adapters of a run: as a folder that peft loads, or merged into the weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from bytescope.train.weights.stacks import stored_at
 
 
 def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns (A [inputs, r], B [r, outputs]) of the adapter of a matrix; None if the matrix has no adapter. path: the
-    matrix's dotted path with the number of the layer. Raises UserError for a damaged checkpoint."""
+    """Returns (A [inputs, r], B [r, outputs]) of the adapter of a matrix; None if the matrix has no adapter.
+
+    path: the matrix's dotted path with the number of the layer. Raises UserError for a damaged checkpoint.
+    """
     target = path.rpartition(".w_")[2]
     if target not in TARGETS or not path.startswith("blocks."):
         return None
@@ -39,30 +41,31 @@ def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np
 
 
 class Merged(Parameters):
-    """The parameters of a run with its adapters added in float32."""
+    """The parameters of a run, with the products of the adapters added in float32."""
 
     def read(self, path: str) -> np.ndarray | Slices:
-        """See `Parameters.read`."""
-        found, lora = super().read(path), self._run.config.lora
+        """Returns a parameter with its adapter added. See `Parameters.read`."""
+        base, lora = super().read(path), self._run.config.lora
         own = halves(self._run, self._model, path)
         if own is None:
-            return found
+            return base
         a, b = (half.astype(np.float32) for half in own)
         added = a @ b
         added *= lora.alpha / lora.rank
-        added = added.reshape(found.shape)
-        added += whole(found)
+        added = added.reshape(base.shape)
+        added += whole(base)
         return added
 
 
 def write_adapters(
     run: SavedRun, out: Path, model: ModelConfig, family: Family, folder: Folder | None, dtype: str | None
 ) -> list[str]:
-    """Writes the adapters of a run as peft names them; returns lines that say what they are.
+    """Writes the adapters of a run with the names that peft expects; returns lines that describe them.
 
     Raises:
-      UserError: a matrix that shares a tensor with others in this family; or one of a dense MLP of a mixture, since
-        peft takes each target that ends as those of experts do for these.
+      UserError: an adapter that peft cannot load: the family stores its matrix in one tensor with other matrices, or
+        the matrix is in a dense MLP of a model with experts, whose names peft does not distinguish from the experts'
+        names.
     """
     planned, values, adapted, others, inputs_first = [], {}, set(), set(), False
     for path, (row, name) in rows_by_path(family, parameters_of(model)).items():
@@ -71,16 +74,16 @@ def write_adapters(
             continue
         if row.parts:
             raise UserError(
-                f"{family.architecture} has one tensor, {name}, for {path} and others, so an adapter "
-                "would be of all of them: export with --merge"
+                f"{family.architecture} stores {path} and other matrices in one tensor, {name}, so peft cannot adapt "
+                "only one of them: export with --merge"
             )
         if model.experts and ".mlp." in path:
             raise UserError(
-                f"peft has no name for the adapter of {path}, a dense MLP beside layers with experts: "
+                f"peft cannot name the adapter of {path}, a dense MLP in a model with experts: "
                 "export with --merge, or train with --config.lora.targets=q,k,v,o"
             )
         adapted.add(name.rpartition(".")[0])
-        inputs_first = Pattern.of(row.pattern).theirs[0][0] == Pattern.of(row.pattern).ours[0]  # GPT-2's Conv1D
+        inputs_first = Pattern.parse(row.pattern).theirs[0][0] == Pattern.parse(row.pattern).ours[0]  # GPT-2's Conv1D
         for letter, half in zip("ab", own):
             array = np.ascontiguousarray(half.T)
             kind = dtype or NAMES[array.dtype.name]
@@ -111,11 +114,14 @@ def write_adapters(
 
 
 def module_ends(adapted: Collection[str], others: Collection[str]) -> list[str]:
-    """Returns the names by which peft finds the adapted modules: the shortest ends of their dotted names that no other
-    module has, such as `q_proj`. GPT-2's `c_proj` is too short: attention and the MLP both have one."""
-    found = set()
+    """Returns the names by which peft finds the adapted modules: for each module the shortest end of its dotted name
+    that no other module has.
+
+    An example is `q_proj`. GPT-2's `c_proj` is too short, since attention and the MLP both have one.
+    """
+    names = set()
     for name in adapted:
         parts = name.split(".")
         ends = (".".join(parts[start:]) for start in reversed(range(len(parts))))
-        found.add(next(end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)))
-    return sorted(found)
+        names.add(next(end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)))
+    return sorted(names)

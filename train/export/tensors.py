@@ -1,4 +1,4 @@
-"""Our parameters as the tensors of a family: their names, and their values in pieces."""
+"""Turns our parameters into the tensors of a Hugging Face family: their names, shapes, and values in pieces."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of
 from bytescope.train.weights.quantized import as_computed, matrices_of
 from bytescope.train.weights.stacks import Place, stored_at
 
-NAMES = {dtype.name: name for name, dtype in READABLE.items()}  # NumPy's name of a dtype -> the format's
-PIECE = 2**20  # most numbers of a parameter in memory at a time
+NAMES = {dtype.name: name for name, dtype in READABLE.items()}  # NumPy name of a dtype -> safetensors name
+PIECE = 2**20  # maximum number of elements of a parameter that are converted at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to write. dtype: the format's name, such as "BF16". parts: (path, row) of each of our parameters that
-    share it, in order."""
+    """A tensor to write.
+
+    dtype: safetensors name, such as "BF16". parts: (path, row) of each of our parameters that the tensor contains, in
+    order.
+    """
 
     name: str
     dtype: str
@@ -37,14 +40,15 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Size in bytes."""
         return math.prod(self.shape) * READABLE[self.dtype].itemsize
 
 
 def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> list[OutputTensor]:
-    """Returns the tensors of a model: tables and norm first, then layer by layer.
+    """Returns the tensors of a model in the order in which they are written: tables and final norm first, then layer
+    by layer.
 
-    dtype_of: name of a tensor -> the format's name of the dtype to write.
+    dtype_of: name of a tensor -> safetensors name of the dtype to write.
 
     Raises:
       UserError: the family has no tensor for one of our parameters.
@@ -60,70 +64,74 @@ def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> 
         layer = int(path.split(".")[1]) if path.startswith("blocks.") else -1
         return layer, min(number for ours, number in order.items() if family.rows[ours].tensor == row.tensor)
 
-    found = []
+    tensors = []
     for name, parts in sorted(named.items(), key=place):
         parts.sort(key=lambda part: part[1].part)
-        shapes = [Pattern.of(row.pattern).their_shape(sizes) for _, row in parts]
+        shapes = [Pattern.parse(row.pattern).their_shape(sizes) for _, row in parts]
         shape, first = list(shapes[0]), parts[0][1]
-        if first.parts:  # they share the tensor along this axis
-            axis, _ = Pattern.of(first.pattern).axis_of(first.parts[first.part])
+        if first.parts:  # several parameters share the tensor along this axis
+            axis, _ = Pattern.parse(first.pattern).axis_of(first.parts[first.part])
             shape[axis] = sum(each[axis] for each in shapes)
-        found.append(OutputTensor(name, dtype_of(name), tuple(shape), tuple(parts)))
-    return found
+        tensors.append(OutputTensor(name, dtype_of(name), tuple(shape), tuple(parts)))
+    return tensors
 
 
 class Parameters:
-    """The parameters of a run without adapters, by our dotted path with the numbers of layer and expert.
+    """The parameters of a run without adapters, by dotted path with the numbers of layer and expert.
 
-    They are those of the checkpoint, and of a run that trains some alone the others, from the folder that it began
-    from. What the run quantized is dequantized: what it trained belongs to those numbers.
+    Trained parameters are read from the checkpoint. Parameters that the run does not train are read from the folder
+    that the run started from. Weights that the run quantized are dequantized, since the adapters were trained with the
+    dequantized values.
 
     Raises:
-      UserError: a parameter is in neither, or of another shape than the model's.
+      UserError: a parameter is missing from both, or has another shape than in the model.
     """
 
     def __init__(self, run: SavedRun, model: ModelConfig, folder: Folder | None):
         self._run, self._model = run, model
         self._leaves: Mapping[str, Leaf] = {}  # frozen parameters, read from the folder
-        self._open: dict[str, StoredArray] = {}  # by the name of the array
+        self._open: dict[str, StoredArray] = {}  # array name -> open array
         self._quantized = matrices_of(model, run.config.lora.base)
         shapes = parameters_of(model)
         stored = {path: self._stored(path) for path in shapes}
         own = {name for name in run.arrays if not is_adapter(name)}
         if surplus := sorted(own - {place.array for place in stored.values() if place}):
             raise UserError(
-                f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is no parameter of the "
-                "model alone and cannot be exported with it"
+                f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is not a parameter of the model and "
+                "cannot be exported"
             )
         for path, place in stored.items():
             if place is None:
                 continue
-            # With equal shapes all layers and experts are read, and with the last of them each stack is verified.
-            found, expected = run.arrays[place.array].shape, (*place.sizes, *shapes[path])
-            if found != expected:
+            # If all shapes match, all layers and experts are read. Reading the last slice verifies the whole stack.
+            stored_shape, expected = run.arrays[place.array].shape, (*place.sizes, *shapes[path])
+            if stored_shape != expected:
                 raise UserError(
-                    f"checkpoint {run.step} of {run.workdir} has {place.array} of shape {list(found)}, and "
-                    f"the model in its config.json {list(expected)}: restore config.json"
+                    f"checkpoint {run.step} of {run.workdir} has {place.array} of shape {list(stored_shape)}, but "
+                    f"its config.json describes the shape {list(expected)}: restore config.json"
                 )
         if missing := [path for path, place in stored.items() if not place]:
             self._leaves = _frozen(run, model, folder, missing)
 
     def _stored(self, path: str) -> Place | None:
-        """Returns the place of a parameter in the checkpoint; None if it is not there."""
+        """Returns the place of a parameter in the checkpoint; None if the checkpoint does not contain it."""
         return stored_at(self._model, path, self._run.arrays)
 
     def read(self, path: str) -> np.ndarray | Slices:
-        """Returns a parameter in our layout. A parameter of the checkpoint is read when it is sliced, and verified
-        when all slices of all layers were read. Raises UserError for a damaged checkpoint or folder."""
+        """Returns a parameter in our layout. Raises UserError for a damaged checkpoint or folder.
+
+        A parameter of the checkpoint is read when it is sliced. Its checksum is verified when all slices of all layers
+        were read.
+        """
         if leaf := self._leaves.get(path):
             matrix = self._quantized.get(path.split(".", 2)[-1]) if path.startswith("blocks.") else None
             return as_computed(leaf, self._run.config.lora.base, matrix) if matrix else leaf.read()
-        self._open = {name: array for name, array in self._open.items() if not array.is_read}  # the others are freed
+        self._open = {name: array for name, array in self._open.items() if not array.is_read}  # frees finished arrays
         place = self._stored(path)
         assert place is not None  # __init__ has read the other parameters from the folder
         if place.array not in self._open:
             self._open[place.array] = self._run.stored(place.array)
-        return Slices(self._open[place.array], self._run.damage_told, place.index)
+        return Slices(self._open[place.array], self._run.reporting_damage, place.index)
 
 
 def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:
@@ -131,27 +139,31 @@ def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: l
     if folder is None:
         raise UserError(
             f"checkpoint {run.step} of {run.workdir} has no {missing[0]}, which the run does not train, "
-            "and the folder of weights that it began from is not here: set init.folder in its config.json "
-            "to where that is"
+            "and the folder of weights that the run started from is missing: set init.folder in its config.json "
+            "to the path of that folder"
         )
     if folder.fingerprint != run.identity.weights:
-        raise UserError(f"{folder.path} holds other weights than {run.workdir} began from: restore them")
+        raise UserError(
+            f"{folder.path} contains other weights than those that {run.workdir} started from: restore the folder"
+        )
     return {path: leaf for path, leaf in checkpoint_leaves(folder, model).items() if path in missing}
 
 
 def arrays(
     tensors: list[OutputTensor], parameters: Parameters, model: ModelConfig
 ) -> Iterator[tuple[OutputTensor, Iterator[np.ndarray]]]:
-    """Yields each tensor with its values on disk, in pieces that follow each other. Take all pieces before the next
-    tensor. Tensors of one name come layer by layer, so that each stack of layers is decoded once.
+    """Yields each tensor with its values in the layout on disk, in consecutive pieces. Use all pieces before the next
+    tensor.
+
+    Tensors with the same name in each layer are yielded together, so that each stack of layers is decoded once.
 
     Raises:
-      UserError: a value that the dtype does not hold.
+      UserError: a value does not fit the dtype.
     """
     sizes = sizes_of(model)
     for tensor in sorted(tensors, key=lambda tensor: tuple(row.tensor for _, row in tensor.parts)):
         values = [parameters.read(path) for path, _ in tensor.parts]
-        outer = [Pattern.of(row.pattern).outer for _, row in tensor.parts]
+        outer = [Pattern.parse(row.pattern).outer for _, row in tensor.parts]
         widest = max(math.prod(ours.shape) // ours.shape[axis] for ours, axis in zip(values, outer))
         count = max(1, PIECE // max(1, widest))
         columns = [_pieces(ours, row, sizes, tensor, count) for ours, (_, row) in zip(values, tensor.parts)]
@@ -159,9 +171,11 @@ def arrays(
 
 
 def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -> Iterator[np.ndarray]:
-    """Yields the pieces of a tensor from the pieces of the parameters that share it. row: the first parameter's row."""
-    axis, inner = Pattern.of(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
-    if inner:  # the parameters' rows alternate along the letter before their own
+    """Yields the pieces of a tensor from the pieces of the parameters that it contains. row: the row of the first
+    parameter.
+    """
+    axis, inner = Pattern.parse(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
+    if inner:  # rows of the parameters alternate along the axis before their own
         for pieces in zip(*columns, strict=True):
             rows = [
                 piece.reshape(-1, sizes[part], piece.shape[-1]) for piece, part in zip(pieces, row.parts, strict=True)
@@ -177,14 +191,15 @@ def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -
 def _pieces(
     ours: np.ndarray | Slices, row: TensorRow, sizes: Sizes, tensor: OutputTensor, count: int
 ) -> Iterator[np.ndarray]:
-    """Yields a parameter in its layout on disk, `count` rows at a time, without vocabulary padding, in the dtype to
-    write."""
-    pattern, dtype = Pattern.of(row.pattern), READABLE[tensor.dtype]
+    """Yields a parameter in its layout on disk and in the dtype to write, `count` rows at a time, without vocabulary
+    padding.
+    """
+    pattern, dtype = Pattern.parse(row.pattern), READABLE[tensor.dtype]
     outer = pattern.outer
     kept = [sizes[letter] for letter in pattern.ours]
-    if pattern.ours[outer] == pattern.paired:  # rows on disk are in another order
+    if pattern.ours[outer] == pattern.paired:  # rows on disk have another order, so all are converted together
         count = ours.shape[outer]
-    # Each padded row, too, is read: the checksum has it.
+    # Padding rows are read too, since the checksum covers them.
     for start in range(0, ours.shape[outer], count):
         stored = ours[
             tuple(slice(start, start + count) if axis == outer else slice(None) for axis in range(len(ours.shape)))
@@ -193,9 +208,9 @@ def _pieces(
             tuple(slice(0, max(0, size - start) if axis == outer else size) for axis, size in enumerate(kept))
         ]
         with np.errstate(over="ignore"):
-            found = pattern.back(stored.astype(dtype, copy=False), sizes["y"])
-        if tensor.dtype == "F16" and not np.isfinite(found).all():
+            piece = pattern.back(stored.astype(dtype, copy=False), sizes["y"])
+        if tensor.dtype == "F16" and not np.isfinite(piece).all():
             raise UserError(
-                f"{tensor.name} has values beyond 65,504, the largest of float16: export with --dtype=bfloat16"
+                f"{tensor.name} has values above 65,504, the maximum of float16: export with --dtype=bfloat16"
             )
-        yield found
+        yield piece

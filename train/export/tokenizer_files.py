@@ -1,4 +1,4 @@
-"""The files beside the weights that a model needs for text: the tokenizer, and ids that begin and end a text."""
+"""Writes the files that a model needs for text: tokenizer, chat template, and the ids that begin and end a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bytescope.train.user_errors import UserError
 from bytescope.train.weights.finetune import TOKENIZER
 
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
-# What lies beside a tokenizer.json and says how it is used.
+# Files next to a tokenizer.json that configure its use.
 COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -35,8 +35,8 @@ COMPANIONS = (
 class RunTokenizer:
     """The tokenizer of a run.
 
-    tokenizer: the path of its tokenizer.json, "bytes", or "" where it is not here. end: the id that ends a document,
-    None where there is none. note: a line for people.
+    tokenizer: path of its tokenizer.json, "bytes", or "" if it is not available. end: the id that ends a document;
+    None if there is none. note: one line that describes the tokenizer.
     """
 
     tokenizer: str
@@ -45,7 +45,7 @@ class RunTokenizer:
 
 
 def text_of(config: ConfigDict) -> RunTokenizer:
-    """Returns the tokenizer of a run with this config, which may be recorded beside its token shards."""
+    """Returns the tokenizer of a run with this config. It may be recorded in the index of the run's token shards."""
     name, index = config.data.tokenizer, Path(os.path.expanduser(config.data.source)) / INDEX
     if name == ByteTokenizer.name and index.is_file():
         name = _recorded(index)
@@ -54,15 +54,15 @@ def text_of(config: ConfigDict) -> RunTokenizer:
     if not name:
         return RunTokenizer("", None, "no tokenizer: the run read token ids")
     try:
-        found = load_tokenizer(name)
+        loaded = load_tokenizer(name)
     except UserError as error:
         return RunTokenizer("", None, f"no tokenizer: {error}")
-    path = str(found.path) if isinstance(found, JsonTokenizer) else name
-    return RunTokenizer(path, found.separator, f"tokenizer {path}")
+    path = str(loaded.path) if isinstance(loaded, JsonTokenizer) else name
+    return RunTokenizer(path, loaded.separator, f"tokenizer {path}")
 
 
 def _recorded(index: Path) -> str:
-    """Returns the tokenizer that the index.json of token shards names: a path, "bytes", or "" for another."""
+    """Returns the tokenizer that the index.json of token shards names: a path, "bytes", or "" if none is available."""
     try:
         name = json.loads(index.read_text()).get("tokenizer")
     except (OSError, ValueError, AttributeError):
@@ -74,9 +74,9 @@ def _recorded(index: Path) -> str:
 
 
 def write_text_files(out: Path, text: RunTokenizer, config: ConfigDict, folder: Path | None) -> None:
-    """Writes tokenizer and chat template into `out`; of what lies beside the tokenizer all that says how it is used.
+    """Writes the tokenizer, the files that configure it, and the chat template into `out`.
 
-    folder: the folder of weights that the run began from, None without one.
+    folder: the folder of weights that the run started from; None without one.
     """
     if text.tokenizer == ByteTokenizer.name:
         byte_tokenizer().save(str(out / TOKENIZER))
@@ -90,7 +90,7 @@ def write_text_files(out: Path, text: RunTokenizer, config: ConfigDict, folder: 
         beside = Path(text.tokenizer).parent
         shutil.copyfile(text.tokenizer, out / TOKENIZER)
         if folder is not None and not (beside / COMPANIONS[0]).is_file():
-            beside = folder  # such as of the copy that token shards have
+            beside = folder  # token shards contain a copy of tokenizer.json without the other files
         for name in COMPANIONS:
             if (beside / name).is_file():
                 shutil.copyfile(beside / name, out / name)
@@ -99,24 +99,24 @@ def write_text_files(out: Path, text: RunTokenizer, config: ConfigDict, folder: 
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Returns a tokenizer.json with which every text has the ids of its UTF-8 bytes, as ByteTokenizer gives them."""
-    # The byte-level alphabet: printable bytes stand for themselves, the others for the characters from 256 on.
+    """Returns a tokenizer.json tokenizer that gives every text the ids of its UTF-8 bytes, as ByteTokenizer does."""
+    # The byte-level alphabet: printable bytes are written as themselves, other bytes as the characters from 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     ids = {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
-    made = Tokenizer(models.BPE(ids, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer = Tokenizer(models.BPE(ids, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def special_ids(text: RunTokenizer) -> dict[str, int | None]:
-    """Returns the ids that begin and end a text for config.json, so that no default of a family is used."""
+    """Returns the ids for config.json that begin and end a text, so that no default of a family is used."""
     return {"bos_token_id": None, "eos_token_id": text.end, "pad_token_id": None}
 
 
 def write_generation_config(out: Path, raw: Mapping[str, Any], folder: Path | None) -> None:
-    """Writes generation_config.json: the folder's own, or the ids of config.json."""
+    """Writes generation_config.json: a copy of the folder's file, else the special ids of config.json."""
     if folder is not None and (folder / GENERATION).is_file():
         shutil.copyfile(folder / GENERATION, out / GENERATION)
         return

@@ -1,2 +1,4 @@
-"""Text from a trained model: a pool of pages for keys and values, and an engine that fills steps with whatever
-sequences there are. In: parameters, requests. Out: tokens as they are made. Start at `engine.Engine`."""
+"""Generates and scores text with a trained model: a paged KV cache, and an engine that batches all running sequences.
+
+In: parameters and requests. Out: tokens, one step at a time. Start at `engine.Engine`.
+"""

@@ -1,4 +1,4 @@
-"""Rows of prompts in, rows of answers out: files of JSON lines, to which each answer is added as it is finished."""
+"""Reads prompts from files of JSON lines, and appends each finished answer to a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from bytescope.train.user_errors import UserError
 class PromptRow:
     """One row of a file of prompts.
 
-    number: counted from 0. prompt: the text, messages or ids as the file has them. stops: strings that end the answer.
+    number: row number, from 0. prompt: the text, messages or token ids as in the file. stops: strings that end the
+    answer.
     """
 
     number: int
@@ -30,18 +31,18 @@ class PromptRow:
 
     @property
     def digest(self) -> str:
-        """Identifies the request by its prompt, sampling and stops."""
+        """Hash of the prompt, the sampling settings and the stop strings, by which a finished answer is recognized."""
         values = dataclasses.asdict(self.request) | {"stops": sorted(self.request.stops), "texts": self.stops}
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
-    """Returns the objects of a file of JSON lines. flag: names the file in messages.
+    """Returns the objects of a file of JSON lines. flag: the command-line flag that error messages name.
 
     Raises:
-      UserError: a line is none; there is no line; the file cannot be read.
+      UserError: a line is not a JSON object, the file is empty, or it cannot be read.
     """
-    found = []
+    rows = []
     try:
         check_readable(path, pipes=True)
         with path.open(encoding="utf-8") as lines:
@@ -53,21 +54,21 @@ def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
                 except (ValueError, RecursionError):
                     row = None
                 if not isinstance(row, dict):
-                    raise UserError(f'{path} line {number} is no JSON object: write rows such as {{"text": "Once"}}')
-                found.append(row)
+                    raise UserError(f'{path} line {number} is not a JSON object: write rows such as {{"text": "Once"}}')
+                rows.append(row)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"{flag}={path} cannot be read ({reason}): give a file of JSON lines") from None
-    if not found:
-        raise UserError(f'{flag}={path} has no line: give rows such as {{"text": "Once"}}')
-    return found
+    if not rows:
+        raise UserError(f'{flag}={path} is empty: give rows such as {{"text": "Once"}}')
+    return rows
 
 
 class Answers:
-    """The file of answers, as a context. Answers of an earlier, interrupted run are kept and not generated again.
+    """The file of answers, a context manager. Answers of an earlier, interrupted run are kept and not generated again.
 
     Raises:
-      UserError: the file answers other requests, or cannot be written.
+      UserError: the file contains answers to other requests, or cannot be written.
     """
 
     def __init__(self, path: Path, rows: Sequence[PromptRow]):
@@ -76,13 +77,13 @@ class Answers:
         try:
             kept = self._read(wanted)
             self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b")
-            self._file.truncate(kept)  # without the line that was being written
+            self._file.truncate(kept)  # drops a partial last line
             self._file.seek(kept)
         except OSError as error:
             raise UserError(f"--out={path} cannot be written ({error.strerror}): give another file") from None
 
     def _read(self, wanted: dict[int, str]) -> int:
-        """Finds what is answered; the bytes of whole lines."""
+        """Records which rows are answered; returns the size in bytes of the complete lines."""
         if not os.path.lexists(self.path):
             return 0
         check_readable(self.path)
@@ -94,11 +95,11 @@ class Answers:
                 row = json.loads(line)
                 place, digest = row["row"], row["request"]
             except (ValueError, TypeError, KeyError, RecursionError):
-                raise UserError(f"{where} is no answer of generate: give another file") from None
+                raise UserError(f"{where} is not an answer of bytescope generate: give another file") from None
             if wanted.get(place) != digest:
                 raise UserError(
-                    f"{where} answers another request (another prompt, sampling or stop): give another "
-                    "file, or the flags that it was written with"
+                    f"{where} answers another request (another prompt, sampling or stop string): give another "
+                    "file, or use the flags that the file was written with"
                 )
             self.done.add(place)
         return kept
@@ -130,6 +131,6 @@ class Answers:
             with contextlib.suppress(OSError):  # buffered bytes cannot be written either
                 self._file.close()
             raise UserError(
-                f"--out={self.path} cannot be written ({error.strerror}): {disk_remedy(error)}copy it to "
-                "another place; the same command answers the rest"
+                f"--out={self.path} cannot be written ({error.strerror}): {disk_remedy(error)}copy the file to "
+                "another disk, and run the same command with it to answer the rest"
             ) from None

@@ -1,8 +1,9 @@
-"""The size of the pool of keys and values: the memory that weights and the largest compiled step leave free.
+"""Computes the size of the KV cache: the memory that the weights and the largest compiled step leave free.
 
     pages = floor((limit - weights - largest step) / bytes of a page)
 
-Weights, step and page are compiled bytes, not estimates; what the runtime takes is in the steps. Pure arithmetic.
+The bytes of weights, steps and pages come from the compiler, not from estimates. Runtime overheads are counted in the
+steps. This module only does arithmetic.
 """
 
 import dataclasses
@@ -12,19 +13,23 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.train.user_errors import DoesNotFit
 
-# A first guess leaves this share of the limit to the steps; a guess that wastes less than it is kept.
+# Fraction of the limit that the first guess reserves for the steps. A guess that wastes less than this is accepted.
 SLACK = 0.0075
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Bytes on one device, and the pages and sequences that fit.
+    """Bytes on one device, and the KV cache pages and sequences that fit.
 
     Fields:
-      limit: available to programs. weights: of the model. steps: name of each compiled step -> what it takes beyond
-      weights and pool, the runtime's part included. page_bytes: of a page in all layers. page: positions of a page.
-      pages: of the pool, one of which is nobody's. sequences: rows of the step, that is at once at most. length:
-      positions of a sequence at most.
+      limit: bytes available to programs.
+      weights: bytes of the parameters.
+      steps: name of each compiled step -> bytes that it needs besides weights and KV cache, with runtime overheads.
+      page_bytes: bytes of one page in all layers.
+      page: positions per page.
+      pages: pages of the KV cache. One of them, the scratch page, holds no sequence.
+      sequences: maximum concurrent sequences, which is the number of rows of a step.
+      length: maximum positions per sequence.
     """
 
     limit: int
@@ -38,7 +43,7 @@ class Budget:
 
     @property
     def pool(self) -> int:
-        """Bytes of the pool."""
+        """Bytes of the KV cache."""
         return self.pages * self.page_bytes
 
     @property
@@ -53,22 +58,23 @@ class Budget:
 
     @property
     def positions(self) -> int:
-        """Positions that the pool holds."""
+        """Number of token positions that the KV cache can hold."""
         return (self.pages - 1) * self.page
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one position."""
+        """Bytes of the KV cache per token position."""
         return self.page_bytes // self.page
 
     def at_once(self, length: int) -> int:
-        """Returns how many sequences of `length` positions the pool holds; more than `sequences` of them wait for a
-        row."""
+        """Returns the number of sequences of `length` positions that fit the KV cache. If it exceeds `sequences`, the
+        others wait.
+        """
         return (self.pages - 1) // -(-length // self.page)
 
     @property
     def left(self) -> int:
-        """Bytes of the limit that stay free."""
+        """Bytes of the limit that remain free."""
         return self.limit - self.peak
 
     def to_json(self) -> dict[str, object]:
@@ -86,11 +92,11 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationPlan:
-    """The memory of generating from a config's model on a target.
+    """The memory of generation with a config's model on a target.
 
     Fields:
-      title: of the config. facts: how it is computed, a line each. budget: bytes on one device. reports: step -> its
-      memory report.
+      title: title of the config. facts: lines that describe how the model is computed. budget: bytes on one device.
+        reports: step -> its memory report.
     """
 
     title: str
@@ -100,39 +106,40 @@ class GenerationPlan:
 
 
 def lengths_of(longest: int, shortest: int = 256) -> list[int]:
-    """Returns the lengths to show: powers of two times `shortest`, and `longest` at the end."""
-    found, length = [], shortest
+    """Returns the sequence lengths to show: `shortest` times powers of two, then `longest`."""
+    lengths, length = [], shortest
     while length < longest:
-        found.append(length)
+        lengths.append(length)
         length *= 2
-    return [*found, longest]
+    return [*lengths, longest]
 
 
 def settle(
     limit: int, weights: int, page_bytes: int, most: int, measure: Callable[[int], Mapping[str, int]]
 ) -> tuple[int, Mapping[str, int]]:
-    """Returns (the number of pages that fits the limit, step -> its bytes with this number of pages).
+    """Returns (the number of pages that fit the limit, step -> bytes of the step with this number of pages).
 
     Args:
-      most: pages that are of any use. measure: compiles the steps with a number of pages, and gives what each takes
-      beyond weights and pool.
+      limit, weights, page_bytes: in bytes.
+      most: maximum number of pages that can be used.
+      measure: compiles the steps with a number of pages; returns step -> bytes besides weights and KV cache.
 
     Raises:
-      DoesNotFit: no page is left.
+      DoesNotFit: no page fits.
     """
     slack = int(SLACK * limit)
     pages, step = min((limit - weights - slack) // page_bytes, most), slack
     while True:
         if pages < 2:
             raise DoesNotFit(
-                f"the weights take {human(weights)} and the largest step {human(step)} of {human(limit)}: no "
-                f"page of {human(page_bytes)} is left; give more devices (--tensor=N or --fsdp=N), fewer "
-                "--sequences or a smaller --chunk"
+                f"the weights take {human(weights)} and the largest step {human(step)} of {human(limit)}, which "
+                f"leaves no {human(page_bytes)} for a page of keys and values: give more devices (--tensor=N or "
+                "--fsdp=N), fewer --sequences or a smaller --chunk"
             )
         steps = measure(pages)
         step = max(steps.values())
         exact = min((limit - weights - step) // page_bytes, most)
         if pages <= exact and (exact - pages) * page_bytes <= slack:
             return pages, steps
-        # Steps hardly depend on the pool; where one grows with it, less than what is left is taken.
+        # The bytes of a step hardly depend on the number of pages. If a step grows with it, more is reserved.
         slack, pages = 2 * slack, exact

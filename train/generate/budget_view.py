@@ -1,4 +1,4 @@
-"""A budget of generation in the terminal and as a page: what takes a device's memory, and how many sequences fit."""
+"""Shows the memory of generation in the terminal and as a page: bytes by part, and how many sequences fit."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from bytescope.train.generate.budget import Budget, GenerationPlan, lengths_of
 BAR = 40  # columns of the longest bar
 
 
-# The drawing of sequences against length, in its own units; both axes are logarithmic.
-WIDE, HIGH, LEFT, BELOW = 860, 260, 60, 30
+# Size and margins of the plot of sequences against length, in SVG units. Both axes are logarithmic.
+WIDTH, HEIGHT, LEFT, BELOW = 860, 260, 60, 30
 
 
 def budget_rows(plan: GenerationPlan) -> list[tuple[str, int, str]]:
-    """Returns (name, bytes, note) of each part of the limit."""
-    found = plan.budget
-    steps = "; ".join(f"{name} {human(size)}" for name, size in found.steps.items())
-    pages = f"{found.pages:,} pages of {found.page} positions, {human(found.token_bytes)} a position"
+    """Returns (name, bytes, note) of each part of the limit, and of the limit."""
+    budget = plan.budget
+    steps = "; ".join(f"{name} {human(size)}" for name, size in budget.steps.items())
+    pages = f"{budget.pages:,} pages of {budget.page} positions, {human(budget.token_bytes)} a position"
     return [
-        ("weights", found.weights, ""),
-        ("pool", found.pool, pages),
-        ("largest step", found.step, steps),
-        ("left", found.left, ""),
-        ("limit", found.limit, ""),
+        ("weights", budget.weights, ""),
+        ("pool", budget.pool, pages),
+        ("largest step", budget.step, steps),
+        ("left", budget.left, ""),
+        ("limit", budget.limit, ""),
     ]
 
 
 def sequences_by_length(plan: GenerationPlan) -> list[tuple[int, int]]:
-    """Returns (positions, sequences of this length that the pool holds)."""
+    """Returns (positions per sequence, number of such sequences that fit the KV cache) for the lengths to show."""
     return [(length, plan.budget.at_once(length)) for length in lengths_of(plan.budget.length)]
 
 
 def budget_view(plan: GenerationPlan) -> RenderableType:
-    """Returns the budget as the terminal shows it."""
+    """Returns the budget for the terminal."""
     parts = FigureTable(label(), figure(), words())
     for name, size, what in budget_rows(plan):
         parts.add(name, human(size), what)
@@ -59,25 +59,25 @@ def budget_view(plan: GenerationPlan) -> RenderableType:
         Text(),
         parts,
         Text(),
-        Prose("sequences that the pool holds, by the positions of each"),
+        Prose("sequences that fit the pool, by positions per sequence"),
         counts,
-        Prose(f"{sequences:,} of them have a row in a step (--sequences); more wait", "dim"),
+        Prose(f"at most {sequences:,} sequences run at the same time (--sequences); others wait", "dim"),
     )
 
 
 def budget_page(plan: GenerationPlan) -> str:
     """Returns the HTML page of the budget."""
-    found, reports = plan.budget, list(plan.reports.values())
+    budget, reports = plan.budget, list(plan.reports.values())
     title = f"Generation from {plan.title}"
     parts = [
-        {"name": name, "bytes": size, "share": 100 * size / found.limit, "what": what}
+        {"name": name, "bytes": size, "share": 100 * size / budget.limit, "what": what}
         for name, size, what in budget_rows(plan)
         if name != "limit"
     ]
     columns = (
         ("positions", "num", lambda row: f"{row[0]:,}"),
         ("sequences", "num", lambda row: f"{row[1]:,}"),
-        ("bytes of each", "num", lambda row: human(row[0] * found.token_bytes)),
+        ("bytes of each", "num", lambda row: human(row[0] * budget.token_bytes)),
     )
     return page(
         "generation",
@@ -90,50 +90,51 @@ def budget_page(plan: GenerationPlan) -> str:
         figures=[
             {
                 "name": "sequences",
-                "value": f"{found.at_once(found.length):,}",
+                "value": f"{budget.at_once(budget.length):,}",
                 "exact": "",
-                "note": f"of {found.length:,} positions, the longest",
+                "note": f"of {budget.length:,} positions, the longest",
             },
             {
                 "name": "pool",
-                "value": human(found.pool),
-                "exact": f"{found.pool:,} bytes",
-                "note": f"{found.positions:,} positions",
+                "value": human(budget.pool),
+                "exact": f"{budget.pool:,} bytes",
+                "note": f"{budget.positions:,} positions",
             },
         ],
         parts=parts,
-        limit=found.limit,
-        sequences=found.sequences,
+        limit=budget.limit,
+        sequences=budget.sequences,
         fits=table(columns, sequences_by_length(plan)),
-        drawing=drawing(found),
+        drawing=drawing(budget),
     )
 
 
-def drawing(found: Budget) -> dict[str, Any]:
-    """Returns the curve of sequences by length: its points, ticks of both axes, and the rows of a step as a line
-    across."""
-    shortest, longest = found.page, max(found.length, 2 * found.page)
-    most = max(found.at_once(shortest), found.sequences, 2)
+def drawing(budget: Budget) -> dict[str, Any]:
+    """Returns the data of the plot of sequences by length: points, axis ticks, and the height of the line for
+    --sequences.
+    """
+    shortest, longest = budget.page, max(budget.length, 2 * budget.page)
+    most = max(budget.at_once(shortest), budget.sequences, 2)
 
     def x(length: float) -> float:
-        return LEFT + (WIDE - LEFT) * math.log(length / shortest) / math.log(longest / shortest)
+        return LEFT + (WIDTH - LEFT) * math.log(length / shortest) / math.log(longest / shortest)
 
     def y(count: float) -> float:
-        return (HIGH - BELOW) * (1 - math.log(max(count, 1)) / math.log(most))
+        return (HEIGHT - BELOW) * (1 - math.log(max(count, 1)) / math.log(most))
 
     points = []
     for length in lengths_of(longest, shortest):
-        count = found.at_once(length)
+        count = budget.at_once(length)
         points.append({"x": x(length), "y": y(count), "title": f"{count:,} sequences of {length:,} positions"})
     return {
-        "width": WIDE + 20,
-        "height": HIGH + 14,
+        "width": WIDTH + 20,
+        "height": HEIGHT + 14,
         "left": LEFT,
-        "bottom": HIGH - BELOW,
+        "bottom": HEIGHT - BELOW,
         "points": points,
         "line": " ".join(f"{point['x']:.1f},{point['y']:.1f}" for point in points),
-        "rows": y(found.sequences),
-        "right": WIDE,
+        "rows": y(budget.sequences),
+        "right": WIDTH,
         "lengths": [{"x": x(16 * 4**n), "text": f"{16 * 4**n:,}"} for n in range(12) if 16 * 4**n <= longest],
         "counts": [{"y": y(10**n), "text": f"{10**n:,}"} for n in range(9) if 10**n <= most],
     }

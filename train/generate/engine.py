@@ -1,8 +1,8 @@
-"""The engine: each step computes pieces of prompts, or the next token of each running sequence.
+"""The generation engine: each step computes pieces of prompts, or the next token of each running sequence.
 
-Prompts go through in chunks, so that a long one does not hold up the others for long (Agrawal et al. 2023, arXiv
-2308.16369). Sequences join and leave between steps (Yu et al. 2022, Orca). Where pages run out, the sequence that came
-last gives its own back and is computed again later: its tokens stay as they are.
+Prompts are computed in chunks, so that a long prompt does not delay the other sequences for long (Agrawal et al. 2023,
+arXiv 2308.16369). Sequences join and leave between steps (Yu et al. 2022, Orca). If no page is free, the newest
+sequence gives its pages back and is recomputed later; its tokens do not change.
 """
 
 from collections import deque
@@ -18,7 +18,8 @@ from bytescope.train.generate.sampling import Draws
 from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.user_errors import UserError
 
-# Steps of prompts that those under way wait for: fewer and each step has few rows, more and they stand still.
+# Maximum number of prompt steps in a row while running sequences wait. With fewer, steps have few rows; with more,
+# running sequences stall.
 PATIENCE = 4
 
 
@@ -26,11 +27,12 @@ class Engine:
     """Generates tokens: `submit` requests, then call `step` until none is left, or iterate over `answers`.
 
     Args:
-      steps: the programs. params: the model's parameters, as `steps.model.shapes`. sizes: of everything.
+      steps: the compiled programs. params: parameters with the shapes and shardings of `steps.model.shapes`. sizes:
+        the static shapes.
 
     Attributes:
-      pages: whose each page is. running: the requests under way. preempted: how often a sequence gave its pages back.
-      count: steps run so far.
+      pages: the owners of the KV cache pages. running: the requests that are being answered. preempted: number of
+        times that a sequence gave its pages back. count: number of steps so far.
     """
 
     def __init__(self, steps: Steps, params: Any, sizes: EngineSizes):
@@ -39,24 +41,24 @@ class Engine:
         self._steps, self._params, self._pools = steps, params, steps.make_pools(sizes.pages)
         self._waiting: deque[Running] = deque()
         self.running: list[Running] = []
-        self._waited = 0  # steps of prompts that others have waited for
+        self._waited = 0  # prompt steps in a row while running sequences waited
         self._submitted = 0
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Running:
-        """Takes a request.
+        """Adds a request to the queue.
 
         Raises:
-          UserError: it can never fit.
+          UserError: the request is empty or can never fit.
         """
         length = len(request.tokens) + request.most
         if not request.tokens:
-            raise UserError("an empty prompt: give at least one token")
+            raise UserError("the prompt is empty: give at least one token")
         if length > self.sizes.length:
             raise UserError(
-                f"{len(request.tokens)} tokens of a prompt and {request.most} to generate are more than "
-                f"{self.sizes.length} positions, the most of a sequence here: shorten one of them"
+                f"{len(request.tokens)} prompt tokens and {request.most} new tokens exceed the maximum of "
+                f"{self.sizes.length} positions per sequence: shorten the prompt or generate fewer tokens"
             )
         if -(-length // PAGE) > self.sizes.pages - 1:
             raise UserError(
@@ -70,18 +72,18 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
+        """True if any request is waiting or running."""
         return bool(self._waiting or self.running)
 
     def answers(self, requests: Iterable[Request]) -> Iterator[Running]:
-        """Submits the requests and yields each as it ends."""
+        """Submits the requests and yields each request when it ends."""
         for request in requests:
             self.submit(request)
         while self.busy:
             yield from (one for one in self.step() if one.ended)
 
     def finish(self, one: Running) -> None:
-        """Ends a request early, with `ended` "text"."""
+        """Ends a request early and sets its `ended` to "text"."""
         if not one.ended:
             one.ended = "text"
         if one in self.running:
@@ -91,7 +93,9 @@ class Engine:
         self.pages.take(one.pages)
 
     def preempt(self, one: Running) -> None:
-        """Takes the pages of a running request. The request waits at the front of the queue and is computed again."""
+        """Takes the pages of a running request away. The request waits at the front of the queue and is recomputed
+        later.
+        """
         self.running.remove(one)
         self.pages.take(one.pages)
         one.computed = one.known = 0
@@ -101,8 +105,10 @@ class Engine:
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[Running]:
-        """Runs one step: pieces of prompts, or one token of each running sequence, which waits for at most PATIENCE
-        steps of prompts. Returns the requests that got a token."""
+        """Runs one step, which computes pieces of prompts or one token of each running sequence.
+
+        Running sequences wait for at most PATIENCE prompt steps in a row. Returns the requests that got a token.
+        """
         self._admit()
         behind = [one for one in self.running if one.missing > 1]
         ready = [one for one in self.running if one.missing == 1]
@@ -120,25 +126,26 @@ class Engine:
         self._room(wanted)
         pieces = []
         for one in behind:
-            if one in self.running:  # not preempted for want of pages
+            if one in self.running:  # was not preempted by _room
                 pieces += [(one, start) for start in range(one.computed, wanted[one.number], width)]
         return self._run(pieces, width)
 
     def _width(self, behind: Sequence[Running]) -> int:
-        """Returns the width of the pieces with which a step computes the most tokens of these prompts. Of several such
-        widths it is the largest, since the tokens of a piece read the pages of their sequence together."""
+        """Returns the piece width with which a step computes the most prompt tokens. If several are equal, returns the
+        largest, since the tokens of a piece read the pages of their sequence together.
+        """
 
         def useful(width: int) -> int:
-            left, found = self.sizes.chunk // width, 0
+            left, total = self.sizes.chunk // width, 0
             for one in behind:
                 taken = min(-(-one.missing // width), left)
-                left, found = left - taken, found + min(one.missing, taken * width)
-            return found
+                left, total = left - taken, total + min(one.missing, taken * width)
+            return total
 
         return max(self.sizes.widths, key=lambda width: (useful(width), width))
 
     def _admit(self) -> None:
-        """Starts waiting requests in their order while there are rows, and pages for the next prompt."""
+        """Starts waiting requests in order, while rows and pages are free."""
         while self._waiting and len(self.running) < self.sizes.sequences:
             one = self._waiting[0]
             if -(-len(one.tokens) // PAGE) > self.pages.free:
@@ -149,10 +156,11 @@ class Engine:
             self.running.append(one)
 
     def _room(self, wanted: Mapping[int, int]) -> None:
-        """Gives sequences the pages for `wanted`, number -> positions. If pages run out, the last sequence is
-        preempted."""
+        """Gives sequences the pages for `wanted`, request number -> positions. If pages run out, the newest sequence
+        is preempted.
+        """
         for one in list(self.running):
-            while one.number in wanted and one in self.running:  # it may be preempted for one before it
+            while one.number in wanted and one in self.running:  # an earlier sequence may have preempted it
                 try:
                     self.pages.give(one.pages, wanted[one.number])
                     break
@@ -160,8 +168,11 @@ class Engine:
                     self.preempt(self.running[-1])
 
     def _run(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
-        """Computes up to `width` tokens of each (sequence, start), and adds the next token to each sequence whose
-        tokens are all computed. Returns these sequences."""
+        """Computes up to `width` tokens of each (sequence, start), and adds the next token to each completely computed
+        sequence.
+
+        Returns the sequences that got a token.
+        """
         if not pieces:
             return []
         rows = self.sizes.rows(len(pieces), width)
@@ -201,7 +212,7 @@ class Engine:
 
 
 def _draws(some: Sequence[Running], rows: int) -> Draws:
-    """Returns the sampling settings of these rows; unused rows take the most likely token."""
+    """Returns the sampling settings of these rows. Unused rows take the most likely token."""
 
     def column(field: str, dtype: Any) -> np.ndarray:
         out = np.zeros(rows, dtype)

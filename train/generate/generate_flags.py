@@ -1,4 +1,4 @@
-"""Flags of the commands that generate, or predict the memory of it: devices, pool, sampling; and their checks."""
+"""Flags shared by `generate`, `score`, `quantize` and `report --generate`: devices, KV cache and sampling."""
 
 from __future__ import annotations
 
@@ -10,174 +10,182 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.units import parse_bytes
 from bytescope.train.user_errors import UserError
 
-# What keys and values are stored in -> the name of its dtype; "" for the dtype that is computed in.
+# Value of --kv -> dtype in which keys and values are stored; "" means the compute dtype.
 KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
 KERNELS = ("blocks", "gather", "triton")
 DTYPES = ("float32", "bfloat16", "float16")
-# How weights of the blocks may be stored: rows of FORMATS of model/quantized/quantized_formats.py.
+# Storage formats of block weights: rows of FORMATS in model/quantized/quantized_formats.py.
 STORED_WEIGHTS = ("int4_g32", "int4_g64", "int4_g128", "nf4", "int8")
-PAGE = 16  # positions of a page, as in model/paged/page_pool.py
-FLAGS = {"tensor": 1, "fsdp": 1, "sequences": 1, "length": 2}  # flag -> least value
-# TEMPERATURE also holds for the sample at the end of a run. At 0, models that were trained for minutes repeat their
-# most likely token.
+PAGE = 16  # positions per page, the same as in model/paged/page_pool.py
+FLAGS = {"tensor": 1, "fsdp": 1, "sequences": 1, "length": 2}  # flag -> min value
+# TEMPERATURE is also used for the sample at the end of a run. At temperature 0, models that were trained for minutes
+# repeat their most likely token.
 MAX_TOKENS, TEMPERATURE = 256, 0.8
 
 
 def add_dtype(parser: argparse._ActionsContainer) -> None:
-    """Adds the dtype of weights and arithmetic."""
+    """Adds --dtype, the dtype of weights and arithmetic."""
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
         metavar="DTYPE",
         default="",
-        help="float32, bfloat16 or float16, of weights and arithmetic (default: float32 on a CPU, else bfloat16)",
+        help="dtype of weights and arithmetic: float32, bfloat16 or float16 (default: float32 on a CPU, else bfloat16)",
     )
 
 
 def add_weights(parser: argparse._ActionsContainer) -> None:
-    """Adds the format in which the weights of a config are stored; a folder of weights has its own."""
+    """Adds --weights, the storage format of a config's weights. A folder of weights has its own format."""
     parser.add_argument(
         "--weights",
         choices=STORED_WEIGHTS,
         metavar="NAME",
         default="",
-        help=f"{', '.join(STORED_WEIGHTS)}: of the "
-        "blocks, unpacked layer by layer; int4 as bytescope quantize writes them (default: --dtype)",
+        help="storage format of the block weights, which are dequantized layer by layer: "
+        f"{', '.join(STORED_WEIGHTS)}; bytescope quantize writes the int4 formats (default: unquantized in --dtype)",
     )
 
 
 def add_devices(parser: argparse._ActionsContainer) -> None:
-    """Adds the numbers of devices over which the model is sharded."""
+    """Adds --tensor and --fsdp, the numbers of devices over which the model is sharded."""
     parser.add_argument(
         "--tensor",
         type=int,
         default=1,
         metavar="N",
-        help="number of devices to split heads, MLP width and vocabulary over (default 1)",
+        help="number of tensor-parallel devices, which divide heads, MLP width and vocabulary (default 1)",
     )
     parser.add_argument(
-        "--fsdp", type=int, default=1, metavar="N", help="devices that share the width of all weights (default 1)"
+        "--fsdp", type=int, default=1, metavar="N", help="number of devices to shard all weights over (default 1)"
     )
 
 
 def add_pool(parser: argparse._ActionsContainer) -> None:
-    """Adds the size of the pool of keys and values, and the number of sequences that share it."""
+    """Adds the flags that decide the size of the KV cache: number and length of sequences, chunk, storage dtype,
+    kernel.
+    """
     parser.add_argument(
-        "--sequences", type=int, metavar="N", help="under way at once at most (default: 8 on a CPU, else 64)"
+        "--sequences", type=int, metavar="N", help="maximum concurrent sequences (default: 8 on a CPU, else 64)"
     )
     parser.add_argument(
         "--length",
         type=int,
         metavar="N",
-        help="tokens of a sequence at most (default: what the requests need, or the model takes)",
+        help="maximum tokens per sequence (default: what the requests need, up to the model's limit)",
     )
     parser.add_argument(
         "--chunk",
         type=int,
         metavar="N",
-        help="tokens of prompts in one step, a multiple of 16 (default: 64 on a CPU, else 512)",
+        help="maximum prompt tokens per step, a multiple of 16 (default: 64 on a CPU, else 512)",
     )
     parser.add_argument(
         "--kv",
         choices=tuple(KV),
         default="compute",
         metavar="DTYPE",
-        help="compute, int8 or fp8: how "
-        "keys and values are stored; 8 bits halve the pool (default: as they are computed)",
+        help="dtype of the KV cache: compute (the compute dtype), int8 or fp8; 8 bits halve the bytes per position "
+        "(default: compute)",
     )
     parser.add_argument(
         "--kernel",
         choices=KERNELS,
         default="blocks",
         metavar="NAME",
-        help="blocks, gather or triton: how attention reads the pages; triton on one GPU (default blocks)",
+        help="attention kernel that reads the KV cache: blocks, gather, or on one GPU triton (default blocks)",
     )
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the weights, their dtype, the devices and the pool."""
+    """Adds the weights, their dtype, the devices and the KV cache."""
     parser.add_argument(
         "source",
         type=user_path,
         metavar="RUN_OR_FOLDER",
-        help="the directory of a run, as train wrote it, or a folder as Hugging Face has it",
+        help="run directory that bytescope train wrote, or a folder of Hugging Face weights",
     )
-    parser.add_argument("--step", type=int, metavar="N", help="of a run the checkpoint of this step (default: newest)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="for a run: read the checkpoint of step N (default: the newest)"
+    )
     add_dtype(parser)
     add_devices(parser)
     add_pool(parser)
     parser.add_argument(
         "--limit",
         metavar="SIZE",
-        help="bytes of a device to use, such as 20GiB (default: all that is available; of a CPU's memory half)",
+        help="device memory to use, such as 20GiB (default: all available memory; on a CPU, half of it)",
     )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds how tokens are chosen and when an answer ends."""
+    """Adds the flags that decide how tokens are sampled and when an answer ends."""
     parser.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"maximum new tokens per answer (default "
-        f"{MAX_TOKENS}, or the model's room after the prompt if that is less)",
+        help=f"maximum new tokens per answer (default {MAX_TOKENS}, or fewer if the model has no more positions)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=TEMPERATURE,
         metavar="T",
-        help="sampling "
-        f"temperature (default {TEMPERATURE}); 0 takes the most likely token, with which small models "
-        "repeat themselves",
+        help=f"sampling temperature (default {TEMPERATURE}); 0 always takes the most likely token, with which small "
+        "models repeat themselves",
     )
     parser.add_argument(
         "--top-k",
         type=int,
         default=0,
         metavar="K",
-        help="sample from the K most likely tokens, including ties with the K-th, as transformers does",
+        help="sample from the K most likely tokens, including ties with the K-th; 0: all tokens (default 0)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="sample from the most likely tokens whose probabilities add up to P",
+        help="sample from the most likely tokens whose probabilities add up to P (default 1: all tokens)",
     )
     parser.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the top probability"
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop tokens below P times the top probability (default 0: drop none)",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="of what is drawn; row N of a file has seed + N unless it says another",
+        help="random seed of sampling (default 0); row N of a file of prompts uses seed + N unless it has its own seed",
     )
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end the answer where it says this; may be given again",
+        help="end the answer when it contains TEXT; repeat the flag for several texts",
     )
-    parser.add_argument("--ignore-end", action="store_true", help="go on behind the token that ends a text")
+    parser.add_argument(
+        "--ignore-end", action="store_true", help="continue the answer after the token that ends a text"
+    )
 
 
 def check_pool(args: argparse.Namespace) -> None:
-    """Raises ReportError for a value of the devices or the pool that is out of range."""
-    for name, least in FLAGS.items():
+    """Raises ReportError if a flag of the devices or of the KV cache is out of range."""
+    for name, minimum in FLAGS.items():
         value = getattr(args, name)
-        if value is not None and value < least:
-            raise ReportError(f"--{name}={value}: give {least} or more")
+        if value is not None and value < minimum:
+            raise ReportError(f"--{name}={value}: give {minimum} or more")
     if args.chunk is not None and (args.chunk < PAGE or args.chunk % PAGE):
         raise ReportError(f"--chunk={args.chunk}: give a multiple of {PAGE}")
 
 
 def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
-    """Returns (flag, value) of the flags of dtype, devices, pool and weights that differ from their defaults."""
-    usual = {
+    """Returns (flag, value) of each flag for dtype, devices, KV cache and weights that differs from its default."""
+    defaults = {
         "dtype": "",
         "tensor": 1,
         "fsdp": 1,
@@ -188,18 +196,18 @@ def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
         "kernel": "blocks",
         "weights": "",
     }
-    values = {name: getattr(args, name, default) for name, default in usual.items()}
-    return [(name, value) for name, value in values.items() if value != usual[name]]
+    values = {name: getattr(args, name, default) for name, default in defaults.items()}
+    return [(name, value) for name, value in values.items() if value != defaults[name]]
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError or ReportError for a value that is out of range."""
+    """Raises UserError or ReportError if the value of a flag is out of range."""
     check_pool(args)
-    least = {"max_tokens": 1, "top_k": 0, "seed": 0}
-    for name, low in least.items():
+    minimums = {"max_tokens": 1, "top_k": 0, "seed": 0}
+    for name, minimum in minimums.items():
         value = getattr(args, name, None)
-        if value is not None and value < low:
-            raise UserError(f"--{name.replace('_', '-')}={value}: give {low} or more")
+        if value is not None and value < minimum:
+            raise UserError(f"--{name.replace('_', '-')}={value}: give {minimum} or more")
     if getattr(args, "seed", 0) >= 2**32:
         raise UserError(f"--seed={args.seed}: give less than 2**32")
     temperature = getattr(args, "temperature", 0.0)
@@ -208,7 +216,7 @@ def check(args: argparse.Namespace) -> None:
     for name in ("top_p", "min_p"):
         share = getattr(args, name, 1.0)
         if not 0 <= share <= 1:
-            raise UserError(f"--{name.replace('_', '-')}={share}: give 0 to 1")
+            raise UserError(f"--{name.replace('_', '-')}={share}: give a number from 0 to 1")
     if any(not text for text in getattr(args, "stop", [])):
         raise UserError("--stop=: give a text that ends an answer")
     if args.limit is not None:
@@ -221,7 +229,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def start_devices(args: argparse.Namespace) -> None:
-    """Starts jax on the devices that the arguments of a command name; for commands that load weights."""
+    """Starts jax on the devices that the arguments name. Used by commands that load weights."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
     if choose_platform() == "cpu":  # before jax is imported

@@ -1,4 +1,4 @@
-"""Models to generate from: trained weights of a run or of a folder, and a config's model placed on devices."""
+"""Models to generate from: the trained weights of a run or of a folder, and a config's model placed on devices."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from bytescope.train.weights.load import dotted, load_params
 from bytescope.train.weights.packed_folder import PackedFolder, load_packed
 from bytescope.train.weights.stacks import by_array
 
-# A dtype to compute in -> the row of precisions that has it.
+# Compute dtype -> name of the precision with this compute dtype.
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-UNQUANTIZED = "bf16"  # the row of FORMATS of weights that are not quantized, whatever their dtype
-Tell = Callable[[int, int], None]  # called with the bytes read and the bytes to read
+UNQUANTIZED = "bf16"  # the row of FORMATS for unquantized weights of any dtype
+Tell = Callable[[int, int], None]  # called with (bytes read so far, total bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Model:
     """A model on devices, described by shapes and shardings without any array.
 
     Fields:
-      config: layers on their own, so that no step copies one out of a stack. graph, shapes: of the Transformer, its
-      parameters in the dtype they are computed in, with shardings. layout: of the devices, on fsdp and tensor.
+      config: the model's config, with layers that are not stacked, so that no step copies a layer out of a stack.
+      precision: dtypes of parameters and computation.
+      graph, shapes: graph and abstract parameters of the Transformer. Parameters have the compute dtype and shardings.
+      layout: the devices, as a mesh with the axes fsdp and tensor.
     """
 
     config: ModelConfig
@@ -60,14 +62,16 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Trained weights to generate from, and how they read text.
+    """Trained weights to generate from, and their tokenizer.
 
     Fields:
-      title: for people. origin: the run or the folder that was opened. config: of the model and its tokenizer.
+      title: the source in messages. origin: the opened run or folder. config: config of the model and its tokenizer.
       read: reads the parameters of a model with this config onto its devices.
-      parameter: reads one parameter by our dotted path with the numbers of layer and expert; None if the weights are
-      quantized. tokenizer: None if there is none; then requests are token ids. begin: ids before a text. ends: ids
-      that end an answer. length: maximum positions of a sequence. base: how weights are stored, a row of FORMATS.
+      parameter: reads one parameter by its dotted path with the numbers of layer and expert; None for quantized
+        weights.
+      tokenizer: None if the source has none; then requests must be token ids.
+      begin: ids in front of every text. ends: ids that end an answer.
+      length: maximum positions per sequence. base: storage format of the weights, a row of FORMATS.
     """
 
     title: str
@@ -83,17 +87,17 @@ class Source:
 
 
 def open_source(path: Path, step: int | None = None) -> Source:
-    """Opens a run at the checkpoint of `step`, by default its newest, or a folder of weights.
+    """Opens a run at the checkpoint of `step` (default: the newest checkpoint), or a folder of weights.
 
     Raises:
-      UserError: `path` is neither, or damaged.
+      UserError: `path` is neither, or it is damaged.
     """
-    found = find_source(path, RunPath, WeightsPath)
-    if isinstance(found, RunPath):
-        return _source_of_run(SavedRun.open(found.path, step))
+    source_path = find_source(path, RunPath, WeightsPath)
+    if isinstance(source_path, RunPath):
+        return _source_of_run(SavedRun.open(source_path.path, step))
     if step is not None:
-        raise UserError(f"--step={step}: {path} is no run, which alone has checkpoints; leave it out")
-    return _source_of_folder(found.path)
+        raise UserError(f"--step={step}: {path} is a folder of weights, which has no checkpoints; leave it out")
+    return _source_of_folder(source_path.path)
 
 
 def _source_of_run(run: SavedRun) -> Source:
@@ -150,7 +154,7 @@ def _source_of_folder(path: Path) -> Source:
     tokenizer: Tokenizer | None = None
     if os.path.isfile(path / TOKENIZER):
         tokenizer = load_tokenizer(str(path), "the tokenizer of the folder", "parse")
-    elif config.data.tokenizer == ByteTokenizer.name:  # train reads a vocabulary of 256 as bytes too
+    elif config.data.tokenizer == ByteTokenizer.name:  # a vocabulary of 256 means bytes, as in bytescope train
         tokenizer = ByteTokenizer()
 
     def read(model: Model, tell: Tell) -> Any:
@@ -183,29 +187,30 @@ def describe_model(
 ) -> Model:
     """Describes the model of a config on fsdp x tensor devices.
 
-    dtype: of its parameters, to compute in, a row of DTYPES; "" for float32 on a CPU, bfloat16 elsewhere. base: how the
-    weights of its blocks are stored, a row of FORMATS.
+    dtype: dtype of parameters and computation, a key of DTYPES; "" means float32 on a CPU and bfloat16 elsewhere.
+    base: storage format of the block weights, a row of FORMATS.
 
     Raises:
-      UserError: it does not divide over them, or inputs of a weight are no whole groups.
+      UserError: the model cannot be sharded over the devices, or cannot be stored in this format.
     """
     if fsdp * tensor > len(devices):
         raise UserError(
-            f"--fsdp={fsdp} --tensor={tensor}: {fsdp * tensor} devices are needed, and there are {len(devices)}"
+            f"--fsdp={fsdp} --tensor={tensor} need {fsdp * tensor} devices, and {len(devices)} are available: "
+            "give smaller numbers"
         )
     layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), "fsdp": fsdp, "tensor": tensor}, devices[: fsdp * tensor]))
     platform = devices[0].platform
     keys = {**config.model.to_dict(), "scan": False, "dropout": 0.0}
     if keys["experts"]:
-        if keys["moe_kernel"] == "capacity":  # it drops rows beyond the capacity, so answers would depend on the batch
+        if (
+            keys["moe_kernel"] == "capacity"
+        ):  # it drops tokens beyond the capacity, so that answers would depend on the batch
             keys["moe_kernel"] = "auto"
         keys["moe_kernel"], _ = choose_moe_kernel(ModelConfig.from_dict(keys), platform)
     model = ModelConfig.from_dict(keys)
     if base != UNQUANTIZED and (model.experts or model.attention_kind != "gqa"):
         what = "experts" if model.experts else "latent attention"
-        raise UserError(
-            f"weights in {base} of a model with {what}: those of dense layers alone are read so; leave --weights out"
-        )
+        raise UserError(f"--weights={base}: a model with {what} can only be read unquantized; leave --weights out")
     precision = precision_of(dtype, platform)
     precision = dataclasses.replace(precision, param=precision.compute)
     try:
@@ -228,8 +233,10 @@ def describe_model(
 
 
 def precision_of(dtype: str, platform: str) -> Precision:
-    """Returns the precision of float32 parameters that are computed in `dtype`, a key of DTYPES; "" stands for float32
-    on a CPU and bfloat16 elsewhere."""
+    """Returns the precision with float32 parameters and the compute dtype `dtype`.
+
+    `dtype` is a key of DTYPES; "" means float32 on a CPU and bfloat16 elsewhere.
+    """
     settings = trainer.get_config().precision
     settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
-    return Precision.of(settings)
+    return Precision.from_config(settings)

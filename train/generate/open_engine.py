@@ -1,4 +1,4 @@
-"""Opens an engine or a scorer: weights on the available devices, and the pool of pages that fits beside them."""
+"""Opens an engine or a scorer: weights on the available devices, and the largest KV cache that fits next to them."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.source import title_of
 from bytescope.train.user_errors import DoesNotFit, UserError
 
-# Of a CPU's memory, which the system needs too.
+# Fraction of a CPU's memory that is used by default. The rest is left to the operating system and other programs.
 CPU_SHARE = 0.5
-# Platform -> sequences at once, tokens of prompts in a step: a CPU is soon busy, a GPU wants many rows.
+# Platform -> (maximum concurrent sequences, prompt tokens per step). A GPU needs more rows than a CPU to be busy.
 DEFAULTS = {"cpu": (8, 64)}
 OTHERS = (64, 512)
 
 
 def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int, count: int | None) -> EngineSizes:
-    """Returns the sizes of an engine whose pool is not known yet: 0 pages.
+    """Returns the sizes of an engine before the size of its KV cache is known, with 0 pages.
 
-    longest: max positions of the model. needed: positions of the longest request. count: number of requests; None if
-    more may come.
+    longest: maximum positions of the model. needed: positions of the longest request. count: number of requests; None
+    if more may come.
 
     Raises:
-      UserError: --length is more than the model takes.
+      UserError: --length is larger than the model's maximum.
     """
     sequences, chunk = DEFAULTS.get(platform, OTHERS)
     if args.length is not None and args.length > longest:
-        raise UserError(f"--length={args.length}: the model takes {longest} positions; give at most that")
+        raise UserError(f"--length={args.length}: the model has {longest} positions; give at most that number")
     sequences = args.sequences or min(sequences, count or sequences)
-    if args.length is None:  # powers of two, so that programs are found again in the compilation cache
+    if args.length is None:  # powers of two, so that later runs find the programs in the compilation cache
         length = PAGE
         while length < min(needed, longest):
             length *= 2
@@ -64,39 +64,41 @@ def budget(
     target: Target,
     tell: Callable[[str], None] = lambda name: None,
 ) -> tuple[Budget, dict[str, ReportRecord]]:
-    """Compiles the steps; returns the budget with the pool that fits the limit, and step -> its memory report.
+    """Compiles the steps; returns the budget with the largest KV cache that fits the limit, and step -> its memory
+    report.
 
-    drawing: whether tokens are drawn; both where nobody knows yet.
+    limit: bytes available on one device. drawing: whether tokens are sampled; (False, True) if both are possible.
+    tell: is called with the name of each step before it is compiled.
 
     Raises:
-      DoesNotFit: none does.
+      DoesNotFit: no page fits.
     """
     reports: dict[str, ReportRecord] = {}
-    # A prompt ends in a token, too; drawing it takes what of one row is nothing beside the rest.
+    # The prompt step also samples a token at the end of a prompt, which adds little memory.
     shapes = {"one token each, drawn" if drawn else "one token each": (sizes.sequences, 1, drawn) for drawn in drawing}
     shapes["prompts"] = sizes.rows(1, sizes.chunk), sizes.chunk, drawing[-1]
 
     def measure(pages: int) -> dict[str, int]:
-        found = {}
+        extra_bytes = {}
         for name, (rows, width, drawn) in shapes.items():
             tell(name)
             reports[name] = steps.report(with_pages(sizes, pages), rows, width, drawn, target)
-            found[name] = steps.extra_bytes(with_pages(sizes, pages), reports[name])
-        return found
+            extra_bytes[name] = steps.extra_bytes(with_pages(sizes, pages), reports[name])
+        return extra_bytes
 
     most = sizes.sequences * sizes.table + 1
     pages, extra = settle(limit, steps.weight_bytes, steps.page_bytes, most, measure)
-    found = Budget(limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length)
-    return found, reports
+    result = Budget(limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length)
+    return result, reports
 
 
 def with_pages(sizes: EngineSizes, pages: int) -> EngineSizes:
-    """The same sizes with so many pages."""
+    """Returns the sizes with this number of pages."""
     return dataclasses.replace(sizes, pages=pages)
 
 
-def _steps_here(args: argparse.Namespace, source: Source) -> Steps:
-    """The programs of a source's model for the devices of this process."""
+def _local_steps(args: argparse.Namespace, source: Source) -> Steps:
+    """Returns the programs of a source's model for the devices of this process."""
     return _steps(args, source.config, jax.devices(), source.base)
 
 
@@ -105,52 +107,56 @@ def _steps(args: argparse.Namespace, config: ConfigDict, devices: Sequence[jax.D
     return Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
 
 
-def limit_here(args: argparse.Namespace, device: jax.Device) -> int:
-    """Returns the bytes of a device that may be used: --limit, or by default all, and half of a CPU's memory."""
+def local_limit(args: argparse.Namespace, device: jax.Device) -> int:
+    """Returns the bytes of a device that may be used: --limit; by default all available bytes, or half of them on a
+    CPU.
+    """
     available = limit_bytes(device)
     return budget_of(args.limit or "", int(CPU_SHARE * available) if device.platform == "cpu" else available, "--limit")
 
 
 def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> GenerationPlan:
-    """Returns the memory of generating from a config's model on a target, which may be a described one.
+    """Returns the memory of generation with a config's model on a target, which need not be present.
 
     Raises:
-      DoesNotFit: no page is left. UserError: what the user can mend.
+      DoesNotFit: the weights leave no memory for the KV cache.
+      UserError: a mistake of the user.
     """
     devices = target.devices()
     base = args.weights or UNQUANTIZED
     steps = _steps(args, config, devices, base)
     longest = config.model.max_seq_len
     sizes = sizes_of(args, devices[0].platform, longest, longest, None)
-    found, reports = budget(steps, sizes, target.limit_bytes, (False, True), target)
+    planned, reports = budget(steps, sizes, target.limit_bytes, (False, True), target)
     share = f"sharded over fsdp {args.fsdp} x tensor {args.tensor}" if args.fsdp * args.tensor > 1 else "one device"
     weights = jax.numpy.dtype(steps.model.precision.compute).name
     if base != UNQUANTIZED:
         weights = f"{format_of(base).summary}, the rest {weights}"
     facts = (
         f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
-        f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
+        f"{sizes.sequences} concurrent sequences of up to {sizes.length:,} positions, prompts in steps of "
         f"{sizes.chunk} tokens",
     )
-    return GenerationPlan(title_of(name), facts, found, reports)
+    return GenerationPlan(title_of(name), facts, planned, reports)
 
 
 def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None, drawing: bool) -> Engine:
-    """Opens an engine for requests of up to `needed` positions, with its weights loaded. On a terminal it first prints
-    the memory.
+    """Opens an engine for requests of up to `needed` positions, with loaded weights. On a terminal it prints the
+    memory first.
 
-    count: how many requests there are, None where more may come. drawing: whether any of them draws.
+    count: number of requests; None if more may come. drawing: whether any request samples tokens.
 
     Raises:
-      DoesNotFit: the weights leave no room. UserError: what the user can mend.
+      DoesNotFit: the weights leave no memory for the KV cache.
+      UserError: a mistake of the user.
     """
-    steps, device = _steps_here(args, source), jax.local_devices()[0]
-    limit = limit_here(args, device)
+    steps, device = _local_steps(args, source), jax.local_devices()[0]
+    limit = local_limit(args, device)
     sizes = sizes_of(args, device.platform, source.length, needed, count)
     console = Console(stderr=True)
-    with contextlib.ExitStack() as shown:
-        status = shown.enter_context(console.status("compiling")) if console.is_terminal else None
-        found, _ = budget(
+    with contextlib.ExitStack() as stack:
+        status = stack.enter_context(console.status("compiling")) if console.is_terminal else None
+        planned, _ = budget(
             steps,
             sizes,
             limit,
@@ -160,23 +166,24 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
         )
     if console.is_terminal:
         console.print(
-            f"weights {human(found.weights)}, pool {human(found.pool)} for {found.positions:,} positions, "
-            f"largest step {human(found.step)}; {human(found.limit)} available",
+            f"weights {human(planned.weights)}, pool {human(planned.pool)} for {planned.positions:,} positions, "
+            f"largest step {human(planned.step)}; {human(planned.limit)} available",
             highlight=False,
         )
     with progress(None, "reading weights", "bytes", console) as bar:
         params = source.read(steps.model, bar.show)
-    return Engine(steps, params, with_pages(sizes, found.pages))
+    return Engine(steps, params, with_pages(sizes, planned.pages))
 
 
 def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple[Scorer, Any]:
-    """Opens (the programs that score texts of up to `longest` tokens, the weights).
+    """Returns (the programs that score texts of up to `longest` tokens, the weights on the devices).
 
     Raises:
-      DoesNotFit: weights, pages and temporaries do not. UserError: what the user can mend.
+      DoesNotFit: weights, KV cache and temporaries do not fit.
+      UserError: a mistake of the user.
     """
-    steps, device = _steps_here(args, source), jax.local_devices()[0]
-    limit = limit_here(args, device)
+    steps, device = _local_steps(args, source), jax.local_devices()[0]
+    limit = local_limit(args, device)
     scorer = Scorer(steps, longest, args.chunk or DEFAULTS.get(device.platform, OTHERS)[1])
     if scorer.bytes > limit:
         raise DoesNotFit(

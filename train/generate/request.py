@@ -1,4 +1,4 @@
-"""A request for tokens, and its state while it is answered."""
+"""A request for tokens, and the state of a request while it is answered."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, and how its answer is to be generated.
+    """A prompt and the settings for generating its answer.
 
     Fields:
-      tokens: ids of the prompt, at least one. most: max new tokens. stops: ids that end the answer, which leaves them
-      out. temperature: 0 for the most likely token. top_k, top_p, min_p: filters; 0, 1 and 0 for none. seed: of the
-      sampling, 0 to 2**32 - 1.
+      tokens: token ids of the prompt, at least one.
+      most: maximum number of new tokens.
+      stops: ids that end the answer; the answer does not contain them.
+      temperature: sampling temperature; 0 takes the most likely token.
+      top_k, top_p, min_p: sampling filters; 0, 1 and 0 switch them off.
+      seed: random seed, 0 to 2**32 - 1.
     """
 
     tokens: tuple[int, ...]
@@ -35,13 +38,15 @@ class Request:
 
 @dataclasses.dataclass
 class Running:
-    """A request that waits or is being answered.
+    """A request that is waiting or being answered.
 
     Fields:
-      number: its place among all requests. tokens: ids of the prompt and of the answer so far. pages: pages with the
-      keys and values of its first `computed` tokens. known: number of full pages that other requests may share.
-      ended: why the answer ended: "stop", a stop token; "text", a stop string, or the caller; "length", the max new
-      tokens; "" while it goes on.
+      number: number of the request in order of submission.
+      tokens: token ids of the prompt and of the answer so far.
+      pages: KV cache pages with the keys and values of its first `computed` tokens.
+      known: number of full pages that other requests may share.
+      ended: why the answer ended: "stop" (a stop token), "text" (a stop string, or the caller), "length" (the maximum
+        number of new tokens); "" while it is running.
     """
 
     number: int
@@ -54,9 +59,9 @@ class Running:
 
     @property
     def answer(self) -> Sequence[int]:
-        """The generated tokens without a stop token."""
-        made = self.tokens[len(self.request.tokens) :]
-        return made[:-1] if self.ended == "stop" else made
+        """The generated tokens, without a stop token at the end."""
+        generated = self.tokens[len(self.request.tokens) :]
+        return generated[:-1] if self.ended == "stop" else generated
 
     @property
     def missing(self) -> int:
@@ -64,7 +69,7 @@ class Running:
         return len(self.tokens) - self.computed
 
     def take(self, token: int) -> None:
-        """Adds the token that follows, and says whether that is the end."""
+        """Adds the next token; sets `ended` if the token ends the answer."""
         self.tokens.append(token)
         if token in self.request.stops:
             self.ended = "stop"
@@ -73,7 +78,7 @@ class Running:
 
 
 def make_request(args: argparse.Namespace, tokens: tuple[int, ...], source: Source, seed: int | None = None) -> Request:
-    """Returns the request that a command's flags make to `source` for a prompt."""
+    """Returns the request for a prompt with the settings of the command's flags."""
     max_tokens = args.max_tokens or max(min(MAX_TOKENS, (args.length or source.length) - len(tokens)), 1)
     return Request(
         tokens,

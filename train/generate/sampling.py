@@ -1,8 +1,9 @@
-"""Chooses the next token of each sequence from logits: the most likely one, or a sample with the request's own key.
+"""Chooses the next token of each sequence from logits: the most likely token, or a sample with the request's random
+key.
 
-A drawn token depends on the logits, the request's seed and the token's place alone, never on what else is in the
-batch. Of the filters temperature comes first, then top-k, top-p and min-p, each over what those before it left, as
-transformers has them.
+A sampled token depends only on the logits, the request's seed and the token's position, never on other sequences of
+the batch. Temperature is applied first, then top-k, top-p and min-p, each to the tokens that the filters before it
+kept, as in transformers.
 """
 
 import dataclasses
@@ -20,14 +21,14 @@ import jax.numpy as jnp
 )
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """How the tokens of a batch are chosen.
+    """Sampling settings of each row of a batch.
 
     Fields:
-      temperature_B: float32, 0 for the likeliest token. top_k_B: int32, 0 for all. top_p_B: float32, 1 for all.
-      min_p_B: float32, 0 for all. seed_B: uint32.
+      temperature_B: float32; 0 takes the most likely token. top_k_B: int32; 0 keeps all tokens. top_p_B: float32; 1
+        keeps all tokens. min_p_B: float32; 0 keeps all tokens. seed_B: uint32.
     """
 
-    temperature_B: Any  # each: jax.Array in a step, np.ndarray on its way there, ShapeDtypeStruct to describe one
+    temperature_B: Any  # each field is a jax.Array in a step, an np.ndarray on the host, or a ShapeDtypeStruct
     top_k_B: Any
     top_p_B: Any
     min_p_B: Any
@@ -35,28 +36,34 @@ class Draws:
 
 
 def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
-    """Returns logits at their temperature, float32 [B, V], with the lowest float32 for tokens that a filter drops. The
-    most likely token always stays."""
-    least = jnp.finfo(jnp.float32).min
+    """Returns the logits divided by the temperature, float32 [B, V]; tokens that a filter drops have the lowest
+    float32.
+
+    The most likely token is always kept.
+    """
+    dropped = jnp.finfo(jnp.float32).min
     scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(draws.temperature_B > 0, draws.temperature_B, 1.0)[:, None]
     order_BV = jnp.argsort(-scaled_BV, axis=-1, stable=True)
     sorted_BV = jnp.take_along_axis(scaled_BV, order_BV, axis=-1)
-    # Tokens as likely as the k-th stay too.
+    # Ties with the k-th token are kept.
     last_B1 = jnp.clip(draws.top_k_B, 1, scaled_BV.shape[-1])[:, None] - 1
     kept_BV = (draws.top_k_B[:, None] == 0) | (sorted_BV >= jnp.take_along_axis(sorted_BV, last_B1, axis=-1))
-    probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, least), axis=-1)
-    # A token stays while those before it do not come to top_p yet.
+    probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, dropped), axis=-1)
+    # A token is kept while the tokens before it sum to less than top_p.
     kept_BV &= (jnp.cumsum(probs_BV, axis=-1) - probs_BV < draws.top_p_B[:, None]) | (draws.top_p_B[:, None] >= 1)
-    probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, least), axis=-1)
+    probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, dropped), axis=-1)
     kept_BV &= probs_BV >= draws.min_p_B[:, None] * probs_BV[:, :1]
     kept_BV = kept_BV.at[:, 0].set(True)
-    sorted_BV = jnp.where(kept_BV, sorted_BV, least)
+    sorted_BV = jnp.where(kept_BV, sorted_BV, dropped)
     return jnp.zeros_like(sorted_BV).at[jnp.arange(len(order_BV))[:, None], order_BV].set(sorted_BV)
 
 
 def choose(logits_BV: jax.Array, draws: Draws, places_B: jax.Array, drawing: bool) -> jax.Array:
-    """Returns the next token of each sequence, int32 [B]. places_B: its position in the sequence. drawing: whether any
-    row samples; if none does, nothing is sorted."""
+    """Returns the next token of each sequence, int32 [B].
+
+    places_B: position of the next token in its sequence. drawing: whether any row samples; if none does, nothing is
+    sorted.
+    """
     likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     if not drawing:
         return likeliest_B

@@ -1,4 +1,4 @@
-"""Log-probabilities of texts under a model, computed over pages as prompts are, so that no text is too long."""
+"""Computes log-probabilities of texts under a model, in chunks over a paged KV cache, so that texts may be long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.model.paged import paged_step as decode
 from bytescope.model.paged.page_pool import NOBODY, PAGE, View
 from bytescope.train.generate.steps import EngineSizes, Steps, own_bytes
@@ -19,8 +19,11 @@ from bytescope.train.generate.steps import EngineSizes, Steps, own_bytes
 
 @dataclasses.dataclass(frozen=True)
 class ScoredText:
-    """A text's place among the texts, its tokens, and the log-probability (nats) of each but the first, float32
-    [n - 1]."""
+    """A scored text.
+
+    number: index in the list of texts. tokens: its token ids. logprobs: log-probability in nats of each token except
+    the first, float32 [n - 1].
+    """
 
     number: int
     tokens: Sequence[int]
@@ -28,25 +31,28 @@ class ScoredText:
 
 
 class Scorer:
-    """Scores texts of up to `length` tokens, `chunk` tokens of them in one step.
+    """Scores texts of up to `length` tokens, `chunk` tokens per step.
 
     Args:
-      steps: of the model; its own programs are not compiled. length, chunk: in tokens.
+      steps: the model and its devices; the generation programs in it are not compiled. length, chunk: numbers of
+        tokens.
     """
 
     def __init__(self, steps: Steps, length: int, chunk: int):
         self.sizes = EngineSizes(-(-max(length, chunk) // PAGE) + 1, 1, chunk, length)
         self._steps = steps
-        self._made: dict[int, jax.stages.Compiled] = {}
+        self._programs: dict[int, jax.stages.Compiled] = {}
 
     @property
     def bytes(self) -> int:
-        """Bytes on a device: weights, pages, and temporaries of the largest program, which is compiled for it."""
+        """Bytes on one device: weights, KV cache, and temporaries of the largest program, which is compiled if
+        necessary.
+        """
         own = own_bytes(self._compiled(self.sizes.chunk))
         return self._steps.weight_bytes + self.sizes.pages * self._steps.page_bytes + own
 
     def score(self, params: Any, texts: Sequence[Sequence[int]]) -> Iterator[ScoredText]:
-        """Yields each text when it is scored, short ones first and several in one step."""
+        """Yields each text when it is scored. Short texts come first, several in one step."""
         pools = self._steps.make_pools(self.sizes.pages)
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
         while order:
@@ -54,38 +60,39 @@ class Scorer:
             some = [number for number in order if len(texts[number]) <= width] or order[:1]
             some = some[: self.sizes.chunk // width]
             order = order[len(some) :]
-            found, pools = self._batch(params, pools, [texts[number] for number in some], width)
-            for number, logprobs in zip(some, found):
+            scored, pools = self._batch(params, pools, [texts[number] for number in some], width)
+            for number, logprobs in zip(some, scored):
                 yield ScoredText(number, texts[number], logprobs)
 
     def _batch(
         self, params: Any, pools: Any, texts: Sequence[Sequence[int]], width: int
     ) -> tuple[list[np.ndarray], Any]:
-        """Scores texts, a row each, in steps of `width` tokens. Returns (the log-probabilities of each text, the
-        pools)."""
+        """Scores texts, one per row, in steps of `width` tokens. Returns (log-probabilities of each text, the new KV
+        cache).
+        """
         rows = self.sizes.chunk // width
         table, page = np.full((rows, self.sizes.table), NOBODY, np.int32), NOBODY + 1
         for row, text in enumerate(texts):
             count = -(-len(text) // PAGE)
             table[row, :count] = np.arange(page, page + count)
             page += count
-        found: list[list[np.ndarray]] = [[] for _ in texts]
+        logprobs_by_text: list[list[np.ndarray]] = [[] for _ in texts]
         for start in range(0, max(map(len, texts)), width):
             tokens, targets = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
             positions = np.full((rows, width), -1, np.int32)
             for row, text in enumerate(texts):
-                here, after = text[start : start + width], text[start + 1 : start + width + 1]
-                tokens[row, : len(here)], targets[row, : len(after)] = here, after
-                positions[row, : len(here)] = np.arange(start, start + len(here))
-            found_BT, pools = self._compiled(width)(params, pools, tokens, targets, View(positions, table))
-            logprobs = np.asarray(found_BT)
+                part, after = text[start : start + width], text[start + 1 : start + width + 1]
+                tokens[row, : len(part)], targets[row, : len(after)] = part, after
+                positions[row, : len(part)] = np.arange(start, start + len(part))
+            logprobs_BT, pools = self._compiled(width)(params, pools, tokens, targets, View(positions, table))
+            logprobs = np.asarray(logprobs_BT)
             for row, text in enumerate(texts):
-                found[row].append(logprobs[row, : max(len(text[start + 1 : start + width + 1]), 0)])
-        return [np.concatenate(pieces) for pieces in found], pools
+                logprobs_by_text[row].append(logprobs[row, : max(len(text[start + 1 : start + width + 1]), 0)])
+        return [np.concatenate(pieces) for pieces in logprobs_by_text], pools
 
     def _compiled(self, width: int) -> jax.stages.Compiled:
-        """The program for pieces of `width` tokens."""
-        if width not in self._made:
+        """Returns the program that scores pieces of `width` tokens."""
+        if width not in self._programs:
             steps, everywhere = self._steps, self._steps.model.layout.sharding()
             pools = steps.pool_shapes(self.sizes.pages)
 
@@ -94,14 +101,14 @@ class Scorer:
 
             places = jax.tree.map(lambda leaf: leaf.sharding, pools)
             run = jax.jit(self._step, donate_argnums=1, out_shardings=(everywhere, places))
-            with kept_back(), steps.for_kernels():
-                self._made[width] = run.lower(
+            with hold_back_log(), steps.for_kernels():
+                self._programs[width] = run.lower(
                     steps.model.shapes, pools, array(width), array(width), View(array(width), array(self.sizes.table))
                 ).compile()
-        return self._made[width]
+        return self._programs[width]
 
     def _step(self, params: Any, pools: Any, tokens_BT: jax.Array, targets_BT: jax.Array, view: View):
-        """Returns (log-probability of each target, float32 [B, T]; the pools)."""
+        """Returns (log-probability of each target, float32 [B, T]; the new KV cache)."""
         steps = self._steps
         model = nnx.merge(steps.model.graph, params)
         x_BTD, pools = decode.step(model, tokens_BT, view, pools, steps.kernel)

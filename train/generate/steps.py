@@ -1,4 +1,4 @@
-"""The compiled programs of an engine: a few static shapes, each compiled once; devices may be described ones."""
+"""The compiled step programs of an engine: a few static shapes, each compiled once. The devices need not be present."""
 
 import contextlib
 import dataclasses
@@ -26,17 +26,19 @@ from bytescope.train.parallel.xla_options import for_pallas
 from bytescope.train.step.optimizer.host_offload import device_bytes
 from bytescope.train.user_errors import UserError
 
-# What the arguments of a step are, for its report.
+# Pattern of argument names -> role of the argument in the memory report.
 ROLES = (("^params", "params"), ("^pools", "cache"))
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSizes:
-    """Static shapes of an engine.
+    """The static shapes of an engine.
 
     Fields:
-      pages: of the pool, NOBODY among them. sequences: under way at once. chunk: tokens of prompts in one step, a
-      multiple of PAGE. length: positions of a sequence at most.
+      pages: number of pages of the KV cache, including the scratch page.
+      sequences: maximum concurrent sequences.
+      chunk: maximum prompt tokens per step, a multiple of PAGE.
+      length: maximum positions per sequence.
     """
 
     pages: int
@@ -46,23 +48,26 @@ class EngineSizes:
 
     @property
     def table(self) -> int:
-        """Pages of the longest sequence."""
+        """Number of pages of the longest sequence."""
         return -(-self.length // PAGE)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens of a piece of a prompt: a page, four, a chunk."""
+        """Possible numbers of tokens per piece of a prompt: one page, four pages, a chunk."""
         return (*(width for width in (PAGE, 4 * PAGE) if width < self.chunk), self.chunk)
 
     def rows(self, count: int, width: int) -> int:
-        """Returns the rows of a step with `count` pieces. Steps of prompts have all rows; steps of single tokens have
-        a power of four or all, since each shape is compiled on its own."""
+        """Returns the number of rows of a step with `count` pieces of `width` tokens.
+
+        Prompt steps always have all rows. Steps of single tokens have a power of four or all rows, since each number
+        of rows is a separate program.
+        """
         if width > 1:
             return self.chunk // width
-        found = 1
-        while found < count:
-            found *= 4
-        return min(found, self.sequences)
+        rows = 1
+        while rows < count:
+            rows *= 4
+        return min(rows, self.sequences)
 
 
 def run_step(
@@ -76,7 +81,7 @@ def run_step(
     last_B: jax.Array,
     draws: Draws,
 ) -> tuple[jax.Array, list[Any]]:
-    """Returns (the token that follows the one at index `last_B` of each row, int32 [B]; the pools)."""
+    """Returns (the token that follows index `last_B` of each row, int32 [B]; the new KV cache)."""
     model = nnx.merge(graph, params)
     x_BTD, new_pools = decode.step(model, tokens_BT, view, pools, kernel)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
@@ -88,31 +93,32 @@ def run_step(
 
 
 def own_bytes(compiled: CompiledStage) -> int:
-    """Returns the bytes on a device that a program takes beyond its arguments; 0 if the runtime has no statistics."""
+    """Returns the bytes on a device that a program needs besides its arguments; 0 if the runtime has no statistics."""
     stats = stats_of(compiled)
     return 0 if stats is None else stats.own_bytes
 
 
 class Steps:
-    """The step programs of one model with one attention kernel; `compilation` compiles each at its first use.
+    """The step programs of one model with one attention kernel. Each program is compiled at its first use.
 
     Args:
-      model: its devices may be described ones; then nothing can be run. kernel: a row of `KERNELS` of
-      model/paged/paged_kernels.py. stored: the dtype of keys and values in the pool; one of 8 bits has scales.
+      model: the model; its devices need not be present, but then nothing can be run. kernel: a row of `KERNELS` in
+        model/paged/paged_kernels.py. stored: dtype of the KV cache; 8-bit dtypes have scales.
     """
 
     def __init__(self, model: Model, kernel: str, stored: DTypeLike):
         mesh = model.layout.mesh
         if kernel == "triton" and (mesh.devices.flat[0].platform != "gpu" or mesh.size > 1):
             raise UserError(
-                f"--kernel=triton on {mesh.size} {mesh.devices.flat[0].device_kind}: it is for one GPU; leave it out"
+                f"--kernel=triton on {mesh.size} {mesh.devices.flat[0].device_kind}: it needs exactly one GPU; leave "
+                "it out"
             )
         self.model, self.kernel, self.stored = model, kernel, jnp.dtype(stored)
-        self._made: dict[tuple, Compilation] = {}
+        self._compilations: dict[tuple, Compilation] = {}
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in the pools of all layers, on one device."""
+        """Bytes of one page of all layers, on one device."""
         return device_bytes(self.pool_shapes(1))
 
     @property
@@ -121,7 +127,9 @@ class Steps:
         return device_bytes(self.model.shapes)
 
     def pool_shapes(self, pages: int) -> list[Any]:
-        """Returns the pools as ShapeDtypeStruct with shardings: heads are sharded over the axes that divide them."""
+        """Returns the KV cache of each layer as ShapeDtypeStructs with shardings. Heads are sharded over mesh axes
+        that divide them.
+        """
         mesh = self.model.layout.mesh
         heads = 1 if self.model.config.attention_kind == "mla" else self.model.config.n_kv_heads
         axes, size = [], 1
@@ -140,7 +148,7 @@ class Steps:
         return jax.tree.map(one, shapes)
 
     def make_pools(self, pages: int) -> list[Any]:
-        """Returns empty pools."""
+        """Returns an empty KV cache."""
         places = jax.tree.map(lambda leaf: leaf.sharding, self.pool_shapes(pages))
         return jax.jit(
             lambda: decode.make_pools(self.model.config, pages, self.stored, self.model.precision.compute),
@@ -163,7 +171,7 @@ class Steps:
             array(rows, dtype=jnp.uint32),
         )
 
-        def step(params, pools, tokens, view, last, draws):  # its arguments' names are those of reports
+        def step(params, pools, tokens, view, last, draws):  # reports show the names of these arguments
             return run_step(self.model.graph, self.kernel, drawing, params, pools, tokens, view, last, draws)
 
         places = jax.tree.map(lambda leaf: leaf.sharding, pools)
@@ -180,14 +188,16 @@ class Steps:
     def compilation(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> Compilation:
         """Returns the compiled step of `rows` pieces of `width` tokens."""
         key = sizes.pages, sizes.table, rows, width, drawing
-        if key not in self._made:
+        if key not in self._compilations:
             with self.for_kernels():
                 traced = self.traced(sizes, rows, width, drawing)
-                self._made[key] = dataclasses.replace(compile_lowered(traced.lower(), exact=False), jaxpr=traced.jaxpr)
-        return self._made[key]
+                self._compilations[key] = dataclasses.replace(
+                    compile_lowered(traced.lower(), exact=False), jaxpr=traced.jaxpr
+                )
+        return self._compilations[key]
 
     def for_kernels(self) -> contextlib.AbstractContextManager:
-        """Returns a context in which the steps are compiled; it sets options for Pallas kernels if they have any."""
+        """Returns a context in which the steps are compiled. It sets XLA options if the step has Pallas kernels."""
         needed = self.kernel == "triton" or self.model.config.moe_kernel == "grouped"
         return for_pallas(self.model.layout.mesh) if needed else contextlib.nullcontext()
 
@@ -196,7 +206,9 @@ class Steps:
         return report_of(self.compilation(sizes, rows, width, drawing), target=target, roles=ROLES)
 
     def extra_bytes(self, sizes: EngineSizes, report: ReportRecord) -> int:
-        """Returns the bytes on a device that a step takes beyond parameters and pool, including the runtime's part."""
+        """Returns the bytes on a device that a step needs besides parameters and KV cache, including runtime
+        overheads.
+        """
         return report.predicted_bytes - self.weight_bytes - sizes.pages * self.page_bytes
 
     def run(
@@ -210,8 +222,9 @@ class Steps:
         last: np.ndarray,
         draws: Draws,
     ) -> tuple[np.ndarray, list[Any]]:
-        """Runs a step; returns (the next token of each row, int32 [B], on the host; the new pools). The old pools are
-        donated."""
+        """Runs a step; returns (the next token of each row, int32 [B], on the host; the new KV cache). The old KV
+        cache is donated.
+        """
         rows, width = tokens.shape
         chosen, new_pools = self.compilation(sizes, rows, width, drawing).executable(
             params, pools, tokens, view, last, draws

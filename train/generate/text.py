@@ -1,4 +1,4 @@
-"""Text of prompts to tokens, and tokens of answers to text as they come, up to a stop string."""
+"""Turns prompts into tokens, and the tokens of answers into text as they are generated, up to a stop string."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bytescope.train.generate.model_source import Source
 from bytescope.train.generate.request import Running
 from bytescope.train.user_errors import UserError
 
-UNFINISHED = "\ufffd"  # what a decoder makes of bytes whose rest is still to come
+UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 character
 
 
 @dataclasses.dataclass
@@ -27,8 +27,10 @@ class Growing:
     """The text of an answer while tokens are added.
 
     Fields:
-      stops: strings, the first of which ends the text and is left out. text: so far, without what may yet become part
-      of a stop string. stopped: whether one came.
+      tokenizer: decodes the tokens.
+      stops: strings that end the text; the text does not contain them.
+      text: the text so far, without characters that may become part of a stop string.
+      stopped: whether a stop string was generated.
     """
 
     tokenizer: Tokenizer
@@ -36,7 +38,6 @@ class Growing:
     text: str = ""
     stopped: bool = False
     _tokens: list[int] = dataclasses.field(default_factory=list)
-    _held: str = ""
 
     def add(self, token: int) -> str:
         """Adds a token; returns the new text."""
@@ -49,12 +50,13 @@ class Growing:
         return self._show(whole, final=False)
 
     def finish(self) -> str:
-        """Returns the rest of the text, when no token follows."""
+        """Returns the remaining text after the last token."""
         return "" if self.stopped else self._show(self.tokenizer.decode(self._tokens), final=True)
 
     def follow(self, engine: Engine, one: Running) -> str:
-        """Adds the newest token of a request, and ends the request if a stop string is complete; returns the new
-        text."""
+        """Adds the newest token of a request and returns the new text. Ends the request if the text contains a stop
+        string.
+        """
         new = "" if one.ended == "stop" else self.add(one.tokens[-1])
         if self.stopped:
             engine.finish(one)
@@ -65,7 +67,7 @@ class Growing:
         end = len(whole)
         if stops:
             self.stopped, end = True, min(stops)
-        elif not final:  # what may become a stop string is held back
+        elif not final:  # characters that may become a stop string are not shown yet
             end -= max((_begun(whole, stop) for stop in self.stops), default=0)
         new, self.text = whole[len(self.text) : end], whole[: max(end, len(self.text))]
         return new
@@ -77,10 +79,11 @@ def _begun(text: str, stop: str) -> int:
 
 
 class Prompts:
-    """Makes tokens of prompts. A context: the process that renders chat templates ends with it.
+    """Turns prompts into tokens. It is a context manager: at its end, the process that renders chat templates ends.
 
     Args:
-      chat: whether a text is a user's message, to be put into the chat template.
+      source: the model and its tokenizer. chat: whether each text is a user's message, to which the chat template is
+        applied.
     """
 
     def __init__(self, source: Source, chat: bool):
@@ -95,28 +98,30 @@ class Prompts:
             self._renderer.close()
 
     def of_row(self, row: Mapping[str, Any], where: str) -> tuple[int, ...]:
-        """Returns the tokens of a row with `text`, `tokens` or `messages`.
+        """Returns the tokens of a row with `text`, `tokens` or `messages`. where: names the row in messages.
 
         Raises:
-          UserError: it has none of them, or no valid ones; `where` names it.
+          UserError: the row has none of them, or an invalid value.
         """
         if (tokens := row.get("tokens")) is not None:
             vocab = self.source.config.model.vocab_size
             if not isinstance(tokens, list) or not all(type(i) is int and 0 <= i < vocab for i in tokens):
-                raise UserError(f"{where}: tokens are to be a list of ids from 0 to {vocab - 1}")
-            found = tuple(tokens)
+                raise UserError(f"{where}: tokens must be a list of ids from 0 to {vocab - 1}")
+            prompt = tuple(tokens)
         elif isinstance(row.get("messages"), list):
-            found = self.of_messages(row["messages"], where)
+            prompt = self.of_messages(row["messages"], where)
         elif isinstance(row.get("text"), str):
-            found = self.of_text(row["text"])
+            prompt = self.of_text(row["text"])
         else:
-            raise UserError(f"{where}: no text, tokens or messages; give one of them")
-        if not found:
-            raise UserError(f"{where}: an empty prompt: give at least one token")
-        return found
+            raise UserError(f"{where} has no text, tokens or messages: give one of them")
+        if not prompt:
+            raise UserError(f"{where} has an empty prompt: give at least one token")
+        return prompt
 
     def of_text(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of a text, or with `chat` of a conversation with this one message of the user."""
+        """Returns the tokens of a text. If `chat` is set, the text is rendered as a conversation with this single user
+        message.
+        """
         if self.chat:
             return self.of_messages([{"role": "user", "content": text}], "--chat")
         return (*self.source.begin, *map(int, self._tokenizer().encode(text)))
@@ -127,11 +132,11 @@ class Prompts:
             isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
             for turn in messages
         ):
-            raise UserError(f"{where}: each message is to have a role and a content, both texts")
+            raise UserError(f"{where}: each message must have a role and a content, both strings")
         tokenizer = self._tokenizer()
         if self._renderer is None:
             self._renderer = Renderer(find_template(tokenizer, self.source.config.data.chat_template))
-        # What comes before an answer is what the model reads.
+        # The model reads the rendered text before the empty answer.
         chat = Chat([*map(dict, messages), {"role": "assistant", "content": ""}], None)
         (rendered,) = self._renderer.render([chat], before=True, up_to=False)
         if isinstance(rendered, Malformed):
@@ -151,7 +156,7 @@ def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]
     """Returns the tokens of each row of a .jsonl file, or of any other file as one text.
 
     Raises:
-      UserError: it cannot be read, or a row has no text; `flag` names it.
+      UserError: the file cannot be read, or a row has no text. The error names `flag`.
     """
     if path.suffix == ".jsonl":
         return [prompts.of_row(row, f"{path} row {number}") for number, row in enumerate(read_rows(path, flag))]
@@ -166,11 +171,11 @@ def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]
 
 
 def stream(engine: Engine, one: Running, source: Source, stops: Sequence[str]) -> str:
-    """Prints the answer of the only request under way as it is made; returns its text."""
-    shown = safe if sys.stdout.isatty() else str
+    """Prints the answer of the only running request while it is generated; returns its text."""
+    printable = safe if sys.stdout.isatty() else str
     growing = Growing(source.tokenizer, tuple(stops)) if source.tokenizer else None
     while not one.ended:
         for _ in engine.step():
             new = growing.follow(engine, one) if growing else f"{one.tokens[-1]} "
-            print(shown(new), end="", flush=True)
+            print(printable(new), end="", flush=True)
     return growing.text if growing else ""

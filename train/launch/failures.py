@@ -1,4 +1,6 @@
-"""Failures of a run that a user can mend, reported in one line."""
+"""Turns failures of a run that the user can fix into errors of one line: full disks, open-file limits,
+out of memory.
+"""
 
 import contextlib
 import errno
@@ -16,9 +18,9 @@ from bytescope.memory.units import human
 from bytescope.train.launch.runtime import RAISE_FILES, forgive_abandoned
 from bytescope.train.user_errors import DoesNotFit, UserError
 
-# Failures of a disk, by the number that the system gives them.
+# errno values of a full, read-only or broken disk.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-# Tensorstore says them in a text: Failed writing: "PATH": No space left on device [os_error_code='28']
+# Tensorstore has the errno in its message: Failed writing: "PATH": No space left on device [os_error_code='28']
 _IN_TEXT = re.compile(r"os_error_code='?(\d+)")
 _PATH_IN_TEXT = re.compile(r'"(/[^"]+)"')
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -27,7 +29,7 @@ Advice = Callable[[], Sequence[str]]
 
 
 def too_big(report: ReportRecord) -> str:
-    """What to say of a step that a device has not the memory for."""
+    """Returns the error message for a step that needs more memory than the device has."""
     assert report.limit_bytes is not None
     excess = human(report.predicted_bytes - report.limit_bytes)
     basis = limit_share(report.target, report.limit_bytes)
@@ -38,7 +40,7 @@ def too_big(report: ReportRecord) -> str:
 
 
 def _out_of_memory(report: ReportRecord | None, device: Any, advice: Advice) -> DoesNotFit:
-    """The error of a device that ran out of memory, with what was predicted and what was measured."""
+    """Returns the error for a device that ran out of memory, with the predicted and the measured bytes."""
     live = sample(device)
     known = [f"predicted {human(report.predicted_bytes)}" if report else "no prediction"]
     if live and live.peak_bytes:
@@ -49,23 +51,23 @@ def _out_of_memory(report: ReportRecord | None, device: Any, advice: Advice) -> 
 
 
 def explain_disk(error: BaseException | None) -> UserError | None:
-    """The one-line form of an error, or of one that led to it, of a full or broken disk; None for any other."""
+    """Returns a one-line error if `error`, or an error that caused it, is about a full or broken disk; else None."""
     while error is not None:
         number, path = _disk_failure(error)
         if number in DISK:
             checkpoint, unfinished, _ = path.partition(_UNFINISHED)
             what = f"the checkpoint {checkpoint}" if unfinished else path or "to the disk"
-            mend = "mend that" if number in (errno.EROFS, errno.EIO) else "make room"
+            remedy = "Repair the disk" if number in (errno.EROFS, errno.EIO) else "Make room"
             return UserError(
-                f"cannot write {what}: {os.strerror(number)}. {mend.capitalize()} and run the same "
-                "command again: a run resumes from its last checkpoint"
+                f"cannot write {what}: {os.strerror(number)}. {remedy} and run the same command again: a run "
+                "resumes from its last checkpoint"
             )
         error = error.__cause__ or error.__context__
     return None
 
 
 def _disk_failure(error: BaseException) -> tuple[int | None, str]:
-    """The system's number of an error and the path it is about, None and "" where it has none."""
+    """Returns (errno, path) of an error; (None, "") if the error has no errno."""
     if isinstance(error, OSError):
         return error.errno, str(error.filename or "")
     text = str(error)
@@ -74,12 +76,12 @@ def _disk_failure(error: BaseException) -> tuple[int | None, str]:
 
 
 def explain(error: BaseException, report: ReportRecord | None, device: Any, advice: Advice = tuple) -> UserError | None:
-    """The one-line form of `error`, None for one that only a developer can mend.
+    """Returns a one-line error for `error`; None if it is not an error that the user can fix.
 
-    report: of the step that runs. device: the one whose memory is measured. advice: what to do without memory, asked
-    for when it is needed.
+    report: memory report of the running step. device: the device whose memory use is shown. advice: is called for
+    lines of advice if the device is out of memory.
     """
-    # Checked first, because Orbax reports a full disk and a lack of file descriptors as RESOURCE_EXHAUSTED too.
+    # Checked first, since Orbax also reports a full disk or too many open files as RESOURCE_EXHAUSTED.
     if disk := explain_disk(error):
         return disk
     if os.strerror(errno.EMFILE) in str(error) or _disk_failure(error)[0] == errno.EMFILE:
@@ -94,7 +96,7 @@ def explain(error: BaseException, report: ReportRecord | None, device: Any, advi
 
 @contextlib.contextmanager
 def explained(report: ReportRecord | None, device: Any, advice: Advice = tuple) -> Iterator[None]:
-    """A context that turns errors which `explain` knows into UserError, and lets all others through."""
+    """A context that turns errors known to `explain` into UserError and re-raises all others."""
     try:
         yield
     except UserError:
@@ -109,7 +111,7 @@ def explained(report: ReportRecord | None, device: Any, advice: Advice = tuple) 
 
 @contextlib.contextmanager
 def disk_explained() -> Iterator[None]:
-    """A context that turns the errors of a full or broken disk into UserError, and lets all others through."""
+    """A context that turns errors of a full or broken disk into UserError and re-raises all others."""
     try:
         yield
     except UserError:
@@ -121,12 +123,12 @@ def disk_explained() -> Iterator[None]:
         raise known from error
 
 
-# What Orbax logs is kept, not printed: one full disk is 364 lines and more, besides an error that is told in a line.
-KEPT = 20  # records; the first are of the failure, what follows is what it leads to
+# Orbax's log is stored, not printed: a single full disk logs 364 lines or more, and its error is printed in one line.
+KEPT = 20  # maximum number of stored records; the first ones are about the failure, later ones about its consequences
 
 
 class _Keep(logging.Filter):
-    """Of a logger: keeps the records that Orbax makes, and lets all others through."""
+    """A log filter that stores the error records of Orbax instead of printing them. Other records pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +146,8 @@ _KEEP = _Keep()
 
 
 def keep_library_log() -> None:
-    """From now on what Orbax logs is kept. May be called again."""
-    logger = logging.getLogger("absl")  # Orbax logs every save through it
+    """Stores Orbax's log records from now on, instead of printing them. It may be called several times."""
+    logger = logging.getLogger("absl")  # the logger that Orbax uses
     logger.setLevel(logging.ERROR)
     if _KEEP not in logger.filters:
         logger.addFilter(_KEEP)
@@ -153,7 +155,7 @@ def keep_library_log() -> None:
 
 
 def show_library_log() -> None:
-    """Prints what was kept to standard error, for a failure that only a developer can mend."""
+    """Prints the stored log records to standard error, for failures that are not the user's."""
     for record in _KEEP.records:
         print(f"{record.levelname}: {record.getMessage()}", file=sys.stderr)
         if record.exc_info:

@@ -1,13 +1,15 @@
-"""The link between the processes of one run: from the rendezvous on (train/launch/rendezvous.py) all end if one does.
+"""The link between the processes of one run. After the rendezvous (train/launch/rendezvous.py), all processes end if
+one dies.
 
-Process 0 listens where jax's own coordinator will listen afterwards; the others connect and stay connected for as
-long as the run lasts. A process that dies closes its connection, whatever it was waiting for, so the others know
-within milliseconds: jax alone notices after its heartbeats, with a C++ abort, and a collective may hang for ever.
-The link also carries the few small values that every process must agree on: stop now, this checkpoint is damaged.
+Process 0 listens at the address where jax's own coordinator will listen later. The other processes connect and stay
+connected during the run. When a process dies, the system closes its connection, so the others notice within
+milliseconds. jax alone would notice only after missed heartbeats and abort in C++, and a collective could hang
+forever. The link also exchanges the small values that all processes must agree on, such as "stop now" or "this
+checkpoint is damaged".
 
-Once a second each process sends what it is doing, so that the straggler can be named (`Stalls`). A process that is
-stopped, swapped out or stuck in the kernel sends no messages; a process that waits for others keeps sending where it
-waits. A straggler is not ended, because it may recover.
+Once a second, each process sends what it is doing, so that the straggler can be named (`Stalls`). A process that is
+stopped, swapped out or stuck in the kernel sends nothing. A process that waits for others keeps sending what it waits
+for. A straggler is not ended, because it may recover.
 
 Messages are JSON lines: `vote value`, `result values`, `error code text`, `end code text`, `at doing`, `bye`.
 """
@@ -31,11 +33,11 @@ from bytescope.train.launch.runtime import files_warning
 from bytescope.train.user_errors import Lost
 
 BEAT_S = 1.0  # seconds between two messages of a process
-SILENT_S = 5.0  # without a message for so long a process counts as silent
-# A silent process is named after this share of the timeout: a long step can delay other processes, but does not stop
-# messages.
+SILENT_S = 5.0  # seconds without a message after which a process counts as silent
+# A silent process is named after this fraction of the timeout. A long step delays other processes too, but it does not
+# stop their messages.
 SILENT_SHARE = 0.25
-NAMED = 4  # processes that a line names
+NAMED = 4  # maximum number of processes that a line names
 AGAIN = "start all processes again with the same command, the run resumes from its last checkpoint"
 
 
@@ -44,8 +46,9 @@ class Stalls:
 
     Args:
       index: number of this process.
-      timeout: seconds without a step after which a line is printed, SILENT_SHARE of it for a silent process; 0: never.
-      tell: prints a line. clock: seconds, monotonic.
+      timeout: seconds without a step after which a line is printed; SILENT_SHARE of it if a process is silent; 0 for
+        never.
+      tell: prints a line. clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -53,34 +56,38 @@ class Stalls:
     ):
         self.doing = ""
         self._index, self._timeout, self._tell, self._clock = index, timeout, tell, clock
-        self._last_step = self._last_look = clock()
-        self._reported: float | None = None  # the stall that was printed, by the time of the last step before it
+        self._last_step = self._last_check = clock()
+        self._reported: float | None = None  # time of the last step before the stall that was printed
         self._heard: dict[int, tuple[float, str]] = {}
 
     def at(self, doing: str) -> None:
-        """Records that this process makes progress, and what it does now; "" for nothing that others could wait for."""
+        """Records that this process makes progress and what it is doing; "" if other processes cannot be waiting for
+        it.
+        """
         self.doing, self._last_step = doing, self._clock()
 
     def hear(self, index: int, where: str) -> None:
-        """Records a message of another process: what it does, and on which host."""
+        """Records a message of another process: what it is doing, and on which host."""
         self._heard[index] = (self._clock(), where)
 
     def silent(self, seconds: float = 0.0) -> Mapping[int, str]:
-        """Returns process -> its last known activity, for processes that sent no message for max(seconds, SILENT_S)."""
+        """Returns process -> its last known activity, for processes that sent nothing for max(seconds, SILENT_S)
+        seconds.
+        """
         now, limit = self._clock(), max(seconds, SILENT_S)
         return {index: where for index, (at, where) in sorted(self._heard.items()) if now - at > limit}
 
-    def look(self) -> None:
-        """Prints a stall once, and its end. Call it every BEAT_S seconds or so."""
-        now, before, self._last_look = self._clock(), self._last_look, self._clock()
+    def check(self) -> None:
+        """Prints a line when a stall begins and when it ends. Call it about every BEAT_S seconds."""
+        now, before, self._last_check = self._clock(), self._last_check, self._clock()
         early = SILENT_SHARE * self._timeout
-        if now - before > SILENT_S:  # this process itself was stopped: it had no chance to hear the others
+        if now - before > SILENT_S:  # this process was stopped, so it could not receive messages
             self._heard = {index: (now, where) for index, (_, where) in self._heard.items()}
             if self.doing and 0 < early < now - before:
-                self._tell(f"this process was itself stopped for {now - before:.0f} s, {self.doing}")
+                self._tell(f"this process was stopped for {now - before:.0f} s while it was {self.doing}")
             return
         if self._reported is not None and self._last_step != self._reported:
-            self._tell(f"it goes on, after {self._last_step - self._reported:.0f} s without a step")
+            self._tell(f"the run continues, after {self._last_step - self._reported:.0f} s without a step")
             self._reported = None
         timeout = early if self.silent(early) else self._timeout
         if not self.doing or self._reported is not None or not 0 < timeout < now - self._last_step:
@@ -91,7 +98,7 @@ class Stalls:
             self._tell(f"no step for {now - self._last_step:.0f} s: {straggler}")
 
     def _straggler(self, now: float) -> str:
-        """Returns the processes that the others wait for, in words; "" if another process prints them."""
+        """Returns text that names the processes that the others wait for; "" if another process prints it."""
         silent = [
             f"process {index} has been silent for {now - self._heard[index][0]:.0f} s, last seen {where}"
             for index, where in self.silent().items()
@@ -99,7 +106,7 @@ class Stalls:
         if silent:
             return _listed(silent)
         if self._index:
-            return ""  # process 0 hears all processes, and prints it
+            return ""  # process 0 receives the messages of all processes and prints the line
         places = {0: self.doing, **{index: where for index, (_, where) in self._heard.items()}}
         activities = {index: where.partition(" on ")[0] for index, where in places.items()}
         usual, count = Counter(activities.values()).most_common(1)[0]
@@ -115,9 +122,10 @@ def _listed(processes: list[str]) -> str:
 
 
 class Link:
-    """The connections in use. A thread reads them, so that the end of another process is noticed at any moment.
+    """The connections between the processes. A thread reads them, so that the end of another process is noticed
+    immediately.
 
-    That thread alone ends this process, by `leave(exit code)`: at once, without waiting for collectives that hang.
+    Only this thread ends the process, by `leave(exit code)`: immediately, without waiting for collectives that hang.
     """
 
     def __init__(
@@ -129,56 +137,60 @@ class Link:
         stall_timeout: float = 0.0,
     ):
         self.index, self.count, self._peers, self._leave = index, count, peers, leave
-        self._lock = threading.RLock()  # of the connections, the votes and the verdict
+        self._lock = threading.RLock()  # guards the connections, the votes and the exit code
         self._results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._votes: list[deque[Any]] = [deque() for _ in range(count)]
         self._stalls = Stalls(index, stall_timeout, self._tell)
         self._host, self._beat, self._warned_of_files = socket.gethostname(), 0.0, False
-        self._code: int | None = None  # the exit code, once all have to end
+        self._code: int | None = None  # the exit code, as soon as all processes must end
         self._deadline = math.inf
         self._reader = threading.Thread(target=self._read, name="link", daemon=True)
         self._reader.start()
 
     def at(self, doing: str) -> None:
-        """Records that this process makes progress, and what it does now; "" for nothing that others could wait for."""
+        """Records that this process makes progress and what it is doing; "" if other processes cannot be waiting for
+        it.
+        """
         self._stalls.at(doing)
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all processes, in the order of their numbers; waits until each has given its own."""
+        """Waits for a JSON value from each process; returns the values in order of process number."""
         if self.index:
             self._send("vote", value)
         else:
-            self._vote(0, json.loads(json.dumps(value)))  # as it is now: the caller may append to it meanwhile
+            self._vote(0, json.loads(json.dumps(value)))  # a copy, since the caller may change the value later
         return self._results.get()
 
     def fail(self, code: int, text: str) -> NoReturn:
-        """Prints the error and ends all processes with exit code `code`. Of several errors the first one counts."""
+        """Prints the error and ends all processes with this exit code. If several processes fail, the first error
+        counts.
+        """
         self._announce(code, text)
         self._reader.join()
         raise SystemExit(code)
 
     def settle(self, seconds: float) -> None:
-        """Waits so many seconds for the error of another process; does not return if there is one."""
+        """Waits this many seconds for an error of another process. If there is an error, it does not return."""
         self._reader.join(seconds)
         if self._code is not None:
             self._reader.join()
 
     def close(self) -> None:
-        """Ends the link once all others end theirs; no error."""
+        """Closes the link without an error, after waiting for the other processes to close theirs."""
         self._send("bye")
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_WR)
         self._reader.join(LINGER_S)
-        self._close_connections()  # not earlier: who closes without a `bye` counts as dead
+        self._close_connections()  # not earlier: a connection that is closed without a `bye` counts as a dead process
 
     @property
     def label(self) -> str:
-        """The prefix of the errors of this process; empty for process 0."""
+        """Prefix of this process's error messages; "" for process 0."""
         return f"[process {self.index}] " if self.index else ""
 
     def _send(self, *message: Any) -> None:
-        """To all that this process is connected to."""
+        """Sends a message to all connected processes."""
         with self._lock:
             for peer in self._peers.values():
                 peer.send(*message)
@@ -188,22 +200,24 @@ class Link:
             print(f"{self.label}warning: {line}", file=sys.stderr, flush=True)
 
     def _tick(self) -> None:
-        """Every BEAT_S seconds, sends the other processes what this process does, and checks whether any process is
-        stuck. Warns once of many open files: Gloo keeps every connection to its port, also from other programs."""
+        """Every BEAT_S seconds, sends what this process is doing and checks for stalls.
+
+        Also warns once if many files are open: Gloo keeps every connection to its port open, even from other programs.
+        """
         if (now := time.monotonic()) < self._beat + BEAT_S:
             return
         self._beat, silent = now, self._stalls.silent()
         with self._lock:
             for index, peer in self._peers.items():
-                if index not in silent:  # who reads nothing would block the sender at last
+                if index not in silent:  # sending to a process that does not read would block in the end
                     peer.send("at", f"{self._stalls.doing} on {self._host}")
-        self._stalls.look()
+        self._stalls.check()
         if not self._warned_of_files and (line := files_warning()):
             self._warned_of_files = True
             self._tell(line)
 
     def _vote(self, index: int, value: Any) -> None:
-        """On process 0: takes the value of one process; with the last value the result is sent to all."""
+        """On process 0: records the value of one process; when all values are there, sends them to all processes."""
         with self._lock:
             self._votes[index].append(value)
             if all(self._votes):

@@ -1,7 +1,7 @@
-"""Several processes that train one model: their numbers, waiting for all of them, and the values they agree on.
+"""Joins several processes that train one model: their numbers, the start of jax, and values that they agree on.
 
-Each process runs `bytescope train` with its own devices; jax joins them into one mesh. Process 0 writes the run
-directory and prints; every process reads its own rows of the data and writes its own shards of a checkpoint.
+Each process runs `bytescope train` with its own devices; jax joins the devices into one mesh. Process 0 writes the run
+directory and prints. Every process reads its own rows of the data and writes its own shards of a checkpoint.
 """
 
 import argparse
@@ -35,13 +35,17 @@ NEWS_S = 5.0  # seconds that an error waits for the message that another process
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where process 0 listens, the number of this process, and the number of processes."""
+    """The address of process 0 and the number of this process.
+
+    host, port: where process 0 listens. index: number of this process. count: number of processes. launched: whether a
+    launcher such as SLURM gave the address.
+    """
 
     host: str
     port: int
     index: int
     count: int
-    launched: bool  # found through a launcher
+    launched: bool
 
     def __str__(self) -> str:
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
@@ -50,20 +54,22 @@ class Address:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of a run in several processes to `parser`."""
     group = parser.add_argument_group("several processes (detected under SLURM and Open MPI)")
-    group.add_argument("--coordinator", metavar="H:P", help="host:port where process 0 listens, the same for all")
-    group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0 on")
+    group.add_argument(
+        "--coordinator", metavar="H:P", help="host:port where process 0 listens, the same for all processes"
+    )
+    group.add_argument("--process", type=int, metavar="I", help="number of this process, counted from 0")
     group.add_argument("--processes", type=int, metavar="N", help="number of processes")
     group.add_argument(
         "--timeout",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="seconds to wait until all are connected (default 300)",
+        help="maximum seconds to wait until all processes are connected (default 300)",
     )
 
 
 def find(args: argparse.Namespace) -> Address | None:
-    """The address by flag or launcher; None for a run of one process.
+    """Returns the address from the flags or from a launcher; None for a run of one process.
 
     Raises:
       UserError: flags that cannot be combined, or a launcher's environment that cannot be read.
@@ -81,8 +87,8 @@ def find(args: argparse.Namespace) -> Address | None:
     host, port = _host_port(args.coordinator)
     if args.processes < 1 or not 0 <= args.process < args.processes:
         raise UserError(
-            f"--process={args.process} --processes={args.processes}: processes are numbered from 0 "
-            "to one less than their number"
+            f"--process={args.process} --processes={args.processes}: give process numbers from 0 to one less than "
+            "--processes"
         )
     return Address(host, port, args.process, args.processes, False) if args.processes > 1 else None
 
@@ -113,32 +119,36 @@ def _launched(timeout: float) -> Address | None:
 
 
 class Processes:
-    """The processes of a run as one of them sees them; without a `link` it is the only one."""
+    """The processes of a run, as seen by one of them. Without a `link` it is the only process."""
 
     def __init__(self, index: int = 0, count: int = 1, link: Link | None = None):
         self.index, self.count, self._link = index, count, link
 
     @property
     def first(self) -> bool:
-        """Whether this is process 0, which writes the run directory and prints."""
+        """True for process 0, which writes the run directory and prints."""
         return self.index == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all processes, in the order of their numbers. All must call it, in the same order."""
+        """Returns the JSON values of all processes, in order of process number. All processes must call it, in the
+        same order.
+        """
         return [value] if self._link is None else self._link.gather(value)
 
     def from_first(self, value: Any) -> Any:
-        """Process 0's JSON value. All must call it, in the same order."""
+        """Returns the JSON value of process 0. All processes must call it, in the same order."""
         return self.gather(value if self.first else None)[0]
 
     def at(self, doing: str) -> None:
-        """Records that this process makes progress, and what it does now; "" for nothing that others could wait for."""
+        """Records that this process makes progress and what it is doing; "" if other processes cannot be waiting for
+        it.
+        """
         if self._link is not None:
             self._link.at(doing)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A context in which an error of one process ends all processes, with the exit code of its kind.
+        """A context in which an error of one process ends all processes, with the exit code of the error.
 
         Clean-up outside the context must not wait for other processes.
         """
@@ -151,7 +161,7 @@ class Processes:
                 self._link.fail(error.exit_code, "\n".join([str(error), *getattr(error, "advice", ())]))
             if isinstance(error, KeyboardInterrupt):
                 self._link.fail(INTERRUPTED, "interrupted")
-            # A collective fails when another process dies; then that is the error to print.
+            # A collective fails when another process dies. Then the death is the error to print.
             self._link.settle(NEWS_S)
             import traceback
 
@@ -165,7 +175,7 @@ class Processes:
         self._link.fail(INTERRUPTED, note)
 
     def close(self) -> None:
-        """Waits until all processes are done, then ends the link to them."""
+        """Waits until all processes are done, then closes the link."""
         if self._link is None:
             return
         import jax
@@ -179,14 +189,15 @@ ALONE = Processes()
 
 
 def start(address: Address | None, args: argparse.Namespace, stall_timeout: float) -> Processes:
-    """Joins the processes of the run. Call before jax starts a backend.
+    """Joins the processes of the run. Call it before jax starts a backend.
 
-    address: what `find` made of `args`. stall_timeout: seconds without a step after which the straggler is named, a
-    quarter of it if the straggler is silent; 0: never. A stopped process does not end the run, however long it lasts.
+    address: the result of `find(args)`. stall_timeout: seconds without a step after which the straggler is named, a
+    quarter of it if a process is silent; 0 for never. A stopped process does not end the run, however long it is
+    stopped.
 
     Raises:
-      UserError: a port that is taken.
-      Lost: not all connected in time.
+      UserError: the port is already used.
+      Lost: not all processes connected in time.
     """
     if address is None:
         return ALONE
@@ -211,26 +222,28 @@ def _start_jax(address: Address, timeout: float) -> None:
     # jax's heartbeat would abort all processes when one of them is stopped for 100 seconds. The link finds what the
     # heartbeat finds, a dead process or a lost machine (rendezvous.KEEPALIVE), and Stalls names a stopped process.
     # jax's coordinator admits every client, so it listens only at the address that the others use.
-    here = own_address(address.host)
+    own = own_address(address.host)
     jax.distributed.initialize(
         str(address),
         address.count,
         address.index,
         initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=LONGEST_S,
-        coordinator_bind_address=str(dataclasses.replace(address, host=here)) if here else None,
+        coordinator_bind_address=str(dataclasses.replace(address, host=own)) if own else None,
         cluster_detection_method=None if address.launched else "deactivate",
     )
 
 
 def _await_port(address: Address, timeout: float) -> None:
-    """Returns when jax's coordinator listens: a client loses a second with every attempt that is too early.
+    """Returns when jax's coordinator listens. A client that connects too early loses a second per attempt.
 
-    Raises Lost when it does not listen within `timeout` seconds.
+    Raises Lost if it does not listen within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout=timeout):
             return
         time.sleep(0.02)
-    raise Lost(f"process 0 connected, but its coordinator does not listen at {address}")
+    raise Lost(
+        f"process 0 connected, but its jax coordinator does not listen at {address}: look at the output of process 0"
+    )

@@ -1,9 +1,10 @@
-"""The connections between the processes of one run, and how they are made: all processes connect, or none starts.
+"""Connects the processes of one run before it starts: either all processes connect, or none starts.
 
-Messages are JSON lines: `hello index count token`, `stranger` and `go` here; the messages of a run in progress are in
-train/launch/liveness.py. Process 0 listens on the address that the others use. It closes connections that send a wrong
-token, or nothing. The token is BYTESCOPE_TOKEN if a launcher sets it. Otherwise process 0 makes one for this start and
-leaves it in a file that only its user may read, in the run directory that all processes share, while it waits.
+Messages are JSON lines: `hello index count token`, `stranger` and `go`. The messages of a run in progress are in
+train/launch/liveness.py. Process 0 listens at the address that the others connect to. It closes connections that send
+a wrong token or nothing. The token is BYTESCOPE_TOKEN if a launcher sets it. Otherwise process 0 creates a token for
+this start and, while it waits, stores it in a file that only its user may read, in the run directory that all
+processes share.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ from typing import Any
 
 from bytescope.train.user_errors import Lost, UserError
 
-# A machine that loses power closes no connection: probes after 20 s of silence, given up after four, 10 s apart.
+# A machine that loses power does not close its connections. TCP probes them after 20 s of silence, and gives up after
+# four probes, 10 s apart.
 KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))
 RETRY_S = 0.05
 HELLO_S = 10.0  # seconds within which a connection has to send its hello
@@ -32,33 +34,35 @@ LINGER_S = 10.0  # seconds that a process which fails waits for the others to en
 
 
 class Peer:
-    """One connection to another process: complete messages in and out."""
+    """A connection to another process, which sends and receives complete messages."""
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE:
-            if hasattr(socket, name):  # not everywhere
+            if hasattr(socket, name):  # some systems lack these options
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.connection, self.said_bye, self._rest = connection, False, b""
-        self.limit: int | None = None  # bytes of one message
+        self.limit: int | None = None  # maximum bytes of one message
         self.early: list[list[Any]] = []  # messages that arrived before there was a `Link` to handle them
 
     def close(self) -> None:
-        """Closes the connection. Without a `bye` before, the other side regards this process as dead."""
+        """Closes the connection. If no `bye` was sent before, the other process regards this one as dead."""
         self.connection.close()
 
     def fileno(self) -> int:
-        """The file descriptor, by which a selector waits for messages."""
+        """Returns the file descriptor, by which a selector waits for messages."""
         return self.connection.fileno()
 
     def send(self, *message: Any) -> None:
-        """Sends one message of JSON values. An error is ignored: the reader will notice that the receiver is gone."""
+        """Sends one message of JSON values. Errors are ignored, since the reading thread notices a
+        closed connection.
+        """
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[list[Any]] | None:
-        """Waits for some bytes and returns the complete messages; None if the other side has closed the connection.
+        """Waits for bytes and returns the messages that are complete; None if the other process closed the connection.
 
         Raises:
           TimeoutError: nothing arrived within the connection's timeout.
@@ -81,21 +85,23 @@ class Peer:
 
 
 class Token:
-    """The secret word by which the processes of one start of a run recognize each other.
+    """The secret by which the processes of one start of a run recognize each other.
 
     Args:
-      workdir: the run directory; None if it is not known yet: then the file is in `runs` in the current folder.
-      port: the port of process 0; concurrent runs have different ones.
+      workdir: the run directory. If it is None, it is not known yet, and the file is in `runs` in the current folder.
+      port: the port of process 0, which differs between concurrent runs.
     """
 
     def __init__(self, workdir: Path | None, port: int):
         place = workdir or Path("runs") / "new"
-        # In the directory where it exists already: it may be all that the machines share.
+        # Inside the run directory if it exists, since it may be the only directory that the machines share.
         self._files = (place / TOKEN_FILE, place.parent / f"{TOKEN_FILE}-{port}")
-        self._made: Path | None = None
+        self._created: Path | None = None
 
     def make(self) -> str:
-        """Returns the word that process 0 asks for; "" if no file can be written: then every process is admitted."""
+        """Returns the secret that process 0 requires; "" if no file can be written, in which case every process is
+        admitted.
+        """
         given = os.environ.get(TOKEN_VARIABLE, "")
         if given:
             return given
@@ -103,16 +109,16 @@ class Token:
         path = self._files[0] if self._files[0].parent.is_dir() else self._files[1]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # of a start that was killed
+            path.unlink(missing_ok=True)  # left by a start that was killed
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(word)
         except OSError:
             return ""
-        self._made = path
+        self._created = path
         return word
 
     def read(self) -> str:
-        """Returns the word that another process has to send; "" if there is none yet."""
+        """Returns the secret that another process must send; "" if there is none yet."""
         given = os.environ.get(TOKEN_VARIABLE, "")
         if given:
             return given
@@ -124,23 +130,25 @@ class Token:
         return ""
 
     def remove(self) -> None:
-        """Removes the file."""
-        if self._made is not None:
+        """Removes the token file."""
+        if self._created is not None:
             with contextlib.suppress(OSError):
-                self._made.unlink(missing_ok=True)
+                self._created.unlink(missing_ok=True)
 
 
 def token_matches(given: str, wanted: str) -> bool:
-    """Returns whether a word is the right one, in a time that does not depend on how much of it is right."""
+    """Returns whether a token is the right one. The time does not depend on the number of matching characters."""
     return not wanted or hmac.compare_digest(given.encode(), wanted.encode())
 
 
 def meet(host: str, port: int, index: int, count: int, timeout: float, token: Token) -> dict[int, Peer]:
-    """Waits until all `count` processes are connected; returns the peers of this one (process 0: all, others: 0).
+    """Waits until all `count` processes are connected, and returns process number -> connection.
+
+    Process 0 has a connection to every other process; the others have one to process 0.
 
     Raises:
-      Lost: not all connected within `timeout` seconds.
-      UserError: the port is taken, or two processes disagree on their numbers.
+      Lost: not all processes connected within `timeout` seconds.
+      UserError: the port is already used, or two processes disagree on their numbers.
     """
     if index:
         return {0: _join(host, port, index, count, timeout, token)}
@@ -151,16 +159,18 @@ def meet(host: str, port: int, index: int, count: int, timeout: float, token: To
 
 
 def own_address(host: str) -> str:
-    """Returns the address of this machine at which to listen, so that others reach it as `host`; "" for all addresses.
+    """Returns the address of this machine to listen at so that other machines reach it as `host`; "" means all
+    addresses.
 
-    All are needed for a name that is the loopback here, as a machine's own name often is, because it is another address
-    elsewhere; and for an address that is not this machine's, because it is translated on the way.
+    All addresses are needed in two cases. `host` is a name that resolves to the loopback on this machine, as a
+    machine's own name often does, but to another address elsewhere. Or the address does not belong to this machine,
+    because a router translates it.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    for family, _, _, _, (name, *_) in found:
+    for family, _, _, _, (name, *_) in infos:
         address = str(name)
         if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host != "localhost" and not _literal(host):
             return ""
@@ -183,9 +193,9 @@ def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> di
         with _listen(host, port) as listener:
             strangers = _Door(listener, count, token, peers).watch(time.monotonic() + timeout)
         if missing := sorted(set(range(1, count)) - set(peers)):
-            turned = f" ({strangers} connections of others were turned away)" if strangers else ""
+            rejected = f" ({strangers} connections without the right token were rejected)" if strangers else ""
             raise Lost(
-                f"{_name(missing)} of {count} did not connect within {timeout:g} s{turned}: look at their "
+                f"{_name(missing)} of {count} did not connect within {timeout:g} s{rejected}: look at their "
                 "output, or give a longer --timeout"
             )
     except UserError as error:
@@ -203,11 +213,13 @@ class _Door:
 
     def __init__(self, listener: socket.socket, count: int, token: str, peers: dict[int, Peer]):
         self._listener, self._count, self._token, self._peers = listener, count, token, peers
-        self._unknown: dict[Peer, float] = {}  # connections that have not said who they are, and when they must have
+        self._unknown: dict[Peer, float] = {}  # connection without a hello -> the time by which it must send one
         self._turned_away = 0
 
     def watch(self, deadline: float) -> int:
-        """Waits until all are connected or the deadline is over; returns the number of connections turned away."""
+        """Waits until all processes are connected or the deadline has passed; returns the number of rejected
+        connections.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             try:
@@ -215,16 +227,16 @@ class _Door:
                     for key, _ in selector.select(min(left, 1.0)):
                         if key.fileobj is self._listener:
                             self._open(selector)
-                        elif isinstance(key.fileobj, Peer) and key.fileobj.fileno() >= 0:  # not closed in this turn
+                        elif isinstance(key.fileobj, Peer) and key.fileobj.fileno() >= 0:  # not closed in this round
                             self._hear(key.fileobj, selector)
                     self._close_late(selector)
-            finally:  # who connected and was not greeted is not kept waiting, whatever ended this
+            finally:  # connections without a hello must not keep waiting
                 for peer in self._unknown:
                     peer.close()
         return self._turned_away
 
     def _open(self, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):  # gone again already
+        with contextlib.suppress(OSError):  # the connection is already closed
             peer = Peer(self._listener.accept()[0])
             peer.limit = HELLO_BYTES
             self._unknown[peer] = time.monotonic() + HELLO_S
@@ -245,7 +257,7 @@ class _Door:
         peer.close()
 
     def _hear(self, peer: Peer, selector: selectors.BaseSelector) -> None:
-        """Reads the messages of one connection; forgets the connection if it is closed."""
+        """Reads the messages of one connection; removes the connection if it is closed."""
         messages = peer.receive()
         if peer in self._unknown:
             if messages is None:
@@ -269,16 +281,16 @@ class _Door:
 
     def _admit(self, index: int, theirs: int, peer: Peer) -> None:
         count, known = self._count, self._peers.get(index)
-        self._peers[index] = peer  # in any case, so that this one is told too
+        self._peers[index] = peer  # before the checks, so that this process also gets the error
         if known or not 0 < index < count:
-            text = f"process {index} of {count} connected twice: give each its own --process, from 0 on"
+            text = f"process {index} of {count} connected twice: give each process its own --process, counted from 0"
             if known:
                 known.send("end", UserError.exit_code, text)
                 known.close()
             raise UserError(text)
         if theirs != count:
             raise UserError(
-                f"process {index} has --processes={theirs}, process 0 has {count}: give all processes the same"
+                f"process {index} has --processes={theirs}, process 0 has {count}: give all processes the same number"
             )
 
 
@@ -302,11 +314,11 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
     while (left := deadline - time.monotonic()) > 0:
         try:
             peer = Peer(socket.create_connection((host, port), timeout=left))
-        except OSError as error:  # process 0 is not there yet, or its name is not known yet
+        except OSError as error:  # process 0 does not listen yet, or its name does not resolve yet
             reason = error.strerror or str(error)
             time.sleep(RETRY_S)
             continue
-        peer.send("hello", index, count, token.read())  # read now: process 0 leaves it before it listens
+        peer.send("hello", index, count, token.read())  # read late: process 0 writes the token before it listens
         answer = _answer(peer, timeout + LINGER_S)  # process 0 answers when its own timeout is over
         match answer:
             case ["go"]:
@@ -315,18 +327,21 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
                 peer.close()
                 raise Lost(text) if code == Lost.exit_code else UserError(text)
         if answer == ["stranger"]:
-            reason = f"it does not know this one: give all a --workdir that they share, or the same {TOKEN_VARIABLE}"
-        peer.close()  # it closed the connection without an answer, and may start again
+            reason = (
+                f"it rejected the token of this process: give all processes a shared --workdir, or the same "
+                f"{TOKEN_VARIABLE}"
+            )
+        peer.close()  # without an answer: process 0 may start again
         time.sleep(RETRY_S)
-    shown = f" ({reason})" if reason else ""
+    detail = f" ({reason})" if reason else ""
     raise Lost(
-        f"process 0 did not answer at {host}:{port} within {timeout:g} s{shown}: check that it runs and that "
+        f"process 0 did not answer at {host}:{port} within {timeout:g} s{detail}: check that it runs and that "
         "the address is right"
     )
 
 
 def _answer(peer: Peer, seconds: float) -> list[Any] | None:
-    """The first message, None if none arrives within so many seconds."""
+    """Returns the first message; None if none arrives within this many seconds."""
     peer.connection.settimeout(seconds)
     try:
         messages = peer.receive()

@@ -1,4 +1,4 @@
-"""Process limits and settings that must be in place before jax starts, and two workarounds for libraries."""
+"""Checks process limits and applies settings before jax starts, and works around two library problems."""
 
 import contextlib
 import ctypes
@@ -27,14 +27,14 @@ except ImportError:  # not a Unix
     resource = None
 
 SETTLE_S = 0.5  # seconds for the threads of a failed read to end
-# Host memory that a start takes before the step's memory is known: libraries, and compiling the smallest config (jax
-# 0.10.2 on a CPU; measured in a cgroup).
+# Host memory in bytes that a start needs before the step's memory is known: libraries, and compiling the smallest
+# config (jax 0.10.2 on a CPU; measured in a cgroup).
 START_BYTES = 320 * 2**20
-# Address space that threads take after jax has started: 8 MiB of stack per thread, and 64 MiB per glibc arena.
+# Address space in bytes for threads after jax has started: 8 MiB of stack per thread, and 64 MiB per glibc arena.
 THREADS_BYTES = 2**30
 # Open files: a start needs MIN_FILES (libraries, data, a checkpoint's arrays), and requests MAX_FILES.
 MIN_FILES, MAX_FILES = 64, 65536
-# The soft limit is as high as the hard one by then.
+# When this remedy is printed, the soft limit is already as high as the hard limit.
 RAISE_FILES = "raise the hard limit (ulimit -Hn as root, /etc/security/limits.conf, a container's --ulimit nofile)"
 _PROBE = (
     "import mmap, resource, sys; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); import jax; jax.devices(); "
@@ -43,8 +43,10 @@ _PROBE = (
 
 
 def check_limits() -> None:
-    """Raises the soft limit of open files, and refuses limits under which jax would abort or the kernel would kill this
-    process without a message. Call before jax is imported.
+    """Raises the soft limit of open files, and checks the limits under which jax would abort or the kernel would kill
+    this process.
+
+    Call it before jax is imported.
 
     Raises:
       UserError: the limit of open files is too low.
@@ -56,14 +58,14 @@ def check_limits() -> None:
     room = cgroup_room()
     if room is not None and room < START_BYTES:
         raise DoesNotFit(
-            f"{human(max(room, 0))} are left under the memory limit of this process' cgroup, and a start "
-            f"takes {human(START_BYTES)} besides the step: raise the limit of the container or job"
+            f"{human(max(room, 0))} are left under the memory limit of this process's cgroup, and a start "
+            f"needs {human(START_BYTES)} in addition to the step: raise the limit of the container or job"
         )
     limit = address_space_limit()
     if limit is not None and not _starts():
         raise DoesNotFit(
             f"ulimit -v {limit // 1024} ({human(limit)}) is too little address space to start jax and its "
-            "threads: lift it with ulimit -v unlimited"
+            "threads: remove the limit with ulimit -v unlimited"
         )
 
 
@@ -79,8 +81,9 @@ def _starts() -> bool:
 
 
 def raise_file_limit() -> int | None:
-    """Raises the soft limit of open files as far as allowed, up to MAX_FILES. Returns the new limit, or None if there
-    is none."""
+    """Raises the soft limit of open files as far as allowed, up to MAX_FILES. Returns the new limit; None if it is
+    unlimited.
+    """
     if resource is None:
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -93,7 +96,7 @@ def raise_file_limit() -> int | None:
 
 
 def files_warning() -> str:
-    """Returns a warning if this process has 80 % or more of its permitted files open, else ""."""
+    """Returns a warning if this process has at least 80 % of its permitted files open, else ""."""
     if resource is None:
         return ""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -104,19 +107,21 @@ def files_warning() -> str:
     if limit == resource.RLIM_INFINITY or count < 0.8 * limit:
         return ""
     return (
-        f"{count} of {limit} files are open, connections included: at {limit} the run ends. Stop what connects to "
-        "its ports (port scans, health checks), or raise ulimit -Hn and start again"
+        f"{count} of {limit} files are open, including connections, and at {limit} the run ends: stop programs that "
+        "connect to its ports (port scans, health checks), or raise ulimit -Hn and start again"
     )
 
 
 def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: int = 0) -> None:
-    """Sets the compilation cache and, if asked for, deterministic kernels. Call before any array exists.
+    """Sets the compilation cache and, if requested, deterministic kernels. Call it before any array exists.
 
-    deterministic, cache_dir: of the group `train`. processes, index: number of processes, and of this one.
+    deterministic, cache_dir: the keys of the config group `train`. processes: number of processes. index: number of
+    this process.
 
-    Several devices of the CPU, simulated or of several processes, have no cache: XLA orders the collectives of a
-    program that it compiles, and loses the order of one that it reads back (thunk_serdes_proto.cc gives each
-    collective a resource of its own; jaxlib 0.10.2), so that devices may wait for each other for ever.
+    With several CPU devices, simulated or in several processes, the cache is not used. XLA gives the collectives of a
+    program an order when it compiles the program, and loses the order when it reads the program from the cache
+    (thunk_serdes_proto.cc gives each collective a resource of its own; jaxlib 0.10.2). Then devices could wait for
+    each other forever.
     """
     if deterministic:
         # Bit-equal reruns on GPUs: no atomics in reductions and scatters, no timing-dependent kernel choice.
@@ -141,10 +146,10 @@ def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: i
 
 
 def return_freed_memory() -> None:
-    """Returns host memory that compiling has freed to the system.
+    """Returns host memory that compiling has freed to the operating system.
 
-    glibc keeps freed blocks in its arenas; after a compile these are some 200 MB, which a CPU run would
-    otherwise hold to its end besides its buffers. Does nothing without glibc.
+    glibc keeps freed blocks in its arenas: about 200 MB after a compilation, which a CPU run would hold until its end.
+    Does nothing without glibc.
     """
     if sys.platform == "linux":
         try:
@@ -154,23 +159,23 @@ def return_freed_memory() -> None:
 
 
 def forget_peak() -> None:
-    """Lets the peak of this process' resident memory count from now on; without Linux, or the right to, it stays."""
+    """Resets the peak of this process's resident memory. Does nothing if the system does not support or permit it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 class Held:
-    """Standard error of a `with` block, held back and shown at its end unless `drop` is set."""
+    """Standard error of a `with` block. It is printed at the end of the block unless `drop` is set."""
 
     drop = False
 
 
 @contextlib.contextmanager
 def stderr_held() -> Iterator[Held]:
-    """Holds standard error back, for a call whose failure is reported in one line.
+    """Captures standard error in a block, for a call whose failure is reported in one line.
 
-    A library's threads print a traceback each for reads that nobody waits for any more, some of them only when the
-    failed coroutine is collected.
+    A library's threads print a traceback for each read that nobody waits for any more, some of them only when the
+    failed coroutine is garbage-collected.
     """
     sys.stderr.flush()
     held, screen = Held(), os.dup(2)
@@ -180,7 +185,7 @@ def stderr_held() -> Iterator[Held]:
             yield held
         finally:
             if held.drop:
-                forgive_abandoned()  # some are collected only later
+                forgive_abandoned()  # some coroutines are garbage-collected later
                 gc.collect()
                 time.sleep(SETTLE_S)
             sys.stderr.flush()
@@ -192,14 +197,19 @@ def stderr_held() -> Iterator[Held]:
 
 
 def forgive_abandoned() -> None:
-    """From now on what a failed read or write has left behind ends without a word: coroutines, and writes of
-    tensorstore's threads, which tell a loop that is closed already. Both would print a traceback each."""
+    """Silences, from now on, tracebacks of coroutines and tensorstore writes that a failed read or write has left
+    behind.
+
+    The writes report to an event loop that is already closed.
+    """
     if not isinstance(sys.unraisablehook, _Forgiving):
         sys.unraisablehook = _Forgiving(sys.unraisablehook)
 
 
 class _Forgiving:
-    """A hook for exceptions that could not be raised; those that are not forgiven go to the hook before it."""
+    """An unraisable hook that ignores abandoned coroutines and writes, and passes other exceptions to the hook before
+    it.
+    """
 
     def __init__(self, before: Callable[[Any], Any]):
         self._before = before

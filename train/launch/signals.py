@@ -1,4 +1,4 @@
-"""Signals: what asks a run to save and end, what ends it at once, and a terminal that goes away."""
+"""Handles signals that ask a run to save and end, signals that end it at once, and closed terminals and pipes."""
 
 import contextlib
 import errno
@@ -12,16 +12,16 @@ from typing import Any, NoReturn
 INTERRUPTED = 130  # the exit code that shells give for Ctrl-C: 128 + SIGINT
 # A closed terminal sends SIGHUP, which not every system has.
 STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
-# How a write fails whose reader is gone: a closed terminal, a closed pipe. And how one fails without room.
+# errno values of a write to a closed terminal or pipe, and of a write to a full disk.
 _GONE = (errno.EIO, errno.EPIPE)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Stop:
-    """A context that, from `watch` on, turns SIGTERM, SIGINT and SIGHUP into `names`, so that the run saves and ends.
+    """A context that, after `watch`, collects SIGTERM, SIGINT and SIGHUP in `names`, so that the run can save and end.
 
-    A SIGINT after any of them calls `at_once()`, which ends the process. After SIGHUP nothing more is printed. A
-    signal that is ignored from outside, as SIGHUP by nohup, stays ignored.
+    A SIGINT after any of these signals calls `at_once()`, which ends the process. After SIGHUP nothing is printed any
+    more. A signal that the process was started to ignore, such as SIGHUP under nohup, stays ignored.
     """
 
     def __init__(self, at_once: Callable[[], Any]):
@@ -37,7 +37,7 @@ class Stop:
             signal.signal(number, handler)
 
     def watch(self) -> None:
-        """Takes the signals over; until then they end the process as they always do."""
+        """Installs the signal handlers. Before this call, signals end the process as usual."""
         for number in STOPPING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._ask)
@@ -53,7 +53,7 @@ class Stop:
 
 @contextlib.contextmanager
 def surviving_output() -> Iterator[None]:
-    """A context in which what is printed to a closed terminal or pipe does not end the process with an error."""
+    """A context in which output to a closed terminal or pipe does not end the process with an error."""
     with contextlib.redirect_stdout(Surviving(sys.stdout)), contextlib.redirect_stderr(Surviving(sys.stderr)):
         yield
 
@@ -68,9 +68,9 @@ def leave_at_once(note: str = "interrupted") -> NoReturn:
 
 
 def end_quietly() -> None:
-    """From here on signals are ignored: the process is about to end, and nothing is left that could be lost.
+    """Ignores signals from now on, since the process is about to end and has nothing to lose.
 
-    Handlers of our own would not do: the interpreter takes them away while it ends.
+    Custom handlers would not work, since the interpreter removes them while it ends.
     """
     with contextlib.suppress(ValueError):  # not the main thread
         for number in STOPPING:
@@ -78,7 +78,7 @@ def end_quietly() -> None:
 
 
 def silence() -> None:
-    """Sends standard output and standard error nowhere, unless they are files."""
+    """Redirects standard output and standard error to nowhere, unless they are files."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -92,10 +92,10 @@ def _to_nowhere(descriptor: int) -> None:
 
 
 class Surviving:
-    """A text stream of the process; once its terminal or its pipe is closed, what is written goes nowhere.
+    """A text stream of the process that drops all output once its terminal or pipe is closed.
 
-    A pipe whose reader has seen enough asks the run to stop, as SIGTERM does; a terminal that is gone does not. What a
-    full disk has no room for is lost.
+    A closed pipe asks the run to stop, as SIGTERM does; a closed terminal does not. Output that does not fit a full
+    disk is lost.
     """
 
     def __init__(self, stream: Any):
@@ -105,19 +105,19 @@ class Surviving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes `text`, as far as anybody reads it."""
+        """Writes `text`, or drops it if nobody can read it."""
         self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is buffered, as far as anybody reads it."""
+        """Writes the buffered text, or drops it if nobody can read it."""
         self._attempt(self._stream.flush)
 
     def _attempt(self, call: Callable[[], Any]) -> None:
         try:
             call()
         except OSError as error:
-            if error.errno in _FULL:  # the log of a run is no reason to end it
+            if error.errno in _FULL:  # a lost log line must not end the run
                 return
             if error.errno not in _GONE:
                 raise

@@ -1,5 +1,5 @@
-"""Sharding over several devices: `config.mesh` and `config.xla` in; a mesh, shardings and compiler options out.
+"""Sharding over several devices: turns `config.mesh` and `config.xla` into a mesh, shardings and compiler options.
 
-Start with `axes.py`, the tables of mesh axes and ZeRO strategies, and `layout.py`, which makes shardings of them.
+Start with `axes.py`, the tables of mesh axes and ZeRO strategies, and `layout.py`, which builds shardings from them.
 `xla_options.py` has the options of XLA's compiler.
 """

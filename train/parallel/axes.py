@@ -1,4 +1,4 @@
-"""Sharding as data: the logical axes, the mesh axes that tables map them to, and one row per strategy."""
+"""Tables of sharding: the mesh axes, the mapping of logical axes to mesh axes, and one row per ZeRO strategy."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,15 +7,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-# Stages of a pipeline are furthest apart: they send the least.
+# Stages are the outermost axis, because they send the fewest bytes.
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-# The axes whose ranks read different sequences, and with `context` different tokens.
+# The axes whose ranks read different sequences (BATCH), and with `context` the axes whose ranks read different tokens.
 BATCH, TOKENS = ("data", "fsdp", "expert"), ("data", "fsdp", "expert", "context")
 
-# Logical axis -> mesh axes, of activations. A sequence lives on one data-parallel rank, or is sharded over `context`
-# (ring attention, Liu et al. 2023, arXiv 2310.01889). Heads, MLP width and vocabulary are sharded over the tensor
-# group, in parameters and activations (Shoeybi et al. 2019, arXiv 1909.08053). `stream` is the sequence in norms and in
-# the residual stream: sequence parallelism shards it over that group too (Korthikanti et al. 2022, arXiv 2205.05198).
+# Logical axis of an activation -> mesh axes. A sequence is on one data-parallel rank, or sharded over `context` (ring
+# attention, Liu et al. 2023, arXiv 2310.01889). Heads, MLP width and vocabulary are sharded over the tensor group, in
+# parameters and activations (Shoeybi et al. 2019, arXiv 1909.08053). `stream` is the sequence in norms and in the
+# residual stream: sequence parallelism also shards it over the tensor group (Korthikanti et al. 2022, arXiv
+# 2205.05198).
 RULES: Mapping[str, tuple[str, ...]] = {
     "batch": BATCH,
     "rank": TOKENS,
@@ -29,32 +30,34 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "d_ff": ("tensor",),
     "vocab": ("stage", "tensor"),
-    # Experts are shared out over `expert`, to all other parameters an axis of data-parallel ranks (GShard, Lepikhin et
-    # al. 2020, arXiv 2006.16668). Rows of experts lie on the device that computes them, once per tensor-parallel rank.
+    # Experts are sharded over `expert`, which is an axis of data-parallel ranks for all other parameters (GShard,
+    # Lepikhin et al. 2020, arXiv 2006.16668). Expert rows are on the device that computes them, one copy per
+    # tensor-parallel rank.
     "experts": ("expert",),
     "expert_width": (),
     "router": (),
     "d_expert": ("tensor",),
     "rows": TOKENS,
     "copies": ("tensor",),
-    # Sums of which each device has its part: over ranks that hold replicas, and over those that share the state.
+    # Axes of partial sums: over ranks that hold replicas of the state, and over ranks that share the state.
     "replicas": ("data",),
     "sharers": ("fsdp", "context"),
-    # The rank of adapters, and that of those halves which have no model width.
+    # The rank of adapters, and the rank in adapter matrices without a model-width axis.
     "adapter": (),
     "adapter_state": (),
-    # The rank of latents of attention, and that in matrices and norms which have no model width.
+    # The rank of attention latents, and the rank in matrices and norms without a model-width axis.
     "latent": (),
     "latent_state": (),
-    # Where the token table stays sharded along the width, a device looks its rows up for all that share the table.
+    # If the token table is sharded along the width, a device looks up its columns for all devices that share the
+    # table.
     "table_batch": BATCH,
     "table_length": ("context",),
     "table_width": (),
 }
 SEQUENCE_PARALLEL = {"stream": ("context", "tensor")}
-# ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shards the width: every matrix, table and norm has it; of adapters
-# one half has, the other's rank is sharded, and so is that of latents in matrices that make heads. The devices that
-# share a sequence share state as well: to gradients they are data-parallel ranks.
+# ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shards the model width, which every matrix, table and norm has, with
+# two exceptions that are sharded along their rank: adapter matrices without a model-width axis, and matrices from
+# latents to heads. Devices that share a sequence also share state: for gradients they are data-parallel ranks.
 SHARDS = ("fsdp", "expert", "context")
 STATE_SHARDED = {
     "d_model": SHARDS,
@@ -67,13 +70,15 @@ TABLE_SHARDED = {"table_batch": ("data",), "table_length": (), "table_width": SH
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """What the devices of `mesh.fsdp` and `mesh.context` share; the devices of `mesh.data` hold replicas.
+    """A ZeRO strategy: the state that the devices of `mesh.fsdp` and `mesh.context` share. `mesh.data` holds replicas.
 
-    stored: master parameters and optimizer state are sharded. gradients: gradients too, each reduced to its owner in
-    the backward pass.
-    by_layer: parameters are gathered for one layer at a time and again in its backward pass; otherwise the compute copy
-    of all of them is made once per step. reduce_once: gradients may wait for their reduction until the end of in-step
-    accumulation.
+    Fields:
+      summary: one line for the user.
+      stored: True if master parameters and optimizer state are sharded.
+      gradients: True if gradients are sharded too, each reduced to its owner in the backward pass.
+      by_layer: True if parameters are gathered one layer at a time, and again in its backward pass. False if a compute
+        copy of all parameters is made once per step.
+      reduce_once: True if the reduction of gradients may wait until the end of in-step accumulation.
     """
 
     summary: str
@@ -93,8 +98,8 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
-# The letters of shape suffixes (model/__init__.py) as logical axes of activations. Activations that have the width of
-# the model, or of a latent of attention, are sharded as norms and the residual stream are.
+# The letters of shape suffixes (model/__init__.py) as logical axes of activations. Activations with the model width or
+# the width of a latent are sharded like norms and the residual stream.
 LETTERS = {"B": "batch", "L": "length", "H": "heads", "G": "kv_heads", "F": "d_ff", "V": "vocab", "X": "rows"}
 STREAM_LETTERS = {**LETTERS, "L": "stream"}
 
@@ -106,15 +111,15 @@ def activation_axes(suffix: str) -> tuple[str | None, ...]:
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh of `sizes` (one per axis of AXES, at most one of them -1) over `devices`.
+    """Returns the mesh of `sizes` (one per axis of AXES, at most one of them -1) over `devices`.
 
     Raises:
-      ValueError: the product of the sizes is not the number of devices; the message names the wrong size.
+      ValueError: the product of the sizes is not the number of devices. The message names the wrong size.
     """
-    shown = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
+    sizes_text = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
     free = [axis for axis in AXES if sizes[axis] == -1]
     if len(free) > 1 or any(sizes[axis] < 1 and sizes[axis] != -1 for axis in AXES):
-        raise ValueError(f"mesh {shown}: give sizes of 1 or more, and at most one -1")
+        raise ValueError(f"mesh {sizes_text}: give sizes of 1 or more, and at most one -1")
     left = len(devices)
     taken: list[str] = []
     # Sizes that divide the number of devices come first, so that the message names one that does not.
@@ -132,7 +137,7 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
             taken.append(f"mesh.{axis}={size}")
     if left > 1 and not free:
         raise ValueError(
-            f"mesh {shown} takes {len(devices) // left} of {len(devices)} devices: set one of these "
+            f"mesh {sizes_text} takes {len(devices) // left} of {len(devices)} devices: set one of these "
             "sizes, such as mesh.fsdp, to -1"
         )
     sizes = {axis: left if axis in free else sizes[axis] for axis in AXES}

@@ -1,4 +1,4 @@
-"""Turns logical axes, which the model names, into shardings of one mesh, by the tables of train/parallel/axes.py."""
+"""Turns logical axes, which the model names, into shardings on one mesh, by the tables of train/parallel/axes.py."""
 
 import dataclasses
 import math
@@ -29,10 +29,13 @@ from bytescope.train.parallel.axes import (
 class Layout(Placement):
     """Maps logical axes to shardings of one mesh.
 
-    sequence_parallel: whether norms and the residual stream are sharded along the sequence in the tensor group.
-    manual: mesh axes of an enclosing `jax.shard_map`; arrays are local along them already.
-    reduce: dtype in which gradients are summed over devices and kept; None for that of each product.
-    dispatch: how rows reach the devices of their experts, `mesh.dispatch` of the config.
+    Fields:
+      mesh: the devices.
+      strategy: the ZeRO strategy.
+      sequence_parallel: True if norms and the residual stream are sharded along the sequence in the tensor group.
+      manual: mesh axes of an enclosing `jax.shard_map`, along which arrays are already local.
+      reduce: dtype in which gradients are summed over devices and stored; None for the dtype of each product.
+      dispatch: how rows reach the devices of their experts, `mesh.dispatch` of the config.
     """
 
     mesh: Mesh
@@ -45,12 +48,12 @@ class Layout(Placement):
     @property
     def local(self) -> "Layout":
         """The layout inside a `jax.shard_map` over the data-parallel ranks."""
-        # All axes if no other has more than one device: then nothing is left for the compiler to shard.
+        # All axes if no other axis has more than one device: then there is nothing for the compiler to shard.
         return dataclasses.replace(self, manual=BATCH if self._size(AXES) > self.ranks else AXES)
 
     @property
     def staged(self) -> "Layout":
-        """The layout within a `jax.shard_map` over the stages of a pipeline."""
+        """The layout inside a `jax.shard_map` over the stages of a pipeline."""
         return dataclasses.replace(self, manual=("stage",))
 
     @property
@@ -68,9 +71,8 @@ class Layout(Placement):
         return Peers("expert", self.mesh.shape["expert"], emulated)
 
     def exchange(self, slots: bool) -> str:
-        """Returns the row of EXCHANGES by which rows reach their experts. slots: whether each expert has a fixed
-        number.
-        """
+        """Returns the row of EXCHANGES that moves rows to their experts. `slots`: True if each expert has a fixed
+        number of slots."""
         if self.peers.size == 1:
             return super().exchange(slots)
         if self.dispatch != "auto":
@@ -85,15 +87,16 @@ class Layout(Placement):
 
     @property
     def stream_parts(self) -> int:
-        """Devices that share the sequence in norms and in the residual stream."""
+        """The number of devices that share the sequence in norms and in the residual stream."""
         return self._size(self.mesh_axes("stream"))
 
     def positions(self, length: int) -> jax.Array:
-        """int32 [L]: for each index along the length its position in the sequence."""
+        """Returns the position in the sequence of each index along the length, int32 [L]."""
         return zigzag_positions(length, self.ring.size) if self.ring else jnp.arange(length)
 
     def mesh_axes(self, axis: str | None, *, state: bool = False) -> tuple[str, ...]:
-        """The mesh axes over which a logical axis is sharded; `state`: as ZeRO shards parameters and their state."""
+        """Returns the mesh axes over which a logical axis is sharded. `state`: True for parameters and state, which
+        ZeRO shards."""
         if axis is None:
             return ()
         rules = dict(RULES)
@@ -107,27 +110,28 @@ class Layout(Placement):
 
     @property
     def ranks(self) -> int:
-        """Data-parallel ranks: data x fsdp."""
+        """The number of data-parallel ranks: data x fsdp x expert."""
         return self._size(BATCH)
 
     @property
     def context(self) -> int:
-        """Ranks that share a sequence."""
+        """The number of ranks that share a sequence."""
         return self._size(("context",))
 
     @property
     def token_ranks(self) -> int:
-        """Ranks that hold different tokens: data x fsdp x context."""
+        """The number of ranks that hold different tokens: data x fsdp x expert x context."""
         return self._size(TOKENS)
 
     def _size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes if axis not in self.manual)
 
     def spec(self, axes: Sequence[str | None], *, state: bool = False) -> PartitionSpec:
-        """The partition of an array with these logical axes; `state`: as ZeRO shards parameters and their state.
+        """Returns the partition of an array with these logical axes. `state`: True for parameters and state, which
+        ZeRO shards.
 
         Raises:
-          ValueError: two dimensions claim the same mesh axis.
+          ValueError: two dimensions would be sharded over the same mesh axis.
         """
         dims = [self.mesh_axes(axis, state=state) for axis in axes]
         used: list[str] = []
@@ -136,7 +140,10 @@ class Layout(Placement):
         if len(used) != len(set(used)):
             twice = next(axis for axis in used if used.count(axis) > 1)
             claims = [f"{name} -> {dim}" for name, dim in zip(axes, dims) if twice in dim]
-            raise ValueError(f"logical axes {tuple(axes)} collide on mesh axis {twice}: {' and '.join(claims)}")
+            raise ValueError(
+                f"logical axes {tuple(axes)} use mesh axis {twice} twice: {' and '.join(claims)}; "
+                "give each mesh axis to one dimension"
+            )
         return PartitionSpec(*map(_entry, dims))
 
     def split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
@@ -144,17 +151,17 @@ class Layout(Placement):
         return [self._used(self.mesh_axes(axis)) for axis in axes]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
-        """The sharding of an array with these logical axes; without axes, replicated."""
+        """Returns the sharding of an array with these logical axes; replicated if there are none."""
         return NamedSharding(self.mesh, self.spec(axes))
 
     def stored(self, axes: Sequence[str]) -> NamedSharding:
-        """The sharding of a parameter between steps, and of the optimizer's state for it."""
+        """Returns the sharding of a parameter between steps, which its optimizer state has too."""
         return NamedSharding(self.mesh, self.spec(axes, state=self.strategy.stored))
 
     def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         if self._size(AXES) == 1:
             return x
-        if self.manual:  # then the mesh of the context counts, whose other axes the compiler still shards
+        if self.manual:  # the mesh is that of the enclosing shard_map, whose other axes the compiler still shards
             return jax.lax.with_sharding_constraint(x, spec)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
@@ -162,19 +169,21 @@ class Layout(Placement):
         return self._constrain(x, self.spec(axes))
 
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
-        """`function(layout, *arrays [B, L, D], weights)` -> ([B, L, D], a gradient of each weight).
+        """Runs `function(layout, *arrays [B, L, D], weights)`, which returns a result [B, L, D] and a gradient of each
+        weight.
 
-        Each rank computes on its own tokens, inside a `jax.shard_map`; the gradients are summed over the ranks.
+        Each rank computes on its own tokens, inside a `jax.shard_map`, and the gradients are summed over the ranks.
         """
         axes = tuple(axis for axis in TOKENS if axis not in self.manual)
         if self._size(axes) == 1:
             return function(self, *arrays, weights)
-        # The compiler would reduce a gradient wherever something is added to it; here each rank sums its own.
+        # The compiler would reduce a gradient at every addition. In the shard_map each rank sums its own gradients
+        # first.
         added = axes
         if self.mesh.shape["tensor"] == 1:
             added = tuple(axis for axis in AXES if axis not in self.manual)
-        taken = (*self.manual, *added)
-        inner = dataclasses.replace(self, manual=taken)
+        manual = (*self.manual, *added)
+        inner = dataclasses.replace(self, manual=manual)
         batch = tuple(axis for axis in BATCH if axis in axes)
         spec = PartitionSpec(batch, "context", None)
 
@@ -186,56 +195,57 @@ class Layout(Placement):
             one,
             in_specs=(spec, PartitionSpec()),
             out_specs=(spec, PartitionSpec(axes)),
-            axis_names=set(taken) - set(self.manual),
+            axis_names=set(manual) - set(self.manual),
             check_vma=False,
-            **self._of_mesh,
+            **self._mesh_argument,
         )(arrays, weights)
-        # In the dtype of the gradients: `sum` would send float32.
+        # Summed in the dtype of the gradients; `jnp.sum` would send float32.
         return x_BLD, [jax.lax.reduce(grad, jnp.zeros((), grad.dtype), jax.lax.add, (0,)) for grad in grads]
 
     def stream(self, x_BLD: jax.Array) -> jax.Array:
-        """The residual stream entering a layer, as loops stack it."""
+        """Returns the residual stream that enters a layer with the sharding and layout in which loops stack it."""
         if not self.ring:
             return x_BLD
-        # Where the sequence is sharded, XLA's GPU compiler transposes the stack of all layers' inputs between the
-        # forward and the backward loop, and holds it twice. Inside shard_map, because the constraint on the order of
-        # dimensions has no partitioning of its own and would gather the array.
+        # If the sequence is sharded, XLA's GPU compiler transposes the stack of all layers' inputs between the forward
+        # and the backward loop, and allocates it twice. The constraint is inside shard_map because it has no
+        # partitioning rule and would otherwise gather the array.
         spec = self.spec(("batch", "stream", None))
         return jax.shard_map(row_major, mesh=self.mesh, in_specs=spec, out_specs=spec)(x_BLD)
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter as a layer computes with it: gathered where the strategy gathers layer by layer."""
+        """Returns a parameter as a layer computes with it: gathered if the strategy gathers layer by layer."""
         return self.gather(w, axes) if self.strategy.by_layer else self._constrain(w, self.spec(axes))
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter that is stored sharded, gathered along the width."""
-        # Constrained as stored first: else the partitioner may gather what `w` was cast from, at twice the bytes.
+        """Gathers a parameter that is stored sharded along the width."""
+        # Constrained as stored first: otherwise the partitioner may gather `w` before its cast, with twice the bytes.
         stored = self.spec(axes, state=True)
         w = self._constrain(w, stored)
         experts = "experts" in axes and self._size(self.mesh_axes("expert_width", state=True)) > 1
         if self.manual == ("stage",) or (experts and not self.manual):
-            # XLA's GPU compiler gathers along the first dimension in memory. It would not transpose the narrow part of
-            # a layer to that end, but before the loop over layers the parameters of all of them, in the wide dtype.
+            # XLA's GPU compiler gathers along the first dimension in memory. For that it would not transpose the cast
+            # parameters of one layer, but the float32 parameters of all layers before the loop over layers.
             w = jax.shard_map(
                 row_major,
                 in_specs=stored,
                 out_specs=stored,
                 check_vma=False,
                 axis_names=set(AXES) - set(self.manual),
-                **self._of_mesh,
+                **self._mesh_argument,
             )(w)
         return self._constrain(w, self.spec(axes))
 
-    def held(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A copy of a parameter, sharded as the parameter is stored."""
+    def shard_like_stored(self, w: jax.Array, axes: Axes) -> jax.Array:
+        """Returns a copy of the parameter `w` with the sharding of the stored parameter."""
         return self._constrain(w, self.spec(axes, state=self.strategy.stored))
 
     def total(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """A gradient in the dtype `reduce` already, or a sum of such, sharded as gradients are kept."""
+        """Shards a gradient, or a sum of gradients, like stored gradients. Its dtype must already be `reduce`."""
         return self._constrain(d_w, self.spec(axes, state=self.strategy.gradients))
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """The gradient of a parameter as it is kept until the update: in the dtype `reduce`, sharded as ZeRO has it."""
+        """Returns the gradient of a parameter as it is stored until the update: in the dtype `reduce`, sharded by the
+        ZeRO strategy."""
         d_w = self.reduced(d_w)
         replicated = self._size(("tensor",)) > 1 and not any("tensor" in self.mesh_axes(axis) for axis in axes)
         if replicated and self.manual == ("stage",):
@@ -247,12 +257,14 @@ class Layout(Placement):
         return self.total(d_w, axes)
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
-        """`function` applied to the shard of each array that a device holds (`Placement.own`), by `jax.shard_map`."""
+        """Returns a function that applies `function` to the shard of each array on a device (`Placement.own`), by
+        `jax.shard_map`."""
         left = set(AXES) - set(self.manual)
-        # Inside the stages of a pipeline axes of one device count too: the partitioner of a kernel refuses any left.
+        # Inside the stages of a pipeline axes of one device count too: the partitioner of a kernel accepts no
+        # automatic axis.
         if not left or (self._size(AXES) == 1 and not self.manual):
             return function
-        over = []  # for each result the mesh axes that it is summed over
+        over = []  # for each result the mesh axes over which it is summed
         for axes in sums:
             summed: set[str] = set()
             for dim in self.split(axes):
@@ -265,35 +277,35 @@ class Layout(Placement):
 
         specs = [jax.tree.map(self.spec, tree, is_leaf=_is_axes) for tree in (inputs, outputs)]
         return jax.shard_map(
-            part, in_specs=specs[0], out_specs=specs[1], check_vma=False, axis_names=left, **self._of_mesh
+            part, in_specs=specs[0], out_specs=specs[1], check_vma=False, axis_names=left, **self._mesh_argument
         )
 
     @property
-    def _of_mesh(self) -> dict[str, Mesh]:
-        """The mesh of a `jax.shard_map`; inside an enclosing one that of the context, the axes those it leaves over."""
+    def _mesh_argument(self) -> dict[str, Mesh]:
+        """The mesh argument of a `jax.shard_map`; empty inside an enclosing one, whose mesh is then used."""
         return {} if self.manual else {"mesh": self.mesh}
 
     def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
-        """Returns `function` with its own partitioner; inside an enclosing `jax.shard_map`, applied to a device's
-        shard.
-        """
-        # A partitioner (`custom_partitioning`) needs the mesh of its arguments. Of one whose axes are partly manual JAX
-        # tells it nothing, and the compilation fails; with all of them manual nothing is left to partition.
+        """Returns `function`, which has its own partitioner; inside an enclosing `jax.shard_map` it is applied to a
+        device's shard."""
+        # A partitioner (`custom_partitioning`) needs the mesh of its arguments. JAX does not provide it if some axes
+        # of the mesh are manual, and the compilation fails. If all axes are manual, there is nothing left to
+        # partition.
         return self.own(function, inputs, outputs) if self.manual else function
 
     def check(self, name: str, shape: Sequence[int], axes: Sequence[str]) -> None:
-        """Raises ValueError where a dimension of a stored parameter is not divisible by the sizes of its mesh axes."""
+        """Raises ValueError if a dimension of a stored parameter is not divisible by the sizes of its mesh axes."""
         for size, axis in zip(shape, axes):
             over = self.mesh_axes(axis, state=self.strategy.stored)
             if size % self._size(over):
-                shown = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in self._used(over))
+                sizes = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in self._used(over))
                 raise ValueError(
-                    f"parameter {name}: {axis}={size} is not divisible by {shown}; change the mesh or the size"
+                    f"parameter {name}: {axis}={size} is not divisible by {sizes}; change the mesh or the size"
                 )
 
 
 def _entry(dim: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """The entry of a PartitionSpec for a dimension that is sharded over these mesh axes."""
+    """Returns the entry of a PartitionSpec for a dimension that is sharded over the mesh axes `dim`."""
     if not dim:
         return None
     return dim if len(dim) > 1 else dim[0]
@@ -307,8 +319,8 @@ def match_parameters(state, params, shardings, default: NamedSharding):
     """Returns shardings for `state`, such as an optimizer's, from the shardings of the parameters.
 
     A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter. A leaf whose
-    dimensions divide the parameter's dimensions, such as the scales of blocks, is sharded like it along the dimensions
-    that the mesh axes divide. Every other leaf takes `default`.
+    dimensions divide the parameter's dimensions, such as the scales of blocks, is sharded like the parameter along the
+    dimensions that the mesh axes divide. Every other leaf gets `default`.
     """
     known = {
         path: (leaf.shape, sharding)
@@ -328,7 +340,7 @@ def match_parameters(state, params, shardings, default: NamedSharding):
 
 
 def _coarser(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """The sharding for an array of fewer elements: a dimension that is not divisible is replicated."""
+    """Returns the sharding for an array with fewer elements. A dimension that is not divisible is replicated."""
 
     def kept(dim, size):
         axes = (dim,) if isinstance(dim, str) else dim or ()

@@ -1,8 +1,8 @@
-"""What XLA's compiler is told besides the program: the group `xla` of the config, one row per value.
+"""Options of XLA's compiler: the group `xla` of the config, one row per value.
 
-Options go to the compiler with the program itself (`Program.compiler_options`), so that what is analysed is what runs;
-XLA_FLAGS of the environment apply where no key is set. Every option below exists in jaxlib 0.10 to 0.12. A later
-compiler that has dropped one refuses it when it compiles.
+Options are passed to the compiler with the program (`Program.compiler_options`), so that the analyzed program equals
+the program that runs. XLA_FLAGS of the environment apply if no key is set. Every option below exists in jaxlib 0.10 to
+0.12. A later compiler without an option refuses the option when it compiles.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from bytescope.memory.errors import remedy_for
 
 Options = dict[str, bool | int | str]
 
-# What XLA puts into command buffers (CUDA graphs) by default, in all these versions; "loops" adds the loop over layers,
-# which is then one launch.
+# The operations that XLA puts into command buffers (CUDA graphs) by default in all these versions. "loops" adds the
+# loop over layers, which is then one launch.
 _BUFFERED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 
-# key of the group -> value -> options. Levels by number (jax.config's O0 to O3): jax 0.10 takes no names here.
+# Key of the group -> value -> options. Levels are numbers (O0 to O3 of jax.config), because jax 0.10 accepts no names.
 TABLE: Mapping[str, Mapping[str, Options]] = {
     "optimization_level": {f"O{level}": {"optimization_level": 10 * level + 9} for level in range(4)},
     "latency_hiding": {
@@ -38,17 +38,17 @@ TABLE: Mapping[str, Mapping[str, Options]] = {
     },
     "autotune_level": {str(level): {"xla_gpu_autotune_level": level} for level in range(5)},
 }
-# Collectives of one turn of the loop over layers may start in the turn before. The first jaxlib that knows an option
-# (its version is the plugin's, and so the compiler's) -> the name and value of the option; newest first.
+# Options by which collectives of one iteration of the loop over layers may start in the previous iteration. The first
+# jaxlib version that knows an option (also the version of its compiler) -> name and value of the option; newest first.
 PIPELINED: Mapping[tuple[int, int], tuple[str, bool | str]] = {
     (0, 11): ("xla_gpu_pipeline_{}", "COLLECTIVE_PIPELINING_MODE_ON"),
     (0, 0): ("xla_gpu_enable_pipelined_{}", True),
 }
-GPUS = ("gpu", "cuda")  # platforms of present devices, and of described ones
+GPUS = ("gpu", "cuda")  # platform names of present devices, and of described devices
 
 
 def pipelined(version: str = jaxlib.__version__) -> Options:
-    """Compiler options that pipeline collectives over the turns of a loop, for jaxlib `version` ("0.11.2")."""
+    """Returns the compiler options that pipeline collectives over loop iterations, for jaxlib `version` ("0.11.2")."""
     known = tuple(int(part) for part in version.split(".")[:2])
     name, value = next(row for first, row in PIPELINED.items() if known >= first)
     return {name.format(kind): value for kind in ("all_gather", "reduce_scatter", "all_reduce")}
@@ -57,11 +57,13 @@ def pipelined(version: str = jaxlib.__version__) -> Options:
 def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Options:
     """Returns the XLA compiler options of `platform`, option name -> value.
 
-    xla: the config group `xla`; each key has the name of a row of TABLE, or "" for the compiler's own default.
-    prefetch: the config key `mesh.prefetch`.
+    Args:
+      xla: the config group `xla`. Each value is the name of a row of TABLE, or "" for the compiler's default.
+      prefetch: the config key `mesh.prefetch`.
+      platform: the platform name of the devices.
 
     Raises:
-      ValueError: a value that is not in TABLE, or any value if `platform` is not a GPU; the message has the remedy.
+      ValueError: a value is not in TABLE, or is set although `platform` is not a GPU. The message has the remedy.
     """
     options: Options = pipelined() if platform in GPUS and prefetch else {}
     for key, rows in TABLE.items():
@@ -72,7 +74,7 @@ def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Op
             raise ValueError(f"xla.{key}={value!r}: {remedy_for(value, rows)}, or leave it empty for XLA's default")
         if platform not in GPUS:
             raise ValueError(
-                f"xla.{key}={value} is for XLA's GPU compiler, and the platform is {platform}: leave it empty"
+                f"xla.{key}={value} is for XLA's GPU compiler, but the platform is {platform}: leave it empty"
             )
         options |= rows[value]
     return options
@@ -80,8 +82,8 @@ def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Op
 
 @contextlib.contextmanager
 def xla_remat_pass(enabled: bool) -> Iterator[None]:
-    """A context in which XLA compiles with or without its own rematerialization pass (`remat.xla_pass`)."""
-    before = jax.config.jax_compiler_enable_remat_pass  # type: ignore[attr-defined]  # jax makes it at run time
+    """Sets in a `with` block whether XLA compiles with its own rematerialization pass (`remat.xla_pass`)."""
+    before = jax.config.jax_compiler_enable_remat_pass  # type: ignore[attr-defined]  # jax defines it at run time
     jax.config.update("jax_compiler_enable_remat_pass", enabled)
     try:
         yield
@@ -90,7 +92,9 @@ def xla_remat_pass(enabled: bool) -> Iterator[None]:
 
 
 def for_pallas(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """A context that says which GPU Pallas' kernels are for: from jax 0.11 on it asks, and a described one it does not
-    find by itself."""
+    """Returns a context that tells Pallas the GPU to compile kernels for.
+
+    From jax 0.11 on Pallas needs it, and it cannot detect a described GPU by itself.
+    """
     kind = mesh.abstract_mesh.abstract_device
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))

@@ -1,6 +1,7 @@
-"""Pipeline parallelism in one SPMD program: a config's layers over stages in, gradients of an update out.
+"""Pipeline parallelism in one SPMD program: computes the gradients of an update with the layers distributed over
+stages.
 
-Start at gradients.py, the loop over the ticks of a schedule; stage_units.py is what a stage does in one of them.
-schedule.py is the table of a pipeline and divides layers over stages, schedules.py makes each table by name,
-schedule_figures.py has their bubble and stash. These and published_schedules.py import no jax.
+Start with gradients.py, the loop over the ticks of a schedule. stage_units.py has the work of a stage in one tick.
+schedule.py has the table of a pipeline and assigns layers to stages, schedules.py builds each table by name, and
+schedule_figures.py computes their bubble and stash. These three and published_schedules.py do not import jax.
 """

@@ -1,4 +1,4 @@
-"""A forward pass through the stages, one virtual stage after the other: of evaluations and samples."""
+"""The forward pass through the stages of a pipeline, one virtual stage after the other, for evaluations and samples."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,15 +9,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.train.pipeline.schedule import Schedule
-from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, of_one
+from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, broadcast_from, inside
 from bytescope.train.step.state import Batch
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineForward:
-    """The model outside of the stages (`graph`), and the stacks of a chunk; without dropout."""
+    """The forward pass of a pipelined model, without dropout.
+
+    Fields:
+      graph: the graph definition of the model outside the stages.
+      schedule: the order of the stages.
+      units: the stacks of layers in a chunk.
+    """
 
     graph: nnx.GraphDef
     schedule: Schedule
@@ -31,9 +37,11 @@ class PipelineForward:
         segments_BL: jax.Array | None = None,
         real_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the normed output of the last block, [B, L, D] in the compute dtype. Arguments as for
-        `Transformer.hidden_and_load`."""
-        model = nnx.merge(self.graph, joined(params, frozen))
+        """Returns the normed output of the last block, [B, L, D] in the compute dtype.
+
+        Arguments as for `Transformer.hidden_and_load`.
+        """
+        model = nnx.merge(self.graph, merge_parameters(params, frozen))
         packed = model.packed(segments_BL, real_BL)
         x_BLD = model.begin(tokens_BL, None, packed)
         names = [unit.rows.stack for unit in self.units]
@@ -50,7 +58,7 @@ class PipelineForward:
                 y_BLD = unit.run(
                     chunk, jnp.where(mine, count[0, chunk], 0), first[0], y_BLD, stacks[name], fixed[name], micro
                 )
-            return of_one(model.place, y_BLD, mine)
+            return broadcast_from(model.place, y_BLD, mine)
 
         run = inside(model.place, chunk, (P(), P(), P(STAGE), P(STAGE), P(STAGE), P()), P())
         places = [self.schedule.place_of(k) for k in range(self.schedule.virtual_stages)]
@@ -66,13 +74,13 @@ class PipelineForward:
     def loss(
         self, cross_entropy: Callable[..., jax.Array], mask: Callable[[Batch], jax.Array | None]
     ) -> Callable[..., Any]:
-        """Returns a loss like `train.step.loss_fn.make_loss`, only for evaluation: without auxiliary losses and loads.
+        """Returns a loss like `train.step.loss_fn.make_loss`, for evaluation only: without auxiliary losses and loads.
 
         `mask`: see `PipelineGradients`.
         """
 
         def loss(params: Any, batch: Batch, dropout_key_B: None, frozen: Any = None) -> tuple:
-            model = nnx.merge(self.graph, joined(params, frozen))
+            model = nnx.merge(self.graph, merge_parameters(params, frozen))
             x_BLD = self.hidden(params, batch["inputs"], frozen, batch.get("segments"), mask(batch))
             with jax.named_scope("loss"):
                 total = cross_entropy(x_BLD, model.head(), batch["targets"])

@@ -1,10 +1,10 @@
-"""Gradients of all micro-batches of an update through the stages of a pipeline: one loop over the ticks of a schedule.
+"""Computes the gradients of an update through the stages of a pipeline, in one loop over the ticks of a schedule.
 
-In a tick each stage runs at most one chunk of layers forward and one backward (train/pipeline/stage_units.py); then
+In a tick each stage runs at most one chunk of layers forward and one backward (train/pipeline/stage_units.py). Then
 outputs and gradients move to the stages that use them in the next tick. No stage is special: embedding and loss run on
 all stages together, with the vocabulary sharded over them, in the ticks in which a micro-batch enters or leaves.
 
-Shape suffixes: A is the micro-batches of an update, P the stages; inside of the stages, P is 1.
+Shape suffixes: A is the micro-batches of an update and P the stages. Inside the stages P is 1.
 """
 
 import dataclasses
@@ -19,27 +19,30 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from bytescope.model.experts.expert_layer import Load
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import full_ticks
-from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, of_one, turns_of, when
+from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, broadcast_from, inside, turns_scope, when
 from bytescope.train.step.losses import count_tokens
 from bytescope.train.step.pullback import row_of
 from bytescope.train.step.routing import no_load
 from bytescope.train.step.state import Batch, Tally
 from bytescope.train.step.step_weights import Weights
 
-# The scopes that autodiff gives to the two passes, by which reports know them: here each pass is written out.
+# The scopes that autodiff gives to the two passes, by which reports recognize them. Here each pass is written out.
 FORWARD, BACKWARD = "jvp", "transpose(jvp)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-    """The table of a schedule as the loop over ticks reads it: int32 arrays with a row for each tick, -1 for nothing.
+    """The table of a schedule for the loop over ticks: int32 arrays with a row for each tick. -1 means no work.
 
-    forward, backward: [ticks, stages, 3] micro-batch, chunk, slot. enter: micro-batch whose embedding the first stage
-    reads. end: micro-batch whose loss is computed, and the slot of its output. leave: micro-batch whose gradient leaves
-    the first stage. keep: slot for the output of the last stage.
+    Fields:
+      forward, backward: [ticks, stages, 3], the micro-batch, chunk and stash slot of each stage.
+      enter: micro-batch whose embedding the first stage reads.
+      end: [ticks, 2], micro-batch whose loss is computed, and the slot of its output.
+      leave: micro-batch whose gradient leaves the first stage.
+      keep: slot in which the output of the last stage is stored.
     """
 
     forward: jax.Array
@@ -50,7 +53,7 @@ class Ticks:
     keep: jax.Array
 
     @classmethod
-    def of(cls, schedule: Schedule) -> "Ticks":
+    def from_schedule(cls, schedule: Schedule) -> "Ticks":
         """Returns the arrays of a schedule."""
         stage, chunk = schedule.place_of(0)
 
@@ -73,12 +76,20 @@ jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineGradients:
-    """(weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients) of all micro-batches.
+    """The function (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients) of all micro-batches.
 
-    graph: of the Transformer outside of the stages. cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
-    units: the stacks of a chunk. accumulator: dtype of sums of gradients. dropout: whether the keys are used.
-    coefficients: of the balance and z losses of a layer, per counted token. experts: of a layer, 0 for none.
-    pooled: whether the balance loss pools the layers of a micro-batch. mask: batch -> bool, False for padding, or None.
+    Fields:
+      graph: the graph definition of the Transformer outside the stages.
+      cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
+      schedule: the table of the pipeline.
+      units: the stacks of layers in a chunk.
+      weights: casts and shards gradients.
+      accumulator: dtype of sums of gradients.
+      dropout: True if the model uses dropout keys.
+      coefficients: coefficients of the balance and z losses of a layer, per unmasked target.
+      experts: number of experts in a layer, 0 for none.
+      pooled: True if the balance loss pools the layers of a micro-batch.
+      mask: batch -> bool mask, False for padding, or None.
     """
 
     graph: nnx.GraphDef
@@ -102,22 +113,23 @@ class PipelineGradients:
         micros = self._micros(rest, stacks, frozen, batch, key_AB, factor)
         run = _Run(self, stacks, rest, fixed, frozen, batch, micros, factor)
         with jax.named_scope(f"ticks_full_{full_ticks(self.schedule)}"):
-            carry, _ = jax.lax.scan(run.tick, run.start(), Ticks.of(self.schedule))
+            carry, _ = jax.lax.scan(run.tick, run.start(), Ticks.from_schedule(self.schedule))
         return run.result(carry)
 
     def in_rows(self, load_NE: jax.Array) -> jax.Array:
-        """Returns values by layer in the order in which the stages hold the layers; 0 for rows that hold no layer."""
+        """Reorders values by layer into the order in which the stages store the layers. Rows that hold no layer
+        are 0."""
         rows = next(unit.rows for unit in self.units if unit.routed)
         return jnp.take(load_NE, jnp.asarray(rows.numbers), axis=0, mode="fill", fill_value=0)
 
     def transformer(self, rest: Any, stacks: Any, frozen: Any) -> Any:
-        """The model outside of the stages."""
-        return nnx.merge(self.graph, joined({**rest, **stacks}, frozen))
+        """Returns the model outside the stages."""
+        return nnx.merge(self.graph, merge_parameters({**rest, **stacks}, frozen))
 
     def _micros(
         self, rest: Any, stacks: Any, frozen: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None
     ) -> Micro:
-        """Returns what the blocks read of each micro-batch, leaves [A, ...]."""
+        """Returns the per-micro-batch inputs of the blocks, leaves [A, ...]."""
         model = self.transformer(rest, stacks, frozen)
         segments, real = batch.get("segments"), self.mask(batch)
         packed = None
@@ -131,7 +143,7 @@ class PipelineGradients:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The loop over ticks of one call."""
+    """The loop over ticks of one call of `PipelineGradients`."""
 
     whole: PipelineGradients
     stacks: Any
@@ -148,16 +160,16 @@ class _Run:
 
     @property
     def _once(self) -> str:
-        """The scope of a loop that turns once for each micro-batch, over all ticks."""
-        return turns_of(1, self.whole.schedule.micro_batches, self.whole.schedule.ticks)
+        """The named scope of a loop with one iteration per micro-batch, counted over all ticks."""
+        return turns_scope(1, self.whole.schedule.micro_batches, self.whole.schedule.ticks)
 
     def start(self) -> dict[str, Any]:
-        """The carry before the first tick."""
+        """Returns the carry before the first tick."""
         whole, stages = self.whole, self.whole.schedule.stages
         shape, dtype = self._stream
         between_PBLD = jnp.zeros((stages, *shape), dtype)
         slots = max(whole.schedule.stash_slots)
-        stash = []  # for each stack its residuals [stages, slots, rows of a chunk, ...]
+        stash = []  # the residuals of each stack [stages, slots, rows of a chunk, ...]
         for unit, kept in zip(whole.units, self._residuals()):
             rows = stages, slots, unit.rows.rows
             stash.append([self._spread(jnp.zeros((*rows, *leaf.shape), leaf.dtype)) for leaf in kept])
@@ -168,8 +180,8 @@ class _Run:
         if whole.pooled:
             pool = self._spread(jnp.zeros((stages, whole.schedule.micro_batches, 2, whole.experts), jnp.float32))
         return {
-            "x": self._stream_of(between_PBLD),
-            "d": self._stream_of(between_PBLD),
+            "x": self._shard_stream(between_PBLD),
+            "d": self._shard_stream(between_PBLD),
             "stash": stash,
             "loads": loads,
             "pool": pool,
@@ -189,29 +201,29 @@ class _Run:
 
         def kept(stacks, fixed, micros, x_BLD):
             micro = jax.tree.map(lambda leaf: leaf[0], micros)
-            found = []
+            residuals = []
             for unit in self.whole.units:
                 own, base = (jax.tree.map(lambda leaf: leaf[0], tree[unit.rows.stack]) for tree in (stacks, fixed))
                 x_BLD, _, leaves = unit.layer(x_BLD, own, base, jnp.int32(0), micro)
-                found.append(leaves)
-            return found
+                residuals.append(leaves)
+            return residuals
 
         shape, dtype = self._stream
         kept_inside = inside(self.layout, kept, (P(STAGE), P(STAGE), P(), P()), P())
         return jax.eval_shape(kept_inside, self.stacks, self.fixed, self.micros, jax.ShapeDtypeStruct(shape, dtype))
 
     def _spread(self, leaf: jax.Array) -> jax.Array:
-        """Shards an array [P, ...] over the stages; the compiler shards its other axes like what is written into it."""
+        """Shards an array [P, ...] over the stages. The compiler chooses the sharding of the other axes."""
         rest = [P.UNCONSTRAINED] * (leaf.ndim - 1)
         return jax.lax.with_sharding_constraint(leaf, jax.sharding.NamedSharding(self.layout.mesh, P(STAGE, *rest)))
 
-    def _stream_of(self, x_PBLD: jax.Array) -> jax.Array:
+    def _shard_stream(self, x_PBLD: jax.Array) -> jax.Array:
         """Shards the residual streams of all stages."""
         spec = P(STAGE, *self.layout.spec(("batch", "stream", None)))
         return jax.lax.with_sharding_constraint(x_PBLD, jax.sharding.NamedSharding(self.layout.mesh, spec))
 
     def tick(self, carry: dict[str, Any], table: Ticks) -> tuple[dict[str, Any], None]:
-        """Runs one tick: forward, loss, backward, moves."""
+        """Runs one tick: forward, loss, backward, and the moves between stages."""
         carry = dict(carry)
         with jax.named_scope(FORWARD):
             y_PBLD = self._forward(carry, table)
@@ -231,7 +243,7 @@ class _Run:
         return model.begin(tokens_BL, own.key_B, own.packed)
 
     def _forward(self, carry: dict[str, Any], table: Ticks) -> jax.Array:
-        """Returns the output of each stage [P, B, L, D]; replaces stash, loads and pool in the carry."""
+        """Returns the output of each stage [P, B, L, D]. Replaces stash, loads and pool in the carry."""
         entering_BLD = when(
             table.enter >= 0,
             lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
@@ -277,13 +289,13 @@ class _Run:
             self.fixed,
             self.micros,
         )
-        return self._stream_of(y_PBLD)
+        return self._shard_stream(y_PBLD)
 
     def _counts(self) -> list[tuple[jax.Array, jax.Array]]:
         return [(jnp.asarray(unit.rows.count), jnp.asarray(unit.rows.first)) for unit in self.whole.units]
 
     def _end(self, carry: dict[str, Any], table: Ticks, y_PBLD: jax.Array) -> jax.Array:
-        """Returns the gradient of the last block's output [B, L, D]; adds the loss and its gradients to the carry."""
+        """Returns the gradient of the last block's output [B, L, D]. Adds the loss and its gradients to the carry."""
         micro, slot = table.end
         last, _ = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
         if self.whole.schedule.output_slots:
@@ -322,7 +334,7 @@ class _Run:
         """Returns the part [B, L, D] of `stage` on all stages."""
 
         def pick(x_1BLD):
-            return of_one(self.layout, x_1BLD[0], jax.lax.axis_index(STAGE) == stage)
+            return broadcast_from(self.layout, x_1BLD[0], jax.lax.axis_index(STAGE) == stage)
 
         return self.layout(inside(self.layout, pick, (P(STAGE),), P())(x_PBLD), ("batch", "stream", None))
 
@@ -332,7 +344,7 @@ class _Run:
         return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
 
     def _backward(self, carry: dict[str, Any], table: Ticks, d_end_BLD: jax.Array) -> jax.Array:
-        """Returns the gradient of each stage's input [P, B, L, D]; replaces sums of gradients in the carry."""
+        """Returns the gradient of each stage's input [P, B, L, D]. Replaces the sums of gradients in the carry."""
         stage, chunk = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
         # All layers of a micro-batch have run forward before any of them runs backward.
         busy_AE = None if carry["pool"] is None else self._pooled(carry)[:, 0]
@@ -375,10 +387,11 @@ class _Run:
             self.micros,
         )
         carry["sums"] = {**carry["sums"], **sums}
-        return self._stream_of(d_PBLD)
+        return self._shard_stream(d_PBLD)
 
     def _pooled(self, carry: dict[str, Any]) -> jax.Array:
-        """Returns the shares of `pool` of each micro-batch, averaged over all layers that have experts, [A, 2, E]."""
+        """Returns the expert fractions in `pool` of each micro-batch, averaged over all layers that have experts, [A,
+        2, E]."""
         layers = sum(len(unit.rows.places) for unit in self.whole.units if unit.routed)
         return carry["pool"].sum(0) / layers
 
@@ -395,14 +408,14 @@ class _Run:
         carry["sums"] = {**carry["sums"], **sums}
 
     def _move(self, y_PBLD: jax.Array, d_PBLD: jax.Array, table: Ticks) -> tuple[jax.Array, jax.Array]:
-        """Returns outputs and gradients at the stages that use them in the next tick."""
+        """Moves outputs and gradients to the stages that use them in the next tick."""
         stages, bends = self.whole.schedule.stages, self.whole.schedule.bends
         ahead = [(stage, stage + 1) for stage in range(stages - 1)]
         back = [(to, source) for source, to in ahead]
 
         def bent(x_1BLD: jax.Array, chunk: jax.Array, on: int) -> jax.Array:
-            # Placed as a V: a unit of one chunk goes on to the next stage, of the other to the one before; at the turn
-            # it stays. Of these at most one arrives at a stage.
+            # In the V placement the work of one chunk continues on the next stage and the work of the other chunk on
+            # the previous stage; at the turn it stays on its stage. At most one of the three arrives at a stage.
             goes_on, comes_back = jnp.where(chunk == on, x_1BLD, 0), jnp.where(chunk == 1 - on, x_1BLD, 0)
             stays = jnp.where(jax.lax.axis_index(STAGE) == stages - 1, goes_on, 0)
             return jax.lax.ppermute(goes_on, STAGE, ahead) + jax.lax.ppermute(comes_back, STAGE, back) + stays
@@ -417,17 +430,17 @@ class _Run:
 
         specs = (P(STAGE),) * 4
         moved = inside(self.layout, move, specs, P(STAGE))(y_PBLD, d_PBLD, table.forward, table.backward)
-        y_PBLD, d_PBLD = map(self._stream_of, moved)
+        y_PBLD, d_PBLD = map(self._shard_stream, moved)
         return y_PBLD, d_PBLD
 
     def result(self, carry: dict[str, Any]) -> tuple[Tally, Any]:
-        """Returns (tally, gradients) of all micro-batches from the carry after the last tick."""
+        """Returns the tally and gradients of all micro-batches from the carry after the last tick."""
         routing = self._routing(carry)
-        sums = {name: tree for name, tree in carry["sums"].items() if jax.tree.leaves(tree)}  # a stack may be frozen
+        sums = {name: tree for name, tree in carry["sums"].items() if jax.tree.leaves(tree)}  # frozen stacks have none
         return Tally(carry["loss"], self.micros.tokens.sum(), routing), self.whole.weights.totals(sums)
 
     def _routing(self, carry: dict[str, Any]) -> Load | None:
-        """Returns the sums of the routers in the order of the layers; None without experts."""
+        """Returns the sums of the router statistics in layer order; None without experts."""
         for unit, load in zip(self.whole.units, carry["loads"]):
             if load is None:
                 continue

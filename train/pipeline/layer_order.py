@@ -1,6 +1,7 @@
-"""Trees of training state between orders of stacked layers: that of the layers, and that in which stages hold them.
+"""Converts trees of training state between the layers' order in the model and the order in which stages store them.
 
-An order: stack -> the layer of each row, -1 for a row of none; a stack that is not named has its layers in order.
+An order maps a stack's name to the layer index of each of its rows, -1 for an unused row. A stack that is not in the
+order has its layers in model order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +16,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bytescope.train.step.optimizer.host_offload import fetch
 
 Order = Mapping[str, Sequence[int]]
-LAYERS: Order = {}  # all stacks have their layers in order
-BY_DEFAULT = (None, "device", "unpinned_host")  # memory that programs write; what is pinned on the host they do not
+LAYERS: Order = {}  # the model order in all stacks
+BY_DEFAULT = (None, "device", "unpinned_host")  # memory kinds that programs write to; pinned host memory is not one
 
 
-def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
-    """Returns shapes and shardings of the tree `abstract`, which is in `order`, in the order `wanted`."""
+def describe_reordered(abstract: Any, order: Order, wanted: Order) -> Any:
+    """Returns shapes and shardings of the tree `abstract`, which is in `order`, converted to the order `wanted`."""
 
     def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
         shape, sharding = (len(want), *leaf.shape[1:]), leaf.sharding
-        if isinstance(sharding, NamedSharding) and shape[0] % sharding.mesh.shape["stage"]:  # whole on every stage
+        if (
+            isinstance(sharding, NamedSharding) and shape[0] % sharding.mesh.shape["stage"]
+        ):  # then all rows on every stage
             sharding = NamedSharding(
                 sharding.mesh, PartitionSpec(None, *sharding.spec[1:]), memory_kind=sharding.memory_kind
             )
@@ -33,11 +36,12 @@ def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
     return _of_stacks(abstract, order, wanted, one)
 
 
-def reordered(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
-    """Returns the tree, which is in `order`, in the order `wanted`; empty rows are 0.
+def reorder(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
+    """Returns the tree, which is in `order`, converted to the order `wanted`. Unused rows are 0.
 
-    abstract: shapes with shardings of the result. With it, arrays are deleted one by one as they are replaced. Without
-    it, arrays may be NumPy arrays.
+    Args:
+      abstract: shapes with shardings of the result. If it is given, arrays are deleted one by one as they are
+        replaced. If it is None, arrays may be NumPy arrays.
     """
     shardings = iter(()) if abstract is None else iter([leaf.sharding for leaf in jax.tree.leaves(abstract)])
 
@@ -46,10 +50,10 @@ def reordered(tree: Any, order: Order, wanted: Order, abstract: Any | None = Non
         sharding = next(shardings, None)
         if sharding is None:
             return np.take(np.concatenate([leaf, np.zeros_like(leaf[:1])]), places, axis=0)
-        here = sharding if sharding.memory_kind in BY_DEFAULT else sharding.with_memory_kind("device")
-        made = jax.jit(partial(_take, places=places), out_shardings=here)(leaf)
-        out = jax.block_until_ready(made if here is sharding else jax.device_put(made, sharding))
-        leaf.delete()  # so that no more than one leaf is there twice
+        written = sharding if sharding.memory_kind in BY_DEFAULT else sharding.with_memory_kind("device")
+        taken = jax.jit(partial(_take, places=places), out_shardings=written)(leaf)
+        out = jax.block_until_ready(taken if written is sharding else jax.device_put(taken, sharding))
+        leaf.delete()  # so that at most one leaf exists twice
         return out
 
     def kept(leaf: Any) -> Any:
@@ -66,9 +70,8 @@ def _take(leaf: jax.Array, places: np.ndarray) -> jax.Array:
 def _of_stacks(
     tree: Any, order: Order, wanted: Order, function: Callable[..., Any], kept: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
-    """Applies `function(order, wanted order, leaf)` to the leaves of stacks whose two orders differ, `kept` to all
-    others.
-    """
+    """Applies `function(row order, wanted row order, leaf)` to leaves of stacks whose orders differ, and `kept` to all
+    others."""
     moved = {}
     for stack in {*order, *wanted}:
         layers = sorted(layer for layer in (order.get(stack) or wanted[stack]) if layer >= 0)

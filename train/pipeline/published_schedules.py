@@ -1,6 +1,8 @@
-"""Schedules as their papers count them, for programs of which every stage has its own: bubble, activations, parameters.
+"""Bubble, activations and parameters of pipeline schedules as published, for pipelines with a separate program per
+stage.
 
-Costs are of all layers of a stage for one micro-batch: F forward, B the gradients of inputs, W those of weights.
+Costs are those of all layers of a stage for one micro-batch: F for the forward pass, B for the gradients of inputs, W
+for the gradients of weights.
 """
 
 import dataclasses
@@ -10,9 +12,12 @@ from fractions import Fraction
 
 @dataclasses.dataclass(frozen=True)
 class PassTimes:
-    """Time of each pass of one stage and micro-batch, in seconds or any unit.
+    """Time of each pass of one stage and micro-batch, in seconds or any other unit.
 
-    forward: F. inputs: B, gradients of inputs. weights: W, gradients of weights.
+    Fields:
+      forward: F, the forward pass.
+      inputs: B, gradients of inputs.
+      weights: W, gradients of weights.
     """
 
     forward: Fraction = Fraction(1)
@@ -21,7 +26,7 @@ class PassTimes:
 
     @property
     def all(self) -> Fraction:
-        """F + B + W."""
+        """The sum F + B + W."""
         return self.forward + self.inputs + self.weights
 
 
@@ -30,13 +35,15 @@ EQUAL = PassTimes()
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A row of the papers.
+    """A published schedule.
 
     Fields:
-        source: where it is counted. bubble: (stages, work) -> time that a stage is idle in a step.
-        held: (stages, micro-batches) -> micro-batches of which the fullest stage holds the activations of its layers.
-        parameters: copies of the layers on a stage. ours: the row of SCHEDULES that is nearest, "" for none.
-        differs: what one program on all stages changes.
+      source: the publication.
+      bubble: (stages, times) -> time that a stage is idle in a step, in the unit of the times.
+      held: (stages, micro-batches) -> number of micro-batches whose activations the fullest stage stores.
+      parameters: copies of the layers on a stage.
+      ours: the nearest row of SCHEDULES, "" if there is none.
+      differs: how our schedule differs, because all stages run one program.
     """
 
     source: str
@@ -47,11 +54,12 @@ class Published:
     differs: str = ""
 
     def stash(self, stages: int, micro_batches: int) -> Fraction:
-        """`held` in units of the residuals of all layers for one micro-batch."""
+        """Returns the stored activations of the fullest stage, in units of the residuals of all layers for one
+        micro-batch."""
         return Fraction(self.held(stages, micro_batches)) / stages
 
     def share(self, stages: int, micro_batches: int, work: PassTimes = EQUAL) -> Fraction:
-        """The bubble as a share of the step."""
+        """Returns the bubble as a fraction (0 to 1) of the time of a step."""
         idle = self.bubble(stages, work)
         return idle / (micro_batches * work.all + idle)
 
@@ -60,7 +68,8 @@ _ZB = "Qi et al. 2023, arXiv 2401.10241, table 1"
 _V = "Qi et al. 2024, arXiv 2405.15362; bubbles about, with F = B = W"
 _DUAL = "DeepSeek-AI 2024, arXiv 2412.19437, table 2"
 _FUSED = "a tick has a forward and a backward pass: the first stage holds 2 - 1/P"
-# DeepSeek-V3's ZB1P is the zero-bubble paper's ZB-H1, its B being B + W here. Interleaved with two chunks a stage.
+# DeepSeek-V3's ZB1P is the zero-bubble paper's ZB-H1; its B is B + W in this table. Interleaved has two chunks per
+# stage.
 PUBLISHED: Mapping[str, Published] = {
     "GPipe": Published(
         "Huang et al. 2018, arXiv 1811.06965", lambda P, w: (P - 1) * w.all, lambda P, M: Fraction(M), ours="gpipe"

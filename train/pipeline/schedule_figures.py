@@ -1,7 +1,7 @@
-"""What a schedule costs: the bubble, by formula and by simulation of its table, and the stash of every stage.
+"""The costs of a schedule: the bubble, by formula and by simulation of its table, and the stash of every stage.
 
-Costs are those of the layers of one stage for one micro-batch: a forward pass 1, a backward pass 2, with the blocks
-recomputed 3, of which gradients of weights are 1 where they are apart.
+The unit of time is the forward pass of one stage's layers for one micro-batch. A backward pass takes 2, or 3 if blocks
+are recomputed, of which weight gradients are 1 if they are separate units.
 """
 
 import dataclasses
@@ -14,51 +14,56 @@ from bytescope.train.pipeline.schedule import IDLE, Schedule, divide_layers
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds, or any unit, of a unit of work of all layers of a stage."""
+    """Time in seconds, or any other unit, of each kind of work for all layers of a stage and one micro-batch."""
 
     forward: float = 1.0
     backward: float = 3.0
     weights: float = 0.0
 
 
-# Whether blocks are recomputed -> costs; and those with gradients of weights apart, for which the block is recomputed
+# True if blocks are recomputed -> costs. APART is for separate weight gradients, for which the block is recomputed
 # once more.
 TOGETHER = {True: Costs(), False: Costs(backward=2.0)}
 APART = {True: Costs(backward=2.0, weights=2.0), False: Costs(backward=1.0, weights=1.0)}
 
 
 def bubble(stages: int, micro_batches: int, virtual: int = 1) -> Fraction:
-    """The share of time that a stage is idle, (P - 1) / (vM + P - 1): Narayanan et al. 2021 (arXiv 2104.04473, section
-    2.2) have (P - 1) / (vM) of the ideal time; this is of all time."""
+    """Returns the fraction of time that a stage is idle, (P - 1) / (vM + P - 1).
+
+    P is `stages`, M `micro_batches` and v `virtual`. Narayanan et al. 2021 (arXiv 2104.04473, section 2.2) give (P -
+    1) / (vM), relative to the ideal time; this function is relative to the total time.
+    """
     return Fraction(stages - 1, virtual * micro_batches + stages - 1)
 
 
 def expected_bubble(schedule: Schedule) -> tuple[str, Fraction]:
-    """Returns (formula, value) of a schedule's bubble. Several chunks make it smaller in a ring; in a V each waits
-    for two.
-    """
+    """Returns (formula, value) of a schedule's bubble. In a ring more chunks make it smaller; in a V they do not."""
     words, virtual = ("(P-1)/(M+P-1)", 1) if schedule.bends else ("(P-1)/(vM+P-1)", schedule.virtual)
     return words, bubble(schedule.stages, schedule.micro_batches, virtual)
 
 
 def held_share(schedule: Schedule, layers: int) -> Fraction:
-    """Returns the residuals that each stage of one program allocates, in units of the residuals of all `layers` for
-    one micro-batch: the slots of the fullest stage, each for the layers of the fullest chunk.
+    """Returns the residuals that each stage of the program allocates, in units of the residuals of all `layers` for
+    one micro-batch.
+
+    Every stage allocates the slots of the fullest stage, each with room for the layers of the fullest chunk.
     """
     fullest = max(divide_layers(layers, schedule.virtual_stages))
     return Fraction(max(schedule.stash_slots) * fullest, layers)
 
 
 def stash_by_stage(schedule: Schedule) -> tuple[Fraction, ...]:
-    """Returns the max residuals of each stage, in units of the residuals of all layers for one micro-batch."""
+    """Returns the maximum residuals of each stage, in units of the residuals of all layers for one micro-batch."""
     return tuple(Fraction(slots, schedule.virtual_stages) for slots in schedule.stash_slots)
 
 
 def published_stash(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Fraction | None:
-    """The same at the fullest stage as published, for programs of which every stage has its own; None for none.
+    """Returns the published residuals of the fullest stage, in units of the residuals of all layers for one
+    micro-batch.
 
-    gpipe: all micro-batches. 1f1b: P of them, of L/P layers each; interleaved: 1 + (P - 1)/(Pv) (Korthikanti et al.
-    2022, arXiv 2205.05198, section 4.2.3). v: (P + 2)/2 micro-batches, about half of 1F1B's (V-Half, arXiv 2405.15362).
+    Publications assume a separate program per stage. Returns None for schedules without a published figure. gpipe: all
+    micro-batches. 1f1b: P micro-batches of L/P layers each. interleaved: 1 + (P - 1)/(Pv) (Korthikanti et al. 2022,
+    arXiv 2205.05198, section 4.2.3). v: (P + 2)/2 micro-batches, about half of 1F1B's (V-Half, arXiv 2405.15362).
     """
     whole = Fraction(min(stages, micro_batches), stages)
     rows = {
@@ -73,8 +78,13 @@ def published_stash(name: str, stages: int, micro_batches: int, virtual: int = 1
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """seconds: of all ticks, in the units of the costs. idle: share of them that each stage waits. bubble: the share of
-    them beyond the work of a stage whose gradients of weights are not apart, which is the least."""
+    """The result of a simulation.
+
+    Fields:
+      seconds: time of all ticks, in the unit of the costs.
+      idle: fraction of that time that each stage waits.
+      bubble: fraction of that time beyond the minimum, which is a stage's work without separate weight gradients.
+    """
 
     seconds: float
     idle: tuple[float, ...]
@@ -82,29 +92,32 @@ class Simulated:
 
 
 def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = False) -> Simulated:
-    """Simulates a table: a stage starts a tick when the stages that send to it have ended the tick before.
+    """Simulates a table: a stage starts a tick when the stages that send to it have finished the previous tick.
 
-    together: all stages end each tick before the next. recomputed: whether blocks are recomputed for the backward pass.
+    Args:
+      recomputed: True if blocks are recomputed for the backward pass.
+      together: True if a tick starts only when all stages have finished the previous one.
     """
-    least = TOGETHER[recomputed]
-    costs = APART[recomputed] if schedule.apart else least
+    minimum = TOGETHER[recomputed]
+    costs = APART[recomputed] if schedule.apart else minimum
     tables = (schedule.forward, schedule.backward, schedule.weights)
     each = (costs.forward, costs.backward, costs.weights)
-    seconds_of = [np.where(table[:, :, 0] != IDLE, cost / schedule.virtual, 0) for table, cost in zip(tables, each)]
-    work = np.sum(seconds_of, axis=0)  # [ticks, stages]
+    seconds = [np.where(table[:, :, 0] != IDLE, cost / schedule.virtual, 0) for table, cost in zip(tables, each)]
+    work = np.sum(seconds, axis=0)  # [ticks, stages]
     ends = np.zeros(schedule.stages)
     for tick in work:
         near = np.maximum.reduce([ends, np.roll(ends, 1), np.roll(ends, -1)])
         ends = (np.full_like(ends, near.max()) if together else near) + tick
-    seconds = float(ends.max())
+    total = float(ends.max())
     return Simulated(
-        seconds,
-        tuple(float(1 - busy / seconds) for busy in work.sum(0)),
-        1 - schedule.micro_batches * (least.forward + least.backward) / seconds,
+        total,
+        tuple(float(1 - busy / total) for busy in work.sum(0)),
+        1 - schedule.micro_batches * (minimum.forward + minimum.backward) / total,
     )
 
 
 def full_ticks(schedule: Schedule) -> int:
-    """Returns the time of a table, counted in ticks with one forward and one backward pass; other ticks take less."""
+    """Returns the time of a table as a number of ticks that have one forward and one backward pass. Other ticks take
+    less."""
     whole = (TOGETHER[True].forward + TOGETHER[True].backward) / schedule.virtual
     return round(simulate(schedule).seconds / whole)

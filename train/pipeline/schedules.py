@@ -1,4 +1,4 @@
-"""The schedules by name, each made from its rule of ticks; slots are assigned as few as can be."""
+"""Builds the schedules by name, each from its rule of ticks. Stashes get the minimum number of slots."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +10,10 @@ from bytescope.train.pipeline.schedule import IDLE, Schedule, Times, Unit, times
 
 
 def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
-    """Returns the schedule of this name, a row of SCHEDULES.
+    """Returns the schedule `name`, a row of SCHEDULES.
 
     Raises:
-      ReportError: no such schedule, or one that does not exist for these sizes, with the remedy.
+      ReportError: the schedule does not exist, or not for these sizes. The message has the remedy.
     """
     if name not in SCHEDULES:
         raise ReportError(f"pipeline.schedule={name!r}: {remedy_for(name, SCHEDULES)}")
@@ -40,23 +40,29 @@ def _one_chunk(name: str, virtual: int) -> None:
 
 
 def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
-    """All forward passes, then all backward passes (Huang et al. 2018, arXiv 1811.06965)."""
+    """Returns the schedule with all forward passes first, then all backward passes (Huang et al. 2018, arXiv
+    1811.06965)."""
     _one_chunk(name, v)
     start = M + P - 1
-    # Backward in the order of the forward passes: outputs wait as long as in the reverse one, and losses come in order.
+    # Backward passes run in the order of the forward passes: outputs wait as long as in reverse order, and losses come
+    # in order.
     forward = {(m, k): m + k for m in range(M) for k in range(P)}
     backward = {(m, k): start + m + (P - 1 - k) for m in range(M) for k in range(P)}
     return _table(name, P, 1, M, _ring(P, 1), forward, backward)
 
 
 def _one_f_one_b(name: str, P: int, M: int, v: int) -> Schedule:
-    """PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503) with a forward and a backward pass in one tick."""
+    """Returns PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503), with a forward and a backward pass in one
+    tick."""
     _one_chunk(name, v)
     return _interleaved(name, P, M, 1)
 
 
 def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
-    """v chunks a stage in turn, P micro-batches at a time (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    """Returns the interleaved schedule (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+    The v chunks of a stage run in turn, P micro-batches at a time.
+    """
     if v > 1 and M % P:
         raise ReportError(
             f"pipeline.schedule={name} with {M} micro-batches over {P} stages: with pipeline.virtual={v} "
@@ -64,7 +70,7 @@ def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
         )
 
     def item(m: int, chunk: int) -> int:
-        """The place of a unit among those of its stage."""
+        """Returns the index of a unit among the units of its stage."""
         return (m // P * v + chunk) * P + m % P if v > 1 else m
 
     forward = {(m, chunk * P + s): item(m, chunk) + s for m in range(M) for chunk in range(v) for s in range(P)}
@@ -78,28 +84,33 @@ def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
 
 
 def _v(name: str, P: int, M: int, v: int) -> Schedule:
-    """Two chunks a stage, placed as a V: the stage that holds the first virtual stage holds the last one too, and all
-    stages hold as much (Qi et al. 2024, arXiv 2405.15362)."""
+    """Returns the schedule with two chunks per stage that are placed as a V (Qi et al. 2024, arXiv 2405.15362).
+
+    The first and the last virtual stage are on the same stage, and all stages need the same number of stash slots.
+    """
     if v not in (1, 2):
         raise ReportError(
             f"pipeline.schedule={name} with pipeline.virtual={v}: its stages have two chunks; set pipeline.virtual=2"
         )
-    # Units of chunk 0 fall on ticks of one parity, those of chunk 1 on the other: a stage never has two in a tick.
+    # Units of chunk 0 are in ticks of one parity, units of chunk 1 in ticks of the other, so a stage never has two at
+    # once.
     forward = {(m, k): 2 * m + k for m in range(M) for k in range(2 * P)}
     backward = {(m, k): 2 * m + 4 * P - 2 - k for m in range(M) for k in range(2 * P)}
     return _table(name, P, 2, M, _v_shape(P), forward, backward)
 
 
 def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
-    """1F1B with gradients of weights apart, in the first ticks without a backward pass, or at its end (Qi et al. 2023,
-    arXiv 2401.10241)."""
+    """Returns 1F1B with separate weight gradients (Qi et al. 2023, arXiv 2401.10241).
+
+    A stage computes them in its first ticks without a backward pass, or at the end of the schedule.
+    """
     _one_chunk(name, v)
     one = _interleaved("1f1b", P, M, 1)
     forward, backward = (times_of(one, table) for table in (one.forward, one.backward))
     weights: Times = {}
     for s in range(P):
         waiting = sorted(backward[m, s] for m in range(M))
-        # A stage falls behind by as many units as it has ticks without work at the end: P - 1 of the last stage's.
+        # A stage postpones as many units as it has idle ticks at the end, which is P - 1 for the last stage.
         lag = s
         for m in range(M):
             weights[m, s] = max(waiting[m] + lag, weights.get((m - 1, s), IDLE) + 1)
@@ -108,7 +119,13 @@ def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRow:
-    """A row of SCHEDULES: `make(name, P, M, v)`, a one-line summary, and the chunks per stage of its drawing."""
+    """A row of SCHEDULES.
+
+    Fields:
+      make: (name, stages, micro-batches, chunks per stage) -> the schedule.
+      summary: one line for the user.
+      chunks: number of chunks per stage in the drawing of the schedule.
+    """
 
     make: Callable[[str, int, int, int], Schedule]
     summary: str
@@ -117,10 +134,10 @@ class ScheduleRow:
 
 SCHEDULES: Mapping[str, ScheduleRow] = {
     "gpipe": ScheduleRow(_gpipe, "all forward passes, then all backward passes: the stash grows with micro-batches"),
-    "1f1b": ScheduleRow(_one_f_one_b, "a forward and a backward pass in turn: the stash grows with stages alone"),
-    "interleaved": ScheduleRow(_interleaved, "several chunks a stage: a smaller bubble, more sends", 2),
-    "v": ScheduleRow(_v, "two chunks a stage, placed as a V: the same stash on every stage", 2),
-    "zero_bubble": ScheduleRow(_zero_bubble, "gradients of weights apart, where a stage would be idle"),
+    "1f1b": ScheduleRow(_one_f_one_b, "a forward and a backward pass in turn: the stash grows only with stages"),
+    "interleaved": ScheduleRow(_interleaved, "several chunks per stage: a smaller bubble, more sends", 2),
+    "v": ScheduleRow(_v, "two chunks per stage, placed as a V: the same stash on every stage", 2),
+    "zero_bubble": ScheduleRow(_zero_bubble, "separate gradients of weights, computed when a stage would be idle"),
 }
 
 
@@ -134,7 +151,8 @@ def _table(
     backward: Times,
     weights: Times | None = None,
 ) -> Schedule:
-    """The schedule of these ticks of every unit, its slots assigned."""
+    """Returns the schedule in which each (micro-batch, virtual stage) runs in the given ticks, with stash slots
+    assigned."""
     ticks = max(max(times.values()) for times in (forward, backward, weights or backward)) + 1
     where = {k: (stage, chunk) for stage, held in enumerate(placement) for chunk, k in enumerate(held)}
     last_use = weights or backward
@@ -174,13 +192,14 @@ def _table(
 
 
 def _slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
-    """Returns a slot for each of (first tick, last tick, unit), in order of the first ticks: the min number of
-    slots.
+    """Assigns a slot to each (first tick, last tick, (micro-batch, virtual stage)), given in order of first ticks.
+
+    Uses the minimum number of slots.
     """
-    free_from: list[int] = []  # by slot
-    found = {}
+    free_from: list[int] = []  # the last tick of each slot
+    slots = {}
     for start, end, unit in lives:
         slot = next((place for place, tick in enumerate(free_from) if tick < start), len(free_from))
         free_from[slot : slot + 1] = [end]
-        found[unit] = slot
-    return found
+        slots[unit] = slot
+    return slots

@@ -1,7 +1,8 @@
-"""What one stage does in a tick: layers of one chunk forward, keeping their residuals, or backward, summing gradients.
+"""The work of one stage in a tick: runs layers of one chunk forward and saves residuals, or backward and sums
+gradients.
 
-Both run inside a `jax.shard_map` over the stages; the other axes of the mesh stay the compiler's. A stage without work
-in a tick runs its loops no turn: a conditional would copy the sums of gradients.
+Both run inside a `jax.shard_map` over the stages; the compiler shards over the other axes of the mesh. For a stage
+without work in a tick the loops have no iterations, because a conditional would copy the sums of gradients.
 """
 
 import dataclasses
@@ -13,14 +14,14 @@ import jax.numpy as jnp
 
 from bytescope.model import Transformer
 from bytescope.model.experts.expert_layer import Load, choice_shares
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.model.runs import BLOCKS
 from bytescope.model.segments import Packed
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.stages import StackRows
 from bytescope.train.step.pullback import Pullback, row_of
-from bytescope.train.step.routing import weighed
+from bytescope.train.step.routing import weighted_load
 from bytescope.train.step.step_weights import Weights
 
 Leaves = list[jax.Array]
@@ -29,11 +30,13 @@ STAGE = "stage"
 
 @dataclasses.dataclass(frozen=True)
 class Micro:
-    """Inputs of the blocks for a micro-batch, besides the residual stream.
+    """The inputs of the blocks for a micro-batch, other than the residual stream.
 
-    keys: data of the dropout keys [B, ...], None without dropout. packed: examples and padding of rows. tokens: number
-    of unmasked targets, int32. coefficients: of the balance and z losses of a layer, float32 [2], zeros without
-    experts.
+    Fields:
+      keys: data of the dropout keys [B, ...], None without dropout.
+      packed: segment ids and padding of rows.
+      tokens: number of unmasked targets, int32.
+      coefficients: coefficients of the balance and z losses of a layer, float32 [2], zeros without experts.
     """
 
     keys: jax.Array | None
@@ -43,7 +46,7 @@ class Micro:
 
     @property
     def key_B(self) -> jax.Array | None:
-        """The dropout keys."""
+        """The dropout keys, None without dropout."""
         return None if self.keys is None else jax.random.wrap_key_data(self.keys)
 
 
@@ -54,9 +57,13 @@ jax.tree_util.register_dataclass(Micro, ["keys", "packed", "tokens", "coefficien
 class StackUnit:
     """The layers of one stack in a chunk.
 
-    block: (x_BLD, parameters of a layer, its number, key_B, packed) -> (x_BLD, load) under the remat policy.
-    weights: of these parameters; routed: whether the layers have experts. turns: the scope that says how often the
-      loops over the layers of a chunk turn (memory/hlo/loops.py). recipe, dtypes: filled by the first trace.
+    Fields:
+      rows: the rows of the stack.
+      block: (x_BLD, parameters of a layer, layer index, key_B, packed) -> (x_BLD, load), under the remat policy.
+      weights: casts and shards the gradients of these parameters.
+      routed: True if the layers have experts.
+      turns: the named scope that gives the iteration counts of the loops over a chunk's layers (memory/hlo/loops.py).
+      recipe, dtypes: the saved residuals, filled by the first trace.
     """
 
     rows: StackRows
@@ -70,12 +77,12 @@ class StackUnit:
     def _pullback(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro) -> tuple:
         """Returns ((y_BLD, losses), pullback, load) of one layer.
 
-        losses: the balance and z losses [2]; with a pooled balance loss, which needs all layers, the mean scores of the
-        experts and the z loss [E + 1].
+        `losses` are the balance and z losses [2]. With a pooled balance loss, which needs all layers, they are the
+        mean scores of the experts and the z loss [E + 1].
         """
 
         def run(x_BLD, own):
-            y_BLD, load = self.block(x_BLD, joined(own, fixed), number, micro.key_B, micro.packed)
+            y_BLD, load = self.block(x_BLD, merge_parameters(own, fixed), number, micro.key_B, micro.packed)
             if load is None:
                 losses = jnp.zeros(2)
             elif load.shares is None:
@@ -89,7 +96,7 @@ class StackUnit:
     def layer(
         self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro
     ) -> tuple[jax.Array, Load | None, Leaves]:
-        """Returns (output of one layer, load of its router, residuals to keep)."""
+        """Returns the output of one layer, its router's load, and the residuals to save."""
         (y_BLD, _), pullback, load = self._pullback(x_BLD, own, fixed, number, micro)
         kept = self.recipe.split(pullback, jax.tree.leaves((own, fixed)), _shared(number, micro))
         self.dtypes[:] = [leaf.dtype for leaf in kept]
@@ -108,24 +115,29 @@ class StackUnit:
         pool: jax.Array | None,
         micro: Micro,
     ) -> tuple[jax.Array, Leaves, Load | None, jax.Array | None]:
-        """Returns (the chunk's output, then stash, load and `pool` with the values of its layers added).
+        """Returns the chunk's output, and stash, load and `pool` with the values of its layers added.
 
-        `unit`: micro-batch, chunk, slot. `count`, `first`: layers, and the number of the first, of each chunk.
-        `own`, `fixed`: trained and frozen parameters, [rows of the stage, ...]. `stash`: [slots, rows of a chunk, ...].
-        `pool`: each expert's share of the choices and of the scores, summed over layers, for each micro-batch, float32
-        [A, 2, E]; None without a pooled balance loss.
+        Args:
+          unit: indices of micro-batch, chunk and slot.
+          count, first: for each chunk its number of layers and the index of its first layer.
+          own, fixed: trained and frozen parameters, [rows of the stage, ...].
+          stash: [slots, rows of a chunk, ...].
+          pool: each expert's fraction of the choices and mean score, summed over layers, for each micro-batch, float32
+            [A, 2, E]; None without a pooled balance loss.
         """
         number, chunk, slot = unit
 
         def turn(index, carry):
             x_BLD, stash, load, pool = carry
             row = chunk * self.rows.rows + index
-            x_BLD, found, kept = self.layer(x_BLD, *row_of((own, fixed), row), first[chunk] + index, micro)
+            x_BLD, layer_load, kept = self.layer(x_BLD, *row_of((own, fixed), row), first[chunk] + index, micro)
             stash = [_write(leaf, new, (slot, index)) for leaf, new in zip(stash, kept, strict=True)]
-            if found is not None:
-                load = jax.tree.map(lambda sums, new: sums.at[row].add(new), load, weighed(found, micro.tokens))
-                if found.shares is not None:
-                    pool = pool.at[number].add(jnp.stack([choice_shares(found.counts), found.shares]))
+            if layer_load is not None:
+                load = jax.tree.map(
+                    lambda sums, new: sums.at[row].add(new), load, weighted_load(layer_load, micro.tokens)
+                )
+                if layer_load.shares is not None:
+                    pool = pool.at[number].add(jnp.stack([choice_shares(layer_load.counts), layer_load.shares]))
             return x_BLD, stash, load, pool
 
         with jax.named_scope(self.rows.stack), jax.named_scope(self.turns):
@@ -134,10 +146,11 @@ class StackUnit:
     def run(
         self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any, micro: Micro
     ) -> jax.Array:
-        """Returns the output of the first `count` layers of a chunk; nothing is kept. Arguments as for `forward`."""
+        """Returns the output of the first `count` layers of a chunk, without saving residuals. Arguments as for
+        `forward`."""
 
         def turn(index, x_BLD):
-            weights = joined(*row_of((own, fixed), chunk * self.rows.rows + index))
+            weights = merge_parameters(*row_of((own, fixed), chunk * self.rows.rows + index))
             return self.block(x_BLD, weights, first[chunk] + index, None, micro.packed)[0]
 
         return jax.lax.fori_loop(0, count, turn, x_BLD)
@@ -155,11 +168,10 @@ class StackUnit:
         busy_AE: jax.Array | None,
         micro: Micro,
     ) -> tuple[jax.Array, Any]:
-        """Returns (gradient of the chunk's input, sums with the gradients of its layers added). Arguments as for
-        `forward`.
+        """Returns the gradient of the chunk's input, and `sums` with the gradients of its layers added.
 
-        `busy_AE`: each expert's share of a micro-batch's choices, mean over all layers; None without a pooled balance
-        loss.
+        Arguments as for `forward`. `busy_AE`: each expert's fraction of a micro-batch's choices, averaged over all
+        layers; None without a pooled balance loss.
         """
         number, chunk, slot = unit
         d_losses = micro.coefficients
@@ -188,12 +200,12 @@ class StackUnit:
 
 
 def _shared(number: jax.Array, micro: Micro) -> Leaves:
-    """Returns values among the residuals of a layer that the backward pass has anyway."""
+    """Returns arrays that may be among a layer's residuals and that the backward pass can read elsewhere."""
     return jax.tree.leaves((number, micro.packed, micro.tokens, micro.coefficients))
 
 
 def _write(leaf: jax.Array, new: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
-    """`leaf` [..., *new] with `new` at the leading indices `at`."""
+    """Returns `leaf` [..., *new] with `new` written at the leading indices `at`."""
     zeros = [0] * new.ndim
     return jax.lax.dynamic_update_slice(leaf, new[(None,) * len(at)], (*at, *zeros))
 
@@ -204,9 +216,8 @@ def _read(leaf: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
 
 
 def _plain(leaf: jax.Array) -> jax.Array:
-    """Returns the data of random keys, and other arrays as they are: the stash starts as zeros, which keys cannot
-    be.
-    """
+    """Returns the data of random keys, and other arrays unchanged, because the stash starts as zeros, which keys
+    cannot be."""
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
@@ -214,47 +225,52 @@ def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
     return jax.random.wrap_key_data(leaf) if jnp.issubdtype(dtype, jax.dtypes.prng_key) else leaf
 
 
-def turns_of(most: int, total: int, times: int) -> str:
-    """Returns the scope of a loop of at most `most` turns, with `total` turns in `times` runs (memory/hlo/loops.py)."""
-    return f"turns_{most}_mean_{total}_{times}"
+def turns_scope(max_turns: int, total: int, times: int) -> str:
+    """Returns the scope name of a loop that runs `times` times with `total` iterations in all, `max_turns` at most per
+    run.
+
+    memory/hlo/loops.py reads these numbers from the name.
+    """
+    return f"turns_{max_turns}_mean_{total}_{times}"
 
 
 def stack_units(
     model: Transformer, stacks: Sequence[StackRows], weights: Weights, schedule: Schedule
 ) -> list[StackUnit]:
-    """Returns the stacks of a chunk in the order in which it runs them.
+    """Returns the stacks of a chunk in the order in which the chunk runs them.
 
-    model, weights: with the layout inside the stages.
+    `model` and `weights` must have the layout inside the stages.
     """
     blocks = {run.stack: block for run, block in model.layers()}
     units, runs = [], schedule.ticks * schedule.stages
     for rows in stacks:
         routed = bool(model.config.experts) and rows.stack == BLOCKS
         own = dataclasses.replace(weights, axes=weights.axes.get(rows.stack, {}))
-        turns = turns_of(int(rows.count.max()), schedule.micro_batches * int(rows.count.sum()), runs)
+        turns = turns_scope(int(rows.count.max()), schedule.micro_batches * int(rows.count.sum()), runs)
         units.append(StackUnit(rows, blocks[rows.stack], own, routed, turns))
     return units
 
 
 def inside(layout: Layout, function: Callable, inputs: Any, outputs: Any) -> Callable:
-    """Applies `function` to the shards of each stage; the compiler shards over the other axes of the mesh."""
+    """Returns `function` applied to the shards of each stage. The compiler shards over the other axes of the mesh."""
     return jax.shard_map(
         function, mesh=layout.mesh, in_specs=inputs, out_specs=outputs, axis_names={STAGE}, check_vma=False
     )
 
 
-def of_one(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
-    """Returns on all stages the `x` of the stage where `mine` is true. Called inside of the stages."""
+def broadcast_from(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
+    """Returns on all stages the `x` of the stage where `mine` is true. Call it inside the stages."""
     x = jnp.where(mine, x, 0)
-    # XLA's CPU compiler (0.10 to 0.12) aborts on sums of 16 bits here; in float32 one summand is as exact.
-    wide = layout.mesh.devices.flat[0].platform == "cpu" and x.dtype.itemsize < 4
-    return jax.lax.psum(x.astype(jnp.float32) if wide else x, STAGE).astype(x.dtype)
+    # XLA's CPU compiler (0.10 to 0.12) aborts on 16-bit sums at this point. With one nonzero summand float32 is
+    # as exact.
+    in_float32 = layout.mesh.devices.flat[0].platform == "cpu" and x.dtype.itemsize < 4
+    return jax.lax.psum(x.astype(jnp.float32) if in_float32 else x, STAGE).astype(x.dtype)
 
 
 def when(condition: jax.Array, function: Callable[[Any], Any], carried: Any, turns: str) -> Any:
-    """Returns `function(carried)` if `condition` holds, else `carried`: a loop of one turn or none, in place.
+    """Returns `function(carried)` if `condition` is true, else `carried`: a loop with one or no iteration, in place.
 
-    turns: the scope that says how often the condition holds.
+    `turns`: the scope name that gives the number of times the condition is true (`turns_scope`).
     """
     with jax.named_scope(turns):
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)

@@ -1,4 +1,4 @@
-"""The layers of each stage, and the rows of the stacked parameters that hold them."""
+"""The layers of each pipeline stage, and the rows of the stacked parameters that hold them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,10 +12,14 @@ from bytescope.train.pipeline.schedule import Schedule, divide_layers
 
 @dataclasses.dataclass(frozen=True)
 class StackRows:
-    """The rows of one stack of layers, sharded over the stages: stage by stage, on a stage chunk by chunk.
+    """The rows of one stack of layers, sharded over the stages: stage by stage, and within a stage chunk by chunk.
 
-    order: for each row the layer that it holds, -1 where a stage has fewer layers than the fullest one.
-    rows: rows of a chunk. first, count: int32 [stages, chunks], number of the first layer of a chunk, and its layers.
+    Fields:
+      stack: the name of the stack.
+      order: for each row the index of its layer, -1 for an unused row of a stage with fewer layers than the fullest
+        stage.
+      rows: number of rows of a chunk.
+      first, count: int32 [stages, chunks], the index of the first layer of a chunk and its number of layers.
     """
 
     stack: str
@@ -26,36 +30,39 @@ class StackRows:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The row of each layer of the stack, in the order of the layers."""
+        """The row of each layer of the stack, in layer order."""
         return tuple(sorted((row for row, layer in enumerate(self.order) if layer >= 0), key=self.order.__getitem__))
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """For each row the index of its layer among the layers of the stack; for an empty row the number of layers."""
+        """For each row the index of its layer among the layers of the stack; the number of layers for an unused row."""
         layers = sorted(layer for layer in self.order if layer >= 0)
         return tuple(layers.index(layer) if layer >= 0 else len(layers) for layer in self.order)
 
     @property
     def identity(self) -> bool:
-        """Whether the rows are the layers of the stack in order."""
+        """True if the rows are the layers of the stack in order."""
         return -1 not in self.order and list(self.order) == sorted(self.order)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The layers of a model over the stages of a pipeline; `stacks` in the order in which a chunk runs them."""
+    """The layers of a model over the stages of a pipeline.
+
+    Fields:
+      stacks: the rows of each stack, in the order in which a chunk runs the stacks.
+    """
 
     stacks: tuple[StackRows, ...]
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Stack -> the layer of each of its rows, -1 for an empty row; without stacks that have their layers in
-        order.
-        """
+        """Stack name -> the layer index of each of its rows, -1 for an unused row. Stacks in model order are left
+        out."""
         return {rows.stack: rows.order for rows in self.stacks if not rows.identity}
 
     @classmethod
-    def of(cls, model: ModelConfig, schedule: Schedule) -> "Stages":
+    def divide(cls, model: ModelConfig, schedule: Schedule) -> "Stages":
         """Divides the layers evenly: each virtual stage has a range of layers."""
         sizes = divide_layers(model.n_layers, schedule.virtual_stages)
         starts = np.concatenate([[0], np.cumsum(sizes)])

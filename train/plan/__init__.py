@@ -1,7 +1,9 @@
-"""Where the trainer meets `bytescope.memory`: plans before the first step, and the memory that a run takes besides it.
+"""Plans a config before its first step with `bytescope.memory`, and predicts the memory that a run needs outside the
+step.
 
-In: a config, and devices or a target. Out: programs for `report` and `compare` (`config_factory`), a config with its
-remat policy settled (`remat_auto`), the fastest configuration (`fit`), the front of least recomputation (`frontier`),
-the levers one by one (`levers`), the facts of a step that `memory` reads (`model_facts`), the flags of a finding's
-remedy (`report_remedies`), and what to do if memory does not suffice (`advice`, `remedies`). Start at `config_factory`.
+Input: a config, and devices or a target. Output: programs for `report` and `compare` (`config_factory`), a config
+whose remat policy `auto` is replaced by a plan (`remat_auto`), the fastest configuration that fits (`fit`), the least
+recomputation for each memory budget (`frontier`), one memory saving after the other (`levers`), the facts of a step
+that `memory` reads (`config_facts`), the flags that remedy a finding (`report_remedies`), and advice for a step that
+does not fit (`advice`). Start at `config_factory`.
 """

@@ -1,4 +1,5 @@
-"""A model described by numbers instead of a config: the flags of its shape, and their question to the calculator."""
+"""Describes a model by numbers instead of a config: the flags of `bytescope estimate --params`, and the question they
+form."""
 
 from __future__ import annotations
 
@@ -12,76 +13,100 @@ from bytescope.memory.formulas.memory_estimate import Question, shape_for
 from bytescope.memory.formulas.model_shape import ExpertShape, Latent
 
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-# Numbers that a config has and --params leaves open: flag -> (the config's key, help text).
+# Flags of the model's shape that are valid only with --params: flag -> (the config key with this meaning, help text).
 SHAPE = {
-    "layers": ("model.n_layers", "layers of the model"),
-    "d-model": ("model.d_model", "width of the residual stream"),
-    "heads": ("model.n_heads", "number of attention heads"),
-    "kv-heads": ("model.n_kv_heads", "number of key/value heads"),
-    "d-head": ("model.d_head", "width of a head (default: d-model / heads)"),
+    "layers": ("model.n_layers", "number of layers of the model (default: derived from --params)"),
+    "d-model": ("model.d_model", "width of the residual stream (default: derived from --params)"),
+    "heads": ("model.n_heads", "number of attention heads (default: derived from d-model)"),
+    "kv-heads": ("model.n_kv_heads", "number of key/value heads (default: the number of heads)"),
+    "d-head": ("model.d_head", "width of an attention head (default: d-model / heads)"),
     "d-ff": ("model.d_ff", "width of the MLP (default: four times d-model)"),
-    "vocabulary": ("model.vocab_size", "size of the vocabulary"),
+    "vocabulary": ("model.vocab_size", "size of the vocabulary (default 50304)"),
 }
-# The same for flags without a value: flag -> (field of the model, the value that it sets, the config's key, help text).
-KINDS = {
-    "gated": ("gated", True, "model.mlp", "a gated MLP of three matrices"),
-    "untied": ("tied", False, "model.tie_embeddings", "a head with a matrix of its own"),
-    "dropout": ("dropout", True, "model.dropout", "masks of dropout are kept"),
-    "qk-norm": ("qk_norm", True, "model.qk_norm", "each head's queries and keys are normed"),
+# Flags without a value that are valid only with --params: flag -> (field of the model, the value that the flag sets,
+# the config key with this meaning, help text).
+SWITCHES = {
+    "gated": ("gated", True, "model.mlp", "the MLP is gated and has three matrices instead of two"),
+    "untied": ("tied", False, "model.tie_embeddings", "the output head has its own matrix instead of the embedding's"),
+    "dropout": ("dropout", True, "model.dropout", "the model has dropout, whose masks take memory"),
+    "qk-norm": ("qk_norm", True, "model.qk_norm", "the queries and keys of each head are normalized"),
     "post-norms": (
         "post_norms",
         True,
         "model.post_norms",
-        "what attention and MLP add to the residual stream is normed",
+        "the outputs of attention and MLP are normalized before they are added to the residual stream",
     ),
 }
 
 
 class ShapeFlag(NamedTuple):
-    """A flag of experts or of latent attention.
+    """A command-line flag for experts or latent attention.
 
-    field: of `ExpertShape` or `Latent`. key: of the config. summary: help text. least: minimum. default: value where
-    the flag is not given. kind: type of the value.
+    Attributes:
+        field: the field of `ExpertShape` or `Latent` that the flag sets.
+        key: the config key with the same meaning.
+        summary: the help text.
+        minimum: the smallest valid value.
+        default: the value if the flag is not given.
+        kind: the type of the value.
     """
 
     field: str
     key: str
     summary: str
-    least: int = 0
+    minimum: int = 0
     default: int = 0
     kind: type = int
 
 
-# Flags of experts and of latent attention. The first flag of each asks for them; the others need it.
+# Flags for experts and for latent attention. The first flag of each table turns the feature on; the others require it.
 EXPERTS = {
-    "experts": ShapeFlag("count", "model.experts", "number of routed experts of a layer"),
-    "experts-per-token": ShapeFlag("per_token", "model.experts_per_token", "routed experts that a token goes to", 1, 2),
-    "d-expert": ShapeFlag("width", "model.d_expert", "width of an expert (default, and 0: that of the MLP)"),
-    "shared-experts": ShapeFlag("shared", "model.shared_experts", "experts that every token goes to"),
-    "dense-layers": ShapeFlag("dense_layers", "model.dense_layers", "first layers without experts"),
-    "moe-every": ShapeFlag("every", "model.moe_every", "of the layers after those, each so manieth has experts", 1, 1),
+    "experts": ShapeFlag("count", "model.experts", "number of routed experts per layer"),
+    "experts-per-token": ShapeFlag(
+        "per_token", "model.experts_per_token", "number of routed experts per token (default 2)", 1, 2
+    ),
+    "d-expert": ShapeFlag("width", "model.d_expert", "width of an expert (default 0: the width of the MLP)"),
+    "shared-experts": ShapeFlag(
+        "shared", "model.shared_experts", "number of experts that every token uses (default 0)"
+    ),
+    "dense-layers": ShapeFlag(
+        "dense_layers", "model.dense_layers", "number of first layers with a dense MLP instead of experts (default 0)"
+    ),
+    "moe-every": ShapeFlag(
+        "every", "model.moe_every", "use experts in every N-th layer after the dense layers (default 1)", 1, 1
+    ),
     "capacity": ShapeFlag(
-        "capacity", "model.capacity_factor", "rows that there is room for over their mean, 0: no limit", kind=float
+        "capacity",
+        "model.capacity_factor",
+        "capacity factor: maximum token rows per device, as a multiple of the mean (default 0: no limit)",
+        kind=float,
     ),
     "expert-slots": ShapeFlag(
-        "slots", "model.moe_kernel", "each expert has as much room, more rows are dropped", kind=bool
+        "slots",
+        "model.moe_kernel",
+        "give every expert the same number of slots, as model.moe_kernel=capacity does; further rows are dropped",
+        kind=bool,
     ),
 }
 LATENT = {
     "mla-kv-rank": ShapeFlag(
-        "rank", "model.attention_kind", "width of the latent of keys and values, of latent attention"
+        "rank", "model.attention_kind", "use latent attention (MLA); N is the width of the latent of keys and values"
     ),
-    "mla-q-rank": ShapeFlag("query_rank", "model.mla_q_rank", "width of the latent of queries, 0: none"),
-    "mla-d-rope": ShapeFlag("rotary", "model.mla_d_rope", "width of a head's part with the rotary position", 1, 64),
-    "mla-d-value": ShapeFlag("value", "model.mla_d_value", "width of a head's values", 1, 128),
+    "mla-q-rank": ShapeFlag(
+        "query_rank", "model.mla_q_rank", "MLA: width of the latent of queries (default 0: queries have no latent)"
+    ),
+    "mla-d-rope": ShapeFlag(
+        "rotary", "model.mla_d_rope", "MLA: width per head of the part with rotary positions (default 64)", 1, 64
+    ),
+    "mla-d-value": ShapeFlag("value", "model.mla_d_value", "MLA: width per head of the values (default 128)", 1, 128),
 }
 
 
 def parse_count(text: str) -> float:
-    """Returns the number that is written as 7e9, 7b, 1.5B, 350m or 7_000_000_000.
+    """Returns the number of parameters that `text` names. The forms are 7e9, 7b, 1.5B, 350m and 7_000_000_000.
 
     Raises:
-      ReportError: it is not a number.
+        ReportError: the text is not a number in one of these forms.
     """
     match = re.fullmatch(r"([\d._]+(?:e[+-]?\d+)?)([kmbgt]?)", text.strip().lower())
     try:
@@ -90,15 +115,19 @@ def parse_count(text: str) -> float:
         raise ReportError(f"--params={text} is not a number of parameters: write 7e9, 7b or 350m") from None
 
 
-def assumed(args: Mapping[str, Any]) -> Question:
-    """Returns the question of --params; what no flag gives follows from the number of parameters.
+def question_from_flags(args: Mapping[str, Any]) -> Question:
+    """Returns the calculator's question for `--params`. Values that no flag gives are derived from the number of
+    parameters.
 
-    args: parsed arguments, name -> value. Raises ReportError for values out of range, or that cannot be combined.
+    args: the parsed arguments, name -> value.
+
+    Raises:
+        ReportError: a value is out of range, or flags cannot be combined.
     """
     parameters = parse_count(args["params"])
     if not 1 <= parameters < 1e18:
-        raise ReportError(f"--params={args['params']}: give 1 or more, below 1e18")
-    given = {flag: number(args, flag) for flag in SHAPE}
+        raise ReportError(f"--params={args['params']} is out of range: give at least 1 and less than 1e18")
+    given = {flag: checked_number(args, flag) for flag in SHAPE}
     experts, latent = _fields_given(args, EXPERTS), _fields_given(args, LATENT)
     per_layer = 1.0
     if experts and not (given["layers"] and given["d-model"]):
@@ -111,7 +140,7 @@ def assumed(args: Mapping[str, Any]) -> Question:
     if experts:
         experts["width"] = experts["width"] or mlp_width
     changes: dict[str, Any] = {}
-    for flag, (field, value, _, _) in KINDS.items():
+    for flag, (field, value, _, _) in SWITCHES.items():
         if args[flag.replace("-", "_")]:
             changes[field] = value
     model = dataclasses.replace(
@@ -128,29 +157,45 @@ def assumed(args: Mapping[str, Any]) -> Question:
 
 
 def _fields_given(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> dict[str, Any]:
-    """Returns field -> value for the flags of a table; {} without the first flag. Raises ReportError for the others
-    without the first."""
+    """Returns field -> value for the flags of a table; {} if the first flag, which turns the feature on, is not given.
+
+    Raises:
+        ReportError: another flag of the table is given without the first one.
+    """
     first = next(iter(table))
-    values, wanted = {}, bool(number(args, first, table[first].least))
+    values, wanted = {}, bool(checked_number(args, first, table[first].minimum))
     for flag, row in table.items():
-        value = number(args, flag, row.least)
+        value = checked_number(args, flag, row.minimum)
         if value is not None and not wanted:
-            raise ReportError(f"--{flag}={value} without --{first}: give that too")
+            raise ReportError(f"--{flag}={value} has no effect without --{first}: give --{first} too")
         values[row.field] = row.default if value is None else value
     return values if wanted else {}
 
 
 def _parameters_per_layer(experts: Mapping[str, Any]) -> float:
-    """Returns the parameters of a layer with these experts over those of a GPT's layer, 12 h^2: attention has 4 h^2, an
-    expert 8 h^2. Raises ReportError if the width of the experts does not follow from h."""
+    """Returns the parameters of a layer with these experts, divided by the 12 h^2 parameters of a GPT layer of width
+    h.
+
+    Attention has 4 h^2 parameters, each expert 8 h^2.
+
+    Raises:
+        ReportError: the number of parameters does not follow from h.
+    """
     if experts["width"] or experts["dense_layers"] or experts["every"] > 1:
-        raise ReportError("--d-expert, --dense-layers and --moe-every with --params: give --layers and --d-model too")
+        raise ReportError(
+            "--d-expert, --dense-layers and --moe-every need the shape of the layers, which does not follow from "
+            "--params: give --layers and --d-model too"
+        )
     return (4 + 8 * (experts["count"] + experts["shared"])) / 12
 
 
-def number(args: Mapping[str, Any], flag: str, least: int = 1) -> int | None:
-    """Returns the number of a flag, None if it is not given. Raises ReportError for one below `least` or above 1e9."""
+def checked_number(args: Mapping[str, Any], flag: str, minimum: int = 1) -> int | None:
+    """Returns the value of a numeric flag; None if the flag is not given.
+
+    Raises:
+        ReportError: the value is less than `minimum`, or 1e9 or more.
+    """
     value = args[flag.replace("-", "_")]
-    if value is not None and not least <= value < 1e9:
-        raise ReportError(f"--{flag}={value}: give {least} or more, below 1e9")
+    if value is not None and not minimum <= value < 1e9:
+        raise ReportError(f"--{flag}={value} is out of range: give at least {minimum} and less than 1e9")
     return value

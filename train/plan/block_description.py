@@ -1,4 +1,5 @@
-"""A program as the search for the least recomputation sees it: the graph of a block, and the policies to choose."""
+"""Describes a program for the search for the least recomputation: the graph of one block, and the remat policies to
+try."""
 
 import dataclasses
 import math
@@ -18,27 +19,29 @@ from bytescope.model.remat.policies import POLICIES
 from bytescope.model.runs import BLOCKS
 from bytescope.model.transformer import KEEP_ALL
 from bytescope.train.parallel.axes import activation_axes
-from bytescope.train.pipeline.layer_order import LAYERS, as_ordered
+from bytescope.train.pipeline.layer_order import LAYERS, describe_reordered
 from bytescope.train.program.program import Program
 from bytescope.train.step.loss_fn import make_loss
 
-# Names that a kernel outside of the checkpoint keeps together with its result (`model.block.CUTS`).
+# If the attention kernel runs outside `jax.checkpoint` (`model.block.CUTS`), these inputs are saved with its result.
 AROUND_KERNEL = ("q_rot", "k_rot", "v")
 
 
 def trace_gradient(program: Program) -> Any:
-    """Returns the ClosedJaxpr of the gradient of one micro-batch with nothing recomputed, so that it has every name.
+    """Returns the ClosedJaxpr of the gradient of one micro-batch without recomputation, so that it contains every
+    named tensor.
 
-    The layers are in their order, whatever stages hold them.
+    The layers are in the order of the model, also if the program splits them into pipeline stages.
     """
     loss, arguments = _loss_of_micro_batch(program)
     return jax.make_jaxpr(jax.grad(loss, has_aux=True))(*arguments)
 
 
 def _loss_of_micro_batch(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the loss with nothing recomputed, and the shapes of its arguments, the trained parameters first."""
+    """Returns the loss function without recomputation, and the shapes of its arguments. The first argument is the
+    trained parameters."""
     whole = dataclasses.replace(program, stages=None)
-    params, frozen = as_ordered((program.state.params, program.state.frozen), program.order, LAYERS)
+    params, frozen = describe_reordered((program.state.params, program.state.frozen), program.order, LAYERS)
     graph, _ = nnx.split(nnx.eval_shape(lambda: whole.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
     loss = make_loss(
         program.loss,
@@ -55,15 +58,18 @@ def _loss_of_micro_batch(program: Program) -> tuple[Callable[..., Any], tuple[An
 
 
 def describe_block(program: Program) -> LayerGraph:
-    """Returns the graph of one block of a program whose layers are scanned."""
-    # A stage keeps the tensors of several micro-batches at once for each of its layers, by its schedule.
+    """Returns the graph of one transformer block, in which every named tensor has its size on one device.
+
+    program: a program whose layers are scanned (`model.scan=True`).
+    """
+    # A pipeline stage stores the tensors of several micro-batches at once for each of its layers.
     micro_batches = Fraction(1)
     if program.stages and program.schedule:
         rows = next(stack for stack in program.stages.stacks if stack.stack == BLOCKS)
         micro_batches = Fraction(max(program.schedule.stash_slots) * rows.rows, len(rows.places))
 
     def shards(name: str) -> Fraction:
-        """Devices over which a named tensor is split, divided by the copies that a device keeps."""
+        """Returns the devices that share a named tensor, divided by the micro-batches that a device stores."""
         count = 1
         for axes in program.layout.split(activation_axes(NAMES[name][0])):
             count *= math.prod(program.mesh.shape[axis] for axis in axes)
@@ -72,20 +78,23 @@ def describe_block(program: Program) -> LayerGraph:
     loss, arguments = _loss_of_micro_batch(program)
     jaxpr = jax.make_jaxpr(loss)(*arguments)
     trained = len(jax.tree.leaves(arguments[0]))
-    active = [number < trained for number in range(len(jaxpr.in_avals))]
+    active = [index < trained for index in range(len(jaxpr.in_avals))]
     kept_together = {"context": AROUND_KERNEL} if program.kernel[0] == "cudnn" else {}
     return named_block(jaxpr, active, shards, kept_together)
 
 
-def most_ranges(program: Program) -> int:
-    """Returns the maximum number of ranges of layers with different patterns: 1 with stages, which run one program."""
+def max_ranges(program: Program) -> int:
+    """Returns the maximum number of ranges of layers that may have different remat policies. It is 1 for pipeline
+    stages, because all stages run one program."""
     return 1 if program.stages else MAX_RANGES
 
 
 def fixed_policies(moving: bool = False) -> dict[str, tuple[str, ...] | None]:
-    """Returns policy -> the names that it keeps, without `full` and `none`; None if only the compiler knows.
+    """Returns policy -> the names of the tensors that it saves, or None if only the compiler knows them.
 
-    moving: policies that move tensors to host memory, instead of those that do not.
+    The policies `full` and `none` are left out.
+
+    moving: if true, returns the policies that move tensors to host memory instead of the policies that do not.
     """
     policies: dict[str, tuple[str, ...] | None] = {}
     for name, row in POLICIES.items():

@@ -1,7 +1,7 @@
-"""A config on its devices: the facts that levers and remedies depend on. Pure.
+"""The facts about a config and its devices on which memory savings and remedies depend.
 
-In: a report with the config that was compiled (`Report.config`, keys of the trainer's configs/base.py). Out: `Case`,
-its keys with the sizes of the mesh and the tokens of an update; None for a program without such a config.
+`case_of` builds a `Case` from a report that contains the compiled config (`Report.config`, with the keys of
+configs/base.py). It returns None for a report without such a config. This module compiles nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ _NEEDED = ("batch.micro", "data.seq_len", "loss.kind", "mesh.fsdp", "offload.par
 class Case:
     """A config on its devices.
 
-    Fields:
-        flat: dotted key -> value. axes: axis of the mesh -> size, -1 replaced.
-        host_memory: whether state and residuals can move to host memory; False on the CPU, which has no other memory.
-        report: of the compiled program.
+    Attributes:
+        flat: the config, dotted key -> value.
+        axes: axis of the mesh -> number of devices, without -1.
+        host_memory: whether state and residuals can be moved to host memory. False on a CPU, which has no separate
+            memory.
+        report: the report of the compiled program.
     """
 
     flat: Mapping[str, Any]
@@ -39,23 +41,25 @@ class Case:
 
     @property
     def accumulates(self) -> bool:
-        """Returns whether an update can have more than one micro-batch."""
+        """Returns whether an update can consist of more than one micro-batch."""
         return not self.flat["optimizer.fused_backward"] and not self.flat["offload.params"]
 
     @property
     def by_layer(self) -> bool:
-        """Returns whether an update can go layer by layer, as moments in host memory and a fused backward pass need."""
+        """Returns whether the optimizer can update one layer at a time, as fused backward and moments in host memory
+        require."""
         scheduled, scaled = self.flat["batch.accumulation_schedule"], self.flat["precision.preset"] == "fp16"
         return not (scheduled or scaled or self.adapters)
 
     @property
     def adapters(self) -> bool:
-        """Returns whether low-rank adapters are trained, whose state is too small to narrow or to move."""
-        return bool(self.flat.get("lora.rank"))  # an old report has no such key
+        """Returns whether only low-rank adapters are trained. Their optimizer state is too small to be worth
+        quantizing or moving."""
+        return bool(self.flat.get("lora.rank"))  # reports of older versions lack this key
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches of an update; with a schedule, the maximum."""
+        """Number of micro-batches per update; with `batch.accumulation_schedule`, the maximum."""
         if self.flat["batch.accumulation_schedule"]:
             return max(count for _, count in schedule(self.flat))
         if self.flat["batch.tokens"]:
@@ -64,12 +68,12 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an update over all devices."""
+        """Number of tokens per update, over all devices."""
         return self.flat["batch.tokens"] or self.flat["batch.micro"] * self.micro_steps * self._tokens_per_row
 
     @property
-    def shared(self) -> int:
-        """Number of devices that may share state; replicas are not counted."""
+    def state_devices(self) -> int:
+        """Number of devices over which state may be sharded. Replicas (axis `data`) are not counted."""
         return self.axes["fsdp"] * self.axes["expert"] * self.axes["context"]
 
     def shards(self, ranks: int) -> bool:
@@ -81,8 +85,11 @@ class Case:
 
     @property
     def routing(self) -> tuple[ExpertShape, int, int] | None:
-        """(experts, tokens of a device and micro-step, devices that share the experts); None without experts, and for
-        the dense kernel, which has no rows."""
+        """The arguments for the formulas of expert rows: experts, tokens per device and micro-batch, and devices per
+        expert group.
+
+        None if the config has no experts, or uses the dense kernel, which has no rows of experts.
+        """
         if "model.moe_every" not in self.flat or self.flat["model.moe_kernel"] == "dense":
             return None
         experts = experts_of(self.flat)
@@ -95,7 +102,7 @@ class Case:
 
 
 def case_of(report: ReportRecord) -> Case | None:
-    """Returns the case of a report; None for a program without a config of the trainer."""
+    """Returns the case of a report, or None if the report has no config of the trainer."""
     flat = report.config
     if any(key not in flat for key in _NEEDED):
         return None
@@ -104,6 +111,6 @@ def case_of(report: ReportRecord) -> Case | None:
 
 
 def schedule(flat: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(first update, micro-batches from it on) of `batch.accumulation_schedule`."""
+    """Returns `batch.accumulation_schedule` as pairs (first update, number of micro-batches from this update on)."""
     pairs = (str(text).split(":") for text in flat["batch.accumulation_schedule"])
     return [(int(start), int(count)) for start, count in pairs]

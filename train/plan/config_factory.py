@@ -1,6 +1,7 @@
-"""The trainer's programs for `report` and `compare`: from the overrides of a config and a target to a program.
+"""Builds the trainer's programs for `report` and `compare` from the overrides of a config and a target.
 
-Overrides are dotted key -> text; the key `config` names the config. Nothing here starts jax before it has to.
+Overrides are dotted key -> text. The override `config` names the config. This module imports jax only when a program
+is built.
 """
 
 from __future__ import annotations
@@ -27,24 +28,28 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
     from bytescope.train.program.program import Program
 
-AUTO = "auto"  # the remat policy that a search settles, by the rates of the target's devices
+AUTO = "auto"  # the remat policy that a search replaces by a plan, with the rates of the target's devices
 
 
 class ConfigFactory(ProgramFactory):
-    """Makes the programs of configs; `program_factory.ProgramFactory` has the contract of each method."""
+    """Builds the programs of configs. `program_factory.ProgramFactory` documents the methods."""
 
     reference = "bytescope.train.plan.config_factory:FACTORY"
     row = ConfigRow
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
-        """Returns the program of a config on a target's devices, not compiled yet."""
+        """Returns the program of a config on the devices of a target. The program is not compiled yet."""
         name, pairs = split(overrides)
         return prepare_program(build_program(name, pairs, target), target, configs.load_flat(name, pairs))
 
     def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns the keys of a combination, with its policy as config keys.
+        """Returns the config keys of one row of `compare`, with its remat policy written as config keys.
 
-        A config's own names for `custom` are an error under any other policy, so they are cleared then.
+        Tensor names that the config sets for `custom` are an error with any other policy, so they are cleared then.
+
+        Args:
+            chosen: the keys in which the row differs from other rows, dotted key -> text.
+            fixed: the overrides that all rows share.
         """
         if POLICY not in chosen:
             return chosen
@@ -61,46 +66,54 @@ class ConfigFactory(ProgramFactory):
         return keys
 
     def resolve(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the whole config, dotted key -> value. Raises UserError for an unknown key or a wrong value."""
+        """Returns the whole config with the overrides, dotted key -> value. Raises UserError for an unknown key or an
+        invalid value."""
         return configs.load_flat(*split(overrides))
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """Raises ValueError with an `exit_code` for a config that can run on no target."""
+        """Raises ValueError with an `exit_code` if the config cannot run on any target."""
         check_config(*split(overrides))
 
     def sources(self) -> Sequence[Path]:
-        """Returns the files of the model, and those of the trainer that make the step."""
-        return row_cache.source_files(making_programs())
+        """Returns the source files that determine the step: the model and the parts of the trainer that build the
+        step."""
+        return row_cache.source_files(program_modules())
 
     def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
-        """Returns the files that settle a remat policy of `auto`."""
-        return row_cache.source_files(choosing_plans()) if resolved.get(POLICY) == AUTO else ()
+        """Returns the source files that determine the plan for `remat.policy=auto`; () for other policies."""
+        return row_cache.source_files(plan_modules()) if resolved.get(POLICY) == AUTO else ()
 
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Returns the figures of the published formulas for a row, a `formulas.reconcile.Formula` as JSON."""
+        """Returns the figures of the published formulas for a row of `compare`, as a `formulas.reconcile.Formula` in
+        JSON; None if the formulas do not cover it."""
         from bytescope.memory.formulas import reconcile
         from bytescope.train.plan.config_facts import model_facts
 
         platform = answer["target"].get("platform", "")
-        found = reconcile.formula_of(model_facts(resolved, answer["settled"], platform=platform), platform)
-        return None if isinstance(found, str) else dataclasses.asdict(found)
+        formula = reconcile.formula_of(model_facts(resolved, answer["settled"], platform=platform), platform)
+        return None if isinstance(formula, str) else dataclasses.asdict(formula)
 
     def describe(self, overrides: Mapping[str, Any], target: Target) -> dict[str, Any]:
-        """Describes a config on a target for the search for the least recomputation; nothing is compiled.
+        """Returns the facts about a config on a target that the search for the least recomputation needs. Nothing is
+        compiled.
 
-        `block`: a `memory.remat.layer_graph.LayerGraph` as JSON, of one micro-batch. `micro_steps`: micro-batches per
-        call of the step. `ranges`: maximum number of ranges of layers with different patterns. `policies`: policy ->
-        names that it keeps, null if only the compiler knows. `moving`: the same for policies that move tensors to host
-        memory. `tokens_per_update`: over all devices.
+        The keys:
+
+        - `block`: the graph of one block for one micro-batch, a `memory.remat.layer_graph.LayerGraph` as JSON.
+        - `micro_steps`: number of micro-batches per call of the step.
+        - `ranges`: maximum number of ranges of layers with different remat policies.
+        - `policies`: policy -> names of the tensors that it saves; null if only the compiler knows them.
+        - `moving`: the same for policies that move tensors to host memory.
+        - `tokens_per_update`: number of tokens per update, over all devices.
         """
-        from bytescope.train.plan.block_description import describe_block, fixed_policies, most_ranges
+        from bytescope.train.plan.block_description import describe_block, fixed_policies, max_ranges
 
         name, pairs = split({**overrides, "model.scan": "true"})
         program = build_program(name, pairs, target)
         return {
             "block": dataclasses.asdict(describe_block(program)),
             "micro_steps": program.batch.accumulation if program.scanned else 1,
-            "ranges": most_ranges(program),
+            "ranges": max_ranges(program),
             "policies": fixed_policies(),
             "moving": fixed_policies(moving=True),
             "tokens_per_update": tokens_of(program),
@@ -110,9 +123,12 @@ class ConfigFactory(ProgramFactory):
 FACTORY = ConfigFactory()
 
 
-def making_programs() -> tuple[ModuleType, ...]:
-    """Returns the modules, and packages with all their modules, whose code makes the step of a config or the figures of
-    its row. Searches, views, commands and the code around the step are not among them."""
+def program_modules() -> tuple[ModuleType, ...]:
+    """Returns the modules and packages whose code determines the step of a config or the figures of its row in
+    `compare`.
+
+    A package stands for all its modules. Searches, views, commands and the training loop are not included.
+    """
     from bytescope import model
     from bytescope.memory import formulas
     from bytescope.memory.remat import layer_discovery, layer_graph, layer_values, named_block
@@ -127,8 +143,9 @@ def making_programs() -> tuple[ModuleType, ...]:
     )
 
 
-def choosing_plans() -> tuple[ModuleType, ...]:
-    """Returns the modules, and packages with all their modules, that choose the plan of `remat.policy=auto`."""
+def plan_modules() -> tuple[ModuleType, ...]:
+    """Returns the modules and packages whose code chooses the plan for `remat.policy=auto`. A package stands for all
+    its modules."""
     from bytescope.memory import remat, seconds
     from bytescope.train.plan import config_grid, remat_auto
 
@@ -136,7 +153,7 @@ def choosing_plans() -> tuple[ModuleType, ...]:
 
 
 def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """Returns (the config's name, the other overrides). Raises ReportError if no config is named."""
+    """Returns the config's name and the other overrides as pairs. Raises ReportError if no config is named."""
     if not overrides.get(CONFIG):
         raise ReportError(f"{configs.NO_CONFIG}, or --grid=config=A,B")
     return overrides[CONFIG], [(key, text) for key, text in overrides.items() if key != CONFIG]
@@ -144,7 +161,8 @@ def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
 
 @contextlib.contextmanager
 def config_mistakes() -> Iterator[None]:
-    """A context that turns a config's ValueError into a ReportError, whose message says what to change."""
+    """Context manager that converts the ValueError of an invalid config into a ReportError with the same message in
+    one line."""
     try:
         yield
     except ValueError as error:
@@ -154,7 +172,7 @@ def config_mistakes() -> Iterator[None]:
 
 
 def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
-    """Raises ValueError with an `exit_code` for a value in a config that can run on no target."""
+    """Raises ValueError with an `exit_code` if a value of the config is invalid on every target."""
     from bytescope.train.program.checks import check_without_devices
     from bytescope.train.program.program_settings import read_settings
 
@@ -163,9 +181,9 @@ def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
 
 
 def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Target) -> Program:
-    """Returns the program of a config on a target's devices; `remat.policy=auto` is settled.
+    """Returns the program of a config on the devices of a target. `remat.policy=auto` is replaced by a plan.
 
-    Raises ValueError with an `exit_code` for a config that cannot run there.
+    Raises ValueError with an `exit_code` if the config cannot run on the target.
     """
     from bytescope.train.plan.remat_auto import settled_program
 
@@ -174,9 +192,9 @@ def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Targe
 
 
 def prepare_program(program: Program, target: Target, config: Mapping[str, Any]) -> PreparedProgram:
-    """Returns a program with the trainer's facts about it, for `report` and `compare`.
+    """Returns a program with the facts about it that `report` and `compare` need.
 
-    config: dotted key -> value, as the report shows it.
+    config: the config as the report shows it, dotted key -> value.
     """
     from bytescope.memory.formulas import reconcile
     from bytescope.model.names import NAMES
@@ -209,9 +227,13 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
 
 
 def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram, model_flops: int) -> Subject:
-    """Returns what the report of a config's step calls it.
+    """Returns the subject of a report on a config's step: its name, changed keys, batch and remat policy.
 
-    name, overrides: as the command line gives them. model_flops: of one call, over all devices.
+    Args:
+        name: the config as the command line names it.
+        overrides: pairs (dotted key, text) as the command line gives them.
+        program: the program of the step.
+        model_flops: FLOPs of the model per call of the step, over all devices.
     """
     return Subject(
         name=title_of(name),
@@ -225,9 +247,17 @@ def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: Prepare
 
 
 def settle(program: Program) -> dict[str, Any]:
-    """Returns the settled values of a program's config, as JSON values: the kernel under `model.attention`, the mesh's
-    axes without -1, `batch` in words, and `segments`: for each range of layers {"layers", "policy", "groups", "save",
-    "offload"}, the last two names of tensors."""
+    """Returns the values that the trainer chose for a program's config, as JSON values.
+
+    The keys:
+
+    - `model.attention`: the attention kernel.
+    - `mesh.AXIS`: the number of devices of each mesh axis, without -1.
+    - `batch`: the batch in words.
+    - `segments`: for each range of layers {"layers", "policy", "groups", "save", "offload"}: the number of layers, the
+      remat policy, the number of groups of a nested policy, and the names of the tensors that it saves on the device
+      and in host memory.
+    """
     from bytescope.model.remat.policies import POLICIES
 
     segments = []
@@ -247,14 +277,15 @@ def settle(program: Program) -> dict[str, Any]:
 
 
 def tokens_of(program: Program) -> int:
-    """Returns the tokens per optimizer update, over all devices."""
+    """Returns the number of tokens per optimizer update, over all devices."""
     import jax
 
     return jax.tree.leaves(program.batch_shapes)[0].size * program.calls_per_update
 
 
 def measure_program(program: Program, compiled: Any) -> dict[str, float | None]:
-    """Runs updates of the executable on batches of zeros, from the program's initial state."""
+    """Runs updates of the compiled step on batches of zeros, from the program's initial state, and returns their
+    timing (`measured_steps.time_updates`)."""
     import time
 
     import jax

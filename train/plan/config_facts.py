@@ -1,12 +1,12 @@
-"""A config as `memory` takes it: the facts beside a program, and the question of the calculator.
-
-In: the flat config (dotted key -> value) and how the trainer settled it. Out: `ModelFacts` for reports and formulas, a
+"""Translates a config into the facts that `bytescope.memory` needs: `ModelFacts` for reports and formulas, and a
 `Question` for `bytescope estimate`.
 
-The tables say how the formulas of memory/formulas count each precision, optimizer, strategy and kernel, under the name
-that the config uses. `mixed`, `mixed_fp32_grads`, `pure_bf16` and `sgd` are rows of `bytescope estimate` only. To add
-an optimizer or a precision: a row here, with its source, beside the trainer's own. A test compares the rows with the
-arrays of the trainer's programs. The command line lists these names, so this module imports no jax.
+Input: the flat config (dotted key -> value), and the values that the trainer chose for keys such as `auto`.
+
+The tables map each name of a precision, optimizer, strategy and kernel in the config to its row in the formulas of
+memory/formulas. `mixed`, `mixed_fp32_grads`, `pure_bf16` and `sgd` exist only for `bytescope estimate`. To add an
+optimizer or a precision to the formulas, add a row with its source to a table of this module. A test compares the rows
+with the arrays of the trainer's programs. The command line lists these names, so this module imports no jax.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import held_share, simulate
 from bytescope.train.pipeline.schedules import make_schedule
 
-# Axis of the mesh -> the role of its devices in a step, in the order of the axes over the devices.
+# Axis of the mesh -> the role of its devices in a step. The order is the order in which devices are assigned to axes.
 ROLES = {
     "stage": "stage",
     "data": "replica",
@@ -34,22 +34,22 @@ ROLES = {
     "context": "sequence",
     "tensor": "tensor",
 }
-# Axes whose ranks read different sequences.
+# Axes of the mesh along which devices read different sequences.
 BATCH_AXES = tuple(axis for axis, role in ROLES.items() if role in BATCH_ROLES)
-# The factor of model.moe_kernel=capacity if model.capacity_factor is 0.
+# The capacity factor that model.moe_kernel=capacity uses if model.capacity_factor is 0.
 CAPACITY = 1.25
-# (offload.optimizer, offload.params) -> row of the formulas.
+# (offload.optimizer, offload.params) -> name of the row in the formulas (`training_state.OFFLOAD`).
 OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
-# The schedule whose stages all have the same stash, and its chunks per stage.
+# The pipeline schedule whose stages all store equally many activations, and its number of chunks of layers per stage.
 EVEN_SCHEDULE, EVEN_CHUNKS = "v", 2
 
 # ---- tables of names ------------------------------------------------------------------------------------------------
 
 _SUMMED = MIXED._replace(
-    name="mixed_fp32_grads", summary="mixed, with float32 gradients in addition", gradients=MIXED.gradients + 4
+    name="mixed_fp32_grads", summary="mixed, plus a float32 copy of the gradients", gradients=MIXED.gradients + 4
 )
-# Float32 copies of the gradients raise the 16 bytes per parameter to 20, as in Megatron-style runs. Gradient
-# accumulators of other kinds are left out.
+# Float32 copies of the gradients raise the 16 bytes per parameter to 20, as in Megatron-style runs. Other gradient
+# accumulators have no formula.
 PRECISIONS: Mapping[str, PrecisionBytes] = {
     row.name: row
     for row in (
@@ -63,7 +63,7 @@ PRECISIONS: Mapping[str, PrecisionBytes] = {
         ),
         PrecisionBytes("fp16", "float32 parameters and gradients, 16-bit compute, loss scaling", 4, 4, 0, 4, 2),
         # One float32 scale for 128 elements of an activation (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
-        PrecisionBytes("fp8", "bf16 with 8-bit operands of products", 4, 4, 0, 4, 2, 1 + 4 / 128),
+        PrecisionBytes("fp8", "bf16 with 8-bit operands of matmuls", 4, 4, 0, 4, 2, 1 + 4 / 128),
         MIXED._replace(name="bf16_grads"),
         _SUMMED._replace(name="fp32_grads"),
     )
@@ -76,38 +76,38 @@ OPTIMIZERS: Mapping[str, OptimizerBytes] = {
         OptimizerBytes("momentum", "one velocity", 1),
         ADAM,
         OptimizerBytes("adamw_bf16", "two moments, the first in bfloat16", 2, (2 + 4) / 2),
-        # A float32 scale for each 128 moments (64 in heads of 64); norms and biases in float32 left out.
+        # 128 moments share a float32 scale (64 in heads of 64). Norms and biases, stored in float32, are not counted.
         OptimizerBytes("adamw_8bit", "two 8-bit moments (Dettmers et al. 2022, arXiv 2110.02861)", 2, 1 + 4 / 128),
-        # Rows and columns of each matrix are left out: a few parts in a thousand of its elements.
+        # The row and column sums of each matrix are not counted: a few thousandths of its elements.
         OptimizerBytes("adafactor", "factored second moment (Shazeer & Stern 2018, arXiv 1804.04235)", 0),
         OptimizerBytes("adagrad", "one sum of squares (Duchi et al. 2011)", 1),
         OptimizerBytes("rmsprop", "one second moment (Tieleman & Hinton 2012)", 1),
         OptimizerBytes("lion", "one moment (Chen et al. 2023, arXiv 2302.06675)", 1),
-        # AdamW's second moment of tables, norms and biases is left out.
+        # Embedding tables, norms and biases use AdamW. Its second moment is not counted.
         OptimizerBytes("muon", "one momentum (Jordan et al. 2024)", 1),
     )
 }
 
-# mesh.strategy -> stage of ZeRO.
+# mesh.strategy -> ZeRO stage.
 ZERO_STAGES: Mapping[str, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
-# model.attention -> kernel of the formulas; all but the naive one keep no scores. "": follows from the device.
+# model.attention -> kernel of the formulas. "flash" stores no attention scores. "" depends on the device.
 KERNELS: Mapping[str, str] = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
-# model.attention_kind that have formulas.
+# Values of model.attention_kind that the formulas cover.
 ATTENTION_KINDS = ("gqa", "mla")
-# model.mlp with a gate: three matrices.
+# Values of model.mlp that have a gate, and therefore three matrices.
 GATED = ("swiglu", "geglu")
 
-# precision.preset -> bytes of a gradient on its way to other devices, where it differs from the dtype of the products;
-# collectives under other presets than those of GATHERED have no formula.
+# precision.preset -> bytes per element of a gradient in collectives, if they differ from those of the compute dtype.
+# Collectives have a formula only for the presets in GATHERED.
 SENT_GRADIENTS: Mapping[str, int] = {"bf16_grads": 2, "fp32_grads": 4}
 GATHERED = ("bf16", "fp16", "fp32", "bf16_grads", "fp32_grads", "bf16_params")
 
-# Rows of remat.policy whose kept tensors follow from shapes: those that keep names, and those that keep the products
-# with weights, on the device or in host memory. The others have no formula.
+# Remat policies whose saved tensors follow from shapes: policies that save tensors by name, and policies that save the
+# outputs of matmuls with weights, on the device or in host memory. The other policies have no formula.
 NAMED_POLICIES = ("full", "selective", "minimal", "sqrt", "offload", "custom")
 PRODUCT_POLICIES = ("dots_no_batch", "offload_dots")
-# Those that checkpoint groups of layers around the layers.
+# Remat policies that checkpoint groups of layers in addition to the layers.
 NESTED_POLICIES = ("sqrt",)
 
 # ---- facts and question ---------------------------------------------------------------------------------------------
@@ -119,18 +119,19 @@ def model_facts(
     """Returns the facts of a config's step.
 
     Args:
-        flat: dotted key -> value.
-        settled: values that the program settled: kernel, mesh and `segments` (`config_factory.settle`). None: the
-            config's own.
-        platform: of the target. devices: total number, for an axis of the mesh that is -1 and not settled; 0: unknown,
-            the axis counts as 1.
+        flat: the config, dotted key -> value.
+        settled: values that replace the config's: the kernel, the mesh and the `segments` that `config_factory.settle`
+            returns. None keeps the values of the config.
+        platform: the platform of the target: "cpu" or "gpu"; "" if unknown.
+        devices: total number of devices. It gives the size of a mesh axis that is -1 and not in `settled`. 0 means
+            unknown; the axis then counts as 1.
     """
     config = {**flat, **(settled or {})}
     mesh = mesh_of(config, devices)
     ranks = math.prod(mesh[axis] for axis in BATCH_AXES)
     preset, model, stages = config["precision.preset"], model_of(config), mesh["stage"]
     other_dtypes = any(config.get(f"precision.{role}") for role in ("param", "compute", "reduce", "cast"))
-    # With adapters or frozen parameters only a part of the parameters has gradients to reduce.
+    # With adapters or frozen parameters, only some parameters have gradients to reduce.
     changed = other_dtypes or bool(config.get("lora.rank") or config.get("optimizer.freeze"))
     steps = accumulation(config, ranks)
     schedule = None
@@ -160,18 +161,20 @@ def model_facts(
         expert_rows=config["model.moe_kernel"] != "dense",
         pipeline=_pipeline(schedule, model.layers) if schedule else None,
         compute=config["precision.compute"] or {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16"),
-        asked_of_host=_asked_of_host(config),
+        asked_of_host=_host_memory_keys(config),
     )
 
 
 def question_of(flat: Mapping[str, Any]) -> Question:
-    """Returns a config (dotted key -> value) as a question to the calculator; -1 in its mesh counts as 1 device.
+    """Returns a config as a question to the memory calculator. A mesh axis of -1 counts as 1 device.
 
-    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. The question does
-    not say that each of the `context` ranks has only its shard of the activations.
+    `mesh.strategy` becomes a ZeRO stage over the ranks of the axes `fsdp`, `expert` and `context`. The question does
+    not include that a `context` rank has only its part of each sequence.
+
+    flat: the config, dotted key -> value.
 
     Raises:
-      ReportError: the formulas do not cover the config.
+        ReportError: the formulas do not cover the config.
     """
     why = _without_formula(flat)
     if why:
@@ -185,15 +188,17 @@ def question_of(flat: Mapping[str, Any]) -> Question:
 
 
 def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
-    """Returns axis -> size. An axis of -1 takes the rest of the `devices`; 1 if their number is unknown (0)."""
-    sizes = {axis: int(config.get(f"mesh.{axis}", 1)) for axis in ROLES}  # an old report lacks keys of new axes
+    """Returns axis of the mesh -> number of devices. An axis of -1 takes the remaining `devices`, or 1 if `devices` is
+    0 (unknown)."""
+    sizes = {axis: int(config.get(f"mesh.{axis}", 1)) for axis in ROLES}  # reports of older versions lack some axes
     known = math.prod(max(size, 1) for size in sizes.values())
     rest = max(devices // known, 1)
     return {axis: size if size > 0 else rest for axis, size in sizes.items()}
 
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Returns the micro-steps per update on `ranks` data-parallel ranks; of a schedule, the maximum."""
+    """Returns the number of micro-batches that each of `ranks` data-parallel ranks processes per update; with
+    `batch.accumulation_schedule`, the maximum."""
     tokens = config.get("batch.tokens", 0)
     if tokens:
         return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
@@ -205,7 +210,7 @@ def accumulation(config: Mapping[str, Any], ranks: int) -> int:
 
 
 def model_of(config: Mapping[str, Any]) -> ModelShape:
-    """Returns the model of a config (dotted key -> value)."""
+    """Returns the shape of the model of a config (dotted key -> value)."""
     m, latent, adapters = _model_keys(config), None, None
     if m["attention_kind"] == "mla":
         latent = Latent(m["mla_q_rank"], m["mla_kv_rank"], m["mla_d_rope"], m["mla_d_value"])
@@ -231,7 +236,7 @@ def model_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
-    """Returns the experts of a config (dotted key -> value); None if every MLP is dense."""
+    """Returns the shape of the experts of a config (dotted key -> value); None if every MLP is dense."""
     m = _model_keys(config)
     if not m["experts"]:
         return None
@@ -249,7 +254,7 @@ def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
 
 
 def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the group `model` of a config, its keys without the prefix."""
+    """Returns the keys `model.*` of a config, without the prefix."""
     return {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
 
 
@@ -257,7 +262,7 @@ def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_formula(config: Mapping[str, Any]) -> str:
-    """Returns why the formulas do not cover a config, "" if they do."""
+    """Returns the reason why the formulas do not cover a config; "" if they do."""
     for key, table in (
         ("precision.preset", PRECISIONS),
         ("optimizer.name", OPTIMIZERS),
@@ -266,15 +271,17 @@ def _without_formula(config: Mapping[str, Any]) -> str:
         ("mesh.strategy", ZERO_STAGES),
     ):
         if config[key] not in table:
-            return f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: bytescope report compiles it"
+            known = ", ".join(table)
+            return f"{key}={config[key]!r} has no formula; formulas exist for {known}: use bytescope report instead"
     frozen = config["optimizer.freeze"]
     if frozen:
-        return f"optimizer.freeze={','.join(frozen)} has no formula: bytescope report compiles it"
+        return f"optimizer.freeze={','.join(frozen)} has no formula: use bytescope report instead"
     return ""
 
 
 def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Schedule | None) -> Question:
-    """Returns the question of a config on a mesh without -1. Raises ReportError for a name that no table has."""
+    """Returns the question for a config on a mesh whose sizes are known. Raises ReportError for a name without a
+    formula."""
     model, m = model_of(config), _model_keys(config)
     shards = mesh["fsdp"] * mesh["expert"] * mesh["context"]
     shared = config["mesh.fsdp"] == -1 or shards > 1
@@ -294,7 +301,7 @@ def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Sche
         interleave=config["pipeline.virtual"] if stages > 1 else 1,
         stash=float(held_share(schedule, model.layers)) if schedule else 0.0,
     )
-    # `auto` on a GPU is the naive kernel if dropout needs it, and for short sequences if cuDNN has no kernel for them.
+    # On a GPU `auto` chooses the naive kernel with dropout, and for short sequences if cuDNN has no kernel for them.
     short = (config["precision.preset"] == "fp32" or m["attention_softcap"]) and config["data.seq_len"] <= 1024
     return Question(
         transformer_formulas.parameter_count(model),
@@ -318,8 +325,15 @@ def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Sche
 def segment(
     policy: str, layers: int, groups: int = 1, save: Sequence[str] = (), offload: Sequence[str] = ()
 ) -> RematSegment:
-    """Returns layers under a row of remat.policy. groups: of a nested policy. save, offload: names that it keeps on the
-    device, and in host memory."""
+    """Returns the formulas' description of a range of layers under one remat policy.
+
+    Args:
+        policy: a value of `remat.policy`.
+        layers: number of layers in the range.
+        groups: number of groups of layers that a nested policy checkpoints.
+        save: names of the tensors that are saved on the device.
+        offload: names of the tensors that are moved to host memory.
+    """
     if policy in PRODUCT_POLICIES:
         from bytescope.model.remat.policies import EXPERT_PRODUCTS, PRODUCTS
 
@@ -337,7 +351,8 @@ def segment(
 
 
 def named_segment(policy: str, layers: int) -> RematSegment:
-    """Returns layers under a row of remat.policy with the names of its table; `auto` and `custom` have none."""
+    """Returns the formulas' description of layers under a remat policy, with the tensor names that the policy's table
+    lists. `auto` and `custom` list none."""
     from bytescope.model.remat.policies import POLICIES
 
     row = POLICIES.get(policy)
@@ -347,7 +362,8 @@ def named_segment(policy: str, layers: int) -> RematSegment:
 
 
 def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
-    """Returns the layers of a config by remat policy; () for `auto` that is not settled."""
+    """Returns the ranges of layers of a config, each with its remat policy; () for `remat.policy=auto` without a
+    plan."""
     if "segments" in config:
         parts = config["segments"]
         return tuple(segment(p["policy"], p["layers"], p["groups"], p["save"], p["offload"]) for p in parts)
@@ -365,7 +381,7 @@ def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
 
 
 def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
-    """Returns the policy of the layers that are not in `remat.layers`."""
+    """Returns the remat policy of the layers that `remat.layers` does not mention."""
     policy, layers = config["remat.policy"], config["model.n_layers"]
     if policy == "custom":
         return segment(policy, layers, 1, config["remat.save"], config["remat.offload"])
@@ -375,7 +391,8 @@ def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> Rema
 
 
 def _exchange(config: Mapping[str, Any], platform: str) -> str:
-    """Returns how the layout exchanges rows of experts (`StepLayout.exchange`); "" if the CPU emulates it."""
+    """Returns the collective by which devices exchange rows of experts (`StepLayout.exchange`); "" if the CPU emulates
+    it."""
     asked, on_cpu = config["mesh.dispatch"], platform == "cpu"
     if asked == "auto" and config["model.moe_kernel"] == "capacity":
         return "all_to_all"
@@ -391,13 +408,14 @@ def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
             even = make_schedule(EVEN_SCHEDULE, schedule.stages, schedule.micro_batches, EVEN_CHUNKS)
             v_share = held_share(even, layers) / held_share(schedule, layers)
             v_bubble = simulate(even).bubble
-        except ReportError:  # too few layers for two chunks a stage
+        except ReportError:  # there are too few layers for two chunks per stage
             v_share = None
     return Pipeline(schedule.ticks, schedule.bends, schedule.stash_slots, simulate(schedule).bubble, v_share, v_bubble)
 
 
-def _asked_of_host(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the keys, and the remat policy, by which a config keeps tensors in host memory."""
+def _host_memory_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the offload keys, and "the policy" for a remat policy, by which a config moves tensors to host
+    memory."""
     keys = [key for key in ("offload.optimizer", "offload.params") if config.get(key) is True]
     words: list[Any] = []
     for key, value in config.items():

@@ -1,6 +1,7 @@
-"""Config keys as text: rows of a comparison, flags of a command line, and the remat keys of a policy or a plan. Pure.
+"""Converts config keys into rows of a comparison, command-line flags, and the remat keys of a policy or a plan.
 
-A key is dotted, such as `remat.policy`; its value is the text that the command line takes.
+A key is dotted, such as `remat.policy`. Its value is the text that the command line takes. This module compiles
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ POLICY, SAVE, OFFLOAD, LAYERS = "remat.policy", "remat.save", "remat.offload", "
 
 
 class ConfigRow(Row):
-    """A row whose overrides are keys of a config."""
+    """A row of a comparison whose overrides are keys of a config."""
 
     how = ("remat.", "mesh.", "loss.", "precision.", "model.scan", "model.attention")
     policy_key = POLICY
@@ -31,16 +32,17 @@ class ConfigRow(Row):
 
     @classmethod
     def flag(cls, key: str, value: Any) -> str:
-        """Returns the flag that sets a key to this value, not quoted."""
+        """Returns the command-line flag that sets a key to a value, not quoted."""
         return f"--{key}={value}" if key == CONFIG else f"--config.{key}={as_text(value)}"
 
     def command(self, source: str, target: str, given: str) -> str:
-        """Returns the command that runs this row: it trains if the row fits, otherwise it makes the report."""
+        """Returns the command that runs this row: `bytescope train` if the row fits, otherwise `bytescope report`."""
         fits = self.fits is not False and self.ok
         return elements.command(source, {"name": target}, given, flags(self), fits=fits)
 
     def value_text(self, key: str) -> str:
-        """Returns the value of a key for people; the policy `custom` with the names that it saves and offloads."""
+        """Returns the value of a key as shown to the user. The policy `custom` is followed by the names that it saves
+        and offloads."""
         text = super().value_text(key)
         if key != POLICY or text != "custom":
             return text
@@ -52,16 +54,21 @@ class ConfigRow(Row):
         return text
 
     def names_a_policy(self) -> bool:
-        """Returns whether all layers are under one named policy, not under listed names or ranges of layers."""
+        """Returns whether one named remat policy covers all layers, instead of listed tensor names or ranges of
+        layers."""
         layers = self.overrides.get(LAYERS) or "()"
         return as_text(layers) == "()" and self.overrides.get(POLICY) != "custom"
 
 
 def policy_keys(text: str) -> dict[str, str]:
-    """Returns a policy of --remat as config keys: `custom(a,b)+offload(c)` names the saved and offloaded tensors.
+    """Returns the config keys of a policy of `--remat`. `custom(a,b)+offload(c)` lists the tensors to save and to
+    offload.
 
-    Text without parentheses is the name of a policy; `custom` by itself takes its names from the config. Raises
-    ReportError for parentheses anywhere else.
+    Text without parentheses is the name of a policy. `custom` without parentheses uses the tensor names that the
+    config sets.
+
+    Raises:
+        ReportError: the text has parentheses and is not in this form.
     """
     if "(" not in text and ")" not in text:
         return {POLICY: text}
@@ -71,20 +78,23 @@ def policy_keys(text: str) -> dict[str, str]:
     save, offload = ([name.strip() for name in group.split(",") if name.strip()] for group in groups)
     if not save and not offload:
         raise ReportError(
-            f"{text}: write custom(NAME,NAME), custom(NAME)+offload(NAME) or custom+offload(NAME); "
-            "bytescope names lists the names"
+            f"{text} is not a remat policy: write custom(NAME,NAME), custom(NAME)+offload(NAME) or "
+            "custom+offload(NAME); bytescope names lists the names"
         )
     return {POLICY: "custom", SAVE: f"({','.join(save)})", OFFLOAD: f"({','.join(offload)})"}
 
 
 def remat_keys(policy: str, layers: str = "") -> dict[str, str]:
-    """Returns the keys that put all layers under `policy`, and ranges of layers under others (`layers`, such as
-    "0-5:full,5-8:up"). The keys that contradict these are cleared."""
+    """Returns the config keys that put all layers under `policy`. Keys that contradict the policy are cleared.
+
+    layers: ranges of layers under other policies, such as "0-5:full,5-8:up"; "" for none.
+    """
     return {SAVE: "()", OFFLOAD: "()", POLICY: policy, LAYERS: f"({layers})"}
 
 
 def plan_keys(plan: LayerPlan) -> dict[str, str]:
-    """Returns the keys of a plan of the remat search: one policy, or ranges of layers with the names they keep."""
+    """Returns the config keys of a plan of the remat search. A plan is one policy, or ranges of layers with the
+    tensors they save."""
     if plan.policy:
         return remat_keys(plan.policy)
     stops = itertools.accumulate(count for _, count in plan.ranges)
@@ -93,9 +103,9 @@ def plan_keys(plan: LayerPlan) -> dict[str, str]:
 
 
 def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the remat policy of a program's layers in words: "full", or "29 x v+up, 3 x v+up@host".
+    """Returns the remat policy of a program's layers in words, such as "full" or "29 x v+up, 3 x v+up@host".
 
-    segments: from `config_factory.settle`.
+    segments: the ranges of layers, from `config_factory.settle`.
     """
     texts = []
     for segment in segments:
@@ -108,5 +118,5 @@ def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:
 
 
 def given_flags(overrides: Iterable[tuple[str, str]]) -> str:
-    """Returns the keys of a command line as flags, quoted for a shell."""
+    """Returns the config keys of a command line as flags, quoted for a shell."""
     return shlex.join(f"--config.{key}={text}" for key, text in overrides)

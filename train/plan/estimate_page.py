@@ -1,9 +1,10 @@
-"""The calculator as one HTML file that opens offline: inputs, the same formulas in JavaScript, a stacked bar.
+"""Renders the memory calculator as one HTML file that opens offline: inputs, the formulas in JavaScript, and a stacked
+bar.
 
-The page gets the tables of memory/formulas as data, so that a tensor, a precision or an optimizer is one row in
-one place; what the script repeats is the arithmetic, which tests/memory/formulas/test_estimate.py compares with
-Python's. Its presets are the shipped configs and the chips of devices/chips.py, and what is shown can be copied as a
-command.
+The page receives the tables of memory/formulas as data, so that each tensor, precision and optimizer is declared once.
+Only the arithmetic exists twice, in Python and in the script; tests/memory/formulas/test_estimate.py compares the two.
+The presets are the shipped configs and the chips of devices/chips.py. The current inputs can be copied as a `bytescope
+estimate` command.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from bytescope.memory.units import GIB
 from bytescope.memory.view.frame import page
 from bytescope.train.plan import config_facts
 
-# Input of the page -> flag of `bytescope estimate`; those of a model's shape are given with --params alone.
+# SHAPE and REST: input of the page -> flag of `bytescope estimate`. The flags of SHAPE describe the shape of a model
+# and are valid only together with --params.
 SHAPE = {
     "layers": "layers",
     "width": "d-model",
@@ -68,7 +70,7 @@ REST = {
     "expert_parallel": "expert-parallel",
     "zero": "zero",
 }
-# Input -> the one without which it says nothing.
+# Input -> the input that must be set for it to have an effect.
 WITHIN = (
     dict.fromkeys(("lora_targets", "lora_base"), "lora_rank")
     | dict.fromkeys(
@@ -87,12 +89,17 @@ WITHIN = (
     | dict.fromkeys(("mla_q_rank", "mla_kv_rank", "mla_d_rope", "mla_d_value"), "mla_kv_rank")
 )
 
-# What the inputs of experts and of latent attention begin with where a model has neither.
+# Initial values of the inputs for experts and for latent attention if the model has none.
 NO_EXPERTS, NO_LATENT = ExpertShape(0, 2, 0), Latent(0, 0, 64, 128)
 
 
 class Preset(NamedTuple):
-    """A shipped config: its question and the recomputation of its own remat policy, a key of `RECOMPUTE`."""
+    """A shipped config as a preset of the page.
+
+    Attributes:
+        question: the question to the calculator.
+        recompute: the recomputation of the config's remat policy, a key of `transformer_formulas.RECOMPUTE`.
+    """
 
     question: Question
     recompute: str
@@ -101,19 +108,21 @@ class Preset(NamedTuple):
 def render(
     question: Question, name: str = "", presets: Mapping[str, Preset] | None = None, recompute: str = "none"
 ) -> str:
-    """Returns the page with the inputs of `question` filled in.
+    """Returns the HTML page with the inputs of `question` filled in.
 
     Args:
-      name: what the question describes, for the title.
-      presets: config name -> its preset.
-      recompute: the recomputation that is chosen at first.
+        question: the values of the inputs.
+        name: what the question describes, for the title; "" for a title without a name.
+        presets: config name -> its preset.
+        recompute: the recomputation that is selected first, a key of `transformer_formulas.RECOMPUTE`.
     """
     title = f"{name} · training memory by formula" if name else "Training memory by formula"
     return page("estimate", title, page_data(question, presets or {}, recompute), notes=NOTES)
 
 
 def page_data(question: Question, presets: Mapping[str, Preset], recompute: str) -> dict[str, Any]:
-    """What the script works with: the tables of the formulas, the inputs' first values, the presets, the flags."""
+    """Returns the JSON values for the script: the tables of the formulas, the first values of the inputs, the presets,
+    the flags."""
     return {
         "inputs": inputs(question, recompute),
         "aspect": ASPECT,
@@ -147,7 +156,7 @@ def _without_name(row: PrecisionBytes | OptimizerBytes) -> dict[str, Any]:
 
 
 def cards() -> dict[str, dict[str, Any]]:
-    """Chip -> GiB that are available to programs on one, its name, and its dense FLOP/s by dtype."""
+    """Returns chip -> GiB available to programs on one chip, the name of the chip, and its dense FLOP/s by dtype."""
     return {
         name: {
             "memory": round(described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes) / GIB, 2),
@@ -159,7 +168,7 @@ def cards() -> dict[str, dict[str, Any]]:
 
 
 def inputs(question: Question, recompute: str = "none") -> dict[str, Any]:
-    """Input of the page -> value."""
+    """Returns the values of the page's inputs, input name -> value."""
     q, layout, model = question, question.layout, question.model
     lora = model.adapters or Adapters(0)
     experts, latent = model.experts or NO_EXPERTS, model.latent or NO_LATENT
@@ -207,5 +216,5 @@ def inputs(question: Question, recompute: str = "none") -> dict[str, Any]:
         "data": layout.data,
         "expert_parallel": layout.expert,
         "zero": layout.zero,
-        "memory": 72.32,  # of an H100
+        "memory": 72.32,  # GiB available on an H100
     }

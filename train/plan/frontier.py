@@ -1,23 +1,23 @@
-"""The front of a config on a target: at each of several budgets the plan of least recomputation that fits.
+"""Finds the remat plan with the least recomputation that fits, for each of several memory budgets of one target.
 
-`Front` finds it with compiles of `train.plan.trials.Trials`; the functions below it are pure.
+`Front` searches with programs that `train.plan.trials.Trials` compiles. The functions below it are pure.
 
 The JSON of a front has these keys (sizes are bytes on ONE device, null if unknown):
 
-- `points`: one object per budget, smallest first: `budget_bytes`, `plan` (in words), `flags` (what to add to the
-  command to run it), `programs` (compiled for this budget), `fixed` (the best policy for all layers that fits there:
-  `policy`, `allocated_bytes`, `predicted_seconds`, `recompute_flops_fraction`; null for none) and the figures of
-  `memory.compare.compare_rows.Row`.
-- `best`: the point of lowest cost that fits the target; null for none.
-- `fixed`: every fixed policy with these fields, `predicted_seconds_low`, `predicted_seconds_high`,
+- `points`: one object per budget, smallest first: `budget_bytes`, `plan` (in words), `flags` (the flags to add to the
+  command to run the plan), `programs` (number of programs compiled for this budget), `fixed` (the best policy for all
+  layers that fits the budget: `policy`, `allocated_bytes`, `predicted_seconds`, `recompute_flops_fraction`; null if
+  none fits) and the figures of `memory.compare.compare_rows.Row`.
+- `best`: the point of lowest cost that fits the target; null if none fits.
+- `fixed`: every policy for all layers, with the fields above and `predicted_seconds_low`, `predicted_seconds_high`,
   `predicted_tokens_per_s`, `predicted_mfu`, `host_bytes` and `flags`.
-- `cost`: what is minimized at each budget: `time` (predicted) or `flops` (recomputed). `offload`: whether tensors may
-  go to host memory.
-- `less`: the share that the points together save over the best fixed policies at the same budgets, of predicted
-  `seconds` and of recomputed `flops`; null if these policies have none, or if one is unknown.
-- `programs`: number of programs in the search. `compiled`: those that were not in the cache. `missing`: number of
-  budgets without a point.
-- `config`, `given`, `target`, `versions`, `interrupted`: as in a comparison.
+- `cost`: the cost that is minimized at each budget: `time` (predicted) or `flops` (recomputed). `offload`: whether
+  tensors may be moved to host memory.
+- `less`: the fraction of predicted `seconds` and of recomputed `flops` that all points together save over the best
+  policies for all layers at the same budgets; null if it is unknown.
+- `programs`: number of programs in the search. `compiled`: number of programs that were not in the cache. `missing`:
+  number of budgets without a point.
+- `config`, `given`, `target`, `versions`, `interrupted`: as in the JSON of a comparison.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from bytescope.memory.seconds import ranking
 from bytescope.train.plan.config_grid import POLICY, ConfigRow, plan_keys
 from bytescope.train.plan.trials import Stopped, Trials
 
-# Fields of a row that the JSON has of a fixed policy.
+# The fields of a row that the JSON of a fixed policy contains.
 FIGURES = (
     "allocated_bytes",
     "host_bytes",
@@ -46,13 +46,18 @@ FIGURES = (
     "predicted_mfu",
     "recompute_flops_fraction",
 )
-# Cost -> field of a row.
+# Cost to minimize -> field of a row that has it.
 COSTS = {"time": "predicted_seconds", "flops": "recompute_flops_fraction"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """One policy for all layers, the flags that run it, and its figures."""
+    """One remat policy for all layers.
+
+    Attributes:
+        flags: the command-line flags that run the policy.
+        row: the figures of its compiled program.
+    """
 
     policy: str
     flags: str
@@ -61,9 +66,15 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The plan for a budget in words, the flags that run it, and its figures.
+    """The remat plan for one budget.
 
-    fixed: the best policy for all layers that fits the budget. programs: number of compiles for this budget.
+    Attributes:
+        budget_bytes: the budget in bytes on one device.
+        plan: the plan in words.
+        flags: the command-line flags that run the plan.
+        row: the figures of its compiled program.
+        fixed: the best policy for all layers that fits the budget; None if none fits.
+        programs: number of programs compiled for this budget.
     """
 
     budget_bytes: int
@@ -75,17 +86,24 @@ class Point:
 
 
 class Front:
-    """Finds the points of a front: call `run`.
+    """Searches for the points of a front. `run` starts the search.
 
     Args:
-        trials: compiles the plans. count: number of budgets.
-        ends: the smallest and the largest budget in bytes; None for the allocated bytes of `full` and of `none`.
-        cost: a row of COSTS. offload: whether tensors may go to host memory. workers: maximum concurrent compiles.
-        show: called with each budget in bytes when its search ends, and its best plan so far, None if none fits.
+        trials: compiles the plans.
+        count: number of budgets.
+        ends: the smallest and the largest budget in bytes. None stands for the allocated bytes of `full` and of
+            `none`.
+        cost: a key of COSTS.
+        offload: whether tensors may be moved to host memory.
+        workers: maximum number of concurrent compiles.
+        show: called when the search of a budget ends, with the budget in bytes and its best plan so far, or None if no
+            plan fits.
 
     Attributes:
-        search: None before the first compile. points, fixed: the finished ones. missing: number of points that are not
-            finished. stopped: whether the search ended early.
+        search: the search; None before the first compile.
+        points, fixed: the finished points and the policies for all layers.
+        missing: number of budgets without a finished point.
+        stopped: whether the search ended early.
     """
 
     def __init__(
@@ -107,16 +125,17 @@ class Front:
         self.missing, self.stopped = count, False
 
     def run(self) -> None:
-        """Finds all points; if it is stopped, keeps those that are finished.
+        """Finds all points. If the search is stopped, `points` has the finished ones.
 
-        Raises ReportError for a config that cannot run on the target.
+        Raises:
+            ReportError: the config cannot run on the target.
         """
         budgets: list[int] = []
         programs: dict[float, int] = {}
         try:
             self.search = search = self.trials.search({}, cost=self.cost, offload=self.offload)
             search.compile(search.fixed)
-            first, last = (given or found for given, found in zip(self._ends, ends_of(search)))
+            first, last = (given or default for given, default in zip(self._ends, default_ends(search)))
             budgets = budgets_of(first, last, self._count)
             self.missing = len(budgets)
 
@@ -141,21 +160,25 @@ class Front:
         self.points = points_of(self.search, done, programs, self.figures_of)
 
     def figures_of(self, tried: CompiledPlan) -> Fixed:
-        """Returns a compiled plan with its flags and figures; a policy for all layers under its name."""
+        """Returns a compiled plan with its flags and figures. If one named policy covers all layers, the name of the
+        policy is the plan in words."""
         keys = plan_keys(tried.plan)
-        answer = self.trials.compile([keys])[0]  # a look-up, because it is compiled already
+        answer = self.trials.compile([keys])[0]  # the plan is compiled already, so its answer is only looked up
         flags = flags_of(keys, self.trials.flat(keys), self.trials.flat({}))
         return Fixed(tried.plan.policy or str(tried.plan), flags, ConfigRow.from_answer(keys, answer))
 
 
 def budgets_of(first: int, last: int, points: int) -> list[int]:
-    """Returns budgets in even steps from one number of bytes to another, inclusive, smallest first."""
+    """Returns `points` budgets in equal steps from one number of bytes to another, inclusive, smallest first."""
     low, high = sorted((first, last))
     return sorted({round(low + (high - low) * step / (points - 1)) for step in range(points)})
 
 
-def ends_of(search: RematSearch) -> tuple[int, int]:
-    """Returns the allocated bytes of `full` and of `none`; if `none` does not compile, of the largest fixed policy."""
+def default_ends(search: RematSearch) -> tuple[int, int]:
+    """Returns the smallest and the largest budget if the user gives none: the allocated bytes of `full` and of `none`.
+
+    If `none` does not compile, the largest budget is the allocated bytes of the largest other policy for all layers.
+    """
     full, none = (search.tried[str(search.whole(pattern))] for pattern in (search.full, search.none))
     if none.ok:
         return full.compiled.allocated_bytes, none.compiled.allocated_bytes
@@ -164,10 +187,13 @@ def ends_of(search: RematSearch) -> tuple[int, int]:
     return full.compiled.allocated_bytes, max(sizes)
 
 
-def chosen(search: RematSearch, budgets: Sequence[float]) -> list[CompiledPlan | None]:
-    """Returns the plan for each budget, smallest first: the search's plan, or a smaller budget's plan that costs less.
+def choose_plans(search: RematSearch, budgets: Sequence[float]) -> list[CompiledPlan | None]:
+    """Returns the compiled plan of lowest cost for each budget, or None if no plan fits.
 
-    So no point costs more than the best fixed policy that fits there, or than the point before it.
+    A plan of a smaller budget is used again if it costs less than the plan that the search found for the larger
+    budget. So no plan costs more than the best policy for all layers that fits, or than the plan of a smaller budget.
+
+    budgets: bytes on one device, smallest first.
     """
     out: list[CompiledPlan | None] = []
     for budget in budgets:
@@ -185,12 +211,15 @@ def points_of(
     programs: Mapping[float, int],
     figures_of: Callable[[CompiledPlan], Fixed],
 ) -> list[Point]:
-    """Returns the points of these budgets, smallest first.
+    """Returns the points of the budgets for which a plan fits, smallest budget first.
 
-    programs: budget -> number of compiles for it. figures_of: a compiled plan -> its flags and figures.
+    Args:
+        budgets: bytes on one device, smallest first.
+        programs: budget -> number of programs compiled for the budget.
+        figures_of: returns the flags and figures of a compiled plan.
     """
     points = []
-    for budget, tried in zip(budgets, chosen(search, budgets)):
+    for budget, tried in zip(budgets, choose_plans(search, budgets)):
         if tried is None:
             continue
         plan, best_fixed = figures_of(tried), search.best_fixed(budget)
@@ -200,9 +229,14 @@ def points_of(
 
 
 def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Returns the flags of a plan's keys, quoted for a shell: its policy, and the other keys that change the config.
+    """Returns the command-line flags that run a plan, quoted for a shell.
 
-    values: the resolved config with the keys. config: the resolved config without them.
+    The flags set the remat policy and the other keys whose value differs from the config.
+
+    Args:
+        keys: the keys of the plan, dotted key -> text.
+        values: the resolved config with the keys.
+        config: the resolved config without the keys.
     """
     return shlex.join(
         f"--config.{key}={as_text(values[key])}"
@@ -211,24 +245,35 @@ def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping
     )
 
 
-def less(points: Sequence[Point]) -> dict[str, float | None]:
-    """Returns the share that the points together save over the best fixed policies, of seconds and of FLOPs; None if
-    unknown."""
+def saved_fractions(points: Sequence[Point]) -> dict[str, float | None]:
+    """Returns the fraction of predicted `seconds` and of recomputed `flops` that the points together save.
+
+    The points are compared with the best policies for all layers at the same budgets. A fraction is None if it is
+    unknown.
+    """
     pairs = [(point.row, point.fixed.row) for point in points if point.fixed is not None]
 
-    def share(field: str) -> float | None:
+    def saved_fraction(field: str) -> float | None:
         ours = [getattr(row, field) for row, _ in pairs]
         theirs = [getattr(fixed, field) for _, fixed in pairs]
         if not pairs or None in ours or None in theirs:
             return None
         return 1 - sum(ours) / sum(theirs) if sum(theirs) else None
 
-    return {"seconds": share("predicted_seconds"), "flops": share("recompute_flops_fraction")}
+    return {
+        "seconds": saved_fraction("predicted_seconds"),
+        "flops": saved_fraction("recompute_flops_fraction"),
+    }
 
 
 def cheapest(points: Sequence[Point], cost: str) -> Point | None:
-    """Returns the point of lowest `cost`, a key of COSTS, that fits the target. If predictions tie, returns the point
-    that recomputes least, then takes least memory, then has a named policy; of equals, the smallest."""
+    """Returns the point of lowest cost that fits the target; None if no point fits.
+
+    If costs are equal, or predicted seconds tie, the point that recomputes fewest FLOPs is preferred, then the point
+    with the fewest allocated bytes, then a point with a named policy, then the smallest budget.
+
+    cost: a key of COSTS.
+    """
     field = COSTS[cost]
     fitting = [point for point in points if point.row.fits is not False and getattr(point.row, field) is not None]
     if cost == "time":
@@ -241,7 +286,8 @@ def cheapest(points: Sequence[Point], cost: str) -> Point | None:
 
 
 def plans_of(points: Sequence[Point]) -> list[Point]:
-    """Returns the first point of each plan, smallest budget first: neighbouring budgets may share a plan."""
+    """Returns the first point of each different plan, smallest budget first. Neighbouring budgets may have the same
+    plan."""
     first: dict[str, Point] = {}
     for point in points:
         first.setdefault(point.plan, point)
@@ -263,7 +309,7 @@ def to_json(
     config: str = "",
     given: str = "",
 ) -> dict[str, Any]:
-    """Returns the front as JSON values; see the module for the keys."""
+    """Returns the front as JSON values. The docstring of the module lists the keys."""
     winner = cheapest(points, cost)
     return {
         "points": [_point(point) for point in points],
@@ -271,7 +317,7 @@ def to_json(
         "fixed": [_figures(policy) for policy in fixed],
         "cost": cost,
         "offload": offload,
-        "less": less(points),
+        "less": saved_fractions(points),
         "programs": programs,
         "compiled": compiled,
         "missing": missing,

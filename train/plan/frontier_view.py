@@ -1,7 +1,8 @@
-"""A front on the terminal and as a page: cost against bytes, a line per budget, and what runs each plan.
+"""Shows a front on the terminal and as an HTML page: the cost at each memory budget, and the command that runs each
+plan.
 
-Both show the JSON of a front (`train.plan.frontier.to_json`): the terminal has a row for each budget, the page one for
-each plan. The page is one HTML file that opens offline; `static/frontier.js` draws its line.
+Both show the JSON of a front (`train.plan.frontier.to_json`). The terminal has a row for each budget, the page has a
+row for each plan. The page is one HTML file that opens offline; `static/frontier.js` draws its chart.
 """
 
 from __future__ import annotations
@@ -51,16 +52,17 @@ from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks
 from bytescope.train.plan import frontier
 from bytescope.train.plan.frontier import COSTS, Fixed, Point, cheapest
 
-LEAST = {"time": "predicted time", "flops": "recomputed FLOPs"}
-# Key of `less`, verb, words for a share above and below zero, and what it is a share of.
-LESS = (("flops", "recomputes", ("fewer", "more"), "FLOPs"), ("seconds", "takes", ("less", "more"), "time"))
+# Cost to minimize -> its name.
+COST_NAMES = {"time": "predicted time", "flops": "recomputed FLOPs"}
+# Key of `less` in the JSON, verb, words for a fraction above and below zero, and the quantity that is saved.
+SAVED_WORDS = (("flops", "recomputes", ("fewer", "more"), "FLOPs"), ("seconds", "takes", ("less", "more"), "time"))
 
 NOTES = (
-    "Each plan is that of least cost for its budgets: which blocks keep which named tensors, solved "
-    "exactly over the block's graph and settled by the compiler. Every figure is of a compiled program.",
-    "Allocated: what the runtime takes, arguments and packed temporaries included.",
-    "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
-    "Policies for all layers are candidates too: no point costs more than the best of them that fits its budget.",
+    "Each plan says which blocks save which named tensors. It has the lowest cost for its budgets: a solver finds it "
+    "exactly over the graph of a block, and the compiler confirms it. Every figure is from a compiled program.",
+    "Allocated: the bytes that the runtime allocates, including arguments and packed temporaries.",
+    "Recomputed: the FLOPs that jax.checkpoint executes again, divided by the model's FLOPs.",
+    "Policies for all layers are tried too: no plan costs more than the best policy that fits its budget.",
 )
 
 
@@ -68,17 +70,17 @@ NOTES = (
 
 
 def budgets(plan: Record) -> str:
-    """The budgets that have a plan, from the smallest to the largest."""
+    """Returns the smallest and the largest budget that have this plan, in words."""
     return " to\n".join(map(human, _ends(plan)))
 
 
 def exact_budgets(plan: Record) -> str:
-    """The same in bytes."""
+    """Returns the smallest and the largest budget that have this plan, in bytes."""
     return " to ".join(map(exact, _ends(plan)))
 
 
-def budgets_in_number(plan: Record) -> str:
-    """How many budgets have a plan; "" for one."""
+def number_of_budgets(plan: Record) -> str:
+    """Returns the number of budgets that have this plan, in words; "" for one budget."""
     return f"{len(plan['points'])} budgets" if len(plan["points"]) > 1 else ""
 
 
@@ -88,7 +90,8 @@ def _ends(plan: Record) -> list[int]:
 
 
 def figures_of_best_policy(point: Record) -> str:
-    """The seconds and the recomputation of the best policy for all layers."""
+    """Returns the predicted seconds and the recomputed FLOPs of the best policy for all layers at the point's
+    budget."""
     policy = point["fixed"]
     figures = seconds(policy["predicted_seconds"]), percent(policy["recompute_flops_fraction"], 2)
     return ", ".join(filter(None, figures))
@@ -105,9 +108,9 @@ SPREAD = ColumnView(
     read=lambda row: within(row["predicted_seconds_low"], row["predicted_seconds_high"]),
     only=TERMINAL,
 )
-# A row of the terminal is a point, with the `number` of its plan; a row of the page a plan with its `points`.
+# A row of the terminal is a point with the `number` of its plan. A row of the page is a plan with its `points`.
 POINT_COLUMNS = (
-    ColumnView("budget_bytes", "budget", "bytes", page=budgets, hover=exact_budgets, note=budgets_in_number),
+    ColumnView("budget_bytes", "budget", "bytes", page=budgets, hover=exact_budgets, note=number_of_budgets),
     ColumnView("number", "plan", "number", only=TERMINAL),
     ColumnView(
         "plan",
@@ -153,11 +156,12 @@ POLICY_COLUMNS = (
 
 
 def plans_of(points: Sequence[Record]) -> list[dict[str, Any]]:
-    """The points as one entry for each plan, in order: its figures, and `points`, those that have it."""
-    found: dict[str, dict[str, Any]] = {}
+    """Returns one record for each different plan, in order: the figures of its first point, and `points`, all its
+    points."""
+    plans: dict[str, dict[str, Any]] = {}
     for point in points:
-        found.setdefault(point["plan"], {**point, "points": []})["points"].append(point)
-    return list(found.values())
+        plans.setdefault(point["plan"], {**point, "points": []})["points"].append(point)
+    return list(plans.values())
 
 
 # ---- the terminal ---------------------------------------------------------------------------------------------
@@ -166,12 +170,19 @@ def plans_of(points: Sequence[Record]) -> list[dict[str, Any]]:
 def show(
     points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any], *, console: Console | None = None
 ) -> None:
-    """Prints the front, to stdout when no console is given; `about`: its JSON."""
+    """Prints the front on the console, by default standard output.
+
+    about: the JSON of the front (`train.plan.frontier.to_json`).
+    """
     put(render_text(points, fixed, about), console)
 
 
 def line(budget: float, plan: Fixed | None) -> RenderableType:
-    """Returns the line of a budget whose search has just ended; a later, smaller budget may still improve its plan."""
+    """Returns the line to print when the search of a budget ends. The search of a smaller budget may still find a
+    cheaper plan.
+
+    budget: bytes on one device. plan: the best plan so far; None if no plan fits.
+    """
     if plan is None:
         return Prose(Text.assemble((f"{human(int(budget))}: ", "bold"), "nothing fits"))
     row = plan.row
@@ -182,14 +193,18 @@ def line(budget: float, plan: Fixed | None) -> RenderableType:
 
 
 def render_text(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any]) -> RenderableType:
-    """Head, a line per budget, the fixed policies, the plans with their flags, and what they save on average."""
+    """Returns the text of a front: a heading, a row per budget, the policies for all layers, the plans with their
+    flags, and the average savings.
+
+    about: the JSON of the front (`train.plan.frontier.to_json`).
+    """
     unit, size = unit_of([point.row for point in points] or [policy.row for policy in fixed])
     numbers = {plan["plan"]: number for number, plan in enumerate(plans_of(about["points"]), 1)}
     records = [{**point, "number": numbers[point["plan"]]} for point in about["points"]]
     table = [terminal_table(TableView(POINT_COLUMNS, records), size)] if points else []
     words = (
-        f"{unit} on each device; the plan with the least {LEAST[about['cost']]} for each budget, and the best policy "
-        "for all layers:"
+        f"{unit} on each device; the plan with the least {COST_NAMES[about['cost']]} for each budget, and the best "
+        "policy for all layers:"
     )
     counted, target = Text(f"{len(points)} budgets", "bold"), about["target"]
     return blocks(
@@ -213,51 +228,55 @@ def _plans(points: Sequence[Point]) -> RenderableType | None:
 def _below(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any]) -> RenderableType:
     out: list[RenderableType] = [Prose(summary(points, about))]
     rows = [*(point.row for point in points), *(policy.row for policy in fixed)]
-    predicted = "seconds of an update are predicted, with their spread"
+    predicted = "seconds per update are predicted, with their interval"
     out += sources_of_rates(predicted, (row.rates for row in rows), f"; plans within {TIE:.0%} are a tie")
     winner = cheapest(points, about["cost"])
     if winner is not None:
         out += [Text("cheapest that fits the target:", style="bold"), CopyCommand(winner.flags or "as configured")]
     elif points:
-        out.append(Text("none of these fits the target", style="bold red"))
+        out.append(Text("no plan fits the target", style="bold red"))
     if about["missing"]:
         out.append(Prose(f"stopped: {about['missing']} points left; run the same command to continue", "yellow"))
     return Group(*out)
 
 
 def summary(points: Sequence[Point], about: Mapping[str, Any]) -> Text:
-    """How many points and programs, and how much less the points take than the best fixed policies, on average."""
+    """Returns the number of points and programs, and the average savings over the best policies for all layers, in one
+    line."""
     cached = about["programs"] - about["compiled"]
     counts = f"{len(points)} points, {about['programs']} programs compiled" + (
         f" ({cached} of them from the cache)" if cached > 0 else ""
     )
-    less = [
-        f"{verb} {abs(share):.1%} {words[share < 0]} {what}"
-        for key, verb, words, what in LESS
-        if (share := about["less"][key]) is not None
-    ]
-    more = f"; {', '.join(less)} than the best fixed policy on average" if less else ""
+    savings = []
+    for key, verb, words, what in SAVED_WORDS:
+        fraction = about["less"][key]
+        if fraction is not None:
+            savings.append(f"{verb} {abs(fraction):.1%} {words[fraction < 0]} {what}")
+    more = f"; {', '.join(savings)} than the best fixed policy on average" if savings else ""
     return Text(counts + more, style="bold")
 
 
 # ---- the page -------------------------------------------------------------------------------------------------
 
 
-def render_page(found: Mapping[str, Any]) -> str:
-    """The page of a front's JSON (`train.plan.frontier.to_json`), as text."""
-    config, target, plans, best = found["config"], found["target"], plans_of(found["points"]), found["best"]
-    run = command_column(lambda plan: _command(found, plan))
+def render_page(front: Mapping[str, Any]) -> str:
+    """Returns the HTML page of a front.
+
+    front: the JSON of the front (`train.plan.frontier.to_json`).
+    """
+    config, target, plans, best = front["config"], front["target"], plans_of(front["points"]), front["best"]
+    run = command_column(lambda plan: _command(front, plan))
     return page(
         "frontier",
         title(config, target, "front"),
-        page_data(found),
+        page_data(front),
         heading=config or "A config",
         where=where(target),
-        facts=facts(found["points"], found["given"]),
-        versions=versions(found["versions"]),
-        figures=_figures(found, plans, best),
-        interrupted=found["interrupted"],
-        best=(best["plan"], _command(found, best)) if best else None,
+        facts=facts(front["points"], front["given"]),
+        versions=versions(front["versions"]),
+        figures=_figures(front, plans, best),
+        interrupted=front["interrupted"],
+        best=(best["plan"], _command(front, best)) if best else None,
         none_fits=bool(plans) and best is None,
         points=page_table(
             TableView(
@@ -266,26 +285,30 @@ def render_page(found: Mapping[str, Any]) -> str:
                 emphasis=lambda plan: "winner" if best and plan["plan"] == best["plan"] else "",
             )
         ),
-        fixed=page_table(TableView((*POLICY_COLUMNS, run), _judged_policies(found))),
-        notes=[*limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(found["points"])],
+        fixed=page_table(TableView((*POLICY_COLUMNS, run), _judged_policies(front))),
+        notes=[*limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(front["points"])],
     )
 
 
-def _judged_policies(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The policies for all layers, with `fits`: within the limit of the target, None where no limit is known."""
-    limit = found["target"].get("limit_bytes")
-    return [{**policy, "fits": policy["allocated_bytes"] <= limit if limit else None} for policy in found["fixed"]]
+def _judged_policies(front: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the policies for all layers with `fits`: whether a policy is within the limit of the target, or None if
+    the target has no known limit."""
+    limit = front["target"].get("limit_bytes")
+    return [{**policy, "fits": policy["allocated_bytes"] <= limit if limit else None} for policy in front["fixed"]]
 
 
-def _command(found: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
-    return command(found["config"], found["target"], found["given"], plan["flags"], fits=plan.get("fits"))
+def _command(front: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    return command(front["config"], front["target"], front["given"], plan["flags"], fits=plan.get("fits"))
 
 
-def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything the script draws, as JSON values. `points` and `fixed` have x in bytes and y in what is least;
-    `limit`: bytes of the target."""
-    field = COSTS[found["cost"]]
-    known = [point for point in (*found["points"], *found["fixed"]) if point[field] is not None]
+def page_data(front: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the JSON values that the page's script draws.
+
+    `points` and `fixed` have `x` in bytes and `y` in the unit of the cost. `limit` is the limit of the target in
+    bytes.
+    """
+    field = COSTS[front["cost"]]
+    known = [point for point in (*front["points"], *front["fixed"]) if point[field] is not None]
     return {
         "points": [
             {
@@ -294,19 +317,19 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
                 "budget": point["budget_bytes"],
                 "name": point["plan"],
                 "notes": _notes(point),
-                "chosen": found["best"] is not None and point["plan"] == found["best"]["plan"],
+                "chosen": front["best"] is not None and point["plan"] == front["best"]["plan"],
             }
-            for point in found["points"]
+            for point in front["points"]
             if point[field] is not None
         ],
         "fixed": [
             {"x": policy["allocated_bytes"], "y": policy[field], "name": policy["policy"], "notes": _notes(policy)}
-            for policy in found["fixed"]
+            for policy in front["fixed"]
             if policy[field] is not None
         ],
         "cost": COST_AXES[field]._asdict(),
-        "target": str(found["target"].get("name", "")),
-        "limit": found["target"].get("limit_bytes"),
+        "target": str(front["target"].get("name", "")),
+        "limit": front["target"].get("limit_bytes"),
         "unit": column_unit(max((point["allocated_bytes"] or 0 for point in known), default=1), 1.0),
     }
 
@@ -327,18 +350,21 @@ def _notes(point: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(
-    found: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None
+    front: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None
 ) -> list[HeaderFigure]:
-    search = f"for {len(found['points'])} budgets; {found['programs']} programs compiled"
+    search = f"for {len(front['points'])} budgets; {front['programs']} programs compiled"
     out = [HeaderFigure("plans", str(len(plans)), search)]
     if best:
         out += [figure("cheapest that fits", best["allocated_bytes"], "allocated"), *predictions(best)]
-    less = (("less predicted time", found["less"]["seconds"]), ("fewer FLOPs recomputed", found["less"]["flops"]))
+    savings = (
+        ("less predicted time", front["less"]["seconds"]),
+        ("fewer FLOPs recomputed", front["less"]["flops"]),
+    )
     return [
         *out,
         *(
-            HeaderFigure(name, percent(share), "than the best fixed policy, on average")
-            for name, share in less
-            if share is not None
+            HeaderFigure(name, percent(fraction), "than the best fixed policy, on average")
+            for name, fraction in savings
+            if fraction is not None
         ),
     ]

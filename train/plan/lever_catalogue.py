@@ -1,9 +1,10 @@
-"""The catalogue of memory savings: the config keys of each, what it frees, what it costs, and when it applies. Pure.
+"""The catalogue of memory savings: the config keys of each saving, the memory that it frees, its cost, and when it
+applies.
 
-One row per saving. `levers` applies them one on top of the other (`levers.py`), `fit` combines them if recomputation is
-not enough (`fit/fit_space.py`), and the advice for a refused run lists those that its config could still use
-(`open_levers.py`). To add a saving: a row of SAVINGS, its place in one of these three orders, and a case in
-tests/train/plan.
+Each saving is a row of SAVINGS. `levers` applies them one after the other (`levers.py`), `fit` combines them if
+recomputation is not enough (`fit/fit_space.py`), and the advice for a run that does not fit lists the savings that its
+config does not use yet (`open_levers.py`). To add a saving, add a row to SAVINGS, its place in one of these three
+orders, and a case in tests/train/plan. This module compiles nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Callable, Mapping
 
 from bytescope.train.plan.config_case import Case
 
-# Rows of the breakdown that grow with the batch.
+# Categories of the memory breakdown that grow with the batch.
 BATCH_ROWS = ("residuals", "workspace", "logits_loss", "batch")
-# Positions in a piece of the sequence, for an MLP that is computed in pieces.
+# Positions of the sequence for which the MLP is computed at a time (`model.mlp_chunk`).
 TILE = 4096
-# Policies that keep more than `selective`, and policies that keep no more than `full`.
+# Remat policies that save more tensors than `selective`, and policies that save no more than `full`.
 _ABOVE_SELECTIVE = ("none", "dots", "minimal")
 _NO_MORE_THAN_FULL = ("full", "sqrt", "offload", "auto")
 
@@ -26,16 +27,17 @@ _NO_MORE_THAN_FULL = ("full", "sqrt", "offload", "auto")
 class Saving:
     """One way to make a step smaller.
 
-    Fields:
+    Attributes:
         keys: the config keys that it sets, dotted key -> text.
-        frees: row of the breakdown -> the largest share of it that is freed, 0.0 to 1.0.
-        why: what it does and costs, for the table of `levers`. costs: only its cost, for advice; "" for a negligible
-            one.
-        group: the lever of `fit --levers` that allows it. same_curve: whether the loss curve stays the same.
-        one_micro_batch: whether an update has to be one micro-batch, without accumulation.
-        needs: another saving whose keys it also sets; "" for none.
-        applies: whether a config that does not fit could still use it.
-        title: in the table of `levers`; "" leaves it out.
+        frees: category of the memory breakdown -> the largest fraction of it that the saving frees, 0.0 to 1.0.
+        why: its effect and its cost, for the table of `levers`.
+        costs: its cost only, for advice; "" if the cost is negligible.
+        group: the lever of `fit --levers` that allows it.
+        same_curve: whether the loss curve stays the same.
+        one_micro_batch: whether an update has to consist of one micro-batch, without accumulation.
+        needs: the name of another saving whose keys it also sets; "" for none.
+        applies: returns whether a config that does not fit could still use it.
+        title: its title in the table of `levers`; "" leaves it out of the table.
     """
 
     keys: Mapping[str, str]
@@ -51,7 +53,7 @@ class Saving:
 
     @property
     def all_keys(self) -> dict[str, str]:
-        """The keys that it sets, including those of the saving that it needs."""
+        """The config keys that the saving sets, including the keys of the saving that it needs, dotted key -> text."""
         needed = SAVINGS[self.needs].all_keys if self.needs else {}
         return {**needed, **self.keys}
 
@@ -78,7 +80,7 @@ def _moments_can_move(case: Case) -> bool:
 
 
 def _params_can_move(case: Case) -> bool:
-    streamed = case.flat["mesh.strategy"] in ("zero3", "ddp") or case.shared == 1
+    streamed = case.flat["mesh.strategy"] in ("zero3", "ddp") or case.state_devices == 1
     unused = not case.flat["offload.params"] and case.micro_steps == 1
     return case.host_memory and unused and streamed and case.by_layer
 
@@ -92,13 +94,13 @@ SAVINGS: Mapping[str, Saving] = {
     "fp32": Saving(
         {"precision.preset": "fp32"},
         {},
-        "no lever: nothing recomputed, nothing in host memory",
+        "no saving: nothing is recomputed, nothing is in host memory",
         title="fp32",
     ),
     "bf16": Saving(
         {"precision.preset": "bf16"},
         dict.fromkeys(BATCH_ROWS, 0.5),
-        "activations of half the size, float32 master parameters; costs rounding",
+        "activations take half the bytes, master parameters stay in float32; values are rounded",
         "changes the arithmetic",
         "precision",
         same_curve=False,
@@ -108,14 +110,14 @@ SAVINGS: Mapping[str, Saving] = {
     "loss": Saving(
         {"loss.kind": "chunked"},
         {"logits_loss": 1.0, "residuals": 1.0},
-        "logits of one chunk at a time, recomputed in its gradient",
+        "logits exist for one chunk at a time and are recomputed in the backward pass",
         applies=lambda case: case.flat["loss.kind"] == "full",
         title="+ chunked loss",
     ),
     "attention": Saving(
         {"model.attention": "auto"},
         {"residuals": 1.0, "workspace": 1.0},
-        "no attention scores in memory; the kernel recomputes them in its gradient",
+        "attention scores are never in memory; the kernel recomputes them in the backward pass",
         applies=lambda case: case.flat["model.attention"] == "naive",
         title="+ flash attention",
     ),
@@ -130,8 +132,8 @@ SAVINGS: Mapping[str, Saving] = {
     "full": Saving(
         {"remat.policy": "full"},
         {"residuals": 1.0},
-        "every block is recomputed: it runs forward twice",
-        "every block runs forward twice",
+        "every block is recomputed: its forward pass runs twice",
+        "the forward pass of every block runs twice",
         "remat",
         applies=_full_applies,
         title="+ full remat",
@@ -139,7 +141,7 @@ SAVINGS: Mapping[str, Saving] = {
     "parts": Saving(
         {"remat.granularity": "parts"},
         {"workspace": 0.5},
-        "attention and MLP of a block are recomputed one after the other",
+        "attention and MLP of a block are recomputed separately, one after the other",
         group="remat",
         applies=lambda case: (
             case.flat["remat.policy"] in ("full", "offload") and case.flat["remat.granularity"] == "block"
@@ -148,7 +150,7 @@ SAVINGS: Mapping[str, Saving] = {
     "adamw_8bit": Saving(
         {"optimizer.name": "adamw_8bit"},
         {"optimizer": 0.75},
-        "each moment in one byte; costs quantization error",
+        "each optimizer moment takes one byte; moments have a quantization error",
         "changes the arithmetic",
         "precision",
         same_curve=False,
@@ -158,7 +160,7 @@ SAVINGS: Mapping[str, Saving] = {
     "adafactor": Saving(
         {"optimizer.name": "adafactor"},
         {"optimizer": 1.0},
-        "second moments as a row and a column, no first moments",
+        "second moments are stored as one row and one column per matrix; there are no first moments",
         "changes the arithmetic",
         "precision",
         same_curve=False,
@@ -167,7 +169,7 @@ SAVINGS: Mapping[str, Saving] = {
     "fused_backward": Saving(
         {"optimizer.fused_backward": "true", "optimizer.clip": "layer"},
         {"gradients": 1.0},
-        "a layer is updated as soon as its gradient is there; no accumulation, and each layer is "
+        "each layer is updated as soon as its gradient exists; no accumulation, and each layer is "
         "clipped by its own norm",
         "each layer is clipped by its own norm",
         "precision",
@@ -179,7 +181,7 @@ SAVINGS: Mapping[str, Saving] = {
     "offload": Saving(
         {"offload.optimizer": "true"},
         {"optimizer": 1.0},
-        "moments in host memory; they cross the host link twice per update",
+        "optimizer moments are in host memory and cross the host link twice per update",
         "moments cross the host link each update",
         "offload",
         applies=_moments_can_move,
@@ -188,7 +190,7 @@ SAVINGS: Mapping[str, Saving] = {
     "offload_params": Saving(
         {"offload.params": "true"},
         {"optimizer": 1.0, "params": 1.0},
-        "master parameters in host memory too",
+        "master parameters are in host memory too",
         "parameters and moments cross the host link",
         "offload",
         one_micro_batch=True,
@@ -199,7 +201,7 @@ SAVINGS: Mapping[str, Saving] = {
     "bf16_params": Saving(
         {"precision.preset": "bf16_params"},
         {"params": 0.5, "gradients": 0.5},
-        "no float32 master; updates are rounded stochastically",
+        "no float32 master parameters; updates are rounded stochastically",
         "no float32 master parameters",
         "precision",
         same_curve=False,
@@ -209,7 +211,7 @@ SAVINGS: Mapping[str, Saving] = {
     "offload_blocks": Saving(
         {"remat.policy": "offload"},
         {"residuals": 1.0},
-        "block inputs go to host memory and come back",
+        "block inputs are moved to host memory and read back in the backward pass",
         "block inputs cross the host link",
         "offload",
         applies=_blocks_can_move,
@@ -218,23 +220,23 @@ SAVINGS: Mapping[str, Saving] = {
     "mlp_chunk": Saving(
         {"model.mlp_chunk": str(TILE)},
         {"workspace": 1.0, "residuals": 1.0},
-        "the MLP over pieces of the sequence, each recomputed in its gradient",
+        "the MLP is computed for pieces of the sequence and recomputed in the backward pass",
         applies=_tiles_apply,
         title="+ tiled MLP",
     ),
     "int8_base": Saving(
         {"lora.base": "int8"},
         {"frozen": 0.5},
-        "frozen weights in 8 bits",
+        "frozen weights are stored in 8 bits",
         "frozen weights are rounded to 8 bits",
         "base",
         same_curve=False,
-        applies=lambda case: False,  # four bits free more, and advice names one format
+        applies=lambda case: False,  # nf4_base frees more, and advice names only one format
     ),
     "nf4_base": Saving(
         {"lora.base": "nf4"},
-        {"frozen": 1.0},  # the exact share depends on the current format: see open_levers
-        "frozen weights in 4 bits",
+        {"frozen": 1.0},  # the exact fraction depends on the current format: see open_levers
+        "frozen weights are stored in 4 bits",
         "frozen weights are rounded to 4 bits",
         "base",
         same_curve=False,

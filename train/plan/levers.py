@@ -1,14 +1,16 @@
-"""What each memory saving saves, in turn: from a plain float32 step to the smallest, one on top of the other. Pure.
+"""Applies memory savings one after the other, from a plain float32 step to the smallest step, and lists what each one
+saves.
 
-A stage is a saving; a level is a stage on top of all stages before it. The JSON has these keys (sizes are bytes on ONE
-device, null if unknown):
+A stage is one saving. A level is a config with one stage and all stages before it. This module only arranges configs
+and figures; it compiles nothing. The JSON has these keys (sizes are bytes on ONE device, null if unknown):
 
-- `levels`: one object per level: `stage`, `title`, `flags` (what this stage adds), `all_flags` (what to add to the
-  command to run the level), `kernel` (of attention), `why` (what the saving does and what it costs), `change_bytes`
-  (allocated, compared with the level before) and the figures of `memory.compare.compare_rows.Row`.
-- `left_out`: stage -> why it has no level; later stages do not build on it.
-- `first_that_fits`: the stage of the first level that fits the target; null for none.
-- `config`, `given`, `target`, `versions`, `interrupted`: as in a comparison.
+- `levels`: one object per level: `stage`, `title`, `flags` (the flags that this stage adds), `all_flags` (the flags to
+  add to the command to run the level), `kernel` (the attention kernel), `why` (the effect and the cost of the saving),
+  `change_bytes` (allocated bytes minus the allocated bytes of the level before) and the figures of
+  `memory.compare.compare_rows.Row`.
+- `left_out`: stage -> the reason why it has no level. Later stages are then compiled without it.
+- `first_that_fits`: the stage of the first level that fits the target; null if no level fits.
+- `config`, `given`, `target`, `versions`, `interrupted`: as in the JSON of a comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from bytescope.memory.compare.grids import as_text
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.train.plan.lever_catalogue import SAVINGS, Saving
 
-# The keys that every level starts from: no saving at all. Keys that a config does not have are left out.
+# The config keys of a step without any saving, from which every level starts. Keys that a config lacks are left out.
 BASELINE = {
     "precision.preset": "fp32",
     "loss.kind": "full",
@@ -40,7 +42,7 @@ BASELINE = {
     "offload.params": "false",
 }
 
-# Stage -> its saving. DEFAULT: the stages without --savings, in order.
+# STAGES: stage -> its saving. DEFAULT: the stages to apply if --savings is not given, in order. OPTIONAL: the others.
 STAGES: dict[str, Saving] = {name: saving for name, saving in SAVINGS.items() if saving.title}
 DEFAULT = (
     "fp32",
@@ -54,20 +56,23 @@ DEFAULT = (
     "offload",
     "offload_params",
 )
-BEYOND = tuple(name for name in STAGES if name not in DEFAULT)
+OPTIONAL = tuple(name for name in STAGES if name not in DEFAULT)
 
-# No bar is longer than so many limits of the target, or without a limit than so many times the shortest bar.
-MAX_LIMITS, MAX_TIMES = 5, 12
+# Maximum length of a bar as a multiple of the target's limit, or of the shortest bar if there is no limit.
+MAX_LIMITS, MAX_SHORTEST = 5, 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """One stage on top of all stages before it.
+    """A config with one stage and all stages before it.
 
-    Fields:
-        stage: a key of STAGES. adds: the keys that it sets. keys: all keys set so far, dotted key -> text.
-        flags: what to add to the command to run the level. kernel: of attention, "" if unknown.
-        row: its figures.
+    Attributes:
+        stage: a key of STAGES.
+        adds: the keys that the stage sets, dotted key -> text.
+        keys: all keys that are set so far, dotted key -> text.
+        flags: the flags to add to the command to run the level.
+        kernel: the attention kernel; "" if it is unknown.
+        row: the figures of the compiled program.
     """
 
     stage: str
@@ -84,35 +89,38 @@ class Level:
 
     @property
     def moved_bytes(self) -> int | None:
-        """Bytes over the host link in one call of the step, both directions; None if unknown."""
+        """Bytes that one call of the step moves over the host link, in both directions together; None if unknown."""
         if self.row.to_host_bytes is None or self.row.to_device_bytes is None:
             return None
         return self.row.to_host_bytes + self.row.to_device_bytes
 
 
-def choose(text: str | None) -> list[str]:
-    """Returns the stages named in `a,b,c`, the default stages for None.
+def choose_stages(text: str | None) -> list[str]:
+    """Returns the stages of `--savings=a,b,c`, or the default stages if `text` is None.
 
-    Raises ReportError for a stage that does not exist, or is listed twice.
+    Raises:
+        ReportError: a stage does not exist or is listed twice.
     """
     names = list(DEFAULT) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in STAGES:
-            raise ReportError(f"--savings={text}: no saving {name!r}: {remedy_for(name, STAGES)}")
+            raise ReportError(f"--savings={text}: unknown saving {name!r}: {remedy_for(name, STAGES)}")
     if len(set(names)) < len(names):
-        raise ReportError(f"--savings={text}: a saving is listed twice")
+        raise ReportError(f"--savings={text}: a saving is listed twice; list each saving once")
     return names
 
 
-def climb(
+def build_levels(
     stages: Sequence[str], config: Mapping[str, Any], given: Iterable[str], refused: Mapping[str, str]
 ) -> tuple[list[Level], dict[str, str]]:
-    """Returns the levels to compile, each on top of all before it, and stage -> why it is left out.
+    """Returns the levels to compile, and for each stage that is left out the reason.
 
     Args:
-        config: dotted key -> value, all keys.
-        given: keys of the command line. No level changes them, so a stage that sets one is left out.
-        refused: stage -> why the config cannot run with it.
+        stages: the stages in the order in which they are applied.
+        config: the whole config, dotted key -> value.
+        given: the keys that the command line sets. No level changes them, so a stage that sets one of them is left
+            out.
+        refused: stage -> the reason why the config cannot run with it.
     """
     given, left_out, levels = set(given), dict[str, str](), list[Level]()
     keys = {key: text for key, text in BASELINE.items() if key in config and key not in given}
@@ -125,7 +133,7 @@ def climb(
         elif missing:
             left_out[name] = f"the config has no key {missing[0]}"
         elif fixed and name != "fp32":
-            left_out[name] = f"--config.{fixed[0]} is given, and no stage changes it"
+            left_out[name] = f"--config.{fixed[0]} is given, and no stage changes a given key"
         else:
             keys = keys | {key: text for key, text in adds.items() if key not in given}
             # The first level adds the baseline's keys too.
@@ -133,17 +141,20 @@ def climb(
     return levels, left_out
 
 
-def differing(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Returns the flags of those `keys` that change a config, quoted for a shell.
+def changed_flags(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Returns the flags of the `keys` whose value differs from the config, quoted for a shell.
 
-    values: the resolved config with the keys. config: the resolved config without them.
+    Args:
+        keys: dotted key -> text.
+        values: the resolved config with the keys.
+        config: the resolved config without the keys.
     """
     return shlex.join(f"--config.{key}={as_text(values[key])}" for key in keys if values[key] != config[key])
 
 
-def changes(levels: Sequence[Level]) -> list[int | None]:
-    """Returns the allocated bytes of each level minus those of the level before it; None for the first, and if one is
-    unknown."""
+def byte_changes(levels: Sequence[Level]) -> list[int | None]:
+    """Returns for each level its allocated bytes minus the allocated bytes of the level before. The first change is
+    None, and so is a change from or to unknown bytes."""
     sizes = [level.row.allocated_bytes for level in levels]
     out: list[int | None] = []
     for before, size in zip([None, *sizes], sizes):
@@ -152,15 +163,20 @@ def changes(levels: Sequence[Level]) -> list[int | None]:
 
 
 def first_that_fits(levels: Sequence[Level]) -> Level | None:
-    """Returns the first level that fits the target, None for none."""
+    """Returns the first level that fits the target, or None if no level fits."""
     return next((level for level in levels if level.row.ok and level.row.fits), None)
 
 
-def scale_of(sizes: Sequence[int], limit: int | None) -> int:
-    """Returns the bytes of the longest bar: the largest size, or less if bars near the limit would be too short to
-    read."""
+def longest_bar(sizes: Sequence[int], limit: int | None) -> int:
+    """Returns the bytes that the longest bar stands for. A larger level is drawn cut off, so that bars near the limit
+    stay readable.
+
+    Args:
+        sizes: the allocated bytes of the levels.
+        limit: the bytes available on a device of the target; None if unknown.
+    """
     shortest = min(sizes, default=1)
-    longest = max(MAX_LIMITS * limit, 2 * shortest) if limit else MAX_TIMES * shortest
+    longest = max(MAX_LIMITS * limit, 2 * shortest) if limit else MAX_SHORTEST * shortest
     return max(1, min(max(sizes, default=1), longest))
 
 
@@ -173,10 +189,10 @@ def to_json(
     config: str = "",
     given: str = "",
 ) -> dict[str, Any]:
-    """Returns the levels as JSON values; see the module for the keys."""
+    """Returns the levels as JSON values. The docstring of the module lists the keys."""
     winner = first_that_fits(levels)
     rows = []
-    for level, change in zip(levels, changes(levels)):
+    for level, change in zip(levels, byte_changes(levels)):
         row = dataclasses.asdict(level.row)
         row |= {"stage": level.stage, "title": level.title, "why": STAGES[level.stage].why, "kernel": level.kernel}
         row |= {"flags": flags_of(level), "all_flags": level.flags, "change_bytes": change}
@@ -194,7 +210,10 @@ def to_json(
 
 
 def flags_of(level: Level) -> str:
-    """Returns the flags that a stage adds to the command; of the first stage, only those that later stages change."""
+    """Returns the flags that the stage of a level adds to the command.
+
+    The first level starts from BASELINE; for it only the keys that later stages change are returned.
+    """
     changed: set[str] = set()
     for stage in DEFAULT:
         changed.update(STAGES[stage].keys)

@@ -1,7 +1,7 @@
-"""The staircase on the terminal and as a page: a stacked bar per stage, and a table of what it adds and costs.
+"""Shows memory savings on the terminal and as an HTML page: a stacked bar per stage, and a table of effects and costs.
 
-Both show the JSON of a staircase (`train.plan.levers.to_json`), whose levels are the records of the table. The page is
-one HTML file that opens offline; `static/levers.js` draws its bars.
+Both show the JSON of `train.plan.levers.to_json`, whose levels are the records of the table. The page is one HTML file
+that opens offline; `static/levers.js` draws its bars.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from bytescope.memory.view.figures import percent, seconds
 from bytescope.memory.view.frame import page
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.table_views import VERDICT_STYLES, page_table, terminal_table
-from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks, ignoring
-from bytescope.train.plan.levers import STAGES, scale_of
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks, unwrapped
+from bytescope.train.plan.levers import STAGES, longest_bar
 
-# Columns of the longest bar, and of the shortest that the names beside it make way for.
-BAR, LEAST_BAR = 56, 20
+# Maximum and minimum width of the bars in terminal columns. Long names beside the bars are cut to leave the minimum.
+MAX_BAR, MIN_BAR = 56, 20
 
-# Category -> (letter of its bar where there is no colour, colour); the page's colours.
+# Category of the memory breakdown -> (its letter in a bar, its colour). The page uses the same colours.
 COLOURS = {
     "params": ("P", "#0072b2"),
     "frozen": ("F", "#8c7cf8"),
@@ -77,10 +77,10 @@ COLOURS = {
 
 
 NOTES = (
-    "Each stage is the trainer's own step, compiled with everything that the stages before it set.",
-    "Allocated: what the runtime takes on one device, arguments and packed temporaries included.",
-    "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
-    "Moved: bytes that one call of the step sends to the host and back.",
+    "Each stage is the trainer's own step, compiled with the keys of this stage and of all stages before it.",
+    "Allocated: the bytes that the runtime allocates on one device, including arguments and packed temporaries.",
+    "Recomputed: the FLOPs that jax.checkpoint executes again, divided by the model's FLOPs.",
+    "Moved: the bytes that one call of the step sends to the host and back.",
 )
 
 
@@ -88,27 +88,29 @@ NOTES = (
 
 
 def moved(level: Record) -> int | None:
-    """Bytes over the host link in one call of the step, both directions; None for none."""
+    """Returns the bytes that one call of the step moves over the host link, both directions together; None for
+    zero."""
     return (level["to_host_bytes"] or 0) + (level["to_device_bytes"] or 0) or None
 
 
 def adds(level: Record) -> str:
-    """The keys that a stage sets, a line each, and the attention kernel where the trainer chooses one."""
+    """Returns the keys that a stage sets, one per line, followed by the attention kernel if the trainer chooses it."""
     chosen = f" → {level['kernel']}" if "model.attention=auto" in level["flags"] else ""
     return "\n".join(flag.removeprefix("--config.") for flag in shlex.split(level["flags"])) + chosen
 
 
 def numbered_adds(level: Record) -> str:
-    """The same after the number of the stage, by which its bar is found; the title of a stage that sets no key."""
+    """Returns the number of the stage, which also names its bar, and the keys that the stage sets. If it sets no key,
+    returns the number and the title."""
     return f"{level['number']} " + (adds(level) or level["title"]).replace("\n", "\n  ")
 
 
 def why(level: Record) -> str:
-    """What a lever does and what it costs."""
+    """Returns the effect and the cost of a level's memory saving, in words."""
     return STAGES[level["stage"]].why if level["stage"] in STAGES else ""
 
 
-# In the order of the terminal, whose bars have the titles, the bytes and the verdicts.
+# The columns in the order of the terminal. There titles, allocated bytes and verdicts are beside the bars instead.
 COLUMNS = (
     ColumnView("title", "stage", only=PAGE, note=why),
     ColumnView("flags", "what it adds", "lines", read=adds, terminal=numbered_adds, css="flag", rank=8),
@@ -138,12 +140,16 @@ COLUMNS = (
 
 
 def show(staircase: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the staircase, to stdout when no console is given."""
+    """Prints the stages on the console, by default standard output.
+
+    staircase: the JSON of `train.plan.levers.to_json`.
+    """
     put(render_text(staircase), console)
 
 
 def render_text(staircase: Mapping[str, Any]) -> RenderableType:
-    """Head, bars, legend, table, what is left out, and the flags of the first level that fits and of the last."""
+    """Returns the text for the terminal: a heading, bars, a legend, the table, the stages that are left out, and the
+    flags of the first level that fits and of the last level."""
     levels, target = staircase["levels"], staircase["target"]
     limit = _limit(levels)
     unit, size = _unit(levels)
@@ -162,12 +168,21 @@ def _limit(levels: Sequence[Record]) -> int | None:
 
 
 def _unit(levels: Sequence[Record]) -> tuple[str, int]:
-    """(name, bytes) of the unit in which the stages are written."""
+    """Returns the name of the byte unit in which the stages are shown, and its number of bytes."""
     return column_unit(min((level["allocated_bytes"] for level in levels if level["allocated_bytes"]), default=0))
 
 
-def bar(breakdown: Mapping[str, int], scale: int, width: int = BAR) -> Text:
-    """A stacked bar, cut with an arrow where it is longer than `width`; ends are rounded, so no error adds up."""
+def bar(breakdown: Mapping[str, int], scale: int, width: int = MAX_BAR) -> Text:
+    """Returns a stacked bar of the memory breakdown.
+
+    A bar that is longer than `width` is cut and ends with an arrow. The cumulative sums are rounded, so that rounding
+    errors do not add up.
+
+    Args:
+        breakdown: category -> bytes.
+        scale: the bytes that `width` columns stand for.
+        width: the maximum width in terminal columns.
+    """
     out, at = Text(), 0
     for row in ROWS:
         before, at = at, at + breakdown.get(row, 0)
@@ -181,7 +196,7 @@ def bar(breakdown: Mapping[str, int], scale: int, width: int = BAR) -> Text:
 
 
 class _Bars:
-    """A bar per stage with its name, bytes and verdict, and under them the limit."""
+    """One bar per stage with its title, allocated bytes and verdict, and a mark for the limit below the bars."""
 
     def __init__(self, levels: Sequence[Record], size: int, limit: int | None) -> None:
         self._levels, self._size, self._limit = levels, size, limit
@@ -191,16 +206,16 @@ class _Bars:
         sizes = [f"{(level['allocated_bytes'] or 0) / self._size:,.2f}" for level in self._levels]
         figures = max(map(len, sizes), default=0)
         room = options.max_width - figures - len("exceeds") - 3
-        wide = max(min(max(map(cell_len, names), default=0), room - LEAST_BAR), 2)
-        width = max(min(BAR, room - wide), 4)
-        scale = scale_of([level["allocated_bytes"] or 0 for level in self._levels], self._limit)
+        name_width = max(min(max(map(cell_len, names), default=0), room - MIN_BAR), 2)
+        width = max(min(MAX_BAR, room - name_width), 4)
+        scale = longest_bar([level["allocated_bytes"] or 0 for level in self._levels], self._limit)
         for name, level, text in zip(names, self._levels, sizes):
             drawn = bar(level["breakdown"], scale, width)
-            short = shorten(name, wide)
-            yield ignoring(
+            short = shorten(name, name_width)
+            yield unwrapped(
                 Text.assemble(
                     short,
-                    " " * (wide - cell_len(short) + 1),
+                    " " * (name_width - cell_len(short) + 1),
                     drawn,
                     " " * (width - drawn.cell_len + 1),
                     f"{text:>{figures}} ",
@@ -212,7 +227,7 @@ class _Bars:
             text = f"{' ' * column}╵ {note}"
             if len(text) > width:
                 text = f"{' ' * max(column - len(note) - 1, 0)}{note} ╵"
-            yield ignoring(Text(" " * (wide + 1) + text, style="red"))
+            yield unwrapped(Text(" " * (name_width + 1) + text, style="red"))
 
 
 def _legend(levels: Sequence[Record]) -> RenderableType:
@@ -233,17 +248,20 @@ def _below(staircase: Mapping[str, Any]) -> RenderableType:
     out.append(
         Prose(
             "moved: bytes between device and host per call of the step; recomp: FLOPs that jax.checkpoint "
-            "recomputes, HFU/MFU: with what kernels recompute themselves, over model FLOPs",
+            "recomputes, over model FLOPs; HFU/MFU: all executed FLOPs, including the recomputation inside kernels, "
+            "over model FLOPs",
             "dim",
         )
     )
-    out += sources_of_rates("predicted s: of an update, with its spread", (level["rates"] for level in levels))
+    out += sources_of_rates(
+        "predicted s: seconds per update, with their interval", (level["rates"] for level in levels)
+    )
     if staircase["interrupted"]:
         out.append(Prose("stopped: stages are missing; run the same command to continue", "yellow"))
     winner = _first_that_fits(staircase)
     if winner is None:
-        out.append(Text("none of these fits", style="bold red"))
-    for words, level in (("first that fits", winner), ("all of them", levels[-1] if levels else None)):
+        out.append(Text("no stage fits", style="bold red"))
+    for words, level in (("first that fits", winner), ("all stages", levels[-1] if levels else None)):
         if level is not None:
             out += [
                 Prose(f"{words} ({safe(level['title'])}):", "bold"),
@@ -260,7 +278,10 @@ def _first_that_fits(staircase: Mapping[str, Any]) -> Record | None:
 
 
 def render_page(staircase: Mapping[str, Any]) -> str:
-    """The page of a staircase's JSON (`train.plan.levers.to_json`), as text."""
+    """Returns the HTML page of the stages.
+
+    staircase: the JSON of `train.plan.levers.to_json`.
+    """
     config, target, levels = staircase["config"], staircase["target"], staircase["levels"]
     first = _first_that_fits(staircase)
     last = levels[-1] if levels else None
@@ -275,7 +296,7 @@ def render_page(staircase: Mapping[str, Any]) -> str:
         figures=_figures(levels[0] if levels else None, first, last),
         commands=[
             (words, level["title"], _command(staircase, level))
-            for words, level in (("First that fits", first), ("All of them", last))
+            for words, level in (("First that fits", first), ("All stages", last))
             if level
         ],
         some_fit=first is not None,
@@ -297,7 +318,8 @@ def _command(staircase: Mapping[str, Any], level: Mapping[str, Any]) -> str:
 
 
 def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything the script draws, as JSON values. `scale`: bytes of the highest bar that is drawn whole."""
+    """Returns the JSON values that the page's script draws. `scale` is the bytes of the longest bar that is not cut
+    off."""
     levels = staircase["levels"]
     sizes, limit = [level["allocated_bytes"] or 0 for level in levels] or [1], _limit(levels)
     return {
@@ -317,12 +339,12 @@ def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
         "unit": _unit(levels),
         "limit": limit,
         "target": str(staircase["target"].get("name", "")),
-        "scale": scale_of(sizes, limit),
+        "scale": longest_bar(sizes, limit),
     }
 
 
 def _costs(level: Mapping[str, Any]) -> list[str]:
-    """What a level costs beside its bytes, in words."""
+    """Returns the costs of a level other than its bytes on the device, in words."""
     share = level["recompute_flops_fraction"]
     step, within = seconds(level["predicted_seconds"]), spread(level)
     return [
@@ -335,12 +357,12 @@ def _costs(level: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(*levels: Mapping[str, Any] | None) -> list[HeaderFigure]:
-    """Of the first level, the first that fits, and the last; those that do not exist are left out. Then what the
-    time of the first that fits is predicted to be."""
+    """Returns the allocated bytes of the first level, of the first level that fits and of the last level, then the
+    predicted speed of the first level that fits. A level that does not exist is left out."""
     first = levels[1]
-    found = [
+    sizes = [
         figure(name, level["allocated_bytes"], level["title"])
         for name, level in zip(("first", "first that fits", "last"), levels)
         if level
     ]
-    return [*found, *(predictions(first, "of the first that fits") if first else ())]
+    return [*sizes, *(predictions(first, "of the first that fits") if first else ())]

@@ -1,8 +1,9 @@
-"""The memory levers that a config could still use: keys to set, the cheapest in time first. Pure.
+"""Finds the memory savings ("levers") that a config does not use yet, those with the lowest cost in time first.
 
-In: a report with the config that was compiled (`Report.config`, keys of the trainer's configs/base.py). Out: `Lever`,
-with the most bytes that it can free by the rows of the report. LEVERS has the order: a row of the catalogue
-(`lever_catalogue.py`), or a function of this module for a lever that depends on sizes.
+Input: a report with the compiled config (`Report.config`, with the keys of configs/base.py). Output: `Lever`, the
+config keys to set and the maximum bytes that they can free. LEVERS lists the candidates in order: the name of a row of
+the catalogue (`lever_catalogue.py`), or a function of this module for a lever that depends on sizes. This module
+compiles nothing.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from bytescope.train.plan.config_case import Case, Keys, case_of, schedule
 from bytescope.train.plan.config_facts import ZERO_STAGES
 from bytescope.train.plan.lever_catalogue import BATCH_ROWS, SAVINGS
 
-# Rows of the breakdown that are state of the parameters.
+# Categories of the memory breakdown that are proportional to the number of parameters.
 _STATE_ROWS = ("params", "frozen", "optimizer", "accumulator", "gradients")
-# A micro-batch is chosen smaller by this share than the rows at the peak allow, because not all rows shrink alike.
+# A proposed micro-batch uses this fraction less than the memory at the peak allows, because not all categories shrink
+# in proportion to the micro-batch.
 _MARGIN = 0.15
 
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """Keys that make a step smaller.
+    """Config keys that make a step smaller.
 
-    Fields:
-        keys: dotted key -> text. frees: row of the breakdown -> the largest share of it that is freed, 0.0 to 1.0.
-        curve: whether the loss curve stays the same. costs: what the lever costs, in words. adds: bytes on one device
-            that it needs in addition.
+    Attributes:
+        keys: the keys to set, dotted key -> text.
+        frees: category of the memory breakdown -> the largest fraction of it that is freed, 0.0 to 1.0.
+        curve: whether the loss curve stays the same.
+        costs: the cost of the lever in words; "" if it is negligible.
+        adds: bytes on one device that the lever needs in addition.
     """
 
     keys: Keys
@@ -46,17 +50,19 @@ class Lever:
         """The flags to add to the command, quoted for a shell."""
         return flags(self.keys)
 
-    def most(self, report: ReportRecord) -> int:
-        """Returns the most bytes on one device that the lever can free, by the rows at the peak. Fragmentation counts
-        as freed."""
+    def max_freed_bytes(self, report: ReportRecord) -> int:
+        """Returns the maximum bytes on one device that the lever can free, computed from the memory breakdown at the
+        peak. Fragmentation counts as freed."""
         rows = {**self.frees, "fragmentation": 1.0}
         freed = sum(share * report.breakdown.get(row, 0) for row, share in rows.items())
         return max(int(freed) - self.adds, 0)
 
 
 def open_levers(report: ReportRecord) -> list[Lever]:
-    """Returns the levers that the config of a report could still use, cheapest in time first; levers that change the
-    loss curve come last. [] for a program without a config of the trainer, or without a lever left."""
+    """Returns the levers that the config of a report does not use yet, those with the lowest cost in time first.
+
+    Levers that change the loss curve come last. The list is empty if the report has no config of the trainer.
+    """
     case = case_of(report)
     if case is None:
         return []
@@ -68,9 +74,12 @@ def open_levers(report: ReportRecord) -> list[Lever]:
     return levers
 
 
-def together(levers: Sequence[Lever], report: ReportRecord) -> Lever | None:
-    """Returns as one lever all that keep the loss curve and use no host memory, each at its strongest; None for fewer
-    than two."""
+def combine_levers(levers: Sequence[Lever], report: ReportRecord) -> Lever | None:
+    """Returns one lever that sets the keys of all levers that keep the loss curve and use no host memory.
+
+    Each lever is used at its strongest, for example with a micro-batch of 1. Returns None for fewer than two such
+    levers.
+    """
     case = case_of(report)
     used = [lever for lever in levers if lever.curve and not _uses_host(lever)]
     if case is None or len(used) < 2:
@@ -92,7 +101,7 @@ def _uses_host(lever: Lever) -> bool:
 
 
 def flags(keys: Keys) -> str:
-    """Returns keys as flags of the command line, quoted for a shell."""
+    """Returns config keys as command-line flags, quoted for a shell."""
     return shlex.join(f"--config.{key}={text}" for key, text in keys.items())
 
 
@@ -100,29 +109,29 @@ def flags(keys: Keys) -> str:
 
 
 def _saving(name: str, case: Case) -> Lever | None:
-    """Returns the lever of a row of the catalogue; None if it does not apply."""
+    """Returns the lever of a row of the catalogue, or None if the row does not apply to the config."""
     row = SAVINGS[name]
     return Lever(row.all_keys, row.frees, row.same_curve, row.costs) if row.applies(case) else None
 
 
 def _zero3(case: Case) -> Lever | None:
-    strategy, shared = case.flat["mesh.strategy"], case.shared
-    if shared < 2 or strategy == "zero3" or strategy not in ZERO_STAGES:
+    strategy, devices = case.flat["mesh.strategy"], case.state_devices
+    if devices < 2 or strategy == "zero3" or strategy not in ZERO_STAGES:
         return None
     rows = [row for row in _STATE_ROWS if row not in ZERO[ZERO_STAGES[strategy]]]
-    return Lever({"mesh.strategy": "zero3"}, dict.fromkeys(rows, 1 - 1 / shared), True, "more collectives")
+    return Lever({"mesh.strategy": "zero3"}, dict.fromkeys(rows, 1 - 1 / devices), True, "more collectives")
 
 
 def _replicas(case: Case) -> Lever | None:
     data = case.axes["data"]
-    if data < 2 or case.flat["mesh.strategy"] == "ddp" or not case.shards(data * case.shared):
+    if data < 2 or case.flat["mesh.strategy"] == "ddp" or not case.shards(data * case.state_devices):
         return None
     keys = {"mesh.data": "1", "mesh.fsdp": str(data * case.axes["fsdp"])}
     return Lever(keys, dict.fromkeys(_STATE_ROWS, 1 - 1 / data), True, "more collectives between replicas")
 
 
 def _micro(case: Case) -> Lever | None:
-    """Returns the largest smaller micro-batch that may fit, with more accumulation."""
+    """Returns the lever with the largest smaller micro-batch that may fit, with more accumulation."""
     micro, report = case.flat["batch.micro"], case.report
     if micro < 2 or not case.accumulates:
         return None
@@ -132,14 +141,15 @@ def _micro(case: Case) -> Lever | None:
     for size in range(1, min(micro // 2, 10**6) + 1):
         if micro % size == 0 and shrinking * size <= (1 - _MARGIN) * room * micro:
             chosen = size
-    # The first accumulation adds a sum of gradients, as large as the parameters.
+    # With accumulation there is a gradient accumulator, as large as the parameters.
     accumulator = report.breakdown.get("params", 0) if case.micro_steps == 1 else 0
     frees = dict.fromkeys(BATCH_ROWS, 1 - chosen / micro)
     return Lever(_micro_keys(case, micro // chosen), frees, adds=accumulator)
 
 
 def _micro_keys(case: Case, times: int) -> dict[str, str]:
-    """Returns the keys of an update of `times` as many micro-batches, with the same number of sequences."""
+    """Returns the keys that split each micro-batch of an update into `times` smaller ones. The number of sequences per
+    update stays the same."""
     keys = {"batch.micro": str(case.flat["batch.micro"] // times)}
     if case.flat["batch.accumulation_schedule"]:
         steps = ",".join(f"{start}:{times * count}" for start, count in schedule(case.flat))
@@ -147,12 +157,12 @@ def _micro_keys(case: Case, times: int) -> dict[str, str]:
     if not case.flat["batch.tokens"]:
         keys["batch.accumulation"] = str(times * case.micro_steps)
     if case.micro_steps == 1 and case.flat["batch.mode"] != "scan":
-        keys["batch.mode"] = "scan"  # accumulated within one step, whose only accumulator is the gradient
+        keys["batch.mode"] = "scan"  # accumulation inside one step needs no accumulator besides the gradient
     return keys
 
 
 def _full(case: Case) -> Lever | None:
-    """Returns full recomputation. The config's own names and ranges of layers are cleared."""
+    """Returns the lever of full recomputation. It clears the names and ranges of layers that the config sets."""
     lever = _saving("full", case)
     if lever is None:
         return None
@@ -161,20 +171,22 @@ def _full(case: Case) -> Lever | None:
 
 
 def _expert_room(case: Case) -> Lever | None:
-    """Returns a capacity factor that leaves less room for rows of experts."""
+    """Returns the lever with a smaller capacity factor, which allocates fewer rows for experts."""
     routing = case.routing
     smaller = smaller_room(*routing) if routing else None
     if routing is None or smaller is None:
         return None
     factor, room = smaller
     frees = dict.fromkeys(("residuals", "workspace", "collectives"), 1 - room.rows / room_for(*routing).rows)
-    costs = f"rows of experts beyond {factor:g} times the mean are dropped"
+    costs = f"token rows beyond {factor:g} times the mean are dropped"
     return Lever({"model.capacity_factor": f"{factor:g}"}, frees, False, costs)
 
 
-def _narrow_base(case: Case) -> Lever | None:
-    """Returns frozen weights in 4 bits. The share counts all frozen weights as matrices: tables and norms are not told
-    apart, though they stay in 16 bits."""
+def _nf4_base(case: Case) -> Lever | None:
+    """Returns the lever that stores frozen weights in 4 bits (NF4).
+
+    The freed fraction is an upper bound: it counts embedding tables and norms too, which stay in 16 bits.
+    """
     lever = _saving("nf4_base", case)
     if lever is None:
         return None
@@ -196,8 +208,8 @@ def _shorter(case: Case) -> Lever | None:
     return Lever({"data.seq_len": str(length // 2)}, dict.fromkeys(BATCH_ROWS, 0.5), False, "shorter sequences")
 
 
-# The cheapest in time first; last, those that change the loss curve. A name is a row of the catalogue; a function makes
-# a lever that depends on sizes.
+# The candidates, those with the lowest cost in time first and those that change the loss curve last. A name is a row of
+# the catalogue. A function returns a lever that depends on sizes.
 LEVERS: tuple[str | Callable[[Case], Lever | None], ...] = (
     "loss",
     "attention",
@@ -213,7 +225,7 @@ LEVERS: tuple[str | Callable[[Case], Lever | None], ...] = (
     "offload_params",
     _expert_room,
     "bf16",
-    _narrow_base,
+    _nf4_base,
     "adamw_8bit",
     "fused_backward",
     "bf16_params",

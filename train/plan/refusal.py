@@ -1,6 +1,7 @@
-"""Refuses a run whose step does not fit: the error, with advice that was found by compiling variants of the program.
+"""Refuses a run whose step does not fit in memory. The error has advice for which variants of the program are
+compiled.
 
-The levers and the words are in `advice.py`, which compiles nothing.
+The memory savings and the words are in `advice.py`, which compiles nothing.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from bytescope.train.program.program import Program, build
 from bytescope.train.program.run_command import DEFAULT, Command
 from bytescope.train.user_errors import DoesNotFit
 
-# Minimum host memory to compile variants: with less, the kernel would kill the process before it prints anything.
+# Minimum free host memory to compile variants. With less, the operating system would kill the process before it prints.
 COMPILE_BYTES = 2**30
 
 
@@ -33,14 +34,17 @@ def refuse(
 ) -> NoReturn:
     """Raises DoesNotFit for a step that needs more memory than a device has, before anything is allocated.
 
-    The advice includes the cheapest change that fits, found by compiling, if the program runs in one process (several
-    processes must compile together) and the host has COMPILE_BYTES.
+    The error includes the cheapest change that fits, found by compiling, if the program runs in one process and the
+    host has COMPILE_BYTES free. Several processes would have to compile together.
 
     Args:
-      command: what the run was started with, for the `fit` command. tell: called with a line before each compile.
-      each_s: seconds that compiling the step took.
+        report: the report of the step.
+        program: the program of the step.
+        command: the command that started the run, from which the advised `fit` command is made.
+        tell: called with a line before each compile.
+        each_s: the seconds that compiling the step took.
     """
-    levers, tried = advice.open_levers(report), []
+    levers, tried = advice.open_levers(report), list[advice.TriedLever]()
     devices = list(program.mesh.devices.flat)
 
     def compiled_bytes(keys: advice.Keys) -> int:
@@ -51,18 +55,21 @@ def refuse(
 
     in_one_process = len({device.process_index for device in devices}) == 1
     if in_one_process and free_host_bytes() >= COMPILE_BYTES:
-        tried = advice.tried(report, levers, compiled_bytes, tell, each_s)
+        tried = advice.try_levers(report, levers, compiled_bytes, tell, each_s)
     raise DoesNotFit(too_big(report), advice.lines(report, levers, tried, _fit_command(report, command)))
 
 
 def advice_without_compiling(report: ReportRecord, command: Command) -> list[str]:
-    """Returns the advice for a device that ran out of memory: the levers left to try, cheapest first."""
+    """Returns the advice for a device that ran out of memory: the memory savings left to try, the cheapest in time
+    first."""
     return advice.lines(report, advice.open_levers(report), [], _fit_command(report, command))
 
 
 def report_without_compiling(program: Program) -> ReportRecord:
-    """Returns a report that has only the config and the devices, for a compiler that ran out of memory."""
-    target = dataclasses.replace(targets.parse("local"), n_devices=program.mesh.size)  # alike in several processes
+    """Returns a report that has only the config and the devices. It is used if the compiler itself ran out of
+    memory."""
+    # All processes of a run count all devices, so that they print the same advice.
+    target = dataclasses.replace(targets.parse("local"), n_devices=program.mesh.size)
     return ReportRecord(
         0, 0, {}, config=flatten(program.config), target=target.to_json(), limit_bytes=target.limit_bytes
     )

@@ -1,6 +1,6 @@
-"""Settles `remat.policy=auto`: finds the config with the least recomputation whose step fits the budget.
+"""Replaces `remat.policy=auto` by the plan with the least recomputation whose step fits the memory budget.
 
-The search is memory/remat/remat_search.py; this module compiles the plans that it asks for.
+The search is in memory/remat/remat_search.py. This module compiles the plans that the search asks for.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from bytescope.memory.seconds import ranking, rates, step_prediction
 from bytescope.memory.units import human
 from bytescope.model.remat.policies import AUTO
 from bytescope.train.plan import advice
-from bytescope.train.plan.block_description import describe_block, fixed_policies, most_ranges
+from bytescope.train.plan.block_description import describe_block, fixed_policies, max_ranges
 from bytescope.train.plan.config_grid import plan_keys
 from bytescope.train.plan.run_peak import loop_overhead
 from bytescope.train.program.checks import check
@@ -30,22 +30,23 @@ from bytescope.train.program.program import Program, assemble, build
 from bytescope.train.program.program_settings import Settings, read_settings
 from bytescope.train.user_errors import DoesNotFit
 
-# FLOP/s and bytes/s of one or two cores, for ranking plans only: for an unknown device, and for a CPU, whose measured
-# rates would differ between processes.
+# Nominal FLOP/s and bytes/s of one or two cores, used only to rank plans if the device is unknown or a CPU. Measured
+# rates of a CPU would differ between processes.
 NOMINAL = roofline.Figures({"fp32": 1e11}, 2e10, 2e10, dict.fromkeys(roofline.LINKS, 2e10), "nominal rates")
 
 
 def figures_of(target: targets.Target) -> roofline.Figures:
-    """Returns the rates by which plans are ranked before they are compiled, the same in every process.
+    """Returns the FLOP/s and bytes/s by which plans are ranked before they are compiled. They are equal in every
+    process.
 
-    A CPU has rates only with --rates=FILE.
+    For a CPU without `--rates=FILE`, and for an unknown device, they are nominal.
     """
     unknown = target.platform == "cpu" and not rates.chosen()
     return NOMINAL if unknown else ranking.large(target) or NOMINAL
 
 
 def with_keys(config: ConfigDict, keys: Mapping[str, str]) -> ConfigDict:
-    """Returns a copy of the config with the values of `keys`, dotted key -> text."""
+    """Returns a copy of the config in which `keys`, dotted key -> text, are set."""
     out = ConfigDict(config.to_dict())
     for key, text in keys.items():
         override(out, key, text)
@@ -54,29 +55,33 @@ def with_keys(config: ConfigDict, keys: Mapping[str, str]) -> ConfigDict:
 
 @dataclasses.dataclass
 class Compiler:
-    """Compiles plans for one config on some devices. Called with plans, it returns their figures.
+    """Compiles remat plans of one config for given devices. Calling it with plans returns their figures.
 
-    Fields: `target`; `rates`: of its devices; `full`: the program that recomputes everything; `report`: of `full`.
+    Attributes:
+        target: the devices as a target.
+        rates: the FLOP/s and bytes/s of the devices.
+        full: the program that recomputes every block.
+        report: the report of `full`.
     """
 
     config: ConfigDict
     devices: Sequence[jax.Device]
 
     def __post_init__(self):
-        self.target = targets.of(self.devices)
+        self.target = targets.from_devices(self.devices)
         self.rates = figures_of(self.target)
         self.full = self.program({"remat.policy": FULL})
         self.report = self._report(self.full)
 
     def program(self, keys: Mapping[str, str]) -> Program:
-        """Returns the program of the config with `keys`, dotted key -> text."""
+        """Returns the program of the config in which `keys`, dotted key -> text, are set."""
         return build(with_keys(self.config, keys), self.devices)
 
     def _report(self, program: Program) -> ReportRecord:
         return report_of(program.compile_for_report(exact=True), target=self.target, loop=loop_overhead(program))
 
     def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
-        """Returns the compiler's figures of each plan."""
+        """Compiles the plans one by one and returns their figures."""
         return [self._figures(plan) for plan in plans]
 
     def _figures(self, plan: LayerPlan) -> PlanFigures:
@@ -84,19 +89,20 @@ class Compiler:
         try:
             full = keys["remat.policy"] == FULL and keys["remat.layers"] == "()"
             report = self.report if full else self._report(self.program(keys))
-        except ValueError as error:  # the search leaves out a plan that cannot run
+        except ValueError as error:  # the search skips a plan that cannot run
             return PlanFigures(status=" ".join(str(error).split()))
         seconds = sum(self._seconds_by_phase(report).values())
         recomputed = sum(report.work["recompute"]["flops"].values())
         return PlanFigures(report.allocated_bytes, report.host_bytes, seconds, recomputed)
 
     def _seconds_by_phase(self, report: ReportRecord) -> Mapping[str, float]:
-        """Returns phase -> seconds of one call, predicted from the schedule; if that is not possible, by a roofline."""
-        predicted = step_prediction.of(report.schedule, self.target) if self.rates is not NOMINAL else None
+        """Returns phase -> predicted seconds of one call of the step. If the schedule gives no prediction, a roofline
+        model does."""
+        predicted = step_prediction.predict(report.schedule, self.target) if self.rates is not NOMINAL else None
         return predicted.by_phase if predicted else roofline.seconds(report.work, self.rates).by_phase
 
     def problem(self) -> RematProblem:
-        """Returns the problem that the search solves."""
+        """Returns the problem for the search: the graph of a block, the rates, the budget and the policies to try."""
         config = self.config
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
@@ -111,7 +117,7 @@ class Compiler:
             cost=config.remat.cost,
             offload=moving,
             policies=policies,
-            ranges=most_ranges(self.full),
+            ranges=max_ranges(self.full),
         )
 
 
@@ -121,9 +127,17 @@ def settled_program(
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
 ) -> Program:
-    """Returns the program of any config; `remat.policy=auto` is settled.
+    """Returns the program of a config, in which `remat.policy=auto` is replaced by a plan.
 
-    Takes the arguments of `settle`, and raises what `settle` and `train.program.program.build` raise.
+    Args:
+        config: the config.
+        devices: the devices to run on; None for all devices of the run.
+        tell: called with a line for each program that is compiled.
+        agree: returns process 0's value for a JSON value. All processes call it in the same order.
+
+    Raises:
+        DoesNotFit: no plan fits the budget.
+        ValueError: the config cannot run on the devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     settings, decided = settle(read_settings(config), devices, tell, agree)
@@ -136,19 +150,21 @@ def settle(
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[Settings, str]:
-    """Returns the settings with `remat.policy=auto` replaced by a plan, and a line about the plan; with another policy,
-    the settings unchanged and "".
+    """Replaces `remat.policy=auto` in the settings by a plan that fits the memory budget.
 
-    Processes that train together need the same program: each of them searches with the budget of process 0, and takes
+    Returns the new settings and a line that describes the plan. With any other policy, returns the settings unchanged
+    and "".
+
+    Processes that train together need the same program. Each process searches with the budget of process 0 and uses
     the plan of process 0.
 
     Args:
-      tell: called with a line for each program that is compiled.
-      agree: returns process 0's value for a JSON value. All processes call it, in the same order.
+        tell: called with a line for each program that is compiled.
+        agree: returns process 0's value for a JSON value. All processes call it in the same order.
 
     Raises:
-      DoesNotFit: no plan fits the budget.
-      ValueError: the policy is not that of process 0, or the config cannot run.
+        DoesNotFit: no plan fits the budget.
+        ValueError: the policy differs from the policy of process 0, or the config cannot run.
     """
     remat = settings.remat
     first = agree(remat.policy)
@@ -160,13 +176,14 @@ def settle(
         return settings, ""
     if remat.granularity != "block":
         raise ValueError(
-            f"remat.granularity={remat.granularity} with remat.policy=auto, which chooses what a "
-            "whole block keeps; set remat.granularity=block"
+            f"remat.granularity={remat.granularity} cannot be combined with remat.policy=auto, which chooses the "
+            "tensors that a whole block saves; set remat.granularity=block"
         )
     for key, names in (("layers", remat.layers), ("save", remat.save), ("offload", remat.offload)):
         if names:
             raise ValueError(
-                f"remat.{key}={','.join(names)} with remat.policy=auto, which chooses it: give one of the two"
+                f"remat.{key}={','.join(names)} cannot be combined with remat.policy=auto, which chooses "
+                f"remat.{key}: give one of the two"
             )
     keys, line = _search(Compiler(settings.config, devices), remat.budget, tell, agree)
     return read_settings(with_keys(settings.config, keys)), line
@@ -175,7 +192,8 @@ def settle(
 def _search(
     compiler: Compiler, budget_text: str, tell: Callable[[str], None], agree: Callable[[Any], Any]
 ) -> tuple[Mapping[str, str], str]:
-    """Returns the keys of process 0's plan, and a line about it; raises as `settle` does."""
+    """Returns the config keys of process 0's plan and a line that describes the plan. Raises DoesNotFit if no plan
+    fits."""
     overhead = compiler.report.predicted_bytes - compiler.report.allocated_bytes
     budget = budget_of(budget_text, agree(compiler.target.limit_bytes - overhead), "remat.budget")
 
@@ -193,12 +211,12 @@ def _search(
     if chosen is not None:
         keys, line = chosen
         return keys, line
-    assert outcome.tightest is not None  # a plan was compiled
-    least = outcome.tightest.compiled.allocated_bytes
+    assert outcome.tightest is not None  # at least one plan was compiled
+    smallest = outcome.tightest.compiled.allocated_bytes
     full = dataclasses.replace(compiler.report, config=flatten(compiler.full.config))
     raise DoesNotFit(
-        f"remat.policy=auto: the smallest plan ({outcome.tightest.plan}) takes {human(least)}, "
-        f"{human(least - budget)} more than {human(budget)}: give a larger remat.budget, or a smaller "
-        "batch.micro with more accumulation, or try bytescope fit",
+        f"remat.policy=auto: the smallest plan ({outcome.tightest.plan}) takes {human(smallest)}, "
+        f"{human(smallest - budget)} more than the budget of {human(budget)}: give a larger remat.budget, or a "
+        "smaller batch.micro with more accumulation, or try bytescope fit",
         advice.lines(full, advice.open_levers(full), []),
     )

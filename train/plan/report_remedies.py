@@ -1,7 +1,8 @@
-"""The flags of remedies, for the findings of a report on one of the trainer's configs.
+"""Adds remedies with command-line flags to the findings of a report on one of the trainer's configs.
 
-REMEDIES has a function for each kind of finding. A finding keeps the words of `finding_rules.RULES` if its kind has no
-function, or if the function returns None. To add one: a function (case, finding) -> Remedy or None, in REMEDIES.
+REMEDIES has a function for each kind of finding. A finding keeps the remedy of `finding_rules.RULES`, which has no
+flags, if its kind has no function, or if the function returns None. To add a remedy, add a function (case, finding) ->
+Remedy or None to REMEDIES.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ from bytescope.train.plan.config_case import Case, Keys, case_of
 from bytescope.train.plan.config_facts import EVEN_CHUNKS, EVEN_SCHEDULE, model_facts, named_segment
 from bytescope.train.plan.open_levers import Lever, flags, open_levers
 
-# A smaller chunk of the loss should leave this share of the size from which logits are a finding.
+# The logits of a proposed smaller loss chunk should take at most this fraction of the size that makes them a finding.
 _WELL_BELOW = 0.8
-# Minimum tokens of a chunk of the loss: smaller products leave a device idle. Maximum devices of a tensor group.
+# Minimum tokens of a chunk of the loss: smaller matmuls leave a device idle. Maximum devices of a tensor group.
 _MIN_CHUNK, _MAX_TENSOR = 256, 8
 # Maximum number of levers that are proposed together.
 _MAX_TOGETHER = 4
-# Policies that are proposed if memory is free: they keep names, so their figures follow from shapes.
+# Policies that are proposed if memory is free. They save tensors by name, so their bytes follow from shapes.
 _KEEPING = ("full", "selective", "minimal")
 
 
 class Remedy(NamedTuple):
-    """What to do, in words, and the config keys to set. message, bytes: replace the finding's own if given."""
+    """A remedy for a finding.
+
+    Attributes:
+        words: the remedy in words.
+        keys: the config keys to set, dotted key -> text.
+        message: replaces the message of the finding if it is not empty.
+        bytes: replaces the bytes of the finding if it is not None.
+    """
 
     words: str
     keys: Keys
@@ -44,7 +52,10 @@ class Remedy(NamedTuple):
 
 
 def with_remedies(report: ReportRecord) -> ReportRecord:
-    """Returns the report with the flags of its findings' remedies; unchanged if it has no config of the trainer."""
+    """Returns the report with remedies and flags added to its findings.
+
+    The report is returned unchanged if it has no config of the trainer.
+    """
     case = case_of(report)
     if case is None:
         return report
@@ -52,7 +63,7 @@ def with_remedies(report: ReportRecord) -> ReportRecord:
     findings = [
         _with_remedy(case, finding)
         for finding in report.findings
-        # A policy of `auto` was chosen within a budget, so what is free is meant to be.
+        # `remat.policy=auto` chose a plan for a memory budget, so the memory that is left is intended.
         if finding.kind != "spare_memory" or case.flat["remat.policy"] != "auto"
     ]
     findings.sort(key=lambda finding: (-finding.bytes, order.get(finding.kind, len(order))))
@@ -68,18 +79,18 @@ def _with_remedy(case: Case, finding: Finding) -> Finding:
     return Finding(finding.kind, size, message, remedy.words, flags(remedy.keys) if remedy.keys else "")
 
 
-def _open(case: Case, key: str) -> Keys | None:
-    """Returns the keys of the first open lever that sets `key`."""
+def _first_lever_keys(case: Case, key: str) -> Keys | None:
+    """Returns the keys of the first lever that sets `key` and that the config does not use yet; None if none does."""
     return next((lever.keys for lever in open_levers(case.report) if key in lever.keys), None)
 
 
 def _chunked_loss(case: Case, finding: Finding) -> Remedy | None:
-    """Returns a chunked loss, or chunks of so few tokens that the logits are no finding any more."""
+    """Returns a chunked loss, or a chunk size for which the logits are too small to be a finding."""
     if case.flat["loss.kind"] == "full":
         return Remedy("compute the loss in chunks", {"loss.kind": "chunked"})
     size = case.flat["loss.chunk"]
-    share = NOTABLE * _WELL_BELOW  # of the peak that is left then
-    left = max(case.report.peak_bytes - finding.bytes, 0) * share / (1 - share)
+    fraction = NOTABLE * _WELL_BELOW  # of the new peak, for the logits
+    left = max(case.report.peak_bytes - finding.bytes, 0) * fraction / (1 - fraction)
     wanted = size * left / max(finding.bytes, 1)
     chunk = 2 ** math.floor(math.log2(max(wanted, _MIN_CHUNK)))
     return Remedy("smaller chunks of the loss", {"loss.chunk": str(chunk)}) if chunk < size else None
@@ -88,33 +99,33 @@ def _chunked_loss(case: Case, finding: Finding) -> Remedy | None:
 def _zero3(case: Case, finding: Finding) -> Remedy | None:
     for lever in open_levers(case.report):
         if lever.costs.startswith("more collectives"):
-            return Remedy(f"shard it over these devices, for {lever.costs}", lever.keys)
+            return Remedy(f"shard the state over these devices; the cost is {lever.costs}", lever.keys)
     return None
 
 
 def _vocabulary(case: Case, finding: Finding) -> Remedy | None:
-    """Returns a tensor group, which shards the head. Its gradient is summed over a device's tokens before it is
-    reduced."""
+    """Returns a tensor group, which shards the vocabulary head. The gradient of the head is summed over all tokens of
+    a device before it is reduced."""
     shared = math.gcd(case.axes["fsdp"], case.flat["model.n_kv_heads"], _MAX_TENSOR)
-    here = int(case.report.target.get("devices_per_host") or shared)
-    size = math.gcd(shared, here)
+    devices_per_host = int(case.report.target.get("devices_per_host") or shared)
+    size = math.gcd(shared, devices_per_host)
     if case.axes["tensor"] > 1 or size < 2:
         return None
     return Remedy(
-        f"shard the vocabulary, with heads and MLP, over {size} devices; an update has 1/{size} of the sequences "
-        "then, unless batch.micro or the accumulation is raised",
+        f"shard the vocabulary, attention heads and MLP over {size} devices; an update then has 1/{size} of the "
+        "sequences unless batch.micro or the accumulation is raised",
         {"mesh.tensor": str(size)},
     )
 
 
-def _less_kept(case: Case, finding: Finding) -> Remedy | None:
-    keys = _open(case, "remat.policy")
-    return Remedy("a remat policy that fits by itself", keys) if keys else None
+def _smaller_policy(case: Case, finding: Finding) -> Remedy | None:
+    keys = _first_lever_keys(case, "remat.policy")
+    return Remedy("set a remat policy that fits without XLA's own recomputation", keys) if keys else None
 
 
-def _small_moments(case: Case, finding: Finding) -> Remedy | None:
-    keys = _open(case, "optimizer.name")
-    return Remedy("8-bit moments, which change the arithmetic, or a host with more memory", keys) if keys else None
+def _quantized_moments(case: Case, finding: Finding) -> Remedy | None:
+    keys = _first_lever_keys(case, "optimizer.name")
+    return Remedy("use 8-bit moments, which change the arithmetic, or a host with more memory", keys) if keys else None
 
 
 def _no_prefetch(case: Case, finding: Finding) -> Remedy | None:
@@ -125,8 +136,8 @@ def _no_prefetch(case: Case, finding: Finding) -> Remedy | None:
 
 
 def _smaller_room(case: Case, finding: Finding) -> Remedy | None:
-    found = smaller_room(*case.routing) if case.routing else None
-    return Remedy(finding.remedy, {"model.capacity_factor": f"{found[0]:g}"}) if found else None
+    smaller = smaller_room(*case.routing) if case.routing else None
+    return Remedy(finding.remedy, {"model.capacity_factor": f"{smaller[0]:g}"}) if smaller else None
 
 
 def _even_stages(case: Case, finding: Finding) -> Remedy | None:
@@ -138,24 +149,26 @@ def _even_stages(case: Case, finding: Finding) -> Remedy | None:
 
 
 def _smaller_state(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the fewest levers that bring the state under the limit."""
+    """Returns the smallest set of levers that brings the state below the memory limit of a device."""
     report, limit = case.report, case.report.limit_bytes or 0
     chosen = _fewest_levers(report, limit)
     if not chosen:
         devices = int(report.target.get("n_devices") or 1)
         needed = math.ceil(_state_bytes(report) * devices / limit)
-        return Remedy(f"no set of its levers leaves less: take {needed} devices or more, under zero3", {})
+        return Remedy(f"no set of memory savings is enough: use {needed} devices or more with mesh.strategy=zero3", {})
     keys: dict[str, str] = {}
     for lever in chosen:
         keys |= lever.keys
     costs = "; ".join(dict.fromkeys(lever.costs for lever in chosen if lever.costs))
     size = human(_state_bytes(report, chosen))
-    return Remedy(f"the cheapest levers that leave less, {size} of state: {costs}", keys)
+    return Remedy(f"the cheapest savings that fit leave {size} of state; their costs: {costs}", keys)
 
 
 def _fewest_levers(report: ReportRecord, limit: int) -> Sequence[Lever]:
-    """Returns the fewest open levers that bring the state under the limit; of sets of equal size, the cheapest; () if
-    none does."""
+    """Returns the smallest set of unused levers that brings the state below the limit; () if no set does.
+
+    If several sets of equal size do, the set with the lowest cost in time is returned.
+    """
     whole = _state_bytes(report)
     levers = [
         lever
@@ -170,7 +183,7 @@ def _fewest_levers(report: ReportRecord, limit: int) -> Sequence[Lever]:
 
 
 def _state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
-    """Returns the least bytes of state on a device with these levers."""
+    """Returns the minimum bytes of state on one device if these levers are used."""
     size = 0.0
     for row in STATE:
         left = math.prod(1 - lever.frees.get(row, 0.0) for lever in levers)
@@ -179,25 +192,29 @@ def _state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
 
 
 def _fits_host(report: ReportRecord, lever: Lever, whole: int) -> bool:
-    """Returns whether the host has room for what a lever moves there; True if its memory is unknown."""
+    """Returns whether the host has room for the state that a lever moves there. Returns True if the host's memory is
+    unknown."""
     if not any(key.startswith("offload.") for key in lever.keys):
         return True
     moved = whole - _state_bytes(report, [lever])
-    here = min(int(report.target.get("devices_per_host") or 1), int(report.target.get("n_devices") or 1))
+    devices = min(int(report.target.get("devices_per_host") or 1), int(report.target.get("n_devices") or 1))
     available = int(report.target.get("host_memory_bytes") or 0)
-    return not available or (report.host_bytes + moved) * here <= available
+    return not available or (report.host_bytes + moved) * devices <= available
 
 
 # ---- memory that is left over ---------------------------------------------------------------------------------------
 
 
 class _Keeping(NamedTuple):
-    """A change of the remat policy that keeps more activations. Bytes and FLOPs are by formula.
+    """A change of the remat policy that saves more activations instead of recomputing them. Bytes and FLOPs are from
+    formulas.
 
-    Fields:
-        name: in words. policy: a row of remat.policy. keys: config keys to set.
-        adds: bytes that it adds on each device. spares: share of the model's FLOPs, 0 to 1, that is no longer
-            recomputed.
+    Attributes:
+        name: the change in words.
+        policy: a value of `remat.policy`.
+        keys: the config keys to set, dotted key -> text.
+        adds: the bytes that it adds on each device.
+        spares: the FLOPs that are no longer recomputed, as a fraction of the model's FLOPs, 0 to 1.
     """
 
     name: str
@@ -208,8 +225,9 @@ class _Keeping(NamedTuple):
 
 
 def _keep_more(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the remat policy, or the number of layers under it, that should fit and spares the most FLOPs."""
-    spare = spare_memory.spare_of(case.report)
+    """Returns the remat policy that should fit and avoids the most recomputation, for all layers or for the first
+    layers."""
+    spare = spare_memory.measure_spare(case.report)
     if spare is None:
         return None
     fitting: list[_Keeping] = []
@@ -224,20 +242,23 @@ def _keep_more(case: Case, finding: Finding) -> Remedy | None:
             fitting.append(partly)
     fitting = [plan for plan in fitting if plan.spares >= SPARED]
     if not fitting:
-        words = "remat.policy=auto keeps what fits: the least recomputation, found by compiling"
+        words = "remat.policy=auto compiles plans to find the least recomputation that fits"
         return Remedy(words, _policy_keys(case, "auto"), spare.message, spare.free)
     best = max(fitting, key=lambda plan: (round(plan.spares, 2), -plan.adds))
     left = max(spare.recomputed - best.spares, 0.0)
     words = (
-        f"{best.name} should fit by the formula: it keeps {human(best.adds)} more, of the {human(spare.free)} free, "
-        f"and leaves {f'{left:.0%}' if left >= 0.005 else 'nothing'} recomputed"
+        f"{best.name} should fit by the formula: it keeps another {human(best.adds)} of activations in the "
+        f"{human(spare.free)} that are free, and then {f'{left:.0%}' if left >= 0.005 else 'nothing'} is recomputed"
     )
     return Remedy(words, best.keys, spare.message, int(best.adds))
 
 
 def _all_layers(case: Case, policy: str, recomputed: float) -> _Keeping | None:
-    """Returns all layers under a policy, compared with the residuals that the compiled program keeps at its peak; None
-    if the formulas do not cover it, or it keeps no more."""
+    """Returns the change that puts all layers under a policy.
+
+    The bytes are compared with the residuals that the compiled program stores at its peak. Returns None if the
+    formulas do not cover the policy, or if it stores no more than the current policy.
+    """
     none, now, then = (_formula(case, name) for name in ("none", case.flat["remat.policy"], policy))
     if none is None or then is None or none.hardware_flops is None or then.hardware_flops is None:
         return None
@@ -252,7 +273,8 @@ def _all_layers(case: Case, policy: str, recomputed: float) -> _Keeping | None:
 
 
 def _some_layers(case: Case, plan: _Keeping, free: int) -> _Keeping | None:
-    """Returns as many layers under a plan's policy as should fit, the others unchanged; None if no layer fits."""
+    """Returns the change that puts as many first layers under the plan's policy as should fit; None if not one layer
+    fits."""
     flat, layers = case.flat, case.flat["model.n_layers"]
     if flat["remat.layers"] or flat["remat.policy"] not in _KEEPING or case.axes["stage"] > 1:
         return None
@@ -260,13 +282,13 @@ def _some_layers(case: Case, plan: _Keeping, free: int) -> _Keeping | None:
     count = min(int(FILL * free * layers / plan.adds), layers - 1) // unroll * unroll
     if count < 1:
         return None
-    name, share = f"{plan.policy} in the first {count} of {layers} layers", count / layers
+    name, fraction = f"{plan.policy} in the first {count} of {layers} layers", count / layers
     keys = {"remat.layers": f"0-{count}:{plan.policy}"}
-    return _Keeping(name, plan.policy, keys, plan.adds * share, plan.spares * share)
+    return _Keeping(name, plan.policy, keys, plan.adds * fraction, plan.spares * fraction)
 
 
 def _formula(case: Case, policy: str) -> reconcile.Formula | None:
-    """Returns the formulas' figures of a case under a policy; None if they do not cover it."""
+    """Returns the formulas' figures of the config under a policy; None if the formulas do not cover it."""
     if policy not in (*_KEEPING, "dots_no_batch", "offload_dots", "none") or case.flat["precision.preset"] == "fp8":
         return None
     settled = {f"mesh.{axis}": size for axis, size in case.axes.items()} | {"segments": ()}
@@ -277,7 +299,8 @@ def _formula(case: Case, policy: str) -> reconcile.Formula | None:
 
 
 def _policy_keys(case: Case, policy: str) -> dict[str, str]:
-    """Returns the keys of a policy for all layers. Keys that contradict it are cleared."""
+    """Returns the keys that put all layers under a policy. Keys of the config that contradict the policy are
+    cleared."""
     cleared = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat.get(key)}
     return {"remat.policy": policy, **cleared}
 
@@ -287,8 +310,8 @@ REMEDIES: Mapping[str, Callable[[Case, Finding], Remedy | None]] = {
     "full_logits": _chunked_loss,
     "whole_state": _zero3,
     "unsharded_gradients": _vocabulary,
-    "xla_remat": _less_kept,
-    "host_memory": _small_moments,
+    "xla_remat": _smaller_policy,
+    "host_memory": _quantized_moments,
     "lasting_gathers": _no_prefetch,
     "large_collective": _no_prefetch,
     "empty_expert_rows": _smaller_room,

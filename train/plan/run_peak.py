@@ -1,4 +1,5 @@
-"""Memory of a run outside the step: the batches that the loop keeps on a device, and the run's other programs."""
+"""Predicts the memory of a run outside the training step: batches that wait on the device, and the run's other
+programs."""
 
 from collections.abc import Iterator
 
@@ -7,18 +8,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bytescope.memory.devices.compiler import stats_of
-from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.train.generate.training_sample import sample_bytes
 from bytescope.train.program.program import Program, init_state
-from bytescope.train.step.optimizer.host_offload import chosen, device_bytes, device_sizes, turns
+from bytescope.train.step.optimizer.host_offload import device_bytes, device_sizes, jit_leaves, leaf_groups
 
 
 def loop_overhead(program: Program) -> LoopOverhead:
-    """Returns the bytes that the loop keeps on a device in addition to a call's arguments, for the report.
+    """Returns the bytes that the training loop keeps on a device in addition to the arguments of one call of the step.
 
-    While the last call of an update runs, the update's other batches are still on the device, and the next update's
-    batches are there already (train/run/feed.py). The call's own batch is among its arguments. The metrics of the
+    While the last call of an update runs, the device still has the other batches of this update, and already the
+    batches of the next update (train/run/feed.py). The call's own batch is one of its arguments. The metrics of the
     previous update have not been read yet.
     """
     batch = tuple(device_sizes(program.batch_shapes))
@@ -26,11 +27,13 @@ def loop_overhead(program: Program) -> LoopOverhead:
 
 
 def peaks(program: Program) -> dict[str, int]:
-    """Returns the peak bytes of each other program of a run on one device, including the state.
+    """Returns program -> peak bytes on one device, including the training state, for the programs of a run other than
+    the step.
 
-    Each is compiled for the program's devices, which may be described ones. "init": in turns if some of the state goes
-    to host memory. "evaluation": of one held-out micro-batch while the next is on the device. "sample": the text at
-    the end of a run. The peak of a run is the maximum of these and of its step.
+    The programs are "init"; "evaluation", of one held-out micro-batch while the next one is on the device; and
+    "sample", the text at the end of a run, if the config asks for it. Each is compiled for the program's devices,
+    which may be described devices without hardware. The peak of a run is the maximum of these peaks and of the peak of
+    the step.
     """
     state = device_bytes(program.state)
     batch = device_bytes(program.eval_shapes)
@@ -43,13 +46,16 @@ def peaks(program: Program) -> dict[str, int]:
 
 def _own_bytes(lowered: jax.stages.Lowered) -> int:
     """Returns the bytes of a program's temporaries and results on one device."""
-    with kept_back():
+    with hold_back_log():
         stats = stats_of(lowered.compile())
     return stats.own_bytes if stats else 0
 
 
 def _turns_of_init(program: Program) -> Iterator[int]:
-    """Yields the bytes of each turn of `Program.init`: its own, and the results of earlier turns on the device."""
+    """Yields the bytes of each turn of `Program.init`: of the turn's own program, plus the results of earlier turns.
+
+    If part of the state goes to host memory, `init` makes the state in several turns.
+    """
 
     def make(seed):
         return init_state(
@@ -61,7 +67,7 @@ def _turns_of_init(program: Program) -> Iterator[int]:
 
     # The sharding names the devices, because results in host memory do not.
     seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.layout.sharding())
-    leaves, made = jax.tree.leaves(program.state), 0
-    for places in turns(program.state):
-        yield made + _own_bytes(chosen(make, leaves, places).lower(seed))
-        made += device_bytes([leaves[place] for place in places])
+    leaves, earlier_bytes = jax.tree.leaves(program.state), 0
+    for indices in leaf_groups(program.state):
+        yield earlier_bytes + _own_bytes(jit_leaves(make, leaves, indices).lower(seed))
+        earlier_bytes += device_bytes([leaves[index] for index in indices])

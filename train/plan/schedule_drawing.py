@@ -1,4 +1,8 @@
-"""A schedule in the terminal: a row a stage, a column a tick, and its figures; several schedules in a table."""
+"""Draws pipeline schedules on the terminal: a row per stage, a column per tick, and figures. Several schedules form a
+table.
+
+A tick is the time in which a stage runs at most one chunk of layers forward and one backward.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from fractions import Fraction
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from bytescope.memory.view.text_layout import Prose, ignoring
+from bytescope.memory.view.text_layout import Prose, unwrapped
 from bytescope.memory.view.text_table import FigureTable, figure, label, words
 from bytescope.train.pipeline import schedule_figures
 from bytescope.train.pipeline.published_schedules import PUBLISHED
 from bytescope.train.pipeline.schedule import IDLE, Schedule
 from bytescope.train.pipeline.schedules import SCHEDULES
 
-# (forward, backward, weights) in a tick -> its letter, and its style.
+# (forward pass, backward pass, gradients of weights) that a stage runs in a tick -> the letter and its style.
 MARKS = {
     (False, False, False): ("·", "dim"),
     (False, False, True): ("w", "green"),
@@ -29,7 +33,8 @@ MARKS = {
 
 
 class ScheduleGrid:
-    """The table of a schedule: its middle is left out where there are more ticks than columns."""
+    """The drawing of one schedule. If there are more ticks than terminal columns, the ticks in the middle are left
+    out."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -48,7 +53,7 @@ class ScheduleGrid:
                 if cut and number == left:
                     line.append("…", style="dim")
                 line.append(*self._mark(tick, stage))
-            yield ignoring(line)
+            yield unwrapped(line)
         if cut:
             yield Prose(f"{schedule.ticks - len(ticks)} of {schedule.ticks} ticks in the middle are left out", "dim")
 
@@ -59,16 +64,19 @@ class ScheduleGrid:
 
 
 def share(value: float | Fraction) -> str:
-    """A share in per cent."""
+    """Returns a fraction as a percentage, such as "12.5%"."""
     return f"{100 * float(value):.1f}%"
 
 
 def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableType:
-    """One schedule; layers: those of each virtual stage, where the model is known."""
-    found, (formula, least) = schedule_figures.simulate(schedule), schedule_figures.expected_bubble(schedule)
+    """Returns the drawing and the figures of one schedule.
+
+    layers: number of layers of each virtual stage (chunk of layers); None if the model is unknown.
+    """
+    simulated, (formula, bubble) = schedule_figures.simulate(schedule), schedule_figures.expected_bubble(schedule)
     table = FigureTable(figure("stage"), figure("layers"), figure("stash slots"), figure("stash"), figure("idle"))
     for stage, (slots, stash, idle) in enumerate(
-        zip(schedule.stash_slots, schedule_figures.stash_by_stage(schedule), found.idle)
+        zip(schedule.stash_slots, schedule_figures.stash_by_stage(schedule), simulated.idle)
     ):
         own = "" if layers is None else "+".join(str(layers[k]) for k in schedule.placement[stage])
         table.add(str(stage), own, str(slots), f"{float(stash):.3f}", share(idle))
@@ -79,23 +87,27 @@ def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableT
             style="bold",
         ),
         ScheduleGrid(schedule),
-        Prose("f forward  b backward  X both in one tick  w gradients of weights  · idle", "dim"),
+        Prose("f forward  b backward  X both in one tick  w gradients of weights only  · idle", "dim"),
         Text(),
         table,
         Text(),
         Prose(
-            f"bubble {share(found.bubble)} with the blocks recomputed, where a stage waits for what it reads alone; "
-            f"{formula} is {share(least)}"
+            f"bubble {share(simulated.bubble)} if blocks are recomputed and a stage waits only for its inputs; "
+            f"the formula {formula} gives {share(bubble)}"
         ),
         Prose(
-            "stash: in units of what all layers keep of one micro-batch; one program runs on all stages, so that "
-            f"each allocates what the fullest needs: {float(max(schedule_figures.stash_by_stage(schedule))):.3f}"
+            "stash: saved activations, relative to those of all layers for one micro-batch; all stages run one "
+            "program, so each allocates as much as the fullest stage: "
+            f"{float(max(schedule_figures.stash_by_stage(schedule))):.3f}"
         ),
     )
 
 
 def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]] = ()) -> RenderableType:
-    """All schedules of the same stages and micro-batches; refused: those that do not exist for them, and why."""
+    """Returns a table of several schedules for the same numbers of stages and micro-batches.
+
+    refused: pairs (name, reason) of the schedules that do not exist for these numbers.
+    """
     table = FigureTable(
         label("schedule"),
         figure("chunks"),
@@ -108,7 +120,7 @@ def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]]
     )
     for one in schedules:
         published = schedule_figures.published_stash(one.name, one.stages, one.micro_batches, one.virtual)
-        bubbles = [share(schedule_figures.simulate(one, recomputed=again).bubble) for again in (True, False)]
+        bubbles = [share(schedule_figures.simulate(one, recomputed=flag).bubble) for flag in (True, False)]
         table.add(
             one.name,
             str(one.virtual),
@@ -124,8 +136,9 @@ def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]]
         *notes,
         Text(),
         Prose(
-            "stash: of the fullest stage, in units of what all layers keep of one micro-batch; published: programs of "
-            "which every stage has its own. bubble: time beyond the work of 1F1B, with blocks recomputed or kept."
+            "stash: saved activations of the fullest stage, relative to those of all layers for one micro-batch. "
+            "published: the stash in the paper, where every stage runs its own program. bubble: time in addition to "
+            "the work of 1F1B, if blocks are recomputed and if their activations are kept."
         ),
         Text(),
         *_published(schedules),
@@ -133,7 +146,8 @@ def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]]
 
 
 def _published(schedules: Sequence[Schedule]) -> list[RenderableType]:
-    """The papers' schedules for as many stages and micro-batches, beside the nearest of ours."""
+    """Returns a table of the papers' schedules for the same numbers of stages and micro-batches, beside our nearest
+    schedule."""
     stages, micro_batches = schedules[0].stages, schedules[0].micro_batches
     ours = {one.name: one for one in schedules}
     table = FigureTable(
@@ -166,7 +180,9 @@ def _published(schedules: Sequence[Schedule]) -> list[RenderableType]:
             row.differs,
         )
     return [
-        Text("as the papers count, a program for each stage, and the nearest of ours", style="bold"),
+        Text("published schedules, with one program per stage, and our nearest schedule", style="bold"),
         table,
-        Prose("activations kept; gradients of inputs and of weights take as long as a forward pass", "dim"),
+        Prose(
+            "activations are kept; the gradients of inputs and of weights each take as long as a forward pass", "dim"
+        ),
     ]

@@ -1,4 +1,5 @@
-"""Schedules of pipelines as a page: each drawn with its micro-batches, and the stash and idle share of its stages."""
+"""Renders pipeline schedules as an HTML page: a drawing of the micro-batches, and the stash and idle time of each
+stage."""
 
 from __future__ import annotations
 
@@ -15,17 +16,21 @@ from bytescope.train.pipeline.schedule import IDLE, Schedule
 from bytescope.train.pipeline.schedules import SCHEDULES
 from bytescope.train.plan.schedule_drawing import share
 
-# Columns and rows of a tick, in the units of the drawing.
-WIDE, HIGH = 22, 30
-# Kind of a unit -> (its table, its place among the units of a tick).
-KINDS = {"forward": 0, "backward": 1, "weights": 1}
+# Width of a tick and height of a stage, in the units of the drawing.
+TICK_WIDTH, STAGE_HEIGHT = 22, 30
+# Kind of work -> whether it is drawn in the upper half of its tick (0) or in the lower half (1).
+HALVES = {"forward": 0, "backward": 1, "weights": 1}
 
 
 def render(schedules: Sequence[Schedule], layers: Sequence[Sequence[int] | None]) -> str:
-    """The page, as text. layers: of each schedule those of its virtual stages, None where no model is known."""
+    """Returns the HTML page of the schedules.
+
+    layers: for each schedule, the number of layers of each virtual stage (chunk of layers); None if the model is
+    unknown.
+    """
     first = schedules[0]
     title = f"Pipeline of {first.stages} stages, {first.micro_batches} micro-batches"
-    shown = [_shown(one, own) for one, own in zip(schedules, layers)]
+    records = [_template_values(one, own) for one, own in zip(schedules, layers)]
     return page(
         "pipeline",
         title,
@@ -35,15 +40,16 @@ def render(schedules: Sequence[Schedule], layers: Sequence[Sequence[int] | None]
         versions="",
         figures=[
             {"name": one["name"], "value": one["stash"], "note": f"stash, {one['bubble']} bubble", "exact": ""}
-            for one in shown
+            for one in records
         ],
-        schedules=shown,
+        schedules=records,
         published=_published(schedules),
     )
 
 
 def _published(schedules: Sequence[Schedule]) -> PageTable | None:
-    """The papers' schedules for as many stages and micro-batches; None beside one schedule alone."""
+    """Returns a table of the papers' schedules for the same numbers of stages and micro-batches; None for a single
+    schedule."""
     if len(schedules) < 2:
         return None
     sizes = schedules[0].stages, schedules[0].micro_batches
@@ -58,53 +64,52 @@ def _published(schedules: Sequence[Schedule]) -> PageTable | None:
     return page_table(TableView(columns, list(PUBLISHED.items())))
 
 
-def _shown(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
-    """What the template shows of a schedule."""
-    found, stash = schedule_figures.simulate(schedule), schedule_figures.stash_by_stage(schedule)
-    formula, least = schedule_figures.expected_bubble(schedule)
-    most = max(stash)
+def _template_values(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
+    simulated, stash = schedule_figures.simulate(schedule), schedule_figures.stash_by_stage(schedule)
+    formula, bubble = schedule_figures.expected_bubble(schedule)
+    largest = max(stash)
     stages = [
         {
             "number": stage,
             "slots": slots,
             "stash": f"{float(own):.3f}",
-            "width": float(120 * own / most),
+            "width": float(120 * own / largest),
             "idle": share(idle),
             "layers": "" if layers is None else " + ".join(str(layers[k]) for k in schedule.placement[stage]),
         }
-        for stage, (slots, own, idle) in enumerate(zip(schedule.stash_slots, stash, found.idle))
+        for stage, (slots, own, idle) in enumerate(zip(schedule.stash_slots, stash, simulated.idle))
     ]
     return {
         "name": schedule.name,
         "summary": SCHEDULES[schedule.name].summary,
         "virtual": schedule.virtual,
         "ticks": schedule.ticks,
-        "stash": f"{float(most):.3f}",
-        "bubble": share(found.bubble),
+        "stash": f"{float(largest):.3f}",
+        "bubble": share(simulated.bubble),
         "stages": stages,
-        "formula": f"{formula} {share(least)}",
-        "width": schedule.ticks * WIDE + 70,
-        "height": schedule.stages * HIGH + 20,
+        "formula": f"{formula} {share(bubble)}",
+        "width": schedule.ticks * TICK_WIDTH + 70,
+        "height": schedule.stages * STAGE_HEIGHT + 20,
         "units": _units(schedule),
     }
 
 
 def _units(schedule: Schedule) -> list[dict[str, Any]]:
-    """Each unit as a rectangle: the forward pass in the upper half of its tick, the others in the lower."""
-    found = []
-    for kind, place in KINDS.items():
+    """Returns the rectangles of the drawing, one for each micro-batch that passes through a chunk of layers."""
+    units = []
+    for kind, half in HALVES.items():
         table = getattr(schedule, kind)
         for tick, stage in zip(*(table[:, :, 0] != IDLE).nonzero()):
             m, chunk, slot = map(int, table[tick, stage])
-            found.append(
+            units.append(
                 {
                     "kind": kind,
                     "dim": chunk % 2,
-                    "x": 70 + int(tick) * WIDE,
+                    "x": 70 + int(tick) * TICK_WIDTH,
                     "label": m,
-                    "y": int(stage) * HIGH + place * (HIGH // 2 - 2),
+                    "y": int(stage) * STAGE_HEIGHT + half * (STAGE_HEIGHT // 2 - 2),
                     "title": f"tick {tick}, stage {stage}: {kind} of micro-batch {m}, chunk {chunk} (virtual "
                     f"stage {schedule.placement[stage][chunk]}), slot {slot}",
                 }
             )
-    return found
+    return units

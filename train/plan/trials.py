@@ -1,4 +1,7 @@
-"""Compiles variants of one config in worker processes: each once, cached, in parallel, until a limit or Ctrl-C."""
+"""Compiles variants of one config in parallel worker processes, with a cache. Each variant is compiled only once.
+
+A limit on compiles or seconds, or Ctrl-C, stops the search.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +26,34 @@ from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import plan_keys, remat_keys
 
-# Keys as the command line gives them: dotted key -> text.
+# Config keys as the command line gives them: dotted key -> text.
 Keys = Mapping[str, str]
 
 
 class Stopped(Exception):
-    """Ends a search, which keeps its results. The argument says why: Ctrl-C, or a limit on time or compiles."""
+    """Raised to end a search early. Its results so far are kept. The argument is the reason: Ctrl-C, or a limit on
+    time or compiles."""
 
 
 @dataclasses.dataclass
 class Trials:
-    """Compiles variants of a config on a target.
+    """Compiles variants of a config for a target.
 
-    Fields:
-        config, overrides: as the command line gives them. A variant that sets the same key replaces an override.
-        pool: the workers. cache: the folder of finished rows, None for no cache.
-        progress: called with the labels of the running jobs and the number of finished ones.
-        most, seconds: maximum number of compiles, without rows from the cache, and seconds after which no compile
-            starts; then `Stopped` is raised.
-        factory: makes the programs of configs.
-        compiles: number of programs compiled so far, without rows from the cache.
+    Attributes:
+        config: the config as the command line names it.
+        target: the target to compile for.
+        overrides: pairs (dotted key, text) as the command line gives them. A variant that sets the same key replaces
+            an override.
+        pool: the worker processes.
+        cache: the folder of finished rows; None for no cache.
+        progress: called with the labels of the running jobs and the number of finished jobs.
+        max_compiles: maximum number of compiles, not counting rows from the cache. At the limit, `Stopped` is raised.
+        seconds: time limit in seconds. After it no compile starts and `Stopped` is raised.
+        factory: builds the programs of configs.
+        compiles: number of programs compiled so far, not counting rows from the cache.
 
-    Raises ReportError for a target whose rates are unknown.
+    Raises:
+        ReportError: the rates of the target are unknown.
     """
 
     config: str
@@ -53,7 +62,7 @@ class Trials:
     pool: worker_pool.Pool
     cache: Path | None
     progress: worker_pool.Progress = lambda labels, done: None
-    most: float = math.inf
+    max_compiles: float = math.inf
     seconds: float = math.inf
     factory: ProgramFactory = FACTORY
 
@@ -63,25 +72,38 @@ class Trials:
         self._done: dict[str, dict[str, Any]] = {}
         rates = ranking.large(self.target)
         if rates is None:
-            raise ReportError(f"target {self.target.name}: its rates are unknown, so no time can be predicted")
+            raise ReportError(
+                f"target {self.target.name}: no time can be predicted, because the FLOP/s and bytes/s of its devices "
+                "are unknown: give the rates file of bytescope calibrate with --rates=FILE"
+            )
         self.rates = rates
 
     def flat(self, keys: Keys) -> Mapping[str, Any]:
-        """Returns the whole config of a variant, dotted key -> value. Raises UserError for an invalid one."""
+        """Returns the whole config of a variant, dotted key -> value. Raises UserError for an invalid variant."""
         return self.factory.resolve(self._overrides(keys))
 
     def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
-        """Returns a worker's answer for each variant, `{"status": why}` for one that cannot run. Raises Stopped."""
+        """Returns the worker's answer for each variant. An answer is `{"status": reason}` if the variant cannot run.
+
+        Raises:
+            Stopped: no more compiles are allowed.
+        """
         return self._ask([self.job(keys) for keys in variants])
 
     def done(self, keys: Keys) -> dict[str, Any] | None:
-        """Returns the answer for a variant, None if it has not been compiled."""
+        """Returns the worker's answer for a variant; None if the variant has not been compiled."""
         return self._done.get(self.job(keys).name)
 
     def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> worker_pool.Job:
-        """Returns the job that compiles a variant; target: another one than the search's."""
-        shown = [(key.rpartition(".")[2], text) for key, text in keys.items() if text not in ("()", "")]
-        label = ", ".join(f"{name}={text}" for name, text in shown)
+        """Returns the job that compiles a variant.
+
+        Args:
+            keys: the keys of the variant.
+            describe: whether the worker describes the variant for the remat search instead of compiling it.
+            target: the target to compile for; "" for the target of the search.
+            measure: whether the worker also runs and times the step.
+        """
+        label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in keys.items() if text not in ("()", ""))
         return self._jobs.job(
             self._overrides(keys),
             target or self.target.name,
@@ -108,12 +130,13 @@ class Trials:
         return [self._done[job.name] for job in jobs]
 
     def _compile(self, jobs: Sequence[worker_pool.Job]) -> None:
-        """Compiles jobs into `_done`. Raises Stopped if a limit or Ctrl-C leaves some of them out."""
-        if self.compiles >= self.most:
+        """Compiles the jobs and stores the answers in `_done`. Raises Stopped if a limit or Ctrl-C leaves out a
+        job."""
+        if self.compiles >= self.max_compiles:
             raise Stopped(self._limit())
         if time.monotonic() - self._began > self.seconds:
             raise Stopped(f"the time limit ({self.seconds:g} s) was reached")
-        allowed = jobs[: int(min(self.most - self.compiles, len(jobs)))]
+        allowed = jobs[: int(min(self.max_compiles - self.compiles, len(jobs)))]
         answers, interrupted = worker_pool.ask(self.pool, allowed, cache=self.cache, progress=self.progress)
         self._done |= answers
         self.compiles += sum(not job.method for job in allowed if job.name in answers)
@@ -138,11 +161,13 @@ class Trials:
         """Returns the search for the least recomputation of a variant.
 
         Args:
-            cost: a row of `memory.remat.remat_problem.COSTS`. offload: whether tensors may go to host memory.
+            keys: the keys of the variant.
+            cost: the cost to minimize, a key of `memory.remat.remat_problem.COSTS`.
+            offload: whether tensors may be moved to host memory.
             tell: called with each compiled plan.
 
         Raises:
-            ReportError: the variant cannot run, or nothing is known of its blocks.
+            ReportError: the variant cannot run, or its blocks cannot be described.
             Stopped: no more compiles are allowed.
         """
         full_keys = {**keys, **remat_keys(FULL)}
@@ -170,7 +195,7 @@ class Trials:
             variants = [{**keys, **plan_keys(plan)} for plan in plans]
             try:
                 return [self.compiled(answer) for answer in self.compile(variants)]
-            except Stopped:  # finished plans count all the same
+            except Stopped:  # the plans that were compiled before the stop still count
                 for plan, variant in zip(plans, variants):
                     answer = self.done(variant)
                     if answer is not None:
@@ -180,23 +205,25 @@ class Trials:
         return RematSearch(problem, compile_plans, tell)
 
     def predicted(self, answer: Mapping[str, Any]) -> StepPrediction:
-        """Predicts the seconds of an update of a compiled variant. Raises ReportError if that is not possible."""
-        found = step_prediction.of_answer(answer)
-        if found is None:
+        """Returns the predicted seconds per update of a compiled variant. Raises ReportError if they cannot be
+        predicted."""
+        prediction = step_prediction.predict_answer(answer)
+        if prediction is None:
             why = (
                 step_prediction.missing(bool(answer.get("schedule")), self.target.to_json())
                 or "nothing in this program takes time"
             )
-            raise ReportError(f"target {self.target.name}: no seconds are predicted: {why}")
-        return found
+            raise ReportError(f"target {self.target.name}: no time can be predicted: {why}")
+        return prediction
 
     @property
     def host_budget(self) -> float:
-        """Bytes of host memory for one device."""
+        """Bytes of host memory available per device."""
         return self.target.host_bytes_per_device
 
     def compiled(self, answer: Mapping[str, Any]) -> PlanFigures:
-        """Returns a worker's answer as the search takes it: bytes on one device, seconds and FLOPs of one update."""
+        """Converts a worker's answer for the remat search: bytes on one device, and predicted seconds and recomputed
+        FLOPs per update."""
         if answer["status"] != "ok":
             return PlanFigures(status=answer["status"])
         return PlanFigures(

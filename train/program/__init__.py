@@ -1,6 +1,5 @@
-"""A config becomes the program that runs.
+"""Turns a config and devices into the program that runs: the step, its abstract arguments and its initializer.
 
-In: a config file with its overrides, and devices. Out: the step that runs, its abstract arguments and its initializer.
 The path, in the order of `program.build`:
 
     config_files.load              file and overrides -> ConfigDict
@@ -9,5 +8,5 @@ The path, in the order of `program.build`:
     program.assemble               Choices -> Program: the traced step is checked once by step_checks.check_traced
     Program.compile_for_report     the compiled step, checked once by step_checks.check_compiled
 
-`remat.policy=auto` is settled between `read_settings` and `check`, by train/plan/remat_auto.py.
+`remat.policy=auto` is resolved between `read_settings` and `check`, by train/plan/remat_auto.py.
 """

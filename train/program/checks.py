@@ -1,8 +1,8 @@
-"""What has to fit together in a config: `check` makes all choices of a program, and refuses what cannot run.
+"""Checks that the settings of a config fit together, and makes all choices of a program.
 
-`check` runs every check once, in a fixed order, so that a config with several mistakes is always refused for the same
-one. Single values are checked before, by `program_settings.read_settings`. What only the traced or the compiled step
-shows is checked afterwards, in `step_checks.py`.
+`check` runs every check once, in a fixed order, so that a config with several mistakes always fails with the same
+error. Single values are checked earlier, by `program_settings.read_settings`. Problems that are visible only in the
+traced or compiled step are checked later, in `step_checks.py`.
 """
 
 import dataclasses
@@ -35,16 +35,16 @@ from bytescope.train.step.optimizer.trainable import check_quantized, frozen_nam
 
 
 def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
-    """Returns what the settings come to on these devices: mesh, kernels, batch, remat policies, frozen parameters.
+    """Returns the choices for the settings on these devices: mesh, kernels, batch, remat policies, frozen parameters.
 
     Raises:
-      ValueError: anything in the config that cannot run there, with the value and the remedy.
+      ValueError: a setting cannot run on these devices. The message has the value and the remedy.
     """
     if settings.remat.policy == AUTO:
         raise ValueError(
-            "remat.policy=auto has to be settled before a program is built: call train.plan.remat_auto.settled_program"
+            "remat.policy=auto must be resolved before a program is built: call train.plan.remat_auto.settled_program"
         )
-    asked_precision = Precision.of(vars(settings.precision))
+    asked_precision = Precision.from_config(vars(settings.precision))
     mesh = settings.mesh
     layout = Layout(
         make_mesh(mesh.sizes, devices),
@@ -59,11 +59,11 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
     matmul = choose_matmul(asked_precision, devices[0])
     precision = dataclasses.replace(asked_precision, matmul=matmul[0])
     model, kernel, moe_kernel = _choose_kernels(settings, precision, layout)
-    batch = BatchAlgebra.of(settings.batch, layout.ranks, settings.seq_len)
+    batch = BatchAlgebra.from_config(settings.batch, layout.ranks, settings.seq_len)
     _check_offload(settings, layout, batch)
     remat = settings.layer_policies(fp8=matmul[0] != "wide")
     _check_unroll(model, remat)
-    compiler_options(settings.xla, mesh.prefetch, devices[0].platform)  # refuses options that the compiler lacks
+    compiler_options(settings.xla, mesh.prefetch, devices[0].platform)  # raises ValueError for options without a GPU
     schedule, stages = _choose_stages(settings, layout, model, remat, batch)
     all_trained = Choices(
         settings=settings,
@@ -87,7 +87,7 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
 
 
 def check_without_devices(settings: Settings) -> None:
-    """Raises ValueError for remat policies that do not exist. It starts no device."""
+    """Raises ValueError if a remat policy does not exist. This check needs no devices."""
     if settings.remat.policy != AUTO:
         settings.layer_policies(fp8=False)
 
@@ -108,81 +108,81 @@ def _check_ring_and_length(settings: Settings, layout: Layout) -> None:
     if context > 1 and model.attention_kind != "gqa":
         raise ValueError(
             f"model.attention_kind={model.attention_kind} with mesh.context={context}: ring "
-            "attention has keys and values of one width; set mesh.context=1"
+            "attention needs keys and values of the same width; set mesh.context=1"
         )
-    parts, shown = 1, []
+    parts, divisors = 1, []
     if context > 1:
         parts = 2 * context
-        shown.append(f"2 x mesh.context {context}")
+        divisors.append(f"2 x mesh.context {context}")
     if settings.mesh.sequence_parallel:
         parts = math.lcm(parts, context * tensor)
-        shown.append(f"tensor {tensor}")
+        divisors.append(f"tensor {tensor}")
     if settings.seq_len % parts:
         raise ValueError(
-            f"data.seq_len={settings.seq_len} is not divisible by {' and '.join(shown)}: make it a "
+            f"data.seq_len={settings.seq_len} is not divisible by {' and '.join(divisors)}: make it a "
             f"multiple of {parts}, or change the mesh"
         )
 
 
 def _check_tiles(settings: Settings, layout: Layout) -> None:
-    """Checks that `model.mlp_chunk` divides a device's positions, and that the policy `custom` keeps nothing in it."""
+    """Checks that `model.mlp_chunk` divides a device's positions, and that the policy `custom` saves no tensor of the
+    MLP with it."""
     chunk, positions = settings.model.mlp_chunk, settings.seq_len // layout.stream_parts
     if not chunk:
         return
     if chunk < positions and positions % chunk:
         near = max(size for size in range(1, chunk) if positions % size == 0)
         raise ValueError(
-            f"model.mlp_chunk={chunk} does not divide the {positions} positions that a device has of "
-            f"data.seq_len={settings.seq_len}: {near} does"
+            f"model.mlp_chunk={chunk} does not divide the {positions} positions per device of "
+            f"data.seq_len={settings.seq_len}: use {near}, which does"
         )
     hidden = {*settings.remat.save, *settings.remat.offload}.intersection(TILED)
     if hidden:
         raise ValueError(
-            f"checkpoint name {min(hidden)!r} is never kept with model.mlp_chunk={chunk}, which recomputes "
-            "the MLP: leave it out, or set model.mlp_chunk=0"
+            f"checkpoint name {min(hidden)!r} cannot be saved with model.mlp_chunk={chunk}, which recomputes "
+            "the MLP: leave the name out, or set model.mlp_chunk=0"
         )
 
 
 def _check_experts(settings: Settings, layout: Layout) -> None:
-    """Checks that experts divide over `mesh.expert`, and that nothing is on that they cannot be combined with."""
+    """Checks that experts are divisible by `mesh.expert`, and that the other settings can be combined with experts."""
     model, parts, dispatch = settings.model, layout.mesh.shape["expert"], settings.mesh.dispatch
     asked = f"model.experts={model.experts}"
     if not model.experts:
         if parts > 1:
             raise ValueError(
-                f"mesh.expert={parts} with model.experts=0: there are no experts to share; set "
+                f"mesh.expert={parts} with model.experts=0: there are no experts to shard; set "
                 "mesh.expert=1, and mesh.fsdp for these devices"
             )
         return
     if model.experts % parts:
         near = math.gcd(model.experts, parts)
         raise ValueError(
-            f"{asked} is not divisible by mesh.expert={parts}: every device holds as many experts; set "
+            f"{asked} is not divisible by mesh.expert={parts}, but every device holds the same number of experts; set "
             f"mesh.expert={near}, and mesh.fsdp for the other devices"
         )
     slots = model.moe_kernel == "capacity"
     if parts > 1 and dispatch != "auto" and slots != (dispatch == "all_to_all"):
         remedy = "mesh.dispatch=all_to_all" if slots else "model.moe_kernel=capacity"
         raise ValueError(
-            f"mesh.dispatch={dispatch} with model.moe_kernel={model.moe_kernel}: slots of fixed number go "
-            f"by all_to_all, rows of varying number by the others; set {remedy}, or mesh.dispatch=auto"
+            f"mesh.dispatch={dispatch} with model.moe_kernel={model.moe_kernel}: a fixed number of slots needs "
+            f"all_to_all, a varying number of rows one of the others; set {remedy}, or mesh.dispatch=auto"
         )
     if settings.precision.preset == "fp8":
         raise ValueError(
-            f"precision.preset=fp8 with {asked}: products of experts are not computed in fp8; choose "
-            "precision.preset=bf16"
+            f"precision.preset=fp8 with {asked}: expert matmuls cannot run in fp8; choose precision.preset=bf16"
         )
     if settings.lora.base != "bf16":
         raise ValueError(
-            f"lora.base={settings.lora.base} with {asked}: weights of experts are not quantized; set lora.base=bf16"
+            f"lora.base={settings.lora.base} with {asked}: expert weights cannot be quantized; set lora.base=bf16"
         )
 
 
 def _choose_kernels(
     settings: Settings, precision: Precision, layout: Layout
 ) -> tuple[ModelConfig, tuple[str, str], tuple[str, str]]:
-    """Returns the model with its kernels, then (attention kernel, reason) and (kernel of the experts, reason)."""
-    model, platform = ModelConfig.of(settings.model), platform_of(layout.mesh.devices.flat[0])
+    """Returns the model with its kernels, then (attention kernel, reason) and (expert kernel, reason)."""
+    model, platform = ModelConfig.from_keys(settings.model), platform_of(layout.mesh.devices.flat[0])
     if settings.seq_len > model.max_seq_len:
         raise ValueError(
             f"data.seq_len={settings.seq_len} is longer than model.max_seq_len="
@@ -201,7 +201,7 @@ def _choose_kernels(
         # XLA's compiler (0.10 to 0.12) would abort the process.
         raise ValueError(
             f"xla.optimization_level={level}: XLA aborts on chunked attention over several devices at "
-            "this level; set model.attention=cudnn or naive, or leave the level empty"
+            "this level; set model.attention=cudnn or naive, or leave xla.optimization_level empty"
         )
     moe_kernel = choose_moe_kernel(model, platform)
     return dataclasses.replace(model, attention=kernel[0], moe_kernel=moe_kernel[0]), kernel, moe_kernel
@@ -212,13 +212,13 @@ def _check_offload(settings: Settings, layout: Layout, batch: BatchAlgebra) -> N
     device = layout.mesh.devices.flat[0]
     asked = "offload.params=true" if settings.offload.params else "offload.optimizer=true"
     if (settings.offload.params or settings.offload.optimizer) and not has_host_memory(device):
-        raise ValueError(f"{asked}: {device.device_kind} has no pinned host memory; set it false")
+        raise ValueError(f"{asked}: {device.device_kind} has no pinned host memory; set the key to false")
     if not settings.offload.params:
         return
     if batch.accumulation > 1:
         raise ValueError(
             f"{asked} with {batch.accumulation} micro-steps per update (batch.accumulation): gradients of "
-            "parameters in host memory go there too, and nothing can sum them there; raise batch.micro, "
+            "parameters in host memory are moved to host memory too, and cannot be summed there; raise batch.micro, "
             "with a remat policy, or set offload.params=false"
         )
     if layout.strategy.stored and not layout.strategy.by_layer:
@@ -236,7 +236,7 @@ def _check_unroll(model: ModelConfig, remat: LayerPolicies) -> None:
             near = max(size for size in range(1, model.unroll) if count % size == 0)
             raise ValueError(
                 f"model.unroll={model.unroll} does not divide the {count} layers of a loop "
-                f"(remat.policy={segment.name}): {near} does; {count} unrolls them all"
+                f"(remat.policy={segment.name}): use {near}, which does, or {count} to unroll all of them"
             )
 
 
@@ -249,7 +249,7 @@ def _choose_stages(
     if stages == 1:
         if virtual > 1:
             raise ValueError(
-                f"pipeline.virtual={virtual} with mesh.stage=1: there are no stages; set "
+                f"pipeline.virtual={virtual} with mesh.stage=1: there is only one stage; set "
                 "mesh.stage, or pipeline.virtual=1"
             )
         return None, None
@@ -264,38 +264,39 @@ def _choose_stages(
         )
     if model.padded_vocab % (stages * tensor):
         raise ValueError(
-            f"{asked} with {model.padded_vocab} rows of the token table, which the stages share: set "
+            f"{asked} with {model.padded_vocab} rows of the token table, which do not divide over the stages: set "
             f"model.vocab_multiple={stages * tensor}"
         )
-    return schedule, Stages.of(model, schedule)
+    return schedule, Stages.divide(model, schedule)
 
 
 def _refused_with_stages(
     settings: Settings, model: ModelConfig, remat: LayerPolicies
 ) -> tuple[tuple[bool, str, str], ...]:
-    """Rows (whether it is asked for, key=value, why it is refused and the remedy) of what a pipeline does not have."""
+    """Returns rows (True if the setting is used, key=value, reason and remedy) of settings that a pipeline does not
+    support."""
     segments, mesh = remat.segments(model.n_layers), settings.mesh
     return (
         (
             settings.batch.mode != "scan",
             f"batch.mode={settings.batch.mode}",
-            "micro-batches of one step pass through the stages; set batch.mode=scan",
+            "the micro-batches of one step must pass through the stages; set batch.mode=scan",
         ),
         (not model.scan, "model.scan=false", "stages hold stacked layers; set model.scan=true"),
         (
             model.experts > 0 and model.moe_every > 1,
             f"model.moe_every={model.moe_every}",
-            "a chunk has its dense layers first; set model.moe_every=1",
+            "a chunk runs its dense layers first; set model.moe_every=1",
         ),
         (
             len(segments) > 1,
             f"remat.layers={','.join(settings.remat.layers)}",
-            "one program runs on all stages; set one remat.policy for all layers",
+            "all stages run one program; set one remat.policy for all layers",
         ),
         (
             any(segment.groups > 1 for segment in segments),
             f"remat.policy={settings.remat.policy}",
-            "a chunk keeps the inputs of its blocks; set remat.policy=full",
+            "a chunk saves the inputs of its blocks; set remat.policy=full",
         ),
         (
             any(segment.policy.offloads for segment in segments),
@@ -305,9 +306,13 @@ def _refused_with_stages(
         (
             settings.optimizer.fused_backward,
             "optimizer.fused_backward=true",
-            "gradients are sums over micro-batches; set it false",
+            "gradients are sums over micro-batches; set optimizer.fused_backward=false",
         ),
-        (settings.offload.params, "offload.params=true", "stages read their layers once a micro-batch; set it false"),
+        (
+            settings.offload.params,
+            "offload.params=true",
+            "stages read their layers once per micro-batch; set offload.params=false",
+        ),
         (
             mesh.context > 1,
             f"mesh.context={mesh.context}",
@@ -316,7 +321,7 @@ def _refused_with_stages(
         (
             settings.pipeline.schedule == "zero_bubble",
             "pipeline.schedule=zero_bubble",
-            "with recomputation its gradients of weights recompute each block once more; set pipeline.schedule=v",
+            "with recomputation its weight gradients recompute each block once more; set pipeline.schedule=v",
         ),
     )
 
@@ -329,15 +334,15 @@ def _choose_adapters(settings: Settings, layout: Layout, model: ModelConfig) -> 
     asked = f"lora.rank={keys.rank}"
     if model.attention_kind != "gqa":
         raise ValueError(
-            f"{asked} with model.attention_kind={model.attention_kind}: adapters are beside the "
+            f"{asked} with model.attention_kind={model.attention_kind}: adapters are available only for the "
             "matrices of gqa; set lora.rank=0"
         )
     shards = math.prod(layout.mesh.shape[axis] for axis in SHARDS)
     lora = Lora(keys.rank, keys.alpha, keys.targets, keys.dropout, shared=keys.rank % shards == 0)
     if settings.optimizer.freeze:
         raise ValueError(
-            f"optimizer.freeze={','.join(settings.optimizer.freeze)} with {asked}, which freezes everything "
-            "but the adapters: leave it empty"
+            f"optimizer.freeze={','.join(settings.optimizer.freeze)} with {asked}, which already freezes everything "
+            "but the adapters: leave optimizer.freeze empty"
         )
     if not MLPS[model.mlp][0] and set(lora.targets) == {"gate"}:
         raise ValueError(
@@ -346,20 +351,20 @@ def _choose_adapters(settings: Settings, layout: Layout, model: ModelConfig) -> 
     dense = model.shared_experts or model.expert_layers < model.n_layers
     if not dense and set(lora.targets) <= {"gate", "up", "down"}:
         raise ValueError(
-            f"lora.targets={','.join(lora.targets)} of a model whose every MLP is a mixture: routed "
+            f"lora.targets={','.join(lora.targets)} of a model in which every MLP is a mixture of experts: routed "
             "experts have no adapters; choose some of q, k, v, o"
         )
     for key, is_asked in (("model.mlp_chunk", model.mlp_chunk > 0), ("mesh.context", settings.mesh.context > 1)):
         if lora.dropout and is_asked:
             raise ValueError(
-                f"lora.dropout={lora.dropout} with {key}: its masks are drawn for whole sequences on one "
+                f"lora.dropout={lora.dropout} with {key}: dropout masks are generated for whole sequences on one "
                 f"device; set lora.dropout=0, or leave {key} at its default"
             )
     return lora
 
 
 def _choose_frozen(choices: Choices) -> frozenset[str]:
-    """Returns the dotted paths of the parameters that are not trained; `choices`: with no parameter frozen."""
+    """Returns the dotted paths of the parameters that are not trained. In `choices` no parameter is frozen yet."""
     model, patterns = choices.model, choices.settings.optimizer.freeze
     biases = model.experts > 0 and model.router_bias
     if not choices.lora and not patterns and not biases:
@@ -374,7 +379,7 @@ def _choose_frozen(choices: Choices) -> frozenset[str]:
 
 
 def _check_frozen(settings: Settings, frozen: Collection[str], precision: Precision) -> None:
-    """Checks that nothing is on that the frozen parameters, dotted paths, cannot be combined with."""
+    """Checks that the other settings can be combined with the frozen parameters (dotted paths)."""
     if not frozen:
         return
     why = f"optimizer.freeze={','.join(settings.optimizer.freeze)}"
@@ -382,12 +387,12 @@ def _check_frozen(settings: Settings, frozen: Collection[str], precision: Precis
         why = f"lora.rank={settings.lora.rank}"
     if settings.offload.params:
         raise ValueError(
-            f"offload.params=true with {why}: frozen parameters stay on the device, and those that are "
-            "trained are few; set offload.params=false"
+            f"offload.params=true with {why}: frozen parameters stay on the device, and there are few trained "
+            "parameters to offload; set offload.params=false"
         )
     products = sorted(name for name in frozen if fnmatchcase(name, "blocks.*.w_*"))
     if precision.matmul != "wide" and products:
         raise ValueError(
-            f"precision.preset=fp8 with {why}: products in fp8 compute the gradient of every weight, that "
-            f"of {products[0]} too; choose precision.preset=bf16"
+            f"precision.preset=fp8 with {why}: fp8 matmuls compute the gradient of every weight, also of the frozen "
+            f"{products[0]}; choose precision.preset=bf16"
         )

@@ -1,4 +1,4 @@
-"""What a config comes to on some devices: the record of all choices that a program is assembled from."""
+"""The record of all choices that a program is assembled from: a config applied to some devices."""
 
 import dataclasses
 from typing import Any
@@ -20,13 +20,20 @@ from bytescope.train.step.optimizer.rules import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What a config comes to on some devices, checked (`checks.check`).
+    """The checked choices for a config on some devices (`checks.check`).
 
-    model, precision: those of the settings, with the kernels that the devices run.
-    kernel: (attention kernel, reason). matmul: (how the matrix products of blocks are computed, reason).
-    moe_kernel: (how the matrix products of experts are computed, reason), the first "" without experts.
-    frozen: dotted paths of the parameters that are not trained. lora: the adapters, None without adapters.
-    schedule, stages: the schedule of a pipeline and the layers of its stages, None without a pipeline.
+    Fields:
+      settings: the config as typed records.
+      layout: the shardings over the mesh.
+      model, precision: those of the settings, with the kernels that the devices run.
+      kernel: (attention kernel, reason).
+      matmul: (how weight matmuls of the blocks are computed, reason).
+      moe_kernel: (how expert matmuls are computed, reason); ("", "") without experts.
+      remat: the remat policy of every layer.
+      batch: the sizes of the batch.
+      frozen: dotted paths of the parameters that are not trained.
+      lora: the adapters, None without adapters.
+      schedule, stages: the schedule of a pipeline and the layers of its stages, None without a pipeline.
     """
 
     settings: Settings
@@ -50,12 +57,12 @@ class Choices:
 
     @property
     def loss(self) -> LossConfig:
-        """The group `loss`."""
+        """The group `loss` of the config."""
         return self.settings.loss
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """The group `optimizer`."""
+        """The group `optimizer` of the config."""
         return self.settings.optimizer
 
     @property
@@ -65,13 +72,14 @@ class Choices:
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Stack -> the layer of each of its rows, of stacks whose layers a pipeline holds in another order."""
+        """Stack name -> the layer index of each of its rows. Only stacks that a pipeline stores in another order than
+        the model's are included."""
         return self.stages.order if self.stages else {}
 
     def transformer(
         self, rngs: nnx.Rngs, *, place: Layout | None = None, remat: LayerPolicies | None = None
     ) -> Transformer:
-        """Returns the model; `place` and `remat` replace the layout and the remat policies of these choices."""
+        """Returns the model. `place` and `remat` replace the layout and the remat policies of these choices."""
         model = Transformer(
             self.model,
             self.precision,
@@ -87,5 +95,6 @@ class Choices:
         return freeze(model, self.frozen, self.precision.compute) if self.frozen else model
 
     def abstract(self, **changes: Any) -> Transformer:
-        """Returns the model without memory: every parameter is a shape. `changes`: keywords of `transformer`."""
+        """Returns the model without allocating memory: every parameter is a shape. `changes`: keyword arguments of
+        `transformer`."""
         return nnx.eval_shape(lambda: self.transformer(nnx.Rngs(params=0), **changes))

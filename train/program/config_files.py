@@ -1,4 +1,4 @@
-"""Config files and their overrides: read with ml_collections, every key checked at once, errors in one line."""
+"""Reads config files and their overrides with ml_collections. All keys are checked, and errors are one line."""
 
 import ast
 import importlib.util
@@ -11,13 +11,13 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.memory.errors import MOST_NEAR, message_of, nearest, one_of
+from bytescope.memory.errors import MAX_SUGGESTIONS, message_of, nearest, suggestion
 from bytescope.train.source import ConfigPath, find_source, shipped
 from bytescope.train.user_errors import UserError
 
 NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-# Names in other programs or in our output -> the last part of our key.
+# Names in other programs or in our output -> the last part of our config key.
 SYNONYMS = {
     "width": "d_model",
     "hidden_size": "d_model",
@@ -37,7 +37,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_tuple(text: str) -> tuple:
-    """`a,b` is ('a', 'b'); `1,2.0` and `(1, 2.0)` are numbers; empty is ()."""
+    """Parses a tuple: `a,b` is ('a', 'b'), `1,2.0` and `(1, 2.0)` are numbers, and empty text is ()."""
 
     def element(item: str) -> Any:
         try:
@@ -59,7 +59,7 @@ PARSERS: dict[type, Callable[[str], Any]] = {
 
 
 def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value; `prefix` is put before each key."""
+    """Returns dotted key -> value of all keys. `prefix` is put before each key."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else {prefix + key: value}
@@ -67,20 +67,21 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 
 def load_flat(name: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
-    """Returns the config that `load` returns as a dict, dotted key -> value."""
+    """Returns the config of `load` as a dict, dotted key -> value."""
     return flatten(load(name, overrides))
 
 
 def purposes() -> dict[str, str]:
-    """Shipped config -> the first paragraph of its docstring, in one line."""
-    found = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in shipped()}
-    return {name: " ".join(text.split("\n\n")[0].split()) for name, text in found.items()}
+    """Returns shipped config name -> the first paragraph of its docstring, in one line."""
+    docstrings = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in shipped()}
+    return {name: " ".join(text.split("\n\n")[0].split()) for name, text in docstrings.items()}
 
 
 def describe_keys() -> list[tuple[str, str, str]]:
     """Returns (dotted key, default as text, meaning) of every key.
 
-    The meaning is the comment of the key's assignment in configs/base.py, on its line or on lines of their own above.
+    The meaning is the comment of the key's assignment in configs/base.py, on the same line or on separate lines above
+    it.
     """
     source = Path(base.__file__).read_text(encoding="utf-8")
     lines, comments = source.splitlines(), _comments(source)
@@ -96,13 +97,13 @@ def describe_keys() -> list[tuple[str, str, str]]:
 
 
 def _comments(source: str) -> dict[int, str]:
-    """Number of a line -> its comment."""
+    """Returns line number -> comment of that line."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
 
 
 def as_text(value: Any) -> str:
-    """Formats a value as the command line takes it: a tuple as a,b, a boolean in lower case."""
+    """Formats a value for the command line: a tuple as a,b and a boolean in lower case."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -111,11 +112,12 @@ def as_text(value: Any) -> str:
 def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     """Returns the config of file `name`, or of the folder of weights `hf:FOLDER`, with overrides applied.
 
-    overrides: (dotted key, text) pairs.
+    Args:
+      overrides: pairs (dotted key, value as text).
 
     Raises:
-      UserError: no such file, a file without get_config(), an unknown key, or a value of the wrong type. Or the model
-        does not match the folder `init.folder`, or the adapters do not match `init.adapter`.
+      UserError: the file does not exist or has no get_config(), a key is unknown, a value has the wrong type, the
+        model does not match the folder `init.folder`, or the adapters do not match `init.adapter`.
     """
     from bytescope.train.weights import finetune
 
@@ -124,7 +126,7 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     if source.weights is not None:
         config = finetune.config_of(source.weights, given)
     else:
-        config = _made_by(source.path)
+        config = _call_get_config(source.path)
         _check_keys(config, source.path)
     for key, text in overrides:
         override(config, key, text)
@@ -137,8 +139,8 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     return config
 
 
-def _made_by(path: Path) -> ConfigDict:
-    """Returns the result of get_config() in a file. Raises UserError for a file that is not a config."""
+def _call_get_config(path: Path) -> ConfigDict:
+    """Returns the result of get_config() in a file. Raises UserError if the file is not a config."""
     if path.suffix != ".py":
         raise UserError(
             f"{path} is not a config: give a Python file with get_config(), or a name that bytescope configs lists"
@@ -156,11 +158,15 @@ def _made_by(path: Path) -> ConfigDict:
         config = module.get_config()
     except UserError:
         raise
-    # A user's file may do anything: sys.exit() in it is no success of ours, nor KeyboardInterrupt a Ctrl-C.
+    # A user's file may do anything: its sys.exit() must not end us successfully, and its KeyboardInterrupt is not a
+    # Ctrl-C.
     except BaseException as error:
         raise UserError(f"{path}: {type(error).__name__}: {message_of(error)}: fix the file") from error
     if not isinstance(config, ConfigDict):
-        raise UserError(f"{path}: get_config() returns {type(config).__name__}, not an ml_collections.ConfigDict")
+        raise UserError(
+            f"{path}: get_config() returns {type(config).__name__}, not an ml_collections.ConfigDict: return the "
+            "result of bytescope.configs.base.get_config()"
+        )
     return config
 
 
@@ -175,26 +181,30 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
             raise UserError(f"{path}: key {key} is missing: start from bytescope.configs.base.get_config()")
         if type(have[key]) is not type(want[key]) and not (type(want[key]), type(have[key])) == (float, int):
             raise UserError(
-                f"{path}: {key}={have[key]!r} is {type(have[key]).__name__}, {type(want[key]).__name__} expected"
+                f"{path}: {key}={have[key]!r} is {type(have[key]).__name__}: give a value of type "
+                f"{type(want[key]).__name__}"
             )
 
 
 def _nearest(key: str, valid: dict[str, Any]) -> str:
-    """Returns the end of a message about an unknown key: the key that was probably meant, or where keys are listed."""
+    """Returns the end of a message about an unknown key: the keys that were probably meant, or how to list all keys."""
     near = _near_keys(key, valid)
-    return f": {one_of(near[:MOST_NEAR])}" if near else "; bytescope keys lists the keys"
+    return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope keys lists the keys"
 
 
 def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:
-    """Returns the dotted keys of `valid`, by default of the base config, whose last part is `name` or its row in
-    SYNONYMS."""
+    """Returns the dotted keys of `valid` whose last part is `name` or its synonym in SYNONYMS. Default: keys of the
+    base config."""
     name = SYNONYMS.get(name, name)
     return [full for full in valid or flatten(base.get_config()) if full.rpartition(".")[2] == name]
 
 
 def _near_keys(key: str, valid: Iterable[str]) -> list[str]:
-    """Returns keys that a misspelt key may mean: the same name or a synonym in any group, then similar names in its
-    group, then similar names anywhere."""
+    """Returns the keys that a misspelled key may mean.
+
+    These are keys with the same name or a synonym in any group, else similar names in its group, else similar names
+    anywhere.
+    """
     valid = list(valid)
     group, _, name = key.rpartition(".")
     names = {full: full.rpartition(".")[2] for full in valid}
@@ -210,10 +220,10 @@ def _near_keys(key: str, valid: Iterable[str]) -> list[str]:
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:
-    """Sets the dotted `key` of a config from `text` of the command line, in the type that the key has.
+    """Sets the dotted `key` of a config from command-line text, converted to the type of the key.
 
     Raises:
-      UserError: an unknown key, a group of keys, a value of another type.
+      UserError: the key is unknown, the key is a group, or the text cannot be converted.
     """
     flat = flatten(config)
     if key not in flat:
@@ -225,7 +235,7 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     try:
         value = PARSERS[kind](text)
     except (ValueError, KeyError):
-        raise UserError(f"--config.{key}={text}: {kind.__name__} expected, such as {flat[key]!r}") from None
+        raise UserError(f"--config.{key}={text}: give a value of type {kind.__name__}, such as {flat[key]!r}") from None
     *path, leaf = key.split(".")
     node = config
     for name in path:
@@ -234,10 +244,10 @@ def override(config: ConfigDict, key: str, text: str) -> None:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """(other arguments, overrides): takes `--config.KEY=VALUE` and `--config.KEY VALUE` out of `argv`.
+    """Splits `argv` into (other arguments, overrides). Overrides are `--config.KEY=VALUE` and `--config.KEY VALUE`.
 
     Raises:
-      UserError: a key without a value.
+      UserError: a key has no value.
     """
     rest: list[str] = []
     overrides: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""Warnings about settings that are allowed but probably not meant. A run shows them before its first step."""
+"""Warnings about settings that are allowed but probably a mistake. A run shows them before its first step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bytescope.train.data.tokenizer import ByteTokenizer
 from bytescope.train.program.program_settings import Settings
 
-if TYPE_CHECKING:  # the module imports grain
+if TYPE_CHECKING:  # importing this module imports grain, which takes time
     from bytescope.train.data.batches import Data
 
 # Maximum number of passes over the data without a warning: repeated tokens lose most of their value within about 16
@@ -16,28 +16,28 @@ MAX_PASSES = 16
 
 
 def doubtful_settings(settings: Settings, platform: str) -> list[str]:
-    """Returns a warning line for each setting that is probably not meant on devices of `platform`."""
+    """Returns a warning line for each setting that is probably a mistake on devices of `platform`."""
     lines, optimizer, steps = [], settings.optimizer, settings.steps
     if optimizer.warmup_steps > steps:
         lines.append(
             f"optimizer.warmup_steps={optimizer.warmup_steps} of train.steps={steps}: the learning rate never "
-            f"comes to {optimizer.learning_rate:g}; lower one or raise the other"
+            f"reaches {optimizer.learning_rate:g}; lower the first or raise the second"
         )
     if not optimizer.learning_rate:
-        lines.append("optimizer.learning_rate=0: no parameter will change")
+        lines.append("optimizer.learning_rate=0: no parameter will change; give a learning rate above 0")
     if platform == "cpu":
         for name, is_asked in (("optimizer", settings.offload.optimizer), ("params", settings.offload.params)):
             if is_asked:
                 lines.append(
-                    f"offload.{name}=true on a CPU, whose memory is the host's: this frees nothing; set it false"
+                    f"offload.{name}=true on a CPU, whose memory is the host's: it saves no memory; set it to false"
                 )
     return lines
 
 
 def doubtful_data(settings: Settings, data: Data, read: int) -> list[str]:
-    """Returns a warning line for each setting that is probably not meant for this data.
+    """Returns a warning line for each setting that is probably a mistake for this data.
 
-    read: number of sequences that all updates of the run read.
+    `read`: number of sequences that all updates of the run read.
     """
     lines, steps, vocabulary = [], settings.steps, settings.model.vocab_size
     passes = read / len(data.train)
@@ -49,7 +49,7 @@ def doubtful_data(settings: Settings, data: Data, read: int) -> list[str]:
         )
     if data.tokenizer.name == ByteTokenizer.name and vocabulary != data.vocab_size:
         lines.append(
-            f"data.tokenizer=bytes makes {data.vocab_size} different tokens, and model.vocab_size="
+            f"data.tokenizer=bytes has {data.vocab_size} different tokens, but model.vocab_size="
             f"{vocabulary}: set data.tokenizer to the model's tokenizer.json, or model.vocab_size="
             f"{data.vocab_size}"
         )

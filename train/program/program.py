@@ -1,6 +1,6 @@
-"""A config and devices become the step that runs, its abstract arguments and its initializer.
+"""Turns a config and devices into the step that runs, its abstract arguments and its initializer.
 
-The loop runs `Program.step`; reports analyse `Program.lower()`. They are the same program.
+The loop runs `Program.step`, and reports analyze `Program.lower()`, which is the same program.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from bytescope.memory.devices.compiler import Compilation, check_sizes, compile_lowered
-from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.model import Transformer
-from bytescope.model.frozen import dotted, names_of, parted
-from bytescope.model.transformer import contracted, logical_axes, wide
+from bytescope.model.frozen import dotted, names_of, split_parameters
+from bytescope.model.transformer import always_float32, contracted, logical_axes
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
 from bytescope.train.pipeline.forward import PipelineForward
@@ -34,7 +34,7 @@ from bytescope.train.program.program_settings import read_settings
 from bytescope.train.program.step_checks import check_compiled, check_traced
 from bytescope.train.step.fused_backward import FusedBackward
 from bytescope.train.step.loss_fn import make_cross_entropy, make_loss, token_mask
-from bytescope.train.step.optimizer.host_offload import hosted_state, in_turns
+from bytescope.train.step.optimizer.host_offload import compute_in_groups, hosted_state
 from bytescope.train.step.optimizer.loss_scale import Scaling
 from bytescope.train.step.optimizer.partwise import PartwiseUpdate, make_partwise
 from bytescope.train.step.optimizer.rules import make_optimizer, make_schedule, scale_by_batch
@@ -46,34 +46,38 @@ from bytescope.train.step.train_step import ACCUMULATION, Loss, StepParts, eval_
 
 @dataclasses.dataclass(frozen=True)
 class Program(Choices):
-    """A training program, described: nothing is allocated until `init` runs.
+    """The description of a training program. No memory is allocated until `init` runs.
 
-    `state` and `batch_shapes` are trees of ShapeDtypeStruct with shardings.
+    Fields:
+      parts: the functions and settings of the step.
+      state: the training state, a tree of ShapeDtypeStruct with shardings.
+      graph: the graph definition of the model.
+      decided: the plan that `remat.policy=auto` chose, in one line; "" for other policies.
     """
 
     parts: StepParts
     state: TrainState
     graph: nnx.GraphDef
-    decided: str = ""  # the plan that `remat.policy=auto` chose, in a line; "" without it
+    decided: str = ""
 
     @property
     def mesh(self) -> Mesh:
-        """The devices by axis."""
+        """The devices by mesh axis."""
         return self.layout.mesh
 
     @property
     def scanned(self) -> bool:
-        """Whether one call of the step takes the global batch of an update, [A, B, L]."""
+        """True if one call of the step takes the global batch of an update, [A, B, L]."""
         return self.settings.batch.mode == "scan"
 
     @property
     def calls_per_update(self) -> int:
-        """Calls of the step per optimizer update; with a schedule of the accumulation, the max of all updates."""
+        """Calls of the step per optimizer update. If the accumulation has a schedule, the maximum over all updates."""
         return 1 if self.scanned else self.batch.accumulation
 
     @cached_property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The batch of one call: name -> int32 [B, L], or [A, B, L] with in-step accumulation."""
+        """The batch of one call of the step: name -> int32 [B, L], or [A, B, L] with in-step accumulation."""
         shape: tuple[int, ...] = (self.batch.rows, self.batch.seq_len)
         axes: tuple[str | None, ...] = ("batch", "length")
         if self.scanned:
@@ -91,8 +95,8 @@ class Program(Choices):
 
     @cached_property
     def step(self) -> Any:
-        """The jitted step (state, batch) -> (state, metrics); the state is donated."""
-        # A function of its own: reports show the names of its arguments, `state` and `batch`.
+        """The jitted step (state, batch) -> (state, metrics). The state is donated."""
+        # A separate function, because reports show the names of its arguments, `state` and `batch`.
         parts = self.parts
         body = fused_step if parts.fused else ACCUMULATION[self.settings.batch.mode][0]
 
@@ -103,7 +107,7 @@ class Program(Choices):
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted (params, batch [B, L], frozen) -> Tally."""
+        """The jitted evaluation (params, batch [B, L], frozen) -> Tally."""
         return jax.jit(partial(eval_step, self.parts))
 
     @property
@@ -111,31 +115,32 @@ class Program(Choices):
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     def lower(self) -> jax.stages.Lowered:
-        """Lowers the step that will run for the mesh's devices, which may be described devices."""
+        """Lowers the step for the mesh's devices, which may be described devices."""
         with xla_remat_pass(self.settings.remat.xla_pass), self._for_kernels():
             return self.step.lower(self.state, self.batch_shapes)
 
     def _for_kernels(self) -> contextlib.AbstractContextManager:
-        """A context for the program's Pallas kernels, if it has any."""
+        """Returns a context in which the program's Pallas kernels can be lowered, if it has any."""
         needed = self.matmul[0] == "fp8_native" or self.moe_kernel[0] == "grouped"
         return for_pallas(self.mesh) if needed else contextlib.nullcontext()
 
     @property
     def compiler_options(self) -> Options:
-        """The compiler's options."""
+        """The XLA compiler options of the program, name -> value."""
         return compiler_options(self.settings.xla, self.settings.mesh.prefetch, self.mesh.devices.flat[0].platform)
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the step that will run."""
+        """Compiles the step that runs."""
         lowered = self.lower()
-        with xla_remat_pass(self.settings.remat.xla_pass), kept_back():
+        with xla_remat_pass(self.settings.remat.xla_pass), hold_back_log():
             return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
 
     def compile_for_report(self, *, exact: bool = False) -> Compilation:
-        """Returns the executable of `compile` with its buffers as the compiler assigned them, for
-        `memory.analysis.report_of`.
+        """Returns the compiled step with its buffers as the compiler assigned them, for `memory.analysis.report_of`.
 
-        exact: compile again if the persistent cache has the program, since a cached executable keeps no heap trace.
+        Args:
+          exact: True to compile again if the persistent cache has the program, because a cached executable has no heap
+            trace.
 
         Raises:
           ValueError: an offload policy moves nothing, or some stages would wait forever in a collective.
@@ -150,8 +155,8 @@ class Program(Choices):
         return dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=notes)
 
     def init(self) -> TrainState:
-        """The initial state, created on the devices in its shardings; its values are the same on every mesh."""
-        return in_turns(self._init, self.state)(self.settings.seed)
+        """Creates the initial state on the devices in its shardings. Its values are the same on every mesh."""
+        return compute_in_groups(self._init, self.state)(self.settings.seed)
 
     def _init(self, seed: jax.Array) -> TrainState:
         return init_state(
@@ -162,26 +167,26 @@ class Program(Choices):
         )
 
     def init_around(self, params: Any) -> TrainState:
-        """Returns the initial state with these parameters, which are in their shardings already; nothing is copied.
+        """Returns the initial state with the given parameters, which must be in their shardings. They are not copied.
 
-        With adapters, `params` are the frozen parameters, and the adapters are those of `init`.
+        With adapters `params` are the frozen parameters, and the adapters are initialized as in `init`.
         """
         if self.lora:
 
             def own(seed: jax.Array) -> TrainState:
                 return dataclasses.replace(self._init(seed), frozen=None)
 
-            made = in_turns(own, dataclasses.replace(self.state, frozen=None))(self.settings.seed)
-            return dataclasses.replace(made, frozen=params)
+            fresh = compute_in_groups(own, dataclasses.replace(self.state, frozen=None))(self.settings.seed)
+            return dataclasses.replace(fresh, frozen=params)
 
         def rest() -> TrainState:
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state.params)
-            made = state_around(zeros, self.parts.optimizer, self.parts.scaling, routed=self.parts.routed)
-            return dataclasses.replace(made, params=None, frozen=None)
+            fresh = state_around(zeros, self.parts.optimizer, self.parts.scaling, routed=self.parts.routed)
+            return dataclasses.replace(fresh, params=None, frozen=None)
 
-        trained, frozen = parted(params, self.frozen)
-        made = in_turns(rest, dataclasses.replace(self.state, params=None, frozen=None))()
-        return dataclasses.replace(made, params=trained, frozen=frozen)
+        trained, frozen = split_parameters(params, self.frozen)
+        fresh = compute_in_groups(rest, dataclasses.replace(self.state, params=None, frozen=None))()
+        return dataclasses.replace(fresh, params=trained, frozen=frozen)
 
     def init_frozen(self) -> Any:
         """Returns only the frozen parameters of `init`; None if all parameters are trained."""
@@ -190,9 +195,9 @@ class Program(Choices):
 
         def init(seed: jax.Array) -> Any:
             model = self.transformer(nnx.Rngs(params=jax.random.key(seed)))
-            return parted(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.frozen)[1]
+            return split_parameters(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.frozen)[1]
 
-        return in_turns(init, self.state.frozen)(self.settings.seed)
+        return compute_in_groups(init, self.state.frozen)(self.settings.seed)
 
 
 def init_state(
@@ -200,9 +205,11 @@ def init_state(
 ) -> TrainState:
     """Returns the state before the first step.
 
-    scaling: the rule of the loss scale, if there is one. frozen: dotted paths of parameters that are not trained.
+    Args:
+      scaling: the rule of the loss scale, None without one.
+      frozen: dotted paths of parameters that are not trained.
     """
-    trained, rest = parted(nnx.to_pure_dict(nnx.state(transformer, nnx.Param)), frozen)
+    trained, rest = split_parameters(nnx.to_pure_dict(nnx.state(transformer, nnx.Param)), frozen)
     return state_around(trained, optimizer, scaling, rest, routed=transformer.config.routed)
 
 
@@ -213,10 +220,10 @@ def state_around(
     frozen: Any = None,
     routed: tuple[int, int] | None = None,
 ) -> TrainState:
-    """Returns the state before the first step with these trained and frozen parameters.
+    """Returns the state before the first step with the given trained and frozen parameters.
 
-    The state of the optimizer depends only on the shapes of the trained parameters. routed: (layers with experts,
-    experts of each), None without experts.
+    The optimizer state depends only on the shapes of the trained parameters. `routed`: (layers with experts, experts
+    in each), None without experts.
     """
     loss_scale = None if scaling is None else scaling.init()
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed), loss_scale, frozen)
@@ -232,7 +239,7 @@ def describe_state(
     """Returns the state as a tree of ShapeDtypeStruct with shardings, from an abstract transformer.
 
     Raises:
-      ValueError: a parameter that does not divide over the mesh.
+      ValueError: a parameter is not divisible over the mesh.
     """
     state = jax.eval_shape(lambda: init_state(transformer, optimizer, scaling, frozen))
     params = state.model_params
@@ -255,12 +262,12 @@ def describe_state(
 
 
 def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
-    """Returns the program of a settled config over `devices` (default: all of this process's backend), described only.
+    """Returns the description of a config's program over `devices` (default: all devices of this process's backend).
 
-    `train.plan.remat_auto.settled_program` settles a config with `remat.policy=auto` first.
+    A config with `remat.policy=auto` must first be resolved by `train.plan.remat_auto.settled_program`.
 
     Raises:
-      ValueError: anything in the config that cannot run there, with the value and the remedy.
+      ValueError: a setting cannot run on the devices. The message has the value and the remedy.
     """
     return assemble(check(read_settings(config), jax.devices() if devices is None else list(devices)))
 
@@ -268,11 +275,12 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
 def assemble(choices: Choices, decided: str = "") -> Program:
     """Returns the program of checked choices: its parts, and its state as shapes with shardings.
 
-    decided: the plan that `remat.policy=auto` chose, in a line.
+    Args:
+      decided: the plan that `remat.policy=auto` chose, in one line.
 
     Raises:
-      ValueError: what only the traced model shows: a parameter that does not divide over the mesh, a checkpoint name
-        that is never traced, an update layer by layer that something else rules out.
+      ValueError: the traced model cannot run: a parameter is not divisible over the mesh, a checkpoint name does not
+        occur, or an update layer by layer conflicts with another setting.
     """
     settings, layout, precision, batch = choices.settings, choices.layout, choices.precision, choices.batch
     abstract = choices.abstract()
@@ -297,7 +305,7 @@ def assemble(choices: Choices, decided: str = "") -> Program:
     partwise = _make_partwise(choices, schedule, micro_steps, state)
     pipeline = None
     if choices.schedule:
-        pipeline, loss = _make_pipeline(choices, graph, weights, abstract.drops)
+        pipeline, loss = _make_pipeline(choices, graph, weights, abstract.has_dropout)
     parts = StepParts(
         loss,
         optimizer,
@@ -307,7 +315,7 @@ def assemble(choices: Choices, decided: str = "") -> Program:
         local_loss=_make_local_loss(choices),
         scaling=scaling,
         partwise=partwise,
-        fused=_make_fused(choices, graph, weights, partwise, abstract.drops),
+        fused=_make_fused(choices, graph, weights, partwise, abstract.has_dropout),
         routed=choices.model.routed,
         bias_rate=_bias_rate(choices, abstract),
         pipeline=pipeline,
@@ -316,8 +324,11 @@ def assemble(choices: Choices, decided: str = "") -> Program:
 
 
 def _micro_steps(choices: Choices) -> int | Callable[[jax.Array], jax.Array]:
-    """Returns the calls of the optimizer for one update: 1, or with optax.MultiSteps the accumulation, as a function of
-    the update if it follows a schedule."""
+    """Returns the number of micro-batches that the optimizer sums for one update: 1, or the accumulation with
+    optax.MultiSteps.
+
+    If the accumulation has a schedule, the result is a function of the update's index.
+    """
     batch = choices.batch
     wrapped = ACCUMULATION[choices.settings.batch.mode][1]
     if not wrapped:
@@ -353,9 +364,9 @@ def _make_loss(choices: Choices, graph: nnx.GraphDef, layout: Layout) -> Loss:
 def _make_local_loss(choices: Choices) -> Loss | None:
     """Returns the loss of one rank's sequences, if each rank sums its own gradients; else None.
 
-    The sums are reduced once then, at the end of a call of the step. Under zero1 that sends half the bytes of an
-    all-reduce. Under ddp a single micro-batch is better reduced layer by layer, while the backward pass goes on.
-    Gradients are not reduced once inside a ring of devices, nor with experts, whose rows go to other ranks in every
+    The sums are then reduced once, at the end of a call of the step. Under zero1 that sends half the bytes of an
+    all-reduce. Under ddp a single micro-batch is better reduced layer by layer during the backward pass. Gradients are
+    not reduced once inside a ring of devices, nor with experts, because their rows go to other ranks in every
     micro-step.
     """
     settings, layout = choices.settings, choices.layout
@@ -371,7 +382,7 @@ def _make_local_loss(choices: Choices) -> Loss | None:
 
 
 def _make_scaling(choices: Choices) -> Scaling | None:
-    """Returns the rule of the loss scale; None if the precision has no dynamic one."""
+    """Returns the rule of the loss scale; None if the precision has no dynamic loss scale."""
     if choices.precision.loss_scale != "dynamic":
         return None
     keys, batch = choices.settings.precision, choices.batch
@@ -379,11 +390,12 @@ def _make_scaling(choices: Choices) -> Scaling | None:
 
 
 def _describe_weights(choices: Choices, abstract: Transformer) -> Weights:
-    """Returns the trained parameters as a step reads them."""
-    axes, products, unquantized = (
-        parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))
+    """Returns the description of the trained parameters as a step reads them."""
+    axes, products, in_float32 = (
+        split_parameters(tree, choices.frozen)[0]
+        for tree in (logical_axes(abstract), contracted(abstract), always_float32(abstract))
     )
-    return Weights(choices.layout, axes, products, unquantized, choices.precision)
+    return Weights(choices.layout, axes, products, in_float32, choices.precision)
 
 
 def _make_partwise(
@@ -410,10 +422,10 @@ def _make_partwise(
 def _make_fused(
     choices: Choices, graph: nnx.GraphDef, weights: Weights, partwise: PartwiseUpdate | None, dropout: bool
 ) -> FusedBackward | None:
-    """Returns the update inside the backward pass; None if it is not asked for."""
+    """Returns the update inside the backward pass; None if it is not configured."""
     if choices.schedule or not choices.settings.optimizer.fused_backward:
         return None
-    assert partwise is not None  # optimizer.fused_backward is a layerwise key
+    assert partwise is not None  # optimizer.fused_backward needs a layerwise update
     return FusedBackward(graph, _make_cross_entropy(choices), weights, partwise, dropout)
 
 
@@ -448,24 +460,24 @@ def _make_pipeline(
 
 
 def _bias_rate(choices: Choices, abstract: Transformer) -> float:
-    """Returns the step of the routers' biases per update; 0 without biases, or if their routers are frozen."""
+    """Returns the step of the routers' biases per update; 0 without biases, or if the routers are frozen."""
     trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(abstract))
     return choices.optimizer.router_bias_rate if choices.model.router_bias and trains else 0.0
 
 
 def pipeline_notes(choices: Choices, state: TrainState) -> tuple[str, ...]:
-    """Returns what a report of a pipelined step says of its own figures; () without stages."""
+    """Returns the notes of a report about the figures of a pipelined step; () without stages."""
     schedule, stages = choices.schedule, choices.stages
     if schedule is None or stages is None:
         return ()
     simulated, (formula, min_bubble) = simulate(schedule), expected_bubble(schedule)
     notes = [
-        f"{schedule.stages} stages, {schedule.name}: a bubble of {100 * simulated.bubble:.1f} % by its table "
+        f"{schedule.stages} stages, {schedule.name}: the bubble of its table is {100 * simulated.bubble:.1f} % "
         f"({formula} is {100 * float(min_bubble):.1f} %); each stage needs "
-        f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that all of them "
-        "allocate for residuals",
-        f"seconds count the {schedule.ticks} ticks as {full_ticks(schedule)} full ones, sent bytes all of them as "
-        "full, idle stages included; the timeline between the first and the last tick is that of one",
+        f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that every stage "
+        "allocates for residuals",
+        f"seconds count the {schedule.ticks} ticks as {full_ticks(schedule)} full ticks; sent bytes count all ticks as "
+        "full, idle stages included; the timeline between the first and the last tick shows one tick",
     ]
     padding = 0  # parameters in rows that hold no layer
     for rows in stages.stacks:
@@ -473,7 +485,7 @@ def pipeline_notes(choices: Choices, state: TrainState) -> tuple[str, ...]:
             padding += math.prod(leaf.shape) * rows.order.count(-1) // len(rows.order)
     if padding:
         notes.append(
-            f"{padding:,} of the parameters are rows of no layer, since all stages hold as many of each kind as the "
-            "fullest"
+            f"{padding:,} of the parameters are unused rows, because every stage allocates as many layers of each kind "
+            "as the fullest stage"
         )
     return tuple(notes)

@@ -1,6 +1,6 @@
-"""A config as typed records: one dataclass for each group of keys, read once.
+"""A config as typed records: one dataclass for each group of keys.
 
-`read_settings` checks every value by itself; what has to fit together is left to `checks.py`.
+`read_settings` checks every value separately. `checks.py` checks that the values fit together.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from bytescope.train.step.optimizer.rules import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """The group `lora` of a config; configs/base.py says what each key means."""
+    """The group `lora` of a config. configs/base.py explains each key."""
 
     rank: int
     alpha: float
@@ -31,7 +31,7 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """The group `precision` of a config; configs/base.py says what each key means."""
+    """The group `precision` of a config. configs/base.py explains each key."""
 
     preset: str
     param: str
@@ -49,7 +49,7 @@ class PrecisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RematConfig:
-    """The group `remat` of a config; configs/base.py says what each key means."""
+    """The group `remat` of a config. configs/base.py explains each key."""
 
     policy: str
     budget: str
@@ -64,7 +64,7 @@ class RematConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadConfig:
-    """The group `offload` of a config; configs/base.py says what each key means."""
+    """The group `offload` of a config. configs/base.py explains each key."""
 
     optimizer: bool
     params: bool
@@ -72,7 +72,7 @@ class OffloadConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The group `mesh` of a config; configs/base.py says what each key means."""
+    """The group `mesh` of a config. configs/base.py explains each key."""
 
     strategy: str
     stage: int
@@ -87,13 +87,13 @@ class MeshConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Mesh axis -> number of devices along it; -1 for all devices that remain."""
+        """Mesh axis -> number of devices along it; -1 for all remaining devices."""
         return {axis: getattr(self, axis) for axis in AXES}
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """The group `pipeline` of a config; configs/base.py says what each key means."""
+    """The group `pipeline` of a config. configs/base.py explains each key."""
 
     schedule: str
     virtual: int
@@ -101,11 +101,15 @@ class PipelineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The keys of a config that decide its program. Each value is valid by itself.
+    """The keys of a config that determine its program. Each value is valid by itself.
 
-    config: all keys as they were read, for reports and for what runs beside the step.
-    steps: optimizer updates. seq_len: tokens of a sequence. batch_names: names of the arrays of a batch.
-    The other fields are the groups of the same names.
+    Fields:
+      config: all keys as read, for reports and for work outside the step.
+      seed: random seed.
+      steps: number of optimizer updates.
+      seq_len: tokens per sequence.
+      batch_names: names of the arrays of a batch.
+      The other fields are the groups of the same names.
     """
 
     config: ConfigDict
@@ -137,10 +141,10 @@ class Settings:
         return next((key for key, is_asked in asked.items() if is_asked), "")
 
     def layer_policies(self, *, fp8: bool) -> LayerPolicies:
-        """Returns the remat policy of each layer. fp8: whether the matrix products of the blocks are computed in fp8.
+        """Returns the remat policy of each layer. `fp8`: True if the weight matmuls of the blocks are computed in fp8.
 
         Raises:
-          ValueError: a policy, name or range that does not exist.
+          ValueError: a policy, name or range does not exist.
         """
         remat = self.remat
         return LayerPolicies(
@@ -158,7 +162,7 @@ def read_settings(config: ConfigDict) -> Settings:
     """Returns the settings of a config.
 
     Raises:
-      ValueError: a value that is not in the table of its key, not finite, or out of range.
+      ValueError: a value is not in the table of its key, not finite, or out of range.
     """
     check_values(flatten(config))
     data = config.data

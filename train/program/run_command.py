@@ -1,4 +1,4 @@
-"""The command of a run, so that its output can show the next one: to resume, to train longer, to search."""
+"""The command of a run, so that its output can show the next command: to resume, to train longer, or to search."""
 
 import argparse
 import dataclasses
@@ -9,10 +9,13 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """The words of a `bytescope train`.
+    """The words of a `bytescope train` command.
 
-    config: the name or path of the config, "" for the default. overrides: (dotted key, text) in order. flags: other
-    flags that a repetition needs, such as --rates and those of several processes. verbose: whether --verbose was given.
+    Fields:
+      config: the name or path of the config, "" for the default.
+      overrides: pairs (dotted key, value as text), in order.
+      flags: other flags that a repetition needs, such as --rates and the flags of multi-process runs.
+      verbose: True if --verbose was given.
     """
 
     config: str = ""
@@ -21,8 +24,8 @@ class Command:
     verbose: bool = False
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "Command":
-        """Returns the command of the parsed arguments; with --fit its overrides are those that the search found."""
+    def from_args(cls, args: argparse.Namespace) -> "Command":
+        """Returns the command of the parsed arguments. With --fit its overrides are those that the search chose."""
         flags = []
         for name in ("rates", "coordinator", "process", "processes"):
             value = getattr(args, name)
@@ -33,7 +36,9 @@ class Command:
     def resume(self, workdir: Path, changes: Mapping[str, str] | None = None, *more: str) -> str:
         """Returns the command that resumes a run directory, quoted for a shell.
 
-        changes: dotted key -> text; they replace overrides of the same keys. more: flags to add.
+        Args:
+          changes: dotted key -> value as text. They replace overrides of the same keys.
+          more: flags to add.
         """
         changes = changes or {}
         kept = [(key, text) for key, text in self.overrides if key not in changes]
@@ -50,9 +55,9 @@ class Command:
         return shlex.join(words)
 
     def extend(self, workdir: Path, steps: int) -> str:
-        """Returns the command that trains on to `steps` updates."""
+        """Returns the command that continues training until `steps` updates."""
         return self.resume(workdir, {"train.steps": str(steps)}, "--extend")
 
 
-DEFAULT = "tiny"  # the config of a command without one
+DEFAULT = "tiny"  # the config of a command that names none
 UNKNOWN = Command()

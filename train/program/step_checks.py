@@ -1,4 +1,4 @@
-"""What only the traced step, or the compiled step, shows to be wrong with a config."""
+"""Checks for problems of a config that are visible only in the traced or the compiled step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +19,13 @@ from bytescope.train.step.state import TrainState
 def check_traced(choices: Choices, loss: Callable[..., Any], state: TrainState) -> None:
     """Checks checkpoint names and the update layer by layer against the traced loss.
 
-    loss: (params, batch, dropout_key_B, frozen) -> scalar. state: abstract.
+    Args:
+      loss: (params, batch, dropout_key_B, frozen) -> (total, auxiliary output).
+      state: the abstract training state.
 
     Raises:
-      ValueError: a checkpoint name that the program lacks, or an option that needs the update of all layers together.
+      ValueError: the program lacks a checkpoint name of the config, or a setting needs the update of all layers
+        together.
     """
     _check_checkpoint_names(choices, loss, state)
     if choices.settings.layerwise_key:
@@ -32,14 +35,14 @@ def check_traced(choices: Choices, loss: Callable[..., Any], state: TrainState) 
 
 
 def _check_checkpoint_names(choices: Choices, loss: Callable[..., Any], state: TrainState) -> None:
-    """Checks that the program has the checkpoint names that the config gives: JAX ignores unknown names."""
+    """Checks that the program has the checkpoint names in the config, because JAX ignores unknown names."""
     asked, batch = choices.remat.asked, choices.batch
     if not asked:
         return
     tokens_BL = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.rows))
     arrays = dict.fromkeys(choices.batch_names, tokens_BL)
-    # Some names exist only where a custom gradient keeps them, so the gradient is traced.
+    # Some names exist only in custom gradients, so the gradient is traced.
     traced = jax.make_jaxpr(jax.grad(loss, has_aux=True))(state.params, arrays, keys, state.frozen)
     present = checkpoint_names_in(traced)
     if missing := asked - present:
@@ -49,27 +52,27 @@ def _check_checkpoint_names(choices: Choices, loss: Callable[..., Any], state: T
 
 
 def _check_layerwise(choices: Choices) -> None:
-    """Checks that nothing is on that needs the update of all layers together."""
+    """Checks that no setting needs the update of all layers together."""
     settings = choices.settings
     if choices.precision.loss_scale == "dynamic":
         raise ValueError(
             f"{settings.layerwise_key} with precision.preset={settings.precision.preset}: an overflow in one layer "
-            "would have to undo the update of all layers; choose bf16, which needs no loss scale"
+            "would have to undo the update of all layers; choose precision.preset=bf16, which needs no loss scale"
         )
     if settings.batch.accumulation_schedule:
         raise ValueError(
-            f"{settings.layerwise_key} with batch.accumulation_schedule: an update layer by layer takes one number of "
-            "micro-batches; set batch.accumulation"
+            f"{settings.layerwise_key} with batch.accumulation_schedule: an update layer by layer needs a constant "
+            "number of micro-batches; set batch.accumulation"
         )
 
 
 def _check_fused(choices: Choices, state: TrainState) -> None:
-    """Checks that nothing is on that an update inside the backward pass cannot be combined with."""
+    """Checks that the other settings can be combined with an update inside the backward pass."""
     settings, model = choices.settings, choices.model
     asked = "optimizer.fused_backward=true"
     if model.experts:
         raise ValueError(
-            f"{asked} with model.experts={model.experts}: their auxiliary losses are known only "
+            f"{asked} with model.experts={model.experts}: the auxiliary losses of experts are known only "
             "after all layers; set optimizer.fused_backward=false"
         )
     if "blocks" not in state.params:
@@ -95,7 +98,7 @@ def _check_fused(choices: Choices, state: TrainState) -> None:
         if segment.groups > 1:
             raise ValueError(
                 f"{asked} with remat.policy={segment.name}: groups of layers are recomputed together; "
-                "choose full, or another policy without groups"
+                "set remat.policy=full, or another policy without groups"
             )
 
 
@@ -111,13 +114,13 @@ def check_compiled(choices: Choices, compilation: Compilation) -> None:
 
 
 def _check_offloaded(choices: Choices, compilation: Compilation) -> None:
-    """Checks that an offload policy moves something; on a CPU, whose memory is the host's, it may move nothing."""
+    """Checks that an offload policy moves something. On a CPU, whose memory is the host's, it may move nothing."""
     segments = choices.remat.segments(choices.model.n_layers)
     offloading = [segment.name for segment in segments if segment.policy.offloads]
     on_cpu = choices.layout.mesh.devices.flat[0].platform == "cpu"
     if offloading and not on_cpu and compilation.stats and not compilation.stats.host_temp_bytes:
         raise ValueError(
-            f"remat.policy={offloading[0]} moves nothing to host memory here: offload other names, of "
+            f"remat.policy={offloading[0]} moves nothing to host memory in this program: offload other names, of "
             f"{', '.join(NAMES)}, or use full"
         )
 
@@ -126,10 +129,10 @@ def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
     """Checks that no collective of a compiled step waits for devices of a stage that skips it.
 
     Raises:
-      ValueError: names the first collective that does, with the remedy.
+      ValueError: a stage skips a collective. The message names the first such collective and the remedy.
     """
     module, devices = compilation.program.module, mesh.devices.flat
-    axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.of_compiled(compilation.executable)
+    axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.read_layouts(compilation.executable)
     skipped = next(
         divergence.skipped_collectives(
             module,

@@ -1,4 +1,4 @@
-"""Values that each key of a config may have: tables of names, and ranges of numbers."""
+"""The valid values of config keys: tables of names, and ranges of numbers."""
 
 import math
 import re
@@ -29,7 +29,7 @@ from bytescope.train.step.optimizer.rules import CLIPS, OPTIMIZERS, SCALINGS
 from bytescope.train.step.routing import BALANCE_LAYERS
 from bytescope.train.step.train_step import ACCUMULATION
 
-# Every key that names a row of a table: a typo fails here, with the valid names.
+# Keys whose values are row names of a table: a typo is reported with the valid names.
 CHOICES: Mapping[str, Collection[str]] = {
     "model.norm": NORMS,
     "model.mlp": MLPS,
@@ -46,7 +46,7 @@ CHOICES: Mapping[str, Collection[str]] = {
     **{f"data.{key}": table for key, table in data_settings.CHOICES.items()},
 }
 
-# The same for the model's tables. A key whose value is a tuple names several rows; a role may be left empty.
+# The same for the tables in model/. A key with a tuple as value names several rows. A role may be empty.
 OF_THE_MODEL: Mapping[str, Collection[str]] = {
     "precision.preset": PRECISIONS,
     **{f"precision.{role}": table for role, table in ROLES.items()},
@@ -62,7 +62,7 @@ OF_THE_MODEL: Mapping[str, Collection[str]] = {
 }
 MAY_BE_EMPTY = tuple(f"precision.{role}" for role in ROLES)
 
-# Key -> min value. Sizes of the model, batch and mesh are checked where they are used.
+# Key -> minimum value. Sizes of the model, batch and mesh are checked where they are used.
 MIN_VALUES: Mapping[str, float] = {
     "seed": 0,
     "train.steps": 1,
@@ -98,24 +98,24 @@ MIN_VALUES: Mapping[str, float] = {
     "precision.loss_scale_init": 2.0**-14,
     "precision.loss_scale_growth_every": 1,
 }
-# Keys whose values are above 0, and decay rates, which are at least 0 and below 1.
+# Keys whose values must be above 0, and decay rates, which must be at least 0 and below 1.
 POSITIVE = ("model.init_std", "model.embed_scale", "model.rope_theta")
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")
-# Keys, or beginnings of keys, whose values may be paths: their bytes need not be UTF-8.
+# Keys, or prefixes of keys, whose values may be paths: their bytes need not be UTF-8.
 PATHS = ("data.", "init.", "train.cache_dir")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # Python decodes bytes that are not UTF-8 to these
-# Integers are int32 on a device, or count something of which no run has more. Tokens per update may be more.
-# Other numbers are float32 on a device.
+# Integers must fit int32, because they are int32 on a device or count things of which no run has more. Tokens per
+# update may be larger. Other numbers must fit float32.
 MAX_INT, MAX_TOKENS = 2**31 - 1, 2**63 - 1
 TOKENS = ("batch.tokens", "optimizer.base_batch_tokens")
 MAX_FLOAT = float(jnp.finfo(jnp.float32).max)
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Checks each value of a config, dotted key -> value, by itself.
+    """Checks each value of a config, dotted key -> value, separately.
 
     Raises:
-      ValueError: a value that is not in the table of its key, not finite, or out of range; the message has the remedy.
+      ValueError: a value is not in the table of its key, not finite, or out of range. The message has the remedy.
     """
     for key, value in values.items():
         _check_text_or_number(key, value)
@@ -144,27 +144,28 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 def _check_text_or_number(key: str, value: Any) -> None:
     if isinstance(value, str) and not key.startswith(PATHS) and _LONE_SURROGATE.search(value):
-        raise ValueError(f"{key}={value!r} is not UTF-8: give text in that encoding")
+        raise ValueError(f"{key}={value!r} is not UTF-8: give text in UTF-8")
     if isinstance(value, float) and (math.isnan(value) or abs(value) > MAX_FLOAT):
-        raise ValueError(f"{key}={value}: give a finite number of float32")
+        raise ValueError(f"{key}={value}: give a finite number that fits float32")
     max_int = MAX_TOKENS if key in TOKENS else MAX_INT
     if isinstance(value, int) and abs(value) > max_int:
         raise ValueError(f"{key}={value}: give at most {max_int}")
 
 
 def _check_vocabulary(vocab_size: int, multiple: int) -> None:
-    if multiple <= 0:  # `ModelConfig` refuses it
+    if multiple <= 0:  # reported by `ModelConfig`
         return
     max_size = MAX_INT // multiple * multiple
     if vocab_size > max_size:
         raise ValueError(
-            f"model.vocab_size={vocab_size} is too large, rounded up to a multiple of model.vocab_multiple="
+            f"model.vocab_size={vocab_size} exceeds int32 when rounded up to a multiple of model.vocab_multiple="
             f"{multiple}: give at most {max_size}"
         )
 
 
 def _check_names_of_the_model(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a name that no table of the model has; the model says so too, without the nearest name."""
+    """Raises ValueError if a name is in no table of the model. Unlike the model's own check, the message has the
+    nearest name."""
     for key, table in OF_THE_MODEL.items():
         value = values[key]
         if key in MAY_BE_EMPTY and not value:

@@ -1,4 +1,4 @@
-"""The unquantized weights of a run or a folder, with the other files that the folder to write gets from there."""
+"""Opens the unquantized weights of a run or a folder, and the other files that are copied to the quantized folder."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Origin:
     """Weights to quantize.
 
     Fields:
-      source: the unquantized weights, and how they read text. model: their config. family: whose tensors they become.
-      raw: config.json. write_text: writes tokenizer and generation_config into a folder. fingerprint: of the weights.
-      held: bytes of a checkpoint that reading it layer by layer keeps on the host.
+      source: the unquantized weights and their tokenizer. model: config of the model. family: Hugging Face family of
+        the folder to write. raw: content of config.json. write_text: writes tokenizer and generation_config.json into
+        a folder. fingerprint: hash of the weights. held: bytes of a checkpoint that stay on the host while it is read
+        layer by layer.
     """
 
     source: Source
@@ -49,26 +50,28 @@ class Origin:
 
 
 def open_origin(path: Path, step: int | None, group: int) -> Origin:
-    """Opens the weights of a run or a folder, to be quantized in groups of `group` inputs.
+    """Opens the weights of a run or a folder to quantize them in groups of `group` inputs.
 
     Raises:
-      UserError: they cannot be read, are quantized already, or neither format can hold them.
+      UserError: the weights cannot be read, are quantized already, or cannot be stored in a 4-bit format.
     """
     source = open_source(path, step)
     if source.parameter is None:
-        raise UserError(f"{path} is quantized already ({PACKED} in its config.json): give the folder of wide weights")
+        raise UserError(
+            f"{path} is quantized already ({PACKED} in its config.json): give the folder of unquantized weights"
+        )
     check_model(str(path), ModelConfig.from_dict(source.config.model), group)
     if isinstance(source.origin, SavedRun):
         origin = _origin_of_run(source, source.origin)
     else:
         origin = _origin_of_folder(source, source.origin)
     for row, _ in rows_by_path(origin.family, packed_paths(origin.model)).values():
-        pattern = Pattern.of(row.pattern)
-        # Both formats hold tensors of one weight each, [outputs, inputs].
+        pattern = Pattern.parse(row.pattern)
+        # Both formats store each weight in a tensor of its own, [outputs, inputs].
         if row.parts or pattern.ours[: len(pattern.theirs[1])] != pattern.theirs[1]:
             raise UserError(
-                f"{path}: {origin.raw['model_type']} has its weights in other tensors ({row.tensor}) than the layouts "
-                "of 4 bits know, which are of one nn.Linear each; write it wide with bytescope export"
+                f"{path}: {origin.raw['model_type']} stores weights in tensors ({row.tensor}) that are not one "
+                "nn.Linear each, as the 4-bit formats require; write it unquantized with bytescope export"
             )
     return origin
 
@@ -114,22 +117,26 @@ def _origin_of_folder(source: Source, folder: Folder) -> Origin:
 
 
 def check_model(title: str, model: ModelConfig, group: int) -> None:
-    """Raises UserError for a model with other layers than dense ones, or whose inputs are no whole groups or outputs no
-    whole words."""
+    """Raises UserError if the model cannot be quantized.
+
+    It must be dense with grouped-query attention. The inputs of each weight must be a multiple of `group`, its outputs
+    a multiple of the weights per 32-bit word.
+    """
     if model.experts or model.attention_kind != "gqa":
         what = "experts" if model.experts else "latent attention"
         raise UserError(
-            f"{title} has {what}: dense models with grouped-query attention are quantized; write it wide "
-            "with bytescope export"
+            f"{title} has {what}: only dense models with grouped-query attention can be quantized; write it "
+            "unquantized with bytescope export"
         )
     sizes = {path: matrix.sizes for path, matrix in matrices(model).items()}
     for path, (inputs, outputs) in sizes.items():
         if inputs % group:
             fitting = [size for size in SIZES if all(inputs % size == 0 for inputs, _ in sizes.values())]
-            remedy = f"give --group={max(fitting)}" if fitting else f"no group of {', '.join(map(str, SIZES))} fits it"
-            raise UserError(f"--group={group}: the {inputs} inputs of {path} are no whole groups: {remedy}")
+            sizes_text = ", ".join(map(str, SIZES))
+            remedy = f"give --group={max(fitting)}" if fitting else f"none of the sizes {sizes_text} divides all inputs"
+            raise UserError(f"--group={group} does not divide the {inputs} inputs of {path}: {remedy}")
         if outputs % PER_WORD:
             raise UserError(
-                f"{path} has {outputs} outputs, no multiple of {PER_WORD}, which are in a word of the "
-                "format: it cannot be written in 4 bits"
+                f"{path} has {outputs} outputs, which is not a multiple of {PER_WORD}, the number of weights in a "
+                "32-bit word: the model cannot be written in 4 bits"
             )

@@ -1,7 +1,7 @@
-"""The folder that is written layer by layer, so that an interrupted quantization can go on.
+"""Writes the quantized folder layer by layer, so that an interrupted quantization can be resumed.
 
-It is made beside its place, as `.OUT.partial`, and moved there when it is complete. `progress.json` in it says which
-layers are written, and for which settings.
+The folder is `.OUT.partial` next to OUT until it is complete; then it is renamed. Its `progress.json` contains the
+settings and a row for each finished layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bytescope.train.weights.patterns import Pattern, sizes_of
 
 PROGRESS = "progress.json"
 DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype(np.float16), "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
-# What parameters are for people, by the beginning of their path within a block or without one.
+# (Beginning of a parameter's path without the layer, name of the component in tables); the first match counts.
 COMPONENTS = (
     ("w_token", "tables"),
     ("w_position", "tables"),
@@ -43,8 +43,11 @@ COMPONENTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of the folder. dtype: the format's name, such as "F16". path: our parameter. part: name of the tensor
-    among those of a packed weight, else ""."""
+    """A tensor of the folder.
+
+    dtype: safetensors name, such as "F16". path: dotted path of our parameter. part: which tensor of a packed weight
+    this is, such as "qweight"; "" if the parameter is not packed.
+    """
 
     name: str
     dtype: str
@@ -54,36 +57,36 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Size in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def layer(self) -> int:
-        """The number of the layer; -1 for a parameter outside the layers."""
+        """Number of the layer; -1 for a parameter outside the layers."""
         return int(self.path.split(".")[1]) if self.path.startswith("blocks.") else -1
 
 
 def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
-    """Returns the tensors of the folder: tables and norm first, then layer by layer."""
-    model, found = origin.model, list[Stored]()
+    """Returns the tensors of the folder: tables and final norm first, then layer by layer."""
+    model, tensors = origin.model, list[Stored]()
     sizes, packed = sizes_of(model), packed_paths(model)
     for path, (row, name) in rows_by_path(origin.family, parameters_of(model)).items():
         if path in packed:
             shapes = LAYOUTS[layout].shapes(*packed[path], group)
-            found += [
+            tensors += [
                 Stored(f"{name.removesuffix('.weight')}.{part}", dtype, shape, path, part)
                 for part, (dtype, shape) in shapes.items()
             ]
         else:
-            found.append(Stored(name, "F16", Pattern.of(row.pattern).their_shape(sizes), path))
-    return sorted(found, key=lambda one: one.layer)
+            tensors.append(Stored(name, "F16", Pattern.parse(row.pattern).their_shape(sizes), path))
+    return sorted(tensors, key=lambda one: one.layer)
 
 
 def bytes_by_component(tensors: Sequence[Stored], origin: Origin) -> dict[str, tuple[int, int]]:
     """Returns component -> (bytes of its weights in 16 bits, bytes in the folder)."""
     sizes, unquantized, written = sizes_of(origin.model), Counter[str](), Counter[str]()
     for path, (row, _) in rows_by_path(origin.family, parameters_of(origin.model)).items():
-        unquantized[_component(path)] += 2 * math.prod(Pattern.of(row.pattern).their_shape(sizes))
+        unquantized[_component(path)] += 2 * math.prod(Pattern.parse(row.pattern).their_shape(sizes))
     for tensor in tensors:
         written[_component(tensor.path)] += tensor.nbytes
     return {name: (size, written[name]) for name, size in unquantized.items()}
@@ -98,13 +101,15 @@ class Output:
     """The folder while it is written.
 
     Args:
-      settings: what decides the numbers in it; a folder of others is not gone on with. force: start over.
+      out: path of the finished folder. settings: everything that affects the stored values. Partial output with other
+        settings cannot be resumed. force: delete partial output and start from the beginning.
 
     Attributes:
-      done: rows of the layers that are written, in order.
+      done: progress rows of the finished layers, in order.
 
     Raises:
-      UserError: there is unfinished work of other settings. OSError: the disk.
+      UserError: the folder has partial output with other settings.
+      OSError: the disk cannot be written.
     """
 
     def __init__(
@@ -122,40 +127,41 @@ class Output:
         self._out, self.folder = out, out.with_name(f".{out.name}.partial")
         if force:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self.done = self._found()
-        found = Files.found(self.folder, self.tensors, shard_bytes) if self.done else None
-        if found is None:  # with its progress, which would vouch for layers that are not there
+        self.done = self._read_progress()
+        existing = Files.open_existing(self.folder, self.tensors, shard_bytes) if self.done else None
+        if existing is None:  # nothing to resume: partial files and their progress.json are deleted
             self.done = []
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-        self._files = found or Files(self.folder, self.tensors, shard_bytes)
+        self._files = existing or Files(self.folder, self.tensors, shard_bytes)
 
-    def _found(self) -> list[dict[str, Any]]:
-        """Rows of layers that an earlier start has written."""
+    def _read_progress(self) -> list[dict[str, Any]]:
+        """Returns the rows of the layers that an interrupted quantization has finished."""
         try:
-            found = json.loads((self.folder / PROGRESS).read_text())
-            settings, layers = found["settings"], found["layers"]
+            progress = json.loads((self.folder / PROGRESS).read_text())
+            settings, layers = progress["settings"], progress["layers"]
         except (OSError, ValueError, KeyError, TypeError):
             return []
         if settings != self._settings:
             differing = sorted(
                 key for key in {*settings, *self._settings} if settings.get(key) != self._settings.get(key)
             )
-            shown = ", ".join(f"{key}={settings.get(key)}" for key in differing)
+            other_settings = ", ".join(f"{key}={settings.get(key)}" for key in differing)
             raise UserError(
-                f"{self.folder} holds {len(layers)} layers of an unfinished folder with {shown}: go on "
-                "with that, or give --force to start over"
+                f"{self.folder} has {len(layers)} layers that were quantized with {other_settings}: use the same "
+                "settings to resume, or give --force to start from the beginning"
             )
         return layers
 
     def write(self, layer: int, params: Params, codes: Mapping[str, Codes]) -> None:
-        """Writes the parameters of a layer, -1 for those of none.
+        """Writes the parameters of a layer, or with layer=-1 the parameters outside the layers.
 
         Args:
-          params: float arrays by our path, in the layer or without one. codes: those that are packed.
+          params: path without the layer -> float array. codes: path without the layer -> codes of a weight to pack.
 
         Raises:
-          UserError: a number that float16 does not hold. OSError: the disk.
+          UserError: a value is too large for float16.
+          OSError: the disk cannot be written.
         """
         packed = {path: self._layout.pack(one) for path, one in codes.items()}
         for one in self.tensors:
@@ -166,8 +172,7 @@ class Output:
             self._files.write(one, [np.ascontiguousarray(array)])
 
     def note(self, row: Mapping[str, Any]) -> None:
-        """Records that the next layer is written, with the row of its errors. Raises OSError: the disk cannot be
-        written."""
+        """Records that the next layer is finished. row: its errors. Raises OSError if the disk cannot be written."""
         self._files.sync()
         beside = self.folder / f".{PROGRESS}"
         beside.write_text(json.dumps({"settings": self._settings, "layers": [*self.done, row]}))
@@ -175,7 +180,9 @@ class Output:
         self.done.append(dict(row))
 
     def read(self, layer: int) -> tuple[dict[str, np.ndarray], dict[str, Codes]]:
-        """Reads what `write` wrote for a layer: (float32 parameters, packed weights), by their path in the layer."""
+        """Reads a layer that `write` wrote; returns (float32 parameters, packed weights), by path
+        without the layer.
+        """
         sizes = sizes_of(self._origin.model)
         params: dict[str, np.ndarray] = {}
         packed: dict[str, dict[str, np.ndarray]] = {}
@@ -187,13 +194,15 @@ class Output:
             if one.part:
                 packed.setdefault(path, {})[one.part] = array
             else:
-                pattern = Pattern.of(rows[one.path][0].pattern)
+                pattern = Pattern.parse(rows[one.path][0].pattern)
                 spans = [(0, sizes[letter]) for letter in pattern.ours]
                 params[path] = pattern.forward(array, spans, sizes).astype(np.float32)
         return params, {path: self._layout.unpack(tensors) for path, tensors in packed.items()}
 
     def finish(self) -> None:
-        """Writes what is not weights, and moves the folder to its place. Raises OSError: the disk."""
+        """Writes config.json and the text files, and moves the folder to OUT. Raises OSError if the disk cannot be
+        written.
+        """
         raw = {**self._origin.raw, PACKED: self._layout.config(self._group)}
         raw["dtype" if "dtype" in raw else "torch_dtype"] = "float16"
         (self.folder / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
@@ -203,20 +212,20 @@ class Output:
         move_into_place(self.folder, self._out)
 
     def _half(self, one: Stored, array: np.ndarray) -> np.ndarray:
-        """A parameter in float16 and in its layout on disk, without the padding of the vocabulary."""
+        """Returns a parameter in float16 and in its layout on disk, without vocabulary padding."""
         row = rows_by_path(self._origin.family, [one.path])[one.path][0]
-        pattern, sizes = Pattern.of(row.pattern), sizes_of(self._origin.model)
+        pattern, sizes = Pattern.parse(row.pattern), sizes_of(self._origin.model)
         kept = array[tuple(slice(0, sizes[letter]) for letter in pattern.ours)]
         with np.errstate(over="ignore"):
-            found = pattern.back(kept.astype(np.float16))
-        if not np.isfinite(found).all():
+            half = pattern.back(kept.astype(np.float16))
+        if not np.isfinite(half).all():
             raise UserError(
-                f"{one.name} has values beyond 65,504, the largest of float16, which these folders are in: "
-                "it cannot be written in 4 bits"
+                f"{one.name} has values above 65,504, the maximum of float16, in which unpacked tensors are stored: "
+                "the model cannot be written in 4 bits"
             )
-        return found
+        return half
 
 
 def _within(path: str) -> str:
-    """A path without its layer."""
+    """Returns a path without its layer."""
     return path.split(".", 2)[2] if path.startswith("blocks.") else path

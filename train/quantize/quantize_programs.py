@@ -1,6 +1,6 @@
-"""The programs on the device: embedding, one block, head, and the search for scales, each compiled once.
+"""The device programs of a quantization: embedding, one block, head, and scale search. Each is compiled once.
 
-The device may be a described one; then nothing can be run, and `peak_bytes` says what it would take.
+The device need not be present. Then nothing can be run, but `peak_bytes` returns the predicted memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
 from bytescope.model import ModelConfig, Precision, Transformer
-from bytescope.model.names import found_names
+from bytescope.model.names import collect_tagged
 from bytescope.train.quantize import scale_search
 from bytescope.train.quantize.folds import Fold, folds_of, shared
 from bytescope.train.step.optimizer.host_offload import device_bytes
@@ -29,7 +29,10 @@ from bytescope.train.weights.packed_folder import matrices
 
 @dataclasses.dataclass(frozen=True)
 class CallSizes:
-    """Static sizes of the programs: windows in one call, tokens of a window, inputs that share a scale."""
+    """Static sizes of the programs.
+
+    rows: windows per call. length: tokens per window. group: inputs that share a scale.
+    """
 
     rows: int
     length: int
@@ -37,21 +40,22 @@ class CallSizes:
 
 
 class Programs:
-    """The programs of one model. Those named here take and give arrays of the device.
+    """The programs of one model. All take and return arrays on the device.
 
     Args:
-      config: a dense model. precision: parameters float32, computed in its compute dtype. clip: whether groups may be.
+      config: config of a dense model. precision: float32 parameters and the compute dtype. clip: whether the range of
+        quantization groups may be clipped.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, sizes: CallSizes, device: jax.Device, clip: bool):
-        # One layer on its own, and an attention kernel whose input to the output product can be seen.
+        # A single layer, with the attention kernel that gives its context a checkpoint name.
         self.config = dataclasses.replace(
             config, scan=False, unroll=1, attention="naive", mlp_chunk=0, dropout=0.0, n_layers=1
         )
         self.sizes, self.precision = sizes, precision
         self.folds, self.matrices, self._clip = folds_of(config), matrices(config), clip
         self._place = SingleDeviceSharding(device)
-        self._made: dict[Any, Compilation] = {}
+        self._compilations: dict[Any, Compilation] = {}
         model = nnx.eval_shape(lambda: Transformer(self.config, precision, rngs=nnx.Rngs(params=0)))
         block, model.blocks = model.blocks[0], nnx.List([])
         self._block, block_state = nnx.split(block)
@@ -82,7 +86,7 @@ class Programs:
 
     @property
     def _sums(self) -> dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-        """Checkpoint name of an input -> sum of |x| [I], X'X [I, I]."""
+        """Checkpoint name of an input -> shapes of (sum of |x| [I], X'X [I, I])."""
         sums = {}
         for fold in self.folds:
             size = self.inputs_of(fold)
@@ -90,7 +94,7 @@ class Programs:
         return sums
 
     def no_sums(self) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Sums of no tokens, on the device."""
+        """Returns sums that are 0, on the device."""
         return jax.tree.map(lambda like: jax.device_put(np.zeros(like.shape, like.dtype), self._place), self._sums)
 
     def _weight(self, path: str) -> jax.ShapeDtypeStruct:
@@ -99,12 +103,12 @@ class Programs:
     # ---- programs ---------------------------------------------------------------------------------------------
 
     def _compiled(self, key: tuple, run: Callable, *shapes: Any, **options: Any) -> Compilation:
-        if key not in self._made:
-            self._made[key] = compile_lowered(jax.jit(run, **options).lower(*shapes), exact=False)
-        return self._made[key]
+        if key not in self._compilations:
+            self._compilations[key] = compile_lowered(jax.jit(run, **options).lower(*shapes), exact=False)
+        return self._compilations[key]
 
     def embed(self) -> Compilation:
-        """(tables, tokens [B, L]) -> the input of the first block [B, L, D]."""
+        """Returns the program (tables, tokens [B, L]) -> the input of the first block [B, L, D]."""
 
         def run(params, tokens_BL):
             return nnx.merge(self._shell, params).begin(tokens_BL, None, None)
@@ -112,20 +116,24 @@ class Programs:
         return self._compiled(("embed",), run, self.shell_shapes, self._tokens)
 
     def block(self) -> Compilation:
-        """(parameters of a block, the number of its layer, x) -> x; in place."""
+        """Returns the program (parameters of a block, layer number, x [B, L, D]) -> output of the block [B, L, D]. x
+        is donated.
+        """
         return self._compiled(
             ("block",), self._run_block, self.block_shapes, self._array(dtype=jnp.int32), self._x, donate_argnums=2
         )
 
     def watch(self) -> Compilation:
-        """(parameters, number, x, sums) -> (x, sums with those of these tokens' inputs); in place."""
+        """Returns the program (parameters, layer number, x, sums) -> (output of the block, sums including the inputs
+        of these tokens). x and sums are donated.
+        """
 
         def run(params, layer, x_BLD, sums):
-            with found_names() as found:
+            with collect_tagged() as named:
                 y_BLD = self._run_block(params, layer, x_BLD)
             added = {}
             for name, (size_I, gram_II) in sums.items():
-                x_TI = found[name].reshape(-1, size_I.size)
+                x_TI = named[name].reshape(-1, size_I.size)
                 gram = jnp.einsum("ti,tj->ij", x_TI, x_TI, preferred_element_type=jnp.float32)
                 added[name] = size_I + jnp.abs(x_TI).sum(0, dtype=jnp.float32), gram_II + gram
             return y_BLD, added
@@ -135,11 +143,13 @@ class Programs:
         )
 
     def _run_block(self, params: Any, layer: jax.Array, x_BLD: jax.Array) -> jax.Array:
-        block = nnx.merge(self._block, params).set(layer, again=False)
+        block = nnx.merge(self._block, params).set(layer, regather=False)
         return block(x_BLD)[0]
 
     def head(self) -> Compilation:
-        """(tables, x of the last block, tokens) -> the sum of -log p of all tokens but the first of each row."""
+        """Returns the program (tables, output of the last block, tokens) -> sum of -log p over all tokens except the
+        first of each row.
+        """
 
         def run(params, x_BLD, tokens_BL):
             model = nnx.merge(self._shell, params)
@@ -150,7 +160,7 @@ class Programs:
         return self._compiled(("head",), run, self.shell_shapes, self._x, self._tokens)
 
     def search(self, fold: Fold) -> Compilation:
-        """(X'X, mean |x|, weights [I, O]) -> as `search.search_scale`."""
+        """Returns the program (X'X, mean |x|, weights [I, O]) -> the result of `scale_search.search_scale`."""
         size = self.inputs_of(fold)
         weights = tuple(map(self._weight, fold.weights))
 
@@ -162,12 +172,14 @@ class Programs:
         return self._compiled(("search", fold.name), run, self._array(size, size), self._array(size), weights)
 
     def quantize(self, fold: Fold, path: str) -> Compilation:
-        """(X'X, scales, the weight, the weight scaled) -> (codes, the error of them, that of plain rounding)."""
+        """Returns the program (X'X, scales, weight, scaled weight) -> (codes, error of the codes, error of plain
+        rounding).
+        """
         shape, clip, group = self.matrices[path].sizes, self._clip and path in fold.clipped, self.sizes.group
 
         def run(gram_II, scale_I, w_IO, scaled_IO):
-            found, error = scale_search.quantize(gram_II, scale_I, scaled_IO, group, clip)
-            return found, error, scale_search.rounding_error(gram_II, w_IO, group)
+            codes, error = scale_search.quantize(gram_II, scale_I, scaled_IO, group, clip)
+            return codes, error, scale_search.rounding_error(gram_II, w_IO, group)
 
         weight = self._array(*shape)
         return self._compiled(
@@ -184,26 +196,33 @@ class Programs:
     def peak_bytes(
         self, target: Target | None = None, tell: Callable[[str], None] = lambda name: None, searching: bool = True
     ) -> dict[str, int]:
-        """Returns program -> bytes on the device while it runs, including arrays that other programs keep there."""
+        """Returns program -> bytes on the device while it runs, including arrays that other programs keep on the
+        device.
 
-        def of(name: str, compilation: Compilation, beside: int = 0) -> int:
+        target: None for the devices of this process. tell: is called with the name of each program. searching: include
+        the scale search.
+        """
+
+        def measure(name: str, compilation: Compilation, beside: int = 0) -> int:
             tell(name)
             return report_of(compilation, target=target).predicted_bytes + beside
 
-        found = {"embedding": of("embedding", self.embed()), "one block": of("one block", self.watch())}
+        peaks = {"embedding": measure("embedding", self.embed()), "one block": measure("one block", self.watch())}
         grams = {fold.input: device_bytes(self._sums[fold.input]) for fold in self.folds}
         for fold in self.folds:
             beside = sum(grams.values()) - grams[fold.input]
             if searching and fold.before:
-                found[f"scales of {fold.name}"] = of(f"scales of {fold.name}", self.search(fold), beside)
+                peaks[f"scales of {fold.name}"] = measure(f"scales of {fold.name}", self.search(fold), beside)
             name = f"rounding of {fold.name}"
-            found[name] = max(of(name, self.quantize(fold, path), beside) for path in fold.weights)
-        found["head"] = of("head", self.head())
-        return found
+            peaks[name] = max(measure(name, self.quantize(fold, path), beside) for path in fold.weights)
+        peaks["head"] = measure("head", self.head())
+        return peaks
 
 
 def put(flat: Mapping[str, Any], like: Any) -> Any:
-    """Puts arrays of the host, by dotted path, on the device of `like`; returns them as a tree with its dtypes."""
+    """Puts host arrays, dotted path -> array, on the device of `like`; returns them as a tree with the dtypes of
+    `like`.
+    """
     return jax.tree.map(
         lambda array, shape: jax.device_put(np.asarray(array).astype(shape.dtype, copy=False), shape.sharding),
         unflatten_dict(flat, sep="."),

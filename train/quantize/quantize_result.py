@@ -1,4 +1,4 @@
-"""Records of a quantization: the bytes that it takes and what it found, for the terminal, the page and JSON."""
+"""Records of a quantization, its memory and its results, for the terminal, the page and JSON."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that a quantization takes, known before it begins.
+    """Bytes that a quantization needs, known before it begins.
 
     Fields:
-      device: program -> bytes on the device while it runs. limit: bytes of the device. streams: activations on the
-      host. layer: one layer on the host, or the tables if they are larger. held: a run's checkpoint on the host.
-      folder: the weights that are written.
+      device: program -> bytes on the device while it runs.
+      limit: bytes of the device that may be used.
+      streams: bytes of activations on the host.
+      layer: host bytes of one layer, or of the tables if they are larger.
+      held: host bytes of a run's checkpoint.
+      folder: bytes of the weights on disk.
     """
 
     device: Mapping[str, int]
@@ -27,12 +30,12 @@ class Memory:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The program that takes the most bytes, and these bytes."""
+        """(name of the program that needs the most bytes, its bytes on the device)."""
         return max(self.device.items(), key=lambda item: item[1])
 
     @property
     def fits(self) -> bool:
-        """Whether the largest program fits the device."""
+        """True if the largest program fits the device."""
         return self.peak[1] <= self.limit
 
     @property
@@ -43,16 +46,19 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationResult:
-    """A finished folder.
+    """The results of a finished quantization.
 
     Fields:
-      title: of the model. facts: how the folder was made, a line each. memory: bytes that it took.
-      components: name -> (bytes in 16 bits, bytes in the folder). before, after: perplexity of the held-out text, with
-      the original weights and with the written ones. tokens: of the calibration text and of the held-out text.
-      layers: a row for each: `layer`; `stream`, the difference of the residual stream behind the layer from the
-      original's, as a share of its mean square; and `weights`, each with `weight`, the `power` of the magnitudes, its
-      `error`, and the error of plain `rounding`, both as shares of the mean square of the product's output.
-      versions: of the libraries.
+      title: title of the model. out: path of the folder. facts: lines that describe the settings. memory: bytes that
+        it needed.
+      components: name -> (bytes in 16 bits, bytes in the folder).
+      before, after: perplexity of the held-out text with the original and with the quantized weights.
+      tokens: (number of calibration tokens, number of held-out tokens).
+      layers: a row per layer. `layer`: its number. `stream`: mean square difference of the residual stream after the
+        layer from the original, as a fraction of the original's mean square. `weights`: a row per weight with `weight`
+        (path), `power` (exponent of the magnitudes), `error` and `rounding` (errors of the stored weight and of plain
+        rounding, as fractions of the mean square of the output).
+      versions: versions of the libraries.
     """
 
     title: str
@@ -73,10 +79,10 @@ class QuantizationResult:
 
     @property
     def weights(self) -> list[str]:
-        """The products of a layer, in order."""
+        """Paths of the quantized weights of a layer, in order."""
         return [row["weight"] for row in self.layers[0]["weights"]]
 
     def to_json(self) -> str:
         """Returns the text of --json."""
-        found = dataclasses.asdict(self)
-        return json.dumps({**found, "perplexity": {"before": self.before, "after": self.after}}, indent=2) + "\n"
+        fields = dataclasses.asdict(self)
+        return json.dumps({**fields, "perplexity": {"before": self.before, "after": self.after}}, indent=2) + "\n"

@@ -1,4 +1,6 @@
-"""From a command line to a quantization that can begin: weights, texts, programs, and the bytes that they take."""
+"""Prepares a quantization from command-line arguments: weights, texts, compiled programs, and the bytes that they
+need.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from bytescope.memory.units import human
 from bytescope.model import ModelConfig
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.generate.model_source import Source, precision_of
-from bytescope.train.generate.open_engine import limit_here
+from bytescope.train.generate.open_engine import local_limit
 from bytescope.train.generate.text import Prompts, read_texts
 from bytescope.train.program.config_files import load
 from bytescope.train.quantize.origin import check_model, open_origin
@@ -32,30 +34,34 @@ from bytescope.train.weights.finetune import config_of
 from bytescope.train.weights.leaves import parameters_of
 from bytescope.train.weights.packed_folder import packed_paths
 
-HELD_OUT = 32  # max windows of the held-out text
-SHARE = 4  # without --held-out the last 1/SHARE of the calibration text is held out
-ROWS = 4  # max windows in one call of a program
+HELD_OUT = 32  # maximum number of held-out windows
+SHARE = 4  # without --held-out, the last 1/SHARE of the calibration text is held out
+ROWS = 4  # maximum number of windows per call of a program
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
-    """A quantization that can begin. tokens: of the calibration text and of the held-out text."""
+class PreparedQuantization:
+    """A quantization that is ready to run.
+
+    memory: bytes that it needs. tokens: (number of calibration tokens, number of held-out tokens).
+    """
 
     quantization: Quantization
     memory: Memory
     tokens: tuple[int, int]
 
 
-def open_quantization(args: argparse.Namespace, tell: Tell) -> Opened:
-    """Opens the weights and texts of a command line, compiles the programs, and takes room on the disk.
+def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantization:
+    """Opens the weights and texts that the arguments name, compiles the programs, and reserves disk space.
 
     Raises:
-      UserError: a mistake in the arguments, the weights or the texts. DoesNotFit: one layer does not fit the device.
+      UserError: a mistake in the arguments, the weights or the texts.
+      DoesNotFit: one layer does not fit the device.
     """
     origin = open_origin(args.source, args.step, args.group)
     device, method = jax.local_devices()[0], METHODS[args.method]
     calibration, held_out = read_windows(args, origin.source)
-    sizes = CallSizes(_rows_of(len(calibration), len(held_out)), calibration.shape[1], args.group)
+    sizes = CallSizes(_rows_per_call(len(calibration), len(held_out)), calibration.shape[1], args.group)
     programs = Programs(origin.model, precision_of(args.dtype, device.platform), sizes, device, method.clip)
     digest = hashlib.sha256()
     for windows in (calibration, held_out):
@@ -71,25 +77,27 @@ def open_quantization(args: argparse.Namespace, tell: Tell) -> Opened:
         "text": digest.hexdigest()[:16],
     }
     peaks = programs.peak_bytes(targets.parse("local"), lambda name: tell(0, 0, f"compiling {name}"), method.scales)
-    limit = limit_here(args, device)
+    limit = local_limit(args, device)
     tokens = calibration.size, held_out.size
     folder = sum(tensor.nbytes for tensor in plan(origin, args.format, args.group))
-    memory = _memory_of(origin.model, programs, tokens, peaks, limit, folder, origin.held)
+    memory = _count_memory(origin.model, programs, tokens, peaks, limit, folder, origin.held)
     name, peak = memory.peak
-    if not memory.fits:  # before room is taken on the disk
+    if not memory.fits:  # before disk space is reserved
         raise DoesNotFit(
-            f"{name} takes {human(peak)} of {human(memory.limit)} on the device: give a shorter --length, "
-            "or a device with more memory"
+            f"the program '{name}' needs {human(peak)} and the device has {human(memory.limit)}: give a shorter "
+            "--length, or use a device with more memory"
         )
     output = Output(args.out, origin, args.format, args.group, settings, args.shard_bytes, args.force)
-    return Opened(Quantization(origin, programs, method, (calibration, held_out), output, tell), memory, tokens)
+    return PreparedQuantization(
+        Quantization(origin, programs, method, (calibration, held_out), output, tell), memory, tokens
+    )
 
 
 def read_windows(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (calibration, held-out) windows, int32 [windows, length]; both numbers of windows are multiples of the
-    windows in one call.
+    """Returns (calibration windows, held-out windows), each int32 [windows, length].
 
-    length: `--length`, or the model's maximum number of positions if that is less.
+    The length is `--length`, or the model's maximum number of positions if that is less. Both numbers of windows are
+    multiples of the windows per call.
 
     Raises:
       UserError: a file cannot be read, or is too short.
@@ -104,20 +112,19 @@ def read_windows(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, 
         kept = len(windows) - max(min(len(windows) // SHARE, HELD_OUT), 1)
         windows, held_out = windows[:kept], windows[kept:]
     _require(windows, 1, args.calibrate, length)
-    # Windows are chosen evenly over the text, which may change its subject.
+    # Windows are spread evenly over the text, since its content may change from beginning to end.
     chosen = np.linspace(0, len(windows) - 1, min(args.samples, len(windows))).round().astype(int)
     calibration, held_out = windows[chosen], held_out[:HELD_OUT]
-    rows = _rows_of(len(calibration), len(held_out))
+    rows = _rows_per_call(len(calibration), len(held_out))
     return calibration[: len(calibration) // rows * rows], held_out[: len(held_out) // rows * rows]
 
 
-def _rows_of(calibration: int, held_out: int) -> int:
-    """Windows in one call of a program."""
+def _rows_per_call(calibration: int, held_out: int) -> int:
     return min(ROWS, calibration, held_out)
 
 
 def _cut(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
-    """The windows of a file's texts, which follow each other without a gap."""
+    """Returns the windows of a file. The texts of the file are concatenated without separators."""
     with Prompts(source, chat=False) as prompts:
         tokens = np.concatenate([np.asarray(text, np.int32) for text in read_texts(prompts, path, flag)])
     return tokens[: len(tokens) // length * length].reshape(-1, length)
@@ -126,18 +133,18 @@ def _cut(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
 def _require(windows: np.ndarray, needed: int, path: Path, length: int) -> None:
     if len(windows) < needed:
         raise UserError(
-            f"{path} has {len(windows)} windows of {length} tokens, and {needed} are needed: give more text, "
+            f"{path} has {len(windows)} windows of {length} tokens, and at least {needed} are needed: give more text, "
             "or a shorter --length"
         )
 
 
 def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
-    """Returns (a title, the bytes of quantizing a model on a target, which may be a described one).
+    """Returns (a title, the bytes of quantizing a model on a target, which need not be present).
 
     Raises:
-      UserError: no such model, or it cannot be quantized.
+      UserError: the model does not exist or cannot be quantized.
     """
-    target, model = targets.parse(args.target), _model_of(args)
+    target, model = targets.parse(args.target), _read_model(args)
     check_model(str(args.source), model, args.group)
     method, rows = METHODS[args.method], min(ROWS, args.samples)
     device = target.devices()[0]
@@ -152,12 +159,12 @@ def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
     folder = int(2 * (weights - packed) + packed * bits / 8)
     return (
         f"quantizing {args.source} on {target.name}, {args.samples} windows of {sizes.length} tokens",
-        _memory_of(model, programs, tokens, peaks, limit, folder),
+        _count_memory(model, programs, tokens, peaks, limit, folder),
     )
 
 
-def _model_of(args: argparse.Namespace) -> ModelConfig:
-    """The model of a run, of a folder of weights, whose config.json is enough, or of a config."""
+def _read_model(args: argparse.Namespace) -> ModelConfig:
+    """Returns the model config of a run, a folder (of which only config.json is needed) or a config."""
     source = find_source(args.source, RunPath, WeightsPath, ConfigPath)
     if isinstance(source, RunPath):
         config = SavedRun.open(source.path, args.step).config
@@ -168,7 +175,7 @@ def _model_of(args: argparse.Namespace) -> ModelConfig:
     return ModelConfig.from_dict(config.model)
 
 
-def _memory_of(
+def _count_memory(
     model: ModelConfig,
     programs: Programs,
     tokens: tuple[int, int],
@@ -177,34 +184,36 @@ def _memory_of(
     folder: int,
     held: int = 0,
 ) -> Memory:
-    """The bytes of a quantization. held: of the checkpoint on the host, whose stacks of layers are decoded whole."""
+    """Returns the bytes of a quantization. held: host bytes of a checkpoint, whose stacks of layers are decoded as a
+    whole.
+    """
     calibration, held_out = tokens
     streams = (calibration + 2 * held_out) * model.d_model * jax.numpy.dtype(programs.precision.compute).itemsize
-    # In float32: as read, with scales in them, and decoded for what was written; the tables twice.
+    # Three float32 copies of a layer: as read, scaled, and decoded from the written codes. Two copies of the tables.
     tables = sum(math.prod(shape) for path, shape in parameters_of(model).items() if not path.startswith("blocks."))
     layer = max(3 * programs.parameter_bytes, 2 * 4 * tables)
     return Memory(peaks, limit, streams, layer, held, folder)
 
 
-def result_of(args: argparse.Namespace, opened: Opened, outcome: Outcome) -> QuantizationResult:
+def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcome: Outcome) -> QuantizationResult:
     """Returns the record of a finished quantization."""
-    quantization = opened.quantization
-    calibration, held_out = opened.tokens
+    quantization = prepared.quantization
+    calibration, held_out = prepared.tokens
     facts = (
         f"4 bits, groups of {args.group}, {METHODS[args.method].summary}; {args.format}",
         f"calibrated on {calibration:,} tokens of {args.calibrate.name} in windows of "
-        f"{quantization.programs.sizes.length:,}, perplexity on {held_out:,} held-out ones "
+        f"{quantization.programs.sizes.length:,}, perplexity on {held_out:,} held-out tokens "
         f"of {(args.held_out or args.calibrate).name}",
     )
     return QuantizationResult(
         title=quantization.origin.source.title,
         out=str(args.out),
         facts=facts,
-        memory=opened.memory,
+        memory=prepared.memory,
         components=bytes_by_component(quantization.output.tensors, quantization.origin),
         before=outcome.before,
         after=outcome.after,
-        tokens=opened.tokens,
+        tokens=prepared.tokens,
         layers=outcome.layers,
         versions=versions(),
     )

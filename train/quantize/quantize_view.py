@@ -1,4 +1,4 @@
-"""A quantization in the terminal and as a page: bytes, perplexity, error by layer and by weight."""
+"""Shows a quantization in the terminal and as a page: bytes, perplexity, error by layer and by weight."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BAR = 24  # columns of the longest bar
 
 
 def memory_view(memory: Memory) -> RenderableType:
-    """Returns the bytes that a quantization takes, as they are shown before it begins."""
+    """Returns the table of bytes that is shown before a quantization begins."""
     name, peak = memory.peak
     rows = FigureTable(label(), figure(), words())
-    rows.add("device", human(peak), f"of {human(memory.limit)}; {name} takes most")
+    rows.add("device", human(peak), f"of {human(memory.limit)}, in the program '{name}'")
     checkpoint = f", the checkpoint {human(memory.held)}" if memory.held else ""
     rows.add(
         "host",
@@ -34,11 +34,11 @@ def memory_view(memory: Memory) -> RenderableType:
 
 
 def plan_view(title: str, memory: Memory) -> RenderableType:
-    """Returns the bytes that a quantization would take on a target, by program, and whether they fit."""
+    """Returns the table of bytes by program on a target, and whether they fit."""
     programs = FigureTable(label("on the device"), figure("bytes"))
     for name, size in memory.device.items():
         programs.add(name, human(size))
-    verdict = "fits" if memory.fits else "does not fit: give a shorter --length, or a device with more memory"
+    verdict = "fits" if memory.fits else "does not fit: give a shorter --length, or use a device with more memory"
     return Group(
         Text(title, style="bold"),
         memory_view(memory),
@@ -49,11 +49,12 @@ def plan_view(title: str, memory: Memory) -> RenderableType:
 
 
 def result_view(result: QuantizationResult) -> RenderableType:
-    """Returns the summary of a finished folder: perplexity, bytes by component, error by layer."""
+    """Returns the summary of a quantization: perplexity, bytes by component, error by layer."""
     sizes = FigureTable(label(), figure("16 bits"), figure("here"), figure("share"))
     whole = result.bytes
-    for name, (wide, here) in [*result.components.items(), ("all", whole)]:
-        sizes.add(name, human(wide), human(here), f"{here / wide:.0%}" if wide else "")
+    for name, (unquantized, quantized) in [*result.components.items(), ("all", whole)]:
+        fraction = f"{quantized / unquantized:.0%}" if unquantized else ""
+        sizes.add(name, human(unquantized), human(quantized), fraction)
     layers = FigureTable(figure("layer"), figure("rounding"), figure("here"), figure("stream"), label())
     means = [mean_error(row) for row in result.layers]
     most = max(error for _, error in means) or 1.0
@@ -73,8 +74,8 @@ def result_view(result: QuantizationResult) -> RenderableType:
         sizes,
         Text(),
         Prose(
-            "error of a layer's products, as a share of their outputs' mean square, and of the residual "
-            "stream behind it"
+            "mean square error of a layer's matrix products and of the residual stream after the layer, each as a "
+            "percentage of the mean square of the original"
         ),
         layers,
     )
@@ -84,7 +85,7 @@ def result_view(result: QuantizationResult) -> RenderableType:
 
 
 def result_page(result: QuantizationResult) -> str:
-    """Returns the HTML page of a finished folder."""
+    """Returns the HTML page of a quantization."""
     before, after = result.bytes
     sizes = (
         ("component", "name", lambda row: row[0]),
@@ -114,21 +115,22 @@ def result_page(result: QuantizationResult) -> str:
 
 
 def page_data(result: QuantizationResult) -> dict[str, Any]:
-    """Returns what the script draws: layer numbers, and for each line its share of error in each layer, from 0 to 1."""
+    """Returns the data of the plot: layer numbers, and for each line its error fractions by layer, 0 to 1."""
     shares = {
         "rounding": [mean_error(row)[0] for row in result.layers],
         "written": [mean_error(row)[1] for row in result.layers],
         "residual stream": [row["stream"] for row in result.layers],
     }
     products = [product for row in result.layers for product in row["weights"]]
-    if all(product["error"] == product["rounding"] for product in products):  # the folder has plain rounding
+    if all(product["error"] == product["rounding"] for product in products):  # the method is plain rounding
         del shares["written"]
     return {"layers": [row["layer"] for row in result.layers], "shares": shares}
 
 
 def heat(result: QuantizationResult) -> list[dict[str, Any]]:
-    """Returns a row for each layer: the error of each weight, its share of the largest error, and the power of its
-    scales."""
+    """Returns a row per layer of the heat map: for each weight the error, the error relative to the largest error (0
+    to 1), and the exponent of its scales.
+    """
     most = max(one["error"] for row in result.layers for one in row["weights"]) or 1.0
     return [
         {
@@ -149,7 +151,9 @@ def heat(result: QuantizationResult) -> list[dict[str, Any]]:
 
 
 def mean_error(row: Mapping[str, Any]) -> tuple[float, float]:
-    """(error of plain rounding, error of what was written) of a row of `layers`: means over the layer's products."""
+    """Returns (error of plain rounding, error of the stored weights) of a row of `layers`: means over the weights of
+    the layer.
+    """
     products = row["weights"]
     rounding = sum(product["rounding"] for product in products) / len(products)
     return rounding, sum(product["error"] for product in products) / len(products)

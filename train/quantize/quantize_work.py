@@ -1,8 +1,8 @@
-"""Quantizes a model layer by layer: look at the inputs of a layer, find scales, round, write, and go on.
+"""Quantizes a model layer by layer: observe the inputs of a layer, find scales, round, write, then the next layer.
 
-The host holds three streams of activations: the calibration text's and the held-out text's through the model as it is,
-and the held-out text's through what was written. So inputs are those of the original model, as in llm-awq, perplexity
-of both is known at the end, and the device never holds more than one layer.
+The host holds three streams of activations: calibration text and held-out text through the original model, and
+held-out text through the quantized model. Scales are found with inputs of the original model, as in llm-awq. At the
+end both perplexities are known, and the device never holds more than one layer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from bytescope.train.weights.packed import Codes
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to choose codes. scales: whether inputs are scaled by their magnitudes in the text. clip: whether the
-    range of a group may be clipped."""
+    """A method of quantization.
+
+    summary: its description. scales: whether inputs are scaled by their magnitudes in the calibration text. clip:
+    whether the range of a group may be clipped.
+    """
 
     summary: str
     scales: bool
@@ -40,12 +43,16 @@ METHODS = {
     "awq": Method("activation-aware scales and clipped groups (AWQ)", True, True),
     "rounding": Method("round to nearest", False, False),
 }
-Tell = Callable[[int, int, str], None]  # called with calls of programs done, all of them, and what is done next
+Tell = Callable[[int, int, str], None]  # called with (finished program calls, total calls, description of the next)
 
 
 @dataclasses.dataclass
 class Streams:
-    """Activations on the host, in the compute dtype: [windows, tokens, d_model] each."""
+    """Activations on the host in the compute dtype, each [windows, tokens, d_model].
+
+    calibration, original: calibration text and held-out text in the original model. written: held-out text in the
+    quantized model.
+    """
 
     calibration: np.ndarray
     original: np.ndarray
@@ -54,7 +61,7 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What `Quantization.run` found: fields of a QuantizationResult."""
+    """The result of `Quantization.run`. The fields are those of the same name in QuantizationResult."""
 
     layers: list[dict[str, Any]]
     before: float
@@ -62,11 +69,11 @@ class Outcome:
 
 
 class Quantization:
-    """The quantization of one model; `run` does all of it.
+    """The quantization of one model. `run` does all of it.
 
     Args:
-      tokens: calibration and held-out windows, int32 [windows, tokens]; both numbers of windows are multiples of the
-      windows in one call.
+      tokens: (calibration windows, held-out windows), each int32 [windows, tokens]. Both numbers of windows are
+        multiples of the windows per call.
     """
 
     def __init__(
@@ -89,16 +96,18 @@ class Quantization:
 
     @property
     def calls(self) -> int:
-        """Total number of calls of programs on windows."""
+        """Total number of program calls on windows."""
         rows = self.programs.sizes.rows
         return self.origin.model.n_layers * (len(self._calibration) + 2 * len(self._held_out)) // rows
 
     def run(self) -> Outcome:
-        """Writes all layers; those that an earlier start has written are run through alone."""
+        """Quantizes and writes all layers. Layers that an interrupted run has finished are only run, not quantized
+        again.
+        """
         self.output.write(-1, self._tables(), {})
         shell = put(self._tables(), self.programs.shell_shapes)
         calibration, original = (self._embed(shell, tokens) for tokens in (self._calibration, self._held_out))
-        del shell  # tables are read again in the end: nothing holds them, or those that are written, meanwhile
+        del shell  # frees the device: the tables are read again at the end
         streams = Streams(calibration, original, self._embed(self._written_tables(), self._held_out))
         for layer in range(self.origin.model.n_layers):
             self._layer(layer, streams)
@@ -127,8 +136,9 @@ class Quantization:
             self.output.note({"layer": layer, "stream": drift(streams), "weights": errors})
 
     def _forward(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
-        """Takes a stream through a block, in place; with `watch` it returns the sums over the inputs of its
-        products."""
+        """Runs a stream through a block in place. With `watch`, returns the sums over the inputs of the block's
+        weights.
+        """
         rows, number = self.programs.sizes.rows, np.int32(layer)
         program = (self.programs.watch() if watch else self.programs.block()).executable
         sums = self.programs.no_sums() if watch else None
@@ -146,26 +156,27 @@ class Quantization:
     def _quantize(
         self, layer: int, params: dict[str, np.ndarray], sums: Any
     ) -> tuple[dict[str, np.ndarray], dict[str, Codes], list[dict[str, Any]]]:
-        """Returns (the unquantized parameters with scales in them, the packed weights, a row of errors for each
-        weight)."""
-        found, scales, powers = dict(params), {}, {}
+        """Returns (scaled unquantized parameters, packed weights, an error row for each weight)."""
+        scaled, scales, powers = dict(params), {}, {}
         for fold in self.programs.folds:
             self._tell(self._calls, self.calls, f"layer {layer}: scales of {fold.name}")
-            size_I, gram_II = sums[fold.input]  # errors are shares: X'X need not be divided by the tokens, nor copied
+            size_I, gram_II = sums[
+                fold.input
+            ]  # errors are fractions, so X'X need not be divided by the number of tokens
             magnitudes_I = size_I / self._calibration.size
             scales[fold.name], powers[fold.name] = np.ones(len(magnitudes_I), np.float32), 0.0
             if self.method.scales and fold.before:
-                flat = tuple(self._flat(found, path) for path in fold.weights)
+                flat = tuple(self._flat(scaled, path) for path in fold.weights)
                 scale_I, power, _ = self.programs.search(fold).executable(gram_II, magnitudes_I, flat)
-                found, scales[fold.name] = fold_in(fold, self.programs.config, found, np.asarray(scale_I))
+                scaled, scales[fold.name] = fold_in(fold, self.programs.config, scaled, np.asarray(scale_I))
                 powers[fold.name] = float(power)
         codes, errors = {}, []
         for fold in self.programs.folds:
             self._tell(self._calls, self.calls, f"layer {layer}: rounding {fold.name}")
             for path in fold.weights:
-                codes[path], row = self._round(fold, path, sums[fold.input][1], scales[fold.name], params, found)
+                codes[path], row = self._round(fold, path, sums[fold.input][1], scales[fold.name], params, scaled)
                 errors.append({"weight": path, "power": powers[fold.name], **row})
-        return {path: array for path, array in found.items() if path not in codes}, codes, errors
+        return {path: array for path, array in scaled.items() if path not in codes}, codes, errors
 
     def _round(
         self,
@@ -176,11 +187,12 @@ class Quantization:
         params: Mapping[str, np.ndarray],
         scaled: Mapping[str, np.ndarray],
     ) -> tuple[Codes, dict[str, float]]:
-        """Returns a packed weight, its error and the error of plain rounding, both as shares of the output's mean
-        square."""
+        """Returns a packed weight, its error and the error of plain rounding, both as fractions of the output's mean
+        square.
+        """
         program = self.programs.quantize(fold, path).executable
-        found, error, plain = program(gram_II, scale_I, self._flat(params, path), self._flat(scaled, path))
-        return Codes(*map(np.asarray, found)), {"error": float(error), "rounding": float(plain)}
+        codes, error, plain = program(gram_II, scale_I, self._flat(params, path), self._flat(scaled, path))
+        return Codes(*map(np.asarray, codes)), {"error": float(error), "rounding": float(plain)}
 
     def _flat(self, params: Mapping[str, np.ndarray], path: str) -> np.ndarray:
         return np.ascontiguousarray(params[path].reshape(self.programs.matrices[path].sizes))
@@ -188,11 +200,11 @@ class Quantization:
     # ---- both ends --------------------------------------------------------------------------------------------
 
     def _tables(self) -> dict[str, np.ndarray]:
-        """The parameters outside the layers."""
+        """Returns the parameters outside the layers."""
         return {path: self._parameter(path).astype(np.float32) for path in self._outside}
 
     def _written_tables(self) -> Any:
-        """The written parameters outside the layers, on the device; the padding of the vocabulary is zeros."""
+        """Returns the written parameters outside the layers, on the device, with zeros as vocabulary padding."""
         stored, like = self.output.read(-1)[0], self.programs.shell_shapes
         sizes = {".".join(path): leaf.shape for path, leaf in flatten_dict(like).items()}
         padded = {}
@@ -210,7 +222,6 @@ class Quantization:
         )
 
     def _perplexity(self, shell: Any, x_NLD: np.ndarray) -> float:
-        """Returns the perplexity of the held-out text."""
         self._tell(self._calls, self.calls, "perplexity")
         rows = self.programs.sizes.rows
         head = self.programs.head().executable
@@ -222,13 +233,14 @@ class Quantization:
 
 
 def decoded(one: Codes) -> np.ndarray:
-    """Returns the float32 weights [inputs, outputs] of the codes."""
+    """Returns the float32 weights [inputs, outputs] that the codes represent."""
     return np.asarray(groups.decode(*map(jnp.asarray, (one.codes_IO, one.zeros_GO, one.scales_GO))))
 
 
 def drift(streams: Streams) -> float:
-    """Returns the mean square difference of the two streams of the held-out text, as a share of the original's mean
-    square."""
+    """Returns the mean square difference between the two held-out streams, as a fraction of the original stream's mean
+    square.
+    """
     difference = power = 0.0
     for mine, theirs in zip(streams.written, streams.original):
         mine, theirs = mine.astype(np.float32), theirs.astype(np.float32)

@@ -1,10 +1,11 @@
-"""Scales and clipped ranges that make the least error in a product's output, on the calibration text.
+"""Finds scales and clipped ranges that minimize the error of a matrix product's output on the calibration text.
 
-The error of a weight's replacement W' is the mean square of X W' - X W. With G = X'X / tokens it is the trace of
-D' G D, D = W' - W: so of the text one matrix [inputs, inputs] is kept for each input, whatever its length.
+The error of a weight W that is replaced by W' is the mean square of X W' - X W. With G = X'X / tokens it is the trace
+of D' G D, where D = W' - W. So only one matrix [inputs, inputs] is kept per input, however long the text is.
 
-Scales are the inputs' mean magnitudes to a power, the best of 20 (Lin et al. 2023, arXiv 2306.00978, section 3.2, and
-its implementation llm-awq). Then each group is clipped to the share of its range that does best by itself.
+Scales are powers of the inputs' mean magnitudes; the best of 20 exponents is chosen (Lin et al. 2023, arXiv
+2306.00978, section 3.2, and its implementation llm-awq). Then the range of each group is clipped to the fraction with
+the least error of this group.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ import jax.numpy as jnp
 
 from bytescope.model.quantized import groups
 
-POWERS = 20  # of the magnitudes, from 0 by 1 / POWERS
-SHARES = tuple(1 - step / 20 for step in range(10))  # of a group's range that are tried
+POWERS = 20  # number of exponents to try: 0, 1 / POWERS, 2 / POWERS, ...
+SHARES = tuple(1 - step / 20 for step in range(10))  # fractions of a group's range to try
 
 
 def scale_of(magnitudes_I: jax.Array, power: jax.Array | float) -> jax.Array:
-    """Returns scales [inputs]: magnitudes to a power, normalized so that the largest and the smallest are each other's
-    inverse."""
+    """Returns scales [inputs]: magnitudes to a power, normalized so that the largest scale is the inverse of the
+    smallest.
+    """
     scale_I = jnp.maximum(magnitudes_I, 1e-4) ** power
     return scale_I / jnp.sqrt(scale_I.max() * scale_I.min())
 
 
 def error_of(gram_II: jax.Array, delta_IO: jax.Array) -> jax.Array:
-    """Returns the trace of D' G D."""
+    """Returns the trace of D' G D, for D = `delta_IO`."""
     return (delta_IO * (gram_II @ delta_IO)).sum()
 
 
 def share_of(gram_II: jax.Array, w_IO: jax.Array, replaced_IO: jax.Array) -> jax.Array:
-    """Returns the error of a weight's replacement as a share of the output's mean square; 0 if the output is 0."""
+    """Returns the error of a replaced weight as a fraction of the output's mean square; 0 if the output is 0."""
     whole = error_of(gram_II, w_IO)
     return jnp.where(whole > 0, error_of(gram_II, replaced_IO - w_IO) / whole, 0)
 
@@ -43,7 +45,11 @@ def share_of(gram_II: jax.Array, w_IO: jax.Array, replaced_IO: jax.Array) -> jax
 def search_scale(
     gram_II: jax.Array, magnitudes_I: jax.Array, weights: Sequence[jax.Array], group: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (the best scales [inputs], their power, the error of each power [POWERS]) for weights of one input."""
+    """Returns (the best scales [inputs], their exponent, the error of each exponent [POWERS]) for weights that share
+    an input.
+
+    gram_II: X'X. magnitudes_I: mean |x|. group: inputs per quantization group.
+    """
 
     def error(power: jax.Array) -> jax.Array:
         scale_I1 = scale_of(magnitudes_I, power)[:, None]
@@ -53,7 +59,7 @@ def search_scale(
         return total
 
     powers = jnp.arange(POWERS, dtype=jnp.float32) / POWERS
-    errors = jax.lax.map(error, powers)  # one after the other: each holds copies of the weights
+    errors = jax.lax.map(error, powers)  # sequentially, since each needs copies of the weights
     power = powers[jnp.argmin(errors)]
     return scale_of(magnitudes_I, power), power, errors
 
@@ -62,20 +68,20 @@ def search_scale(
 def quantize(
     gram_II: jax.Array, scale_I: jax.Array, w_IO: jax.Array, group: int, clip: bool
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Returns (codes, zero points and scales as `groups.encode` gives them; the error as a share of the output's mean
+    """Returns (codes, zero points and scales as from `groups.encode`; error as a fraction of the output's mean
     square).
 
-    gram_II: of the inputs before they were scaled by `scale_I`. w_IO: float32, scaled.
+    gram_II: X'X of the inputs before they were divided by `scale_I`. w_IO: the scaled weight, float32. clip: whether
+    to clip the range of groups.
     """
     gram_II = gram_II / (scale_I[:, None] * scale_I[None])
     kept = _shares(gram_II, w_IO, group) if clip else 1.0
-    found = groups.encode(w_IO, group, kept)
-    return found, share_of(gram_II, w_IO, groups.decode(*found))
+    codes = groups.encode(w_IO, group, kept)
+    return codes, share_of(gram_II, w_IO, groups.decode(*codes))
 
 
 def _shares(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
-    """Returns for each group the share of its range with the least error of that group alone, float32 [groups,
-    outputs]."""
+    """Returns for each group the fraction of its range that minimizes the group's error, float32 [groups, outputs]."""
     inputs, outputs = w_IO.shape
     count = inputs // group
     number = jnp.arange(count)
@@ -92,5 +98,5 @@ def _shares(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
 
 @partial(jax.jit, static_argnames="group")
 def rounding_error(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
-    """Returns the error of plain rounding as a share of the output's mean square."""
+    """Returns the error of plain rounding as a fraction of the output's mean square."""
     return share_of(gram_II, w_IO, groups.decode(*groups.encode(w_IO, group)))

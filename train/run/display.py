@@ -1,8 +1,8 @@
-"""Progress of a run: a live bar on a terminal with the rows scrolling above it, plain lines elsewhere.
+"""The progress display of a run: rows scroll above a live bar on a terminal, and are plain lines elsewhere.
 
-The bar is not memory/view/progress_bar.py, which is on stderr, is taken away while a line is printed, and takes its
-time left from rich. Here the rows go to the same console as the bar, so that rich keeps the bar below them, and the
-time left follows from the pace since the first row, with or without a bar.
+It differs from memory/view/progress_bar.py, which writes to stderr, disappears while a line is printed, and takes its
+remaining time from rich. This bar is on the same console as the rows, so that rich keeps it below them. The remaining
+time follows from the pace since the first row, with or without a bar.
 """
 
 import contextlib
@@ -15,29 +15,30 @@ from rich.progress import BarColumn, Task, TaskID, TaskProgressColumn, TextColum
 from rich.text import Text
 
 from bytescope.memory.view.console import LineProgress, safe
-from bytescope.memory.view.text_layout import ignoring
+from bytescope.memory.view.text_layout import unwrapped
 from bytescope.train.run.summary import clock
 
 GIB = 2**30
-# Minimum share of the time that the devices wait for data: for a row to show it, and for a remark at the run's end.
-SHOWN_WAIT, TOLD_WAIT = 0.02, 0.1
-# Parts of a row that are left out on a narrow terminal, in this order; metrics.jsonl has them all.
-LEAST_WANTED = ("HFU", "in use", "short wait", "lr", "grad", "load", "MFU", "peak")
+# Minimum fraction of the time that devices wait for data, for a row to show it and for a note at the end of the run.
+MIN_SHOWN_WAIT, MIN_NOTED_WAIT = 0.02, 0.1
+# Parts of a row that are left out on a narrow terminal, first to last. metrics.jsonl has all of them.
+DROP_ORDER = ("HFU", "in use", "short wait", "lr", "grad", "load", "MFU", "peak")
 
 
 def describe(row: Mapping[str, Any], width: int | None = None) -> str:
-    """Returns the metrics of a row of `metrics.jsonl` in one line. width: maximum number of columns, if possible."""
+    """Formats the metrics of a row of `metrics.jsonl` in one line. `width`: number of columns to stay within, if
+    possible."""
     if "eval_loss" in row:
         return f"held-out loss {row['eval_loss']:.4f} ({row['eval_tokens']:,} tokens)"
     parts = _parts(row)
-    for name in LEAST_WANTED:
+    for name in DROP_ORDER:
         if width is not None and len(_joined(parts)) > width:
             parts.pop(name, None)
     return _joined(parts)
 
 
 def _joined(parts: Mapping[str, str]) -> str:
-    """Returns the parts in a line; the two figures of memory become one."""
+    """Returns the parts in one line. The two memory figures are merged into one."""
     memory = "/".join(parts[name] for name in ("in use", "peak") if name in parts)
     texts = [text for name, text in parts.items() if name not in ("in use", "peak")]
     if memory:
@@ -46,7 +47,7 @@ def _joined(parts: Mapping[str, str]) -> str:
 
 
 def _parts(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns part of a row -> its text, in order."""
+    """Returns the parts of a row, name -> text, in order."""
     norm = "skipped" if row["grad_norm"] is None else f"grad {row['grad_norm']:.2f}"
     parts = {"loss": f"loss {row['loss']:.4f}", "lr": f"lr {row['lr']:.2e}", "grad": norm}
     if "loss_scale" in row:
@@ -60,8 +61,8 @@ def _parts(row: Mapping[str, Any]) -> dict[str, str]:
         parts["MFU"] = f"MFU {100 * row['mfu']:.1f} %"
         parts["HFU"] = f"HFU {100 * row['hfu']:.1f} %"
     waited = row["data_wait_s"] / row["step_time_s"]
-    if waited >= SHOWN_WAIT:
-        parts["wait" if waited >= TOLD_WAIT else "short wait"] = f"data wait {100 * waited:.0f} %"
+    if waited >= MIN_SHOWN_WAIT:
+        parts["wait" if waited >= MIN_NOTED_WAIT else "short wait"] = f"data wait {100 * waited:.0f} %"
     memory = row["memory"]
     if memory.get("in_use_bytes") is not None:
         parts["in use"] = f"{memory['in_use_bytes'] / GIB:.2f}"
@@ -70,15 +71,18 @@ def _parts(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Display:
-    """Shows each row above a bar on a terminal, and as a line elsewhere; `with Display(...) as display`.
+    """Shows each row above a bar on a terminal, and as a plain line elsewhere. Use it as `with Display(...) as
+    display`.
 
     Args:
-      steps: of the run. start: the step at which this start of it begins.
+      console: receives the rows.
+      steps: total number of steps of the run.
+      start: the step at which this start of the run begins.
     """
 
     def __init__(self, console: Console, steps: int, start: int):
         self._console, self._steps, self._began, self._start = console, steps, time.monotonic(), start
-        self._paced = False  # whether the pace is measured already: from the first row on, without the first calls
+        self._paced = False  # True once the pace is measured, which starts at the first row, after the first calls
         self._progress: LineProgress | None = None
         self._task = TaskID(0)
         if console.is_terminal:
@@ -104,7 +108,7 @@ class Display:
         self.close()
 
     def close(self) -> None:
-        """Removes the bar; later output goes below the rows."""
+        """Removes the bar. Later output goes below the rows."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -115,7 +119,7 @@ class Display:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """A context in which the bar shows another activity than steps."""
+        """Shows another activity, `what`, in the bar while the context lasts."""
         if self._progress is not None:
             self._progress.update(self._task, description=what)
         yield
@@ -134,11 +138,11 @@ class Display:
             self._paced, self._began, self._start = True, time.monotonic(), row["step"]
 
     def note(self, text: str) -> None:
-        """Prints a line between the rows, without markup and uncut."""
+        """Prints a line between the rows, without markup and without cutting it."""
         self._console.print(Text(safe(text)), soft_wrap=True, highlight=False)
 
     def left(self, step: int) -> str:
-        """Returns the time left after step `step`, at the mean pace since the first row, in words."""
+        """Returns the time left after step `step` as text, from the mean pace since the first row."""
         done = max(step - self._start, 1)
         return f"{clock((time.monotonic() - self._began) / done * (self._steps - step))} left"
 
@@ -151,6 +155,6 @@ class _Left(TextColumn):
         self._display = display
 
     def render(self, task: Task) -> Text:
-        """Returns the time left; empty before the first step, which is not typical."""
+        """Returns the time left, or empty text before the first step, which is not typical."""
         step = int(task.completed)
-        return ignoring(Text(self._display.left(step) if step > self._display._start else ""))
+        return unwrapped(Text(self._display.left(step) if step > self._display._start else ""))

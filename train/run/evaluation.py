@@ -20,9 +20,10 @@ ANSWERS = "answers.jsonl"  # in the run directory
 def held_out_loss(
     program: Program, data: Data, state: TrainState, stopping: Callable[[], bool], working: Callable[[], None]
 ) -> tuple[float, int] | None:
-    """Returns (loss in nats per token, tokens) over the held-out data; None if `stopping` became true first.
+    """Returns (loss in nats per token, number of tokens) over the held-out data; None if `stopping()` became true
+    first.
 
-    working: called before each batch.
+    `working` is called before each batch.
     """
     total: Tally | None = None
     batches = heldout_batches(
@@ -36,7 +37,7 @@ def held_out_loss(
             return None
         working()
         tally = program.evaluate(state.params, put(host, program.eval_shapes), state.frozen)
-        # At most one batch ahead of the devices: hundreds in flight starved the threads of simulated devices.
+        # At most one batch is queued ahead of the devices: hundreds starved the threads of simulated devices.
         total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
     assert total is not None  # held-out data is never empty
     loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
@@ -44,7 +45,7 @@ def held_out_loss(
 
 
 class EvalPrompts:
-    """The prompts of `train.eval_prompts`, answered at each evaluation.
+    """The prompts of `train.eval_prompts`, which are answered at each evaluation.
 
     Raises:
       UserError: the file cannot be read, or a row has no text.
@@ -64,8 +65,8 @@ class EvalPrompts:
             self.texts.append(row["text"])
         if not config.sample_tokens:
             raise UserError(
-                f"train.eval_prompts={config.eval_prompts} with train.sample_tokens=0: say how many tokens "
-                "an answer has"
+                f"train.eval_prompts={config.eval_prompts} with train.sample_tokens=0: set train.sample_tokens to "
+                "the number of tokens of an answer"
             )
         self._prompts = [data.encode(text) for text in self.texts]
         self._sampler: Sampler | None = None

@@ -1,4 +1,4 @@
-"""Puts batches on the devices, one ahead of the step that needs them."""
+"""Puts batches on the devices, one update ahead of the step that needs them."""
 
 import itertools
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ HostBatch = dict[str, np.ndarray]
 
 def _pieces(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
     """Returns [first row, end) of each part of a batch [..., B, L] on this process's devices, in order, without
-    repetition."""
+    duplicates."""
     indices = shape.sharding.addressable_devices_indices_map(shape.shape).values()
     return sorted({index[-2].indices(shape.shape[-2])[:2] for index in indices})
 
 
 def local_rows(program: Program) -> list[slice]:
-    """Returns the rows of each batch that belong to this process's devices, in order, without repetition."""
+    """Returns the rows of each batch that belong to this process's devices, in order, without duplicates."""
     slices = []
     for micro in range(program.batch.read_steps):
         first = micro * program.batch.rows
@@ -38,7 +38,7 @@ def held_out_rows(program: Program) -> list[slice]:
 
 @hosted("put_on_devices")
 def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Returns this process's rows as global arrays of `shapes`, while the transfer still runs."""
+    """Returns this process's rows as global arrays of `shapes`. The transfer may still be running."""
     return {name: _put_array(host[name], shape) for name, shape in shapes.items()}
 
 
@@ -56,8 +56,7 @@ def _put_array(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
-    """Returns the device batches of each call of the step, from one batch that was read: an update, or a part of
-    one."""
+    """Returns the device batches of each call of the step, from one host batch, which is an update or a part of one."""
     micro_steps = program.batch.read_steps
     split = {name: array.reshape(micro_steps, -1, array.shape[-1]) for name, array in host.items()}
     if program.scanned:
@@ -69,10 +68,10 @@ def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
 
 
 def feed(program: Program, batches: Iterator[HostBatch], update: int = 0) -> Iterator[list[dict[str, Any]]]:
-    """Yields the device batches of each update, from number `update` on.
+    """Yields the device batches of each update, starting with update number `update`.
 
-    The caller asks for the next update while the devices compute the last, so that reading and transfer overlap with
-    the step.
+    The caller asks for the next update while the devices compute the last one, so that reading and transfer overlap
+    with the step.
     """
     for number in itertools.count(update):
         reads = program.batch.at(number) // program.batch.read_steps

@@ -1,7 +1,8 @@
-"""The state that a run begins from: the newest checkpoint, or weights and adapters of folders, or random numbers.
+"""The state at the start of a run: the newest checkpoint, or weights and adapters from folders, or random initial
+values.
 
-Folders are checked before anything is compiled. They are loaded once, and of a resumed run only the frozen parameters,
-which are in no checkpoint.
+Folders are checked before anything is compiled, and loaded once. A resumed run loads only its frozen parameters from
+them, because checkpoints do not contain frozen parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from bytescope.memory.view.progress_bar import progress
-from bytescope.model.frozen import joined, parted, router_biases
+from bytescope.model.frozen import merge_parameters, router_biases, split_parameters
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.program.program import Program
@@ -24,10 +25,10 @@ from bytescope.train.weights.load import load_leaves, load_params
 
 
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[TrainState, Position]:
-    """Returns the state and the position of the newest undamaged checkpoint; without one, the initial state.
+    """Returns the state and position of the newest undamaged checkpoint, or the initial state if there is none.
 
-    Frozen parameters are read again from where they came first, except the router biases: updates move these, so they
-    are in the checkpoint.
+    Frozen parameters are loaded again from their original source. The exception are router biases, which updates
+    change and checkpoints therefore contain.
     """
     restored = checkpoints.restore(
         program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True), program.order
@@ -38,24 +39,24 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
     console.print(f"resumed at step {position.step}")
     frozen = frozen_params(program, console)
     if state.frozen is not None:
-        frozen = joined(parted(frozen, router_biases(frozen))[0], state.frozen)
+        frozen = merge_parameters(split_parameters(frozen, router_biases(frozen))[0], state.frozen)
     return dataclasses.replace(state, frozen=frozen), position
 
 
 def _initial_state(program: Program, console: Console) -> TrainState:
-    """Returns the first state: parameters random or of `init.folder`, adapters random or of `init.adapter`."""
+    """Returns the first state: parameters random or from `init.folder`, adapters random or from `init.adapter`."""
     params = initial_params(program, console)
     state = program.init() if params is None else program.init_around(params)
     adapters = initial_adapters(program)
     if adapters is None:
         return state
-    return dataclasses.replace(state, params=adapters)  # no optimizer's first state depends on their values
+    return dataclasses.replace(state, params=adapters)  # no optimizer's initial state depends on parameter values
 
 
 def fingerprint_of_weights(program: Program) -> str:
     """Returns the fingerprint of `init.folder`, "" without one.
 
-    Raises UserError unless the folder has all of the model's tensors.
+    Raises UserError unless the folder has all tensors of the model.
     """
     if not program.config.init.folder:
         return ""
@@ -67,7 +68,7 @@ def fingerprint_of_weights(program: Program) -> str:
 def fingerprint_of_adapter(program: Program) -> str:
     """Returns the fingerprint of `init.adapter`, "" without one.
 
-    Raises UserError unless the folder has all of the run's adapters.
+    Raises UserError unless the folder has all adapters of the run.
     """
     leaves = _adapter_leaves(program)
     return next(iter(leaves.values())).folder.fingerprint if leaves else ""
@@ -80,7 +81,7 @@ def initial_adapters(program: Program) -> Any:
 
 
 def _adapter_leaves(program: Program) -> dict[str, Leaf]:
-    """Returns path of an adapter in the tree -> its place in the folder `init.adapter`; empty without a folder."""
+    """Returns the adapter's path in the tree -> its tensor in the folder `init.adapter`; empty without a folder."""
     init, lora = program.config.init, program.config.lora
     if not init.adapter:
         return {}
@@ -90,7 +91,7 @@ def _adapter_leaves(program: Program) -> dict[str, Leaf]:
 
 
 def initial_params(program: Program, console: Console) -> Any:
-    """Returns the parameters of `init.folder` without adapters, in the program's shardings and dtypes; None without a
+    """Returns the parameters of `init.folder`, without adapters, in the program's shardings and dtypes; None without a
     folder."""
     if not program.config.init.folder:
         return None
@@ -98,8 +99,10 @@ def initial_params(program: Program, console: Console) -> Any:
 
 
 def frozen_params(program: Program, console: Console) -> Any:
-    """Returns the frozen parameters as they were when the run began, in the program's shardings and dtypes; None if all
-    parameters are trained."""
+    """Returns the frozen parameters as they were at the start of the run, in the program's shardings and dtypes.
+
+    Returns None if all parameters are trained.
+    """
     if not program.config.init.folder:
         return program.init_frozen()
     return program.state.frozen and _loaded(program, program.state.frozen, console)

@@ -1,6 +1,7 @@
-"""The training run: claim the run directory, report the memory, then step, evaluate and save.
+"""The training run: claims the run directory, reports the memory, then steps, evaluates and saves.
 
-`run` is one start of the command, `train` its loop; a step is a row of ACCUMULATION in train/step/train_step.py.
+`run` is one start of the command, and `train` its loop. The step functions are rows of ACCUMULATION in
+train/step/train_step.py.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from bytescope.train.program.doubtful_settings import doubtful_data, doubtful_se
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import UNKNOWN, Command
 from bytescope.train.run import profile, startup, summary, wandb_run
-from bytescope.train.run.display import TOLD_WAIT, Display
+from bytescope.train.run.display import MIN_NOTED_WAIT, Display
 from bytescope.train.run.evaluation import ANSWERS, EvalPrompts, held_out_loss
 from bytescope.train.run.feed import feed, local_rows
 from bytescope.train.run.initial_state import fingerprint_of_adapter, fingerprint_of_weights, start_state
@@ -51,9 +52,13 @@ class RunStart:
     """One start of the command.
 
     Fields:
-        workdir: the run directory. processes: those that train together.
-        traced: the updates that --profile asks for. command: what started the run, to say what to type next.
-        began: seconds of `time.monotonic`. stop: handles the signals.
+      workdir: the run directory.
+      console: receives the output.
+      processes: the processes that train together.
+      traced: the updates to trace by --profile.
+      command: the command that started the run, for suggesting the next command.
+      began: time of the start, in seconds of `time.monotonic`.
+      stop: handles the signals.
     """
 
     workdir: Path
@@ -67,12 +72,16 @@ class RunStart:
 
 @dataclasses.dataclass
 class Run:
-    """What the parts of the loop share.
+    """The shared data of the parts of the loop.
 
     Fields:
-        peak_flops: of one device, per second; None if unknown. predicted_bytes: compared with the measured bytes of a
-            row. stop: signals that this process received. answers: log of the answers to `prompts`.
-        agreed: signals that all processes act on. evaluated: step and held-out loss of this start's last evaluation.
+      peak_flops: peak FLOPs per second of one device; None if unknown.
+      predicted_bytes: predicted bytes in use per device, shown beside the measured bytes.
+      stop: names of signals that this process received.
+      prompts: prompts that each evaluation answers.
+      answers: log of the answers.
+      agreed: names of signals that all processes act on.
+      evaluated: (step, held-out loss) of this start's last evaluation.
     """
 
     program: Program
@@ -94,19 +103,21 @@ class Run:
 
     @property
     def config(self) -> ConfigDict:
-        """The settled config."""
+        """The resolved config."""
         return self.program.config
 
     def stopping(self) -> bool:
-        """Returns whether any process was asked to stop. All processes call it at the same places of the loop, so that
-        all stop at the same step."""
+        """Returns True if any process was asked to stop.
+
+        All processes must call it at the same places of the loop, so that all stop at the same step.
+        """
         if not self.agreed:
             for names in self.processes.gather(self.stop):
                 self.agreed += names
         return bool(self.agreed)
 
     def record(self, row: dict[str, Any], values: dict[str, Any] | None = None) -> None:
-        """Writes one row of metrics to disk, to the recorders and to the screen. values: all metrics of its step."""
+        """Writes one row of metrics to disk, to the recorders and to the screen. `values`: all metrics of its step."""
         self.log.write(row)
         self.recorders.write(row, loads_by_layer(values or {}, self.program.model))
         self.display.show(row)
@@ -116,7 +127,7 @@ class Run:
 def evaluate(run: Run, state: TrainState, step: int) -> float | None:
     """Evaluates after `step`, and records the loss and the answers to the prompts.
 
-    Returns the held-out loss in nats per token; None if a signal came first, then the next start evaluates.
+    Returns the held-out loss in nats per token. Returns None if a signal arrived first; the next start then evaluates.
     """
     working = partial(run.processes.at, f"evaluating at step {step}")
     held_out = held_out_loss(run.program, run.data, state, run.stopping, working)
@@ -126,16 +137,18 @@ def evaluate(run: Run, state: TrainState, step: int) -> float | None:
     run.evaluated = (step, loss)
     for row in run.prompts.answers(state.model_params, step):
         run.answers.write(row)
-    run.record({"step": step, "eval_loss": loss, "eval_tokens": tokens})  # last: this row marks the step as evaluated
+    run.record(
+        {"step": step, "eval_loss": loss, "eval_tokens": tokens}
+    )  # last, because this row marks the evaluation done
     return loss
 
 
 @profile.hosted("wait_for_metrics")
 def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock) -> None:
-    """Waits for the metrics of one step, while the next one runs, checks them and records them.
+    """Waits for the metrics of one step while the next step runs, checks them and records them.
 
     Raises:
-      NonFinite: the loss, or a gradient that no loss scale explains, is not finite.
+      NonFinite: the loss is not finite, or a gradient overflowed without a loss scale that could be reduced.
     """
     values = jax.device_get(metrics)
     batch, mesh = run.program.batch, run.program.mesh
@@ -144,7 +157,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
         run.display.note(f"step {step} took {slow}")
     loss = float(values["loss"])
     scaling, norm = scale_metrics(values), float(values["grad_norm"])
-    # With a loss scale an update whose gradients overflow is skipped; a scale that never stops falling ends the run.
+    # With a loss scale an update whose gradients overflow is skipped. A scale that keeps falling ends the run.
     broken = scaling["loss_scale"] < MIN_SCALE if scaling else not math.isfinite(norm)
     if broken or not math.isfinite(loss):
         raise _non_finite(run, step, loss, norm, scaling)
@@ -179,13 +192,13 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
 
 
 def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:
-    """Returns the error of a step that is not finite, with the checkpoint to go back to."""
+    """Returns the error of a step with a non-finite loss or gradient, with the checkpoint to go back to."""
     run.checkpoints.wait()
     good = run.checkpoints.steps()
     last = f"the last good checkpoint is step {good[-1]} in {run.checkpoints.root}" if good else "no checkpoint yet"
-    shown = "".join(f", {name.replace('_', ' ')} {value:g}" for name, value in scaling.items())
+    scaling_text = "".join(f", {name.replace('_', ' ')} {value:g}" for name, value in scaling.items())
     return NonFinite(
-        f"loss {loss}, gradient norm {norm}{shown} at step {step}; {last}. Lower "
+        f"loss {loss}, gradient norm {norm}{scaling_text} at step {step}; {last}. Lower "
         f"--config.optimizer.learning_rate, {SCALED_REMEDY if scaling else ''}"
         "or look at the data of that step"
     )
@@ -230,7 +243,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         clock.skip()
 
     if eval_due() and not run.processes.from_first(has_evaluation(run.log.path, step)):
-        evaluate(run, state, step)  # a signal cut that short last time
+        evaluate(run, state, step)  # a signal interrupted this evaluation in the previous start
     while step < config.steps and not run.stopping():
         if run.profile.begins(step):
             turn_profile()
@@ -241,7 +254,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
             run.processes.at(f"in step {step + 1}")
             with jax.transfer_guard("disallow"):
                 for batch in micro_batches:
-                    state, metrics = run.compiled.step(state, batch)  # `train_step`, compiled
+                    state, metrics = run.compiled.step(state, batch)  # the compiled `train_step`
             clock.dispatched(metrics["loss"])
             finish_pending()
         step += 1
@@ -250,7 +263,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
             turn_profile()
         evaluates, save_due = eval_due(), last or _every(config.checkpoint_every, step)
         if evaluates or save_due:
-            finish_pending()  # nothing is saved before its loss is known to be finite
+            finish_pending()  # the loss must be known to be finite before anything is saved
             with run.display.doing("evaluating" if evaluates else "saving"):
                 eval_loss = evaluate(run, state, step) if evaluates else None
                 saved = save(eval_loss) if save_due else saved
@@ -258,7 +271,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
     finish_pending()
     if saved != step:
         save(None)
-    run.profile.end()  # of updates that a signal cut short
+    run.profile.end()  # if a signal interrupted the traced updates
     run.checkpoints.wait()
     run.processes.at("")
     return state
@@ -279,33 +292,35 @@ def run(
     command: Command = UNKNOWN,
     stop: Stop | None = None,
 ) -> None:
-    """One start of `bytescope train`: everything from the config to the last checkpoint.
+    """Runs one start of `bytescope train`, from the config to the last checkpoint.
 
     Args:
-      workdir: the run directory, new or to be resumed. extend: allow more steps than the run was planned for.
-      processes: those that train together. Each calls this with the same arguments, and only process 0's console
-        prints.
-      asked: updates to trace. command: what started the run, to say what to type next.
-      stop: handles the signals; without one they are handled during this call.
+      workdir: the run directory, new or to be resumed.
+      extend: True to allow more steps than the run was planned for.
+      processes: the processes that train together. Each calls this function with the same arguments, and only the
+        console of process 0 prints.
+      asked: updates to trace.
+      command: the command that started the run, for suggesting the next command.
+      stop: handles the signals. If it is None, signals are handled during this call.
 
     Raises:
-      UserError: a mistake that a user can fix, by kind; train/user_errors.py has the exit codes.
+      UserError: the user can fix the mistake. train/user_errors.py has the exit code of each kind.
     """
     began = time.monotonic()
     asked.updates(0, config.train.steps)
     if processes.first:
         wandb_run.check(config.train.wandb)
     try:
-        with startup.told(console, "planning the step", command.verbose) as tell:
+        with startup.progress_lines(console, "planning the step", command.verbose) as tell:
             program = settled_program(config, tell=tell, agree=processes.from_first)
-    except UserError:  # it has the exit code of its kind
+    except UserError:  # keeps the exit code of its kind
         raise
-    except ValueError as error:  # a config that cannot run here; the message has the remedy
+    except ValueError as error:  # a config that cannot run on these devices; the message has the remedy
         raise UserError(str(error)) from error
     data = open_data(DataConfig(**config.data))
     check_vocab(data, config.model.vocab_size)
     prompts = EvalPrompts(program, data)
-    identity = Identity.of(
+    identity = Identity.from_config(
         config,
         program.batch.global_rows,
         data.fingerprint,
@@ -317,7 +332,7 @@ def run(
         claimed(workdir, identity, extend=extend, processes=processes) as notes,
         contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
         processes.together(),
-    ):  # closing waits for the other processes: they learn of an error before that
+    ):  # closing waits for the other processes, which are informed of an error before that
         for note in notes:
             console.print(note, soft_wrap=True)
         done = checkpoints.steps()
@@ -344,15 +359,18 @@ def run(
 
 
 def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[int]) -> None:
-    """Raises UserError if the last checkpoint is damaged. An unfinished run moves a damaged checkpoint aside and
-    continues from the one before it; for a finished run the user decides whether to lose these updates."""
+    """Raises UserError if the last checkpoint of a finished run is damaged.
+
+    An unfinished run moves a damaged checkpoint aside and continues from the previous one. For a finished run the user
+    decides whether to lose these updates.
+    """
     with explained(None, program.mesh.local_devices[0]):
         damage = checkpoints.damage(saved[-1], program.state, program.order)
     if damage:
         before = f"continues from checkpoint {saved[-2]}" if len(saved) > 1 else "trains from the start"
         raise UserError(
             f"checkpoint {saved[-1]} in {checkpoints.root} is damaged ({damage}): restore its files from a "
-            f"copy, or move {checkpoints.root / str(saved[-1])} away: then the same command {before}"
+            f"copy, or move {checkpoints.root / str(saved[-1])} away; the same command then {before}"
         )
 
 
@@ -367,13 +385,13 @@ def _train_and_sample(
     """Restores or initializes the state, opens the logs, trains, and shows a sample at the end."""
     console, first, report = start.console, start.processes.first, compiled.report
     metrics_file, steps = start.workdir / METRICS, program.config.train.steps
-    return_freed_memory()  # what compiling has freed
+    return_freed_memory()  # memory freed after compiling
     forget_peak()
     before = sample(program.mesh.local_devices[0])
     state, position = start_state(program, checkpoints, console)
     traced = start.traced.updates(position.step, steps) if first else range(0)
-    return_freed_memory()  # what restoring has freed
-    # The answers of an interrupted evaluation are written again.
+    return_freed_memory()  # memory freed after restoring
+    # The answers of an interrupted evaluation are written again by the next evaluation.
     answered = position.step - (not has_evaluation(metrics_file, position.step))
     with (
         contextlib.closing(MetricsLog(metrics_file, position.step, first)) as log,
@@ -417,12 +435,12 @@ def _train_and_sample(
 def _show_end(
     start: RunStart, run: Run, first_step: int, before: LiveMemory | None, state: TrainState, clock: Clock
 ) -> None:
-    """Prints what this start did, a sample, and the command to go on with.
+    """Prints a summary of this start, a sample, and the command to continue with.
 
-    before: memory of the device before the state was made.
+    `before`: memory of the device before the state was created.
     """
     program, console, checkpoints = run.program, start.console, run.checkpoints
-    last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, nothing is saved
+    last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, so nothing is saved
     text = "" if run.agreed else sample_text(program, run.data, state.model_params)
     end = summary.End(
         first_step,
@@ -448,7 +466,7 @@ def _show_end(
         summary.show_commands(console, {"to resume" if last else "to start again": command})
         return
     waited = clock.waited()
-    if waited >= TOLD_WAIT:
+    if waited >= MIN_NOTED_WAIT:
         run.display.note(
             f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "
             "data.prefetch, or read token shards (bytescope prepare)"

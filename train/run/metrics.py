@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per row, and the FLOPs of the model for its utilization."""
+"""The metrics of a run: one JSON object per row, and the model FLOPs for its utilization."""
 
 import json
 import math
@@ -15,16 +15,16 @@ from bytescope.model.frozen import dotted
 from bytescope.model.layers import MLPS
 from bytescope.train.checkpoints.workdir import write_atomically
 
-KINDS = ("loss", "eval_loss")  # a row of metrics has one of them
+KINDS = ("loss", "eval_loss")  # every row of metrics has one of these keys
 
 
 def _attention(model: ModelConfig) -> dict[str, int]:
-    """Returns last key of the path -> parameters, for the matrices of attention."""
+    """Returns the number of parameters of each attention matrix, by the last key of its path."""
     D, H, K = model.d_model, model.n_heads, model.d_head
     if model.attention_kind == "gqa":
         return {"w_q": D * H * K, "w_k": D * model.n_kv_heads * K, "w_v": D * model.n_kv_heads * K, "w_o": D * H * K}
-    q_rank, kv_rank, wide = model.mla_q_rank, model.mla_kv_rank, H * (K + model.mla_d_rope)
-    queries = {"w_q_down": D * q_rank, "w_q_up": q_rank * wide} if q_rank else {"w_q": D * wide}
+    q_rank, kv_rank, heads_width = model.mla_q_rank, model.mla_kv_rank, H * (K + model.mla_d_rope)
+    queries = {"w_q_down": D * q_rank, "w_q_up": q_rank * heads_width} if q_rank else {"w_q": D * heads_width}
     values = H * model.mla_d_value
     return {
         **queries,
@@ -36,9 +36,10 @@ def _attention(model: ModelConfig) -> dict[str, int]:
 
 
 def _matrices(model: ModelConfig, routed: bool) -> dict[str, int]:
-    """Returns last two keys of the path -> parameters that a token meets, for each matrix of one layer.
+    """Returns the number of parameters that a token is multiplied with, for each matrix of one layer, by the last two
+    keys of its path.
 
-    routed: for a layer with experts, of which a token meets `experts_per_token`.
+    `routed`: True for a layer with experts, of which a token visits `experts_per_token`.
     """
     D, gated = model.d_model, MLPS[model.mlp][0]
     names = ("w_gate", "w_up", "w_down") if gated else ("w_up", "w_down")
@@ -55,8 +56,10 @@ def _matrices(model: ModelConfig, routed: bool) -> dict[str, int]:
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Returns the number of parameters that are multiplied with each token: all matrices except the embedding tables,
-    and of the experts those that a token goes to."""
+    """Returns the number of parameters that each token is multiplied with.
+
+    Counts all matrices except the embedding tables, and of the experts only those that a token visits.
+    """
     routed = model.expert_layers
     dense_layer, routed_layer = (sum(_matrices(model, kind).values()) for kind in (False, True))
     in_layers = (model.n_layers - routed) * dense_layer + routed * routed_layer
@@ -64,20 +67,21 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def frozen_matmul_parameters(model: ModelConfig, frozen: Collection[str]) -> int:
-    """Returns the number of frozen parameters among `matmul_parameters`. frozen: dotted paths of parameters."""
+    """Returns the number of frozen parameters among those that `matmul_parameters` counts. `frozen`: dotted paths of
+    parameters."""
     head = "w_token" if model.tie_embeddings else "w_head"
     table = {**_matrices(model, False), **_matrices(model, True), head: model.d_model * model.vocab_size}
     routed = model.expert_layers
     scanned = {"blocks": routed or model.n_layers, "dense_blocks": model.n_layers - routed} if model.scan else {}
     count = 0
     for path in frozen:
-        keys = path.removesuffix(".codes").split(".")  # a quantized parameter counts once, by its codes
+        keys = path.removesuffix(".codes").split(".")  # a quantized parameter is counted once, by its codes
         count += table.get(".".join(keys[-2:]), 0) * scanned.get(keys[0], 1)
     return count
 
 
 def adapter_parameters(params: Any) -> int:
-    """Returns the number of parameters of adapters in a tree of parameters."""
+    """Returns the number of adapter parameters in a tree of parameters."""
     count = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if is_adapter(dotted(path)):
@@ -86,14 +90,16 @@ def adapter_parameters(params: Any) -> int:
 
 
 def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[str] = (), adapters: int = 0) -> float:
-    """Returns the FLOPs of one training step per token: forward and backward, nothing recomputed.
+    """Returns the FLOPs of one training step per token: forward and backward, without recomputation.
 
-    Each matrix parameter that a token meets counts 6 (Kaplan et al. 2020, arXiv 2001.08361); a frozen one counts 4,
-    because it has no gradient: its output, and the gradient of its input. The attention core counts 12 N H K L
-    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), 6 each for the widths of queries and of values; the masked
-    half is counted, as is usual. Norms, activations, softmax and the optimizer are left out.
+    Each matrix parameter that a token is multiplied with counts 6 (Kaplan et al. 2020, arXiv 2001.08361). A frozen one
+    counts 4: 2 for its output and 2 for the gradient of its input. The attention core counts 12 N H K L (Chowdhery et
+    al. 2022, arXiv 2204.02311, appendix B), 6 each for the widths of queries and of values; the masked half is
+    included, as is usual. Norms, activations, softmax and the optimizer are not counted.
 
-    frozen: dotted paths of frozen parameters. adapters: number of parameters of adapters, which count 6 each.
+    Args:
+      frozen: dotted paths of frozen parameters.
+      adapters: number of adapter parameters, which count 6 each.
     """
     widths = 2 * model.d_head
     if model.attention_kind == "mla":
@@ -103,7 +109,7 @@ def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[s
 
 
 def has_evaluation(path: Path, step: int) -> bool:
-    """Returns whether the rows of a run in the file `path` contain the evaluation of `step`."""
+    """Returns True if the metrics file `path` contains the evaluation of `step`."""
     for line in _lines(path):
         row = _parse(line)
         if row is not None and row["step"] == step and "eval_loss" in row:
@@ -116,7 +122,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _parse(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
-    """Returns the row of a line, None for an incomplete or damaged one."""
+    """Returns the row of a line; None if the line is incomplete or damaged."""
     try:
         row = json.loads(line)
         return row if isinstance(row["step"], int) and any(kind in row for kind in kinds) else None
@@ -125,11 +131,13 @@ def _parse(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
 
 
 class MetricsLog:
-    """`metrics.jsonl`, which is synchronized to disk after each row.
+    """The file `metrics.jsonl`, which is synchronized to disk after each row.
 
     Opening it drops an incomplete last line and every row after `step`, which a resumed run writes again.
 
-    enabled: False writes nothing, because another process does. kinds: each row has one of these keys.
+    Args:
+      enabled: False to write nothing, because another process writes the file.
+      kinds: each row has one of these keys.
     """
 
     def __init__(self, path: Path, step: int, enabled: bool = True, kinds: Collection[str] = KINDS):

@@ -1,10 +1,10 @@
-"""--profile=STEPS: a trace of a few updates for XProf, TensorBoard and Perfetto, and a breakdown of their time.
+"""--profile=STEPS: traces a few updates for XProf, TensorBoard and Perfetto, and prints a breakdown of their time.
 
 The trace is in WORKDIR/profile in the layout of TensorBoard's profile plugin (plugins/profile/<time>/), together with
-perfetto_trace.json.gz. Python's own calls are not traced: they would be most of it, and slow the host down.
-Annotations cost nothing while no trace runs, so the loop always has them. With several processes process 0 traces its
-devices; the others run the same updates untraced. The loop waits for the device before the first traced update and
-after the last, not between; training goes on after that, with the losses of a run without a trace.
+perfetto_trace.json.gz. Python's own calls are not traced: they would fill most of the trace and slow the host down.
+Annotations cost nothing while no trace runs, so the loop always has them. With several processes only process 0 traces
+its devices; the others run the same updates. The loop waits for the device before the first traced update and after
+the last one, but not between them. Training then continues, with the same losses as a run without a trace.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.user_errors import UserError
 
 FOLDER, BREAKDOWN, PAGE = "profile", "profile.json", "trace.html"
-# Updates that include the cost of first calls: compiling small programs, filling caches and pools.
+# Number of first updates that are not traced, because they compile small programs and fill caches and pools.
 WARM_UP = 2
 _STEPS = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
 _HELP = "--profile=3 traces three updates after the first two, --profile=100-103 those updates"
@@ -38,7 +38,7 @@ _HELP = "--profile=3 traces three updates after the first two, --profile=100-103
 class ProfiledUpdates:
     """The updates that --profile traces: `count` updates after the first two of a start, or `first` to `last`.
 
-    text: the value of the flag; "" traces nothing.
+    `text`: the value of the flag, "" to trace nothing.
     """
 
     text: str
@@ -48,7 +48,7 @@ class ProfiledUpdates:
 
     @classmethod
     def parse(cls, text: str) -> "ProfiledUpdates":
-        """Reads the value of the flag. Raises UserError if it is neither a number nor a range of updates."""
+        """Parses the value of the flag. Raises UserError if it is neither a number nor a range of updates."""
         match = _STEPS.fullmatch(text)
         if not match:
             raise UserError(f"--profile={text} is not a number or a range of updates: {_HELP}")
@@ -59,9 +59,9 @@ class ProfiledUpdates:
         return cls(text, first=int(match[1]), last=int(match[2]))
 
     def updates(self, start: int, steps: int) -> range:
-        """Returns the updates to trace in a run that is at `start` of `steps`.
+        """Returns the updates to trace in a run that is at update `start` of `steps`.
 
-        Raises UserError if the run does not do all of them.
+        Raises UserError if the run does not perform all of them.
         """
         if not self.text:
             return range(0)
@@ -83,24 +83,25 @@ NOTHING = ProfiledUpdates("")
 
 
 def host(name: str) -> TraceAnnotation:
-    """A context manager that marks work of the host in a trace, under the name that the breakdown shows."""
+    """Returns a context manager that marks host work in a trace, under the name that the breakdown shows."""
     return TraceAnnotation(HOST + name)
 
 
 def hosted(name: str) -> Callable:
-    """`host` as a decorator of a function."""
+    """Returns a decorator that marks a function as host work, like `host`."""
     return lambda function: jax.profiler.annotate_function(function, name=HOST + name)
 
 
 def update(step: int) -> StepTraceAnnotation:
-    """A context manager that marks update `step` of the run in a trace; the first is 1."""
+    """Returns a context manager that marks update `step` of the run in a trace. The first update is 1."""
     return StepTraceAnnotation("update", step_num=step)
 
 
 class Profile:
-    """Starts and ends the trace of `updates`; does nothing for an empty range. A context manager that ends a trace.
+    """Starts and ends the trace of `updates`. Does nothing for an empty range. As a context manager it ends a running
+    trace.
 
-    `report`: of the compiled step, whose predicted seconds stand beside the measured ones.
+    `report`: the report of the compiled step, whose predicted seconds are shown beside the measured ones.
     """
 
     def __init__(self, updates: range, workdir: Path, report: ReportRecord, console: Console):
@@ -111,22 +112,22 @@ class Profile:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Ends a trace that an error cut short, without output: the user has to see the error."""
+        """Ends a trace that an error interrupted, without output, so that the user sees the error."""
         if self._running:
             self._running = False
             with contextlib.suppress(RuntimeError, OSError):
                 jax.profiler.stop_trace()
 
     def begins(self, step: int) -> bool:
-        """Whether the trace starts once `step` updates are done."""
+        """Returns True if the trace starts once `step` updates are done."""
         return bool(self.updates) and step + 1 == self.updates.start
 
     def ends(self, step: int) -> bool:
-        """Whether the trace ends once `step` updates are done."""
+        """Returns True if the trace ends once `step` updates are done."""
         return self._running and step == self.updates[-1]
 
     def turn(self, state: Any) -> None:
-        """Starts the trace, or ends it and prints where the time went. Waits for `state` first."""
+        """Starts the trace, or ends it and prints its time breakdown. Waits for `state` first."""
         jax.block_until_ready(state)
         if self._running:
             self.end()
@@ -135,25 +136,25 @@ class Profile:
         self._running = True
 
     def end(self) -> None:
-        """Ends a trace that runs, and prints where the time of its updates went."""
+        """Ends a running trace, and prints the time breakdown of its updates."""
         if not self._running:
             return
         self._running = False
         jax.profiler.stop_trace()
         try:
-            self._tell()
-        except ReportError as error:  # the trace itself is written: no reason to stop the run
+            self._write_breakdown()
+        except ReportError as error:  # the trace itself is written, so the run continues
             self.console.print(f"warning: no breakdown of the profile: {error}", soft_wrap=True)
 
-    def _tell(self) -> None:
+    def _write_breakdown(self) -> None:
         path = xplane.find(self.workdir / FOLDER)
         events = xplane.read(path)
-        found, predicted = breakdown.find(events), prediction(self.report)
+        measured, predicted = breakdown.find(events), prediction(self.report)
         annotate.name(path, events)
-        answer = to_json(found, predicted)
+        answer = to_json(measured, predicted)
         write_atomically(self.workdir / BREAKDOWN, json.dumps(answer, indent=1) + "\n")
         write_atomically(self.workdir / PAGE, trace_page.render(answer, self.workdir.absolute().name, self.report))
-        profile_text.show(found, self.console, predicted)
+        profile_text.show(measured, self.console, predicted)
         self.console.print(
             f"trace {path}; opens with xprof {self.workdir / FOLDER} (or tensorboard --logdir="
             f"{self.workdir}), and its perfetto_trace.json.gz at ui.perfetto.dev",
@@ -163,7 +164,7 @@ class Profile:
 
 
 def _options() -> jax.profiler.ProfileOptions:
-    """The host's annotations and the device, not Python's calls."""
+    """Returns options that trace the host's annotations and the device, but not Python's calls."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return options

@@ -1,4 +1,4 @@
-"""All recorders of a run as one: TensorBoard and wandb if the config asks for them, and the page of the run."""
+"""Combines the recorders of a run: TensorBoard and wandb if the config asks for them, and the page of the run."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -12,12 +12,14 @@ from bytescope.train.run.wandb_run import WandbRun
 
 
 class Recorders:
-    """The recorders of one start of a run; a context manager that closes them.
+    """The recorders of one start of a run, as a context manager that closes them.
 
     Args:
-      workdir: the run directory. step: the step at which this start begins.
-      config: settled config of the run, by dotted key. report: of the compiled step.
-      enabled: False for a process that is not the first: it records nothing.
+      workdir: the run directory.
+      step: the step at which this start begins.
+      config: resolved config of the run, by dotted key.
+      report: the report of the compiled step.
+      enabled: False to record nothing, for all processes but the first.
       tell: prints a line about a failure.
     """
 
@@ -43,12 +45,13 @@ class Recorders:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        with contextlib.ExitStack() as stack:  # every one is closed, whatever happens to the others
+        with contextlib.ExitStack() as stack:  # every recorder is closed, even if another one fails
             for recorder in self._recorders:
                 stack.callback(recorder.close, failed=kind is not None)
 
     def write(self, row: Mapping[str, Any], loads: Mapping[int, Any] = {}) -> None:
-        """Records a row of metrics or of an evaluation. loads: layer -> load of each expert, for TensorBoard only."""
+        """Records a row of metrics or of an evaluation. `loads`: layer index -> load of each expert, for TensorBoard
+        only."""
         values = scalars(row)
         for recorder in self._recorders:
             recorder.write(row["step"], values)
@@ -56,7 +59,7 @@ class Recorders:
                 recorder.write_loads(row["step"], loads)
 
     def finish(self, step: int, sample: str) -> None:
-        """Records the sample of the finished run, "" for none."""
+        """Records the sample text of the finished run, "" for none."""
         for recorder in self._recorders:
             recorder.finish(step, sample)
 
@@ -64,24 +67,25 @@ class Recorders:
 class RunPage:
     """Writes index.html of a run directory when a start of the run ends, also after an error.
 
-    It has the methods of the other recorders. Its rows are in metrics.jsonl already.
+    It has the methods of the other recorders. Its rows are already in metrics.jsonl.
 
     Args:
-      workdir: the run directory. tell: prints a line about a failure.
+      workdir: the run directory.
+      tell: prints a line about a failure.
     """
 
     def __init__(self, workdir: Path, tell: Callable[[str], None]):
         self._workdir, self._tell = workdir, tell
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """No-op: a page for each row would cost too much."""
+        """No-op: writing the page after each row would cost too much."""
 
     def finish(self, step: int, sample: str) -> None:
         """No-op: the page is also written for an interrupted run."""
 
     def close(self, failed: bool) -> None:
-        """Writes the page. A full disk prints a warning, and does not end the training."""
-        del failed  # the curves of a failed run are worth a look
+        """Writes the page. If the disk is full, prints a warning and does not end the training."""
+        del failed  # the curves of a failed run are useful too
         from bytescope.train.run import run_directory_page
 
         try:
@@ -91,5 +95,5 @@ class RunPage:
                 f"warning: no {run_directory_page.PAGE}: {error.strerror}; "
                 f"bytescope page {self._workdir} writes it later"
             )
-        except ReportError:  # the directory has nothing of a run yet
+        except ReportError:  # the directory has no files of a run yet
             return

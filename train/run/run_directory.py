@@ -1,6 +1,6 @@
 """Reads a run directory for its page: config.json, metrics.jsonl, memory.json and profile.json.
 
-Whatever is missing or damaged is left out and listed in `problems`. No program or checkpoint is opened.
+Missing or damaged files are left out and listed in `problems`. No program or checkpoint is opened.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from bytescope.memory.records import report_record
 from bytescope.train.source import CONFIG, MEMORY, METRICS, is_run
 
 PROFILE, PAGE = "profile.json", "index.html"
-# What a breakdown must have for its page, with the types: memory.profile.breakdown.Breakdown.to_json writes it.
+# The fields that a page needs of a breakdown, with their types. memory.profile.breakdown.Breakdown.to_json writes
+# them.
 _BREAKDOWN = {
     "program": str,
     "steps": list,
@@ -46,13 +47,18 @@ _ITEMS = {
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
-    """One run.
+    """The contents of a run directory.
 
     Fields:
-        name: of the folder. config: by dotted key. rows: of metrics.jsonl, {"step": ..., "loss": ...}, numbers finite,
-            nested objects as "memory.in_use_bytes"; evaluations: those with a held-out loss.
-        report: of the step; breakdown: the JSON of profile.json; None where there is none.
-        problems: what is missing or damaged, a sentence each. files: names of what lies in the folder.
+      name: the name of the folder.
+      config: the config by dotted key.
+      rows: the rows of metrics.jsonl, {"step": ..., "loss": ...}, with finite numbers; nested objects have dotted
+        names such as "memory.in_use_bytes".
+      evaluations: the rows with a held-out loss.
+      report: the memory report of the step; None without one.
+      breakdown: the JSON of profile.json; None without one.
+      problems: one sentence for each missing or damaged file.
+      files: the names of the files and folders in the directory.
     """
 
     name: str
@@ -66,26 +72,30 @@ class RunDirectory:
 
     @property
     def step(self) -> int:
-        """The last step that a row tells of."""
+        """The last recorded step, 0 if no step is recorded."""
         return max((int(row["step"]) for row in (*self.rows, *self.evaluations)), default=0)
 
     @property
     def steps(self) -> int | None:
-        """The steps that the run was planned for; None where its config does not tell."""
+        """The number of steps that the run was planned for; None if its config does not have it."""
         planned = self.config.get("train.steps")
         return planned if isinstance(planned, int) and not isinstance(planned, bool) and planned > 0 else None
 
 
 def read(place: str | Path) -> RunDirectory:
-    """The run of a folder. Raises ReportError for what is not a folder, or holds no file of a run."""
+    """Reads the run directory `place`. Raises ReportError if it is not a folder or has no file of a run."""
     place = Path(place)
     try:
         files = frozenset(path.name for path in place.iterdir())
     except OSError as error:
         raise ReportError(f"cannot read {place}: {error.strerror}: give the --workdir of a run") from error
     if not is_run(place):
-        why = f"its {CONFIG} is not one of a run" if CONFIG in files else f"none of {CONFIG}, {METRICS} and {MEMORY}"
-        raise ReportError(f"{place} holds no run: {why}; {_newest(place)}")
+        why = (
+            f"its {CONFIG} is not one of a run"
+            if CONFIG in files
+            else f"it has none of {CONFIG}, {METRICS} and {MEMORY}"
+        )
+        raise ReportError(f"{place} is not a run directory: {why}; {_newest(place)}")
     problems: list[str] = []
 
     def part(name: str, reader: Callable[[Path], Any], missing: str) -> Any:
@@ -95,10 +105,10 @@ def read(place: str | Path) -> RunDirectory:
         try:
             return reader(place / name)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            problems.append(f"{name} is damaged or cannot be read, and left out: {one_line(error)}")
+            problems.append(f"{name} is damaged or unreadable, and is left out: {one_line(error)}")
             return None
 
-    config = part(CONFIG, _config, f"There is no {CONFIG}: the config is not known.")
+    config = part(CONFIG, _config, f"There is no {CONFIG}: the config is unknown.")
     metrics = part(METRICS, _rows, f"There is no {METRICS}: no update was recorded yet.")
     rows, evaluations, damaged = ([], [], 0) if metrics is None else metrics
     if damaged:
@@ -116,26 +126,26 @@ def read(place: str | Path) -> RunDirectory:
 
 
 def _newest(place: Path) -> str:
-    """Which folder to give instead of one that holds no run itself."""
+    """Returns which folder to give instead of `place`, which is not a run directory."""
     runs = [path.parent for path in place.glob(f"*/{CONFIG}") if is_run(path.parent)]
     if not runs:
         return "give the --workdir of bytescope train"
     newest = max(runs, key=lambda path: (path / CONFIG).stat().st_mtime)
-    return f"it holds {len(runs)} run{'s' if len(runs) > 1 else ''}, the newest is {newest}"
+    return f"it contains {len(runs)} run{'s' if len(runs) > 1 else ''}, the newest is {newest}: give that"
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    """The keys of config.json. Raises TypeError for another shape."""
+    """Returns the keys of config.json. Raises TypeError if the file has another structure."""
     value = json.loads(path.read_text(encoding="utf-8"))
     config = value["config"]
     if not isinstance(config, dict):
-        raise TypeError(f"config is {type(config).__name__}, not an object")
+        raise TypeError(f"config is {type(config).__name__}, not a JSON object")
     return config
 
 
 def _rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], int]:
-    """(rows of updates, rows of evaluations, damaged lines), in the order of their steps; of a step that stands there
-    twice the last."""
+    """Returns (rows of updates, rows of evaluations, number of damaged lines), sorted by step. A repeated step keeps
+    its last row."""
     trained: dict[int, dict[str, float]] = {}
     evaluated: dict[int, dict[str, float]] = {}
     damaged = 0
@@ -151,42 +161,43 @@ def _rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], i
 
 
 def _numbers(value: Any, prefix: str = "") -> dict[str, float]:
-    """The finite numbers of an object, nested ones by dotted name. Raises TypeError for what is not an object."""
+    """Returns the finite numbers of a JSON object, nested ones by dotted name. Raises TypeError if `value` is not an
+    object."""
     if not isinstance(value, dict):
-        raise TypeError("not an object")
-    found: dict[str, float] = {}
+        raise TypeError("not a JSON object")
+    numbers: dict[str, float] = {}
     for name, inner in value.items():
         if isinstance(inner, dict) and not prefix:
-            found |= _numbers(inner, f"{name}.")
+            numbers |= _numbers(inner, f"{name}.")
         elif isinstance(inner, int | float) and not isinstance(inner, bool) and abs(inner) < 1e300:
-            found[prefix + name] = inner
-    return found
+            numbers[prefix + name] = inner
+    return numbers
 
 
 def _breakdown(path: Path) -> Mapping[str, Any]:
-    """The JSON of profile.json, its shape checked. Raises TypeError or KeyError for another."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    _check(found, _BREAKDOWN)
+    """Returns the JSON of profile.json. Raises TypeError or KeyError if it has another structure."""
+    breakdown = json.loads(path.read_text(encoding="utf-8"))
+    _check(breakdown, _BREAKDOWN)
     for name, fields in _ITEMS.items():
-        for item in found[name]:
+        for item in breakdown[name]:
             _check(item, fields)
-    for step in found["steps"]:
+    for step in breakdown["steps"]:
         _check({"step": step}, {"step": int})
     for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high", "at_least_seconds"):
-        if found.get(key) is not None:
-            _check(found, {key: float})
-    if found["devices"] < 1:
-        raise TypeError(f"devices is {found['devices']}")
-    return found
+        if breakdown.get(key) is not None:
+            _check(breakdown, {key: float})
+    if breakdown["devices"] < 1:
+        raise TypeError(f"devices is {breakdown['devices']}, not 1 or more")
+    return breakdown
 
 
 def _check(value: Any, fields: Mapping[str, type]) -> None:
     if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} is not an object")
+        raise TypeError(f"{type(value).__name__} is not a JSON object")
     for name, kind in fields.items():
         one = value[name]
         allowed = (int, float) if kind is float else kind
         if not isinstance(one, allowed) or isinstance(one, bool):
-            raise TypeError(f"{name} is {type(one).__name__}")
-        if isinstance(one, int | float) and not 0 <= one < 1e15:  # nor nan
-            raise TypeError(f"{name} is {one}")
+            raise TypeError(f"{name} is {type(one).__name__}, not {kind.__name__}")
+        if isinstance(one, int | float) and not 0 <= one < 1e15:  # rejects nan too
+            raise TypeError(f"{name} is {one}, not a number from 0 to 1e15")

@@ -1,6 +1,7 @@
-"""A run directory as one HTML file that opens offline: loss, speed and memory along the steps, report, trace, config.
+"""Renders a run directory as one HTML file that opens offline: curves of loss, speed and memory, report, trace,
+config.
 
-What does not move is prepared here for `templates/run.html`; the curves are drawn by `static/run.js`.
+Static content is prepared for `templates/run.html`. `static/run.js` draws the curves.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from bytescope.memory.view.frame import page
 from bytescope.train.plan.config_facts import CAPACITY
 from bytescope.train.run.run_directory import PAGE, RunDirectory, read
 
-# Points of a curve, findings, and keys in which runs differ, at most. Of more points each stretch keeps its lowest and
-# its highest.
+# Maximum number of points of a curve, of findings, and of keys in which runs differ. A longer curve keeps the minimum
+# and the maximum of each stretch.
 MAX_POINTS, MAX_FINDINGS, MAX_KEYS = 1200, 4, 12
-# Curve -> the number of a row that it shows.
+# Curve -> the column of a row that it shows.
 CURVES = {
     "loss": "loss",
     "norm": "grad_norm",
@@ -48,32 +49,37 @@ CURVES = {
     "peak": "memory.peak_bytes",
     "predicted": "memory.predicted_bytes",
 }
-# The load-balance coefficient of Switch (arXiv 2101.03961), which is suggested if a run has none. The factor by which
-# more room for rows of experts is suggested.
+# The load-balance coefficient of Switch (arXiv 2101.03961), which is suggested if a run has none, and the factor by
+# which a larger capacity for expert rows is suggested.
 BALANCE, MORE_ROOM = 0.01, 1.5
-# File or folder beside the page -> what a link to it says.
+# File or folder in the run directory -> the text of a link to it.
 BESIDE = {"memory.html": "the full report of the step", "trace.html": "the trace, by operation"}
 
 
 def write(workdir: Path, out: Path | None = None, others: Sequence[Path] = ()) -> RunDirectory:
-    """Writes the page of a run directory, as index.html in it or to `out`; returns what it found there.
+    """Writes the page of a run directory, as index.html in it or to `out`. Returns the contents of the directory.
 
-    others: run directories whose losses are drawn over those of the run.
+    Args:
+      others: run directories whose losses are drawn together with the run's.
 
     Raises:
-      ReportError: the folder holds no run.
+      ReportError: the folder is not a run directory.
       OSError: the page cannot be written.
     """
     out = out or workdir / PAGE
-    found = read(workdir)
-    beside = [read(other) for other in others]
-    write_whole(out, render(found, os.path.relpath(workdir.absolute(), out.absolute().parent), beside))
-    return found
+    run = read(workdir)
+    compared = [read(other) for other in others]
+    write_whole(out, render(run, os.path.relpath(workdir.absolute(), out.absolute().parent), compared))
+    return run
 
 
 def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] = ()) -> str:
-    """The page of a run, as text. `folder`: the run directory as seen from the page, for its links; `others`: runs to
-    compare it with."""
+    """Returns the page of a run as text.
+
+    Args:
+      folder: path of the run directory relative to the page, for links.
+      others: runs to compare with.
+    """
     report, trace = run.report, run.breakdown
     prefix = "" if folder == "." else f"{folder}/"
     return page(
@@ -106,7 +112,7 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
 
 
 def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[str, Any]:
-    """Everything the script draws, as JSON values: curves as (steps, values), bytes, seconds."""
+    """Returns the data that the script draws, as JSON values: curves as (steps, values), in bytes and seconds."""
     curves = {name: _curve(run, field) for name, field in CURVES.items()} | {"held_out": _held_out(run)}
     bytes_shown = [value for name in ("in_use", "peak", "predicted") for value in curves[name][1]]
     return {
@@ -130,22 +136,25 @@ def _held_out(run: RunDirectory) -> tuple[list[float], list[float]]:
     return curve([(row["step"], row["eval_loss"]) for row in run.evaluations])
 
 
-def curve(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> tuple[list[float], list[float]]:
-    """(steps, values): all points, or of each stretch the lowest and the highest, with the first and the last."""
-    if len(points) > most:
+def curve(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> tuple[list[float], list[float]]:
+    """Returns (steps, values) of at most about `max_points` points.
+
+    A longer curve is reduced to its first and last point and the minimum and maximum of each stretch.
+    """
+    if len(points) > max_points:
         size, kept = len(points), {0, len(points) - 1}
-        for k in range(most // 2):
-            stretch = range(k * size // (most // 2), (k + 1) * size // (most // 2))
+        for k in range(max_points // 2):
+            stretch = range(k * size // (max_points // 2), (k + 1) * size // (max_points // 2))
             kept |= {min(stretch, key=lambda i: points[i][1]), max(stretch, key=lambda i: points[i][1])}
         points = [points[i] for i in sorted(kept)]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def predicted_bytes(run: RunDirectory) -> float | None:
-    """The bytes that the measured ones are compared with, as the last row has them, else the report."""
-    seen = [row["memory.predicted_bytes"] for row in run.rows if "memory.predicted_bytes" in row]
-    if seen:
-        return seen[-1]
+    """Returns the predicted bytes in use per device, from the last row or else from the report; None if unknown."""
+    recorded = [row["memory.predicted_bytes"] for row in run.rows if "memory.predicted_bytes" in row]
+    if recorded:
+        return recorded[-1]
     return run.report.predicted_bytes if run.report else None
 
 
@@ -154,10 +163,11 @@ def _on_cpu(report: ReportRecord) -> bool:
 
 
 def _limit(run: RunDirectory) -> float | None:
-    """Bytes available, as the allocator said at the last row, else as the report has them."""
-    seen = [row["memory.limit_bytes"] for row in run.rows if "memory.limit_bytes" in row]
-    if seen:
-        return seen[-1]
+    """Returns the available bytes of a device, from the allocator's last row or else from the report; None if
+    unknown."""
+    recorded = [row["memory.limit_bytes"] for row in run.rows if "memory.limit_bytes" in row]
+    if recorded:
+        return recorded[-1]
     return run.report.limit_bytes if run.report else None
 
 
@@ -165,7 +175,7 @@ def _limit(run: RunDirectory) -> float | None:
 
 
 def _state(run: RunDirectory) -> dict[str, str]:
-    """Whether the run is finished, for the mark of the header."""
+    """Returns the status of the run for the header: finished, at a step, or unknown."""
     if not run.step:
         return {"kind": "unknown", "words": "no update recorded"}
     if run.steps and run.step >= run.steps and run.evaluations and run.evaluations[-1]["step"] >= run.steps:
@@ -174,38 +184,40 @@ def _state(run: RunDirectory) -> dict[str, str]:
 
 
 def _figures(run: RunDirectory) -> list[HeaderFigure]:
-    found = [HeaderFigure("steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else "")]
+    figures = [HeaderFigure("steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else "")]
     if run.evaluations:
         last, best = run.evaluations[-1], min(run.evaluations, key=lambda row: row["eval_loss"])
         worse = last["eval_loss"] > best["eval_loss"]
         note = f"best {best['eval_loss']:.4f} at step {int(best['step']):,}" if worse else "the best of the run"
-        found.append(HeaderFigure("held-out loss", f"{last['eval_loss']:.4f}", note))
+        figures.append(HeaderFigure("held-out loss", f"{last['eval_loss']:.4f}", note))
     losses = [row for row in run.rows if "loss" in row]
     if losses:
-        found.append(HeaderFigure("train loss", f"{losses[-1]['loss']:.4f}", f"at step {int(losses[-1]['step']):,}"))
+        figures.append(HeaderFigure("train loss", f"{losses[-1]['loss']:.4f}", f"at step {int(losses[-1]['step']):,}"))
     speeds = [row["tokens_per_s"] for row in run.rows if "tokens_per_s" in row]
     if speeds:
         times = [row["step_time_s"] for row in run.rows if "step_time_s" in row]
         note = f"{trace_page.written(median(times))} per update, medians" if times else "median"
-        found.append(HeaderFigure("tokens/s", f"{median(speeds):,.0f}", note))
-        taken = StepPrediction.stated(run.report) if run.report else None
-        if taken:
-            found.append(
+        figures.append(HeaderFigure("tokens/s", f"{median(speeds):,.0f}", note))
+        prediction = StepPrediction.stated(run.report) if run.report else None
+        if prediction:
+            figures.append(
                 HeaderFigure(
-                    "predicted update", times_text.taken(taken), f"{times_text.interval(taken)}; rates: {taken.rates}"
+                    "predicted update",
+                    times_text.predicted_time(prediction),
+                    f"{times_text.interval(prediction)}; rates: {prediction.rates}",
                 )
             )
     peaks = [row["memory.peak_bytes"] for row in run.rows if "memory.peak_bytes" in row]
     if peaks:
-        of = "of the process" if run.report and _on_cpu(run.report) else "of a device"
+        owner = "of the process" if run.report and _on_cpu(run.report) else "of a device"
         predicted = predicted_bytes(run)
         note = f"; predicted {human(predicted)}" if predicted is not None else ""
-        found.append(HeaderFigure("measured memory", human(max(peaks)), of + note, f"{max(peaks):,.0f} bytes"))
-    return found + _routing(run)
+        figures.append(HeaderFigure("measured memory", human(max(peaks)), owner + note, f"{max(peaks):,.0f} bytes"))
+    return figures + _routing(run)
 
 
 def _routing(run: RunDirectory) -> list[HeaderFigure]:
-    """What the routers of a mixture last did with its tokens; [] for a run without experts."""
+    """Returns the last figures of the routers of a mixture of experts; [] for a run without experts."""
     routed = [row for row in run.rows if "load_max" in row]
     if not routed:
         return []
@@ -225,13 +237,13 @@ def _routing(run: RunDirectory) -> list[HeaderFigure]:
 def _findings(run: RunDirectory) -> list[Finding]:
     """Returns the findings about routers, then the largest findings of the report."""
     own = run.report.findings if run.report else []
-    return [*_routing_findings(run.rows, run.config), *sorted(own, key=lambda found: -found.bytes)[:MAX_FINDINGS]]
+    return [*_routing_findings(run.rows, run.config), *sorted(own, key=lambda finding: -finding.bytes)[:MAX_FINDINGS]]
 
 
 def _routing_findings(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> list[Finding]:
-    """Returns findings about experts without tokens and choices without room, at the last row with figures of routers.
+    """Returns findings about experts without tokens and dropped choices, from the last row with router figures.
 
-    config: dotted keys of the run. A finding has no bytes: whether an expert is idle depends on the data.
+    `config`: dotted keys of the run. A finding has 0 bytes, because whether an expert is idle depends on the data.
     """
     last = next((row for row in reversed(rows) if "load_max" in row), None)
     if last is None:
@@ -245,8 +257,8 @@ def _routing_findings(rows: Sequence[Mapping[str, float]], config: Mapping[str, 
             Finding(
                 "idle_experts",
                 0,
-                f"{idle:,} experts took no token {step}, counted over all layers: their parameters and "
-                "state are held for nothing",
+                f"{idle:,} experts got no token {step}, counted over all layers: their parameters and "
+                "state use memory without effect",
                 f"raise loss.balance, now {weight:g}",
                 f"--config.loss.balance={raised:g}",
             )
@@ -257,7 +269,7 @@ def _routing_findings(rows: Sequence[Mapping[str, float]], config: Mapping[str, 
             Finding(
                 "dropped_rows",
                 0,
-                f"{dropped:.2%} of the choices found no room {step}, and went through no expert",
+                f"{dropped:.2%} of the choices found no room {step}, and visited no expert",
                 f"raise model.capacity_factor, now {room:g} times the mean load; rows take memory",
                 f"--config.model.capacity_factor={MORE_ROOM * room:g}",
             )
@@ -275,9 +287,9 @@ def _memory(report: ReportRecord) -> list[HeaderFigure]:
 
 
 def _runs(runs: Sequence[RunDirectory]) -> PageTable:
-    """The runs by their last figures, and by the config keys in which they differ from each other."""
+    """Returns the table of runs: their last figures, and the config keys in which they differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    differing = [key for key in keys if len({_shown(run.config.get(key, "")) for run in runs}) > 1]
+    differing = [key for key in keys if len({_format_value(run.config.get(key, "")) for run in runs}) > 1]
     left = [f"and {len(differing) - MAX_KEYS} more keys"] if len(differing) > MAX_KEYS else []
 
     def last(run: RunDirectory, field: str, rows: Sequence[Mapping[str, float]]) -> float | None:
@@ -294,7 +306,7 @@ def _runs(runs: Sequence[RunDirectory]) -> PageTable:
             "what differs",
             "text",
             lambda run: "\n".join(
-                [*(f"{key} {_shown(run.config.get(key, ''))}" for key in differing[:MAX_KEYS]), *left]
+                [*(f"{key} {_format_value(run.config.get(key, ''))}" for key in differing[:MAX_KEYS]), *left]
             ),
         ),
     )
@@ -302,51 +314,51 @@ def _runs(runs: Sequence[RunDirectory]) -> PageTable:
 
 
 def _number(value: float | None, form: str) -> Cell:
-    """A figure of a run, an empty cell for None; in `form`, or as bytes."""
+    """Returns the cell of a figure, empty for None. `form`: a format specification, or "bytes"."""
     if value is None:
         return Cell("")
     return Cell(human(value) if form == "bytes" else format(value, form), value=value)
 
 
-# ---- what lies beside -----------------------------------------------------------------------------------------
+# ---- links and commands ---------------------------------------------------------------------------------------
 
 
 def _links(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
-    """(address, words) of the pages that lie in the run directory."""
+    """Returns (address, text) of links to the pages in the run directory."""
     return [(quote(prefix + name), words) for name, words in BESIDE.items() if name in run.files]
 
 
 def _commands(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
-    """(what it is for, command) of what can be done with the run, for a shell in the page's folder."""
+    """Returns (purpose, command) of commands for this run, for a shell in the page's folder."""
 
     def path(name: str = "") -> str:
         return shlex.quote(prefix + name or ".")
 
-    found = []
+    commands = []
     if "memory.json" in run.files:
-        found.append(
+        commands.append(
             (
                 "this run's memory against another's",
                 f"bytescope diff {path('memory.json')} OTHER/memory.json --html=diff.html",
             )
         )
     if "profile" in run.files and "trace.html" not in run.files:
-        found.append(("the trace as a page", f"bytescope trace {path('profile')} --html={path('trace.html')}"))
+        commands.append(("the trace as a page", f"bytescope trace {path('profile')} --html={path('trace.html')}"))
     if "events" in run.files:
-        found.append(("the curves in TensorBoard", f"tensorboard --logdir={path()}"))
-    return found
+        commands.append(("the curves in TensorBoard", f"tensorboard --logdir={path()}"))
+    return commands
 
 
 def _config(config: Mapping[str, Any]) -> list[Section]:
-    """The config by its groups; keys without a group come first."""
+    """Returns the config by groups. Keys without a group come first."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for key, value in config.items():
         group, _, name = str(key).rpartition(".")
-        groups.setdefault(group, []).append((name, _shown(value)))
+        groups.setdefault(group, []).append((name, _format_value(value)))
     return [Section(group or "run", entries) for group, entries in sorted(groups.items())]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     return str(value) if value != "" else "none"

@@ -1,4 +1,4 @@
-"""What a run prints before the first step: model, batch, devices, kernels, and the memory and speed of the step."""
+"""The output of a run before the first step: model, batch, devices, kernels, and the memory and speed of the step."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,7 @@ REPORT, PAGE = "memory.json", "memory.html"
 def parameters_by_component(params: Any, quantized: Mapping[str, tuple[str, Matrix]] = {}) -> dict[str, int]:
     """Returns component (a second column of _COMPONENTS, or "other") -> number of parameters.
 
-    quantized: dotted path of a weight that is stored as codes and scales -> its row of BASES, its matrix.
+    `quantized`: dotted path of a weight that is stored as codes and scales -> (its row of FORMATS, its matrix).
     """
     counts: dict[str, int] = defaultdict(int)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -66,7 +66,7 @@ def parameters_by_component(params: Any, quantized: Mapping[str, tuple[str, Matr
     return dict(counts)
 
 
-# (part of the path, component); the first match is used.
+# (part of the path, component). The first match is used.
 _COMPONENTS = (
     ("norm", "norms"),
     ("attention", "attention"),
@@ -78,10 +78,11 @@ _COMPONENTS = (
 
 
 def show_program(console: Console, program: Program, data: str, *, verbose: bool = False) -> None:
-    """Prints the facts before anything is compiled: model, batch, devices and mesh, kernels and policy.
+    """Prints the facts that are known before compiling: model, batch, devices and mesh, kernels and policy.
 
-    data: the data source in words, shown if it has examples. verbose: also shows the data, parameters by component, and
-    why each kernel was chosen.
+    Args:
+      data: description of the data source, shown if it has examples.
+      verbose: True to also show the data, parameters by component, and the reason for each kernel.
     """
     counts = parameters_by_component(program.state.model_params, quantized_weights(program.abstract()))
     model, remat = program.model, program.config.remat
@@ -107,7 +108,7 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
     init = program.config.init
     if init.adapter:
         rows.append(("adapters", origin(init.adapter, init.folder)))
-    if verbose or program.config.data.format != "text":  # how many tokens are learned, and how full rows are
+    if verbose or program.config.data.format != "text":  # it has the number of unmasked targets and the fill of rows
         rows.append(("data", data))
     if verbose:
         rows += [
@@ -134,8 +135,10 @@ def passes(program: Program, sequences: int) -> str:
 
 
 def _trained(program: Program) -> str:
-    """Returns the number of trained parameters, and how they are trained; "" if all are."""
-    if all(name.endswith(ROUTER_BIAS) for name in program.frozen):  # updates move these, without a gradient
+    """Describes the number of trained parameters, and how they are trained; "" if all are trained."""
+    if all(
+        name.endswith(ROUTER_BIAS) for name in program.frozen
+    ):  # router biases have no gradient, but updates move them
         return ""
     lora = program.lora
     number = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.state.params))
@@ -146,7 +149,7 @@ def _trained(program: Program) -> str:
 
 
 def _devices(program: Program) -> str:
-    """Returns devices, processes and the axes of the mesh that are larger than 1, in words."""
+    """Describes the devices, processes and mesh axes that are larger than 1."""
     devices = program.mesh.devices.ravel()
     axes = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1)
     mesh = f", mesh {axes}, {program.config.mesh.strategy}" if axes else ""
@@ -155,9 +158,8 @@ def _devices(program: Program) -> str:
 
 
 @contextlib.contextmanager
-def told(console: Console, what: str, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """A context that yields a function to print progress: beside a spinner on a terminal; elsewhere as lines if
-    `verbose`."""
+def progress_lines(console: Console, what: str, verbose: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function that prints progress: beside a spinner on a terminal, elsewhere as lines if `verbose`."""
     if not console.is_terminal:
         yield lambda line: put(Prose(line), console) if verbose else None
         return
@@ -169,7 +171,11 @@ def told(console: Console, what: str, verbose: bool) -> Iterator[Callable[[str],
 class Compiled:
     """The executable that runs, and its memory report.
 
-    flops_ratio: hardware FLOPs over model FLOPs, which is HFU over MFU. seconds: compile time.
+    Fields:
+      step: the compiled step.
+      report: its memory report.
+      flops_ratio: hardware FLOPs divided by model FLOPs, which equals HFU / MFU.
+      seconds: compile time.
     """
 
     step: CompiledStage
@@ -179,10 +185,11 @@ class Compiled:
 
 
 def compile_step(program: Program, console: Console, command: Command = UNKNOWN) -> Compiled:
-    """Compiles the step that will run, reports the memory of that very executable, and prints one bar of the report.
+    """Compiles the step that will run, reports the memory of that executable, and prints a memory bar and the speed.
 
     An executable from the persistent cache has no heap trace. It is not compiled again for the timeline; its report
-    says that lifetimes are derived. command: what started the run; if it is verbose, the whole report is printed.
+    says that lifetimes are derived. `command`: the command that started the run. If it is verbose, the whole report is
+    printed.
 
     Raises:
       ValueError: `Program.compile_for_report` refuses the step.
@@ -221,7 +228,8 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
 
 
 def write_report(report: ReportRecord, workdir: Path) -> Path:
-    """Writes the report into a run directory, as JSON and as a page that opens offline; returns the page's path."""
+    """Writes the report into a run directory, as JSON and as a page that opens offline. Returns the path of the
+    page."""
     write_atomically(workdir / REPORT, json.dumps(report.to_json(), indent=1) + "\n")
     write_atomically(workdir / PAGE, report_page.render(report))
     return workdir / PAGE
@@ -230,10 +238,11 @@ def write_report(report: ReportRecord, workdir: Path) -> Path:
 def compile_or_refuse(
     program: Program, command: Command, workdir: Path, console: Console, processes: Processes
 ) -> Compiled:
-    """Compiles the step, writes its report into the run directory, and returns it if it fits.
+    """Compiles the step, writes its report into the run directory, and returns the compiled step if it fits.
 
     Raises:
-      DoesNotFit: the step does not fit; the message has advice. UserError: `Program.compile_for_report` refuses it.
+      DoesNotFit: the step does not fit. The message has advice.
+      UserError: `Program.compile_for_report` refuses the step.
     """
 
     def advice() -> list[str]:
@@ -249,18 +258,18 @@ def compile_or_refuse(
     page = write_report(compiled.report, workdir) if processes.first else workdir
     summary.show(console, [("report", str(page))])
     if compiled.report.fits is False:
-        with told(console, "compiling what might fit", True) as tell:
+        with progress_lines(console, "compiling what might fit", True) as tell:
             refusal.refuse(compiled.report, program, command, tell, compiled.seconds)
     return compiled
 
 
-# Dtype -> its units in order of preference: jax sends float32 products to TF32 units.
+# Dtype -> its matrix units, best first. jax computes float32 products on TF32 units.
 _UNITS = {"float32": ("tf32", "fp32"), "bfloat16": ("bf16",), "float16": ("fp16",)}
 
 
 def peak_flops(program: Program) -> float | None:
-    """Returns the peak dense FLOP/s of one device in the compute dtype; None for a device that is not in
-    memory/devices/chips.py."""
+    """Returns the peak dense FLOP/s of one device in the compute dtype; None if memory/devices/chips.py does not have
+    it."""
     known = parse("local").peak_flops
     units = _UNITS.get(jnp.dtype(program.precision.compute).name, ())
     return next((known[unit] for unit in units if unit in known), None)

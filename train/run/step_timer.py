@@ -1,4 +1,5 @@
-"""Seconds and tokens per step, seconds in which the devices wait for data, and updates that are unusually slow."""
+"""Measures seconds and tokens per step and the time in which devices wait for data, and detects unusually slow
+updates."""
 
 import collections
 import contextlib
@@ -16,23 +17,32 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Lap:
-    """Means per step of a lap: seconds, tokens, and the part of the seconds in which the devices waited for data."""
+    """Means per step over a lap, the time between two rows of metrics.
+
+    Fields:
+      seconds: duration of a step.
+      tokens: tokens of a step.
+      data_wait: seconds of a step in which the devices waited for data.
+    """
 
     seconds: float
     tokens: float
     data_wait: float
 
 
-# An update is slow if it takes SLOW times the median of the last updates, and at least SLOW_S seconds more. The median
-# is of at most MAX_REMEMBERED updates, and is not used below MIN_REMEMBERED.
+# An update is slow if it takes at least SLOW times the median of the last updates, and at least SLOW_S seconds more.
+# The median is over at most MAX_REMEMBERED updates, and needs at least MIN_REMEMBERED.
 SLOW, SLOW_S, MAX_REMEMBERED, MIN_REMEMBERED = 10, 0.5, 50, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Slow:
-    """An update that took far longer than the median of the last ones, both in seconds.
+    """An update that took far longer than the median of the last updates.
 
-    doing: (activity of the host, its seconds), the longest first; () if unknown.
+    Fields:
+      seconds: its duration.
+      median: median duration of the last updates, in seconds.
+      doing: (activity of the host, its seconds), the longest first; () if unknown.
     """
 
     seconds: float
@@ -44,14 +54,14 @@ class Slow:
             what = "the host waited for the devices, or for another process"
         else:
             what = ", ".join(f"{name} {seconds:.1f} s" if seconds else name for name, seconds in self.doing)
-        return f"{self.seconds:.1f} s, the last ones took {self.median:.2g} s: {what}"
+        return f"{self.seconds:.1f} s, the last updates took {self.median:.2g} s: {what}"
 
 
 class Clock:
-    """Times the steps between rows. Call `skip` after each evaluation or save, which are not timed, and `close` at the
-    end.
+    """Times the steps between rows.
 
-    saving: returns whether a checkpoint is being written in the background.
+    Call `skip` after each evaluation or save, which are not timed, and `close` at the end. `saving` must return True
+    while a checkpoint is being written in the background.
     """
 
     def __init__(self, saving: Callable[[], bool] = lambda: False):
@@ -61,7 +71,7 @@ class Clock:
             maxlen=MAX_REMEMBERED
         )  # seconds per token of updates
         self._began = self._ticked = time.perf_counter()
-        self._steps = self._tokens = 0  # of this lap
+        self._steps = self._tokens = 0  # in this lap
         self._waiting = self._waited_before = 0.0
         self._compiled_before = self._compiles.seconds
         self._was_saving = False
@@ -69,7 +79,7 @@ class Clock:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """A context in which the next batch is fetched. Only the time in which no step runs counts as waiting."""
+        """Marks the time in which the next batch is fetched. Only the time in which no step runs counts as waiting."""
         began = time.perf_counter()
         yield
         ended, idle_since = time.perf_counter(), self._watch.idle_since()
@@ -77,11 +87,11 @@ class Clock:
             self._waiting += max(ended - max(began, idle_since), 0.0)
 
     def dispatched(self, result: jax.Array) -> None:
-        """Records that a step was dispatched to the devices. result: ready when the step is done."""
+        """Records that a step was dispatched to the devices. `result`: an array that is ready when the step is done."""
         self._watch.follow(result)
 
     def tick(self, tokens: int) -> Slow | None:
-        """Records a finished update of so many tokens. Returns it if it was far slower than the last ones."""
+        """Records a finished update of `tokens` tokens. Returns it if it was far slower than the last updates."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         now = time.perf_counter()
         seconds, waiting = now - self._ticked, self._waiting - self._waited_before
@@ -99,12 +109,13 @@ class Clock:
         return Slow(seconds, median, tuple(doing))
 
     def _mark(self, now: float) -> None:
-        """Records the begin of an update."""
+        """Records the start of an update."""
         self._ticked, self._waited_before, self._compiled_before = now, self._waiting, self._compiles.seconds
         self._was_saving = self._saving()
 
     def lap(self) -> Lap:
-        """Ends the lap and returns its means; begins the next."""
+        """Ends the current lap, which is the time since the last row, and returns its means per step. Begins the next
+        lap."""
         seconds, steps = time.perf_counter() - self._began, max(self._steps, 1)
         lap = Lap(seconds / steps, self._tokens / steps, self._waiting / steps)
         self._total, self._total_waiting = self._total + seconds, self._total_waiting + self._waiting
@@ -113,15 +124,15 @@ class Clock:
         return lap
 
     def waited(self) -> float:
-        """Returns the share of the time of all laps in which the devices waited for data."""
+        """Returns the fraction (0 to 1) of the time of all laps in which the devices waited for data."""
         return self._total_waiting / self._total if self._total else 0.0
 
     def tokens_per_s(self) -> float:
-        """Returns the tokens per second of all laps; 0.0 before the first."""
+        """Returns the tokens per second over all laps; 0.0 before the first lap."""
         return self._total_tokens / self._total if self._total else 0.0
 
     def skip(self) -> None:
-        """Begins a lap; the time since the last lap is not counted."""
+        """Begins a lap. The time since the last lap is not counted."""
         self._began, self._steps, self._tokens, self._waiting = time.perf_counter(), 0, 0, 0.0
         self._mark(self._began)
 
@@ -131,7 +142,7 @@ class Clock:
 
 
 class _Compiles:
-    """Seconds that this process has spent compiling since the object was made."""
+    """Counts the seconds that this process has spent compiling since the object was created."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -142,14 +153,14 @@ class _Compiles:
             self.seconds += seconds
 
 
-# One per process, because jax keeps a listener for ever.
+# One per process, because jax keeps a listener forever.
 _compiles = functools.cache(_Compiles)
 
 
 class _Watch:
     """Records when the devices run out of work.
 
-    A thread waits for each result: the loop cannot, since it reads data meanwhile. The thread must end before the
+    A thread waits for each result, because the loop reads data in that time. The thread must end before the
     interpreter does: a daemon thread inside jax would make Python abort the process.
     """
 
@@ -170,7 +181,7 @@ class _Watch:
         self._results.put(result)
 
     def idle_since(self) -> float | None:
-        """`time.perf_counter()` at which the last step ended; None while one runs."""
+        """Returns the `time.perf_counter()` at which the last step ended; None while a step runs."""
         with self._lock:
             return None if self._running else self._idle_since
 
@@ -179,7 +190,7 @@ class _Watch:
             result = self._results.get()
             if result is None:
                 return
-            # A failed step has ended too; the loop raises the error where it reads the metrics.
+            # A failed step has ended too. The loop raises its error when it reads the metrics.
             with contextlib.suppress(Exception):
                 result.block_until_ready()
             with self._lock:

@@ -1,6 +1,7 @@
-"""What a run prints before its first step and at its end: lines of a title and a text. Pure.
+"""The texts that a run prints before its first step and at its end: lines with a title and a text.
 
-In: figures of the program, its report, and measured figures. Out: lines for the console, never cut.
+The functions have no side effects. They turn figures of the program, its report and measured figures into lines for
+the console, which are never cut.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import put
-from bytescope.memory.view.text_layout import CopyCommand, Prose, as_text, ignoring, wrap
+from bytescope.memory.view.text_layout import CopyCommand, Prose, as_text, unwrapped, wrap
 
 TITLE = 11  # columns of a title and the gap after it
 BAR = 16
@@ -26,7 +27,7 @@ VERDICT_STYLE = {"fits": "green", "tight": "yellow", "exceeds": "red"}
 
 
 class SummaryLines:
-    """Titles with their texts; a text wraps within its column, never between a number and its unit."""
+    """Titles with their texts. A text wraps within its column, never between a number and its unit."""
 
     def __init__(self, rows: Iterable[tuple[str, str | Text]]):
         self.rows = [(title, text) for title, text in rows if text]
@@ -35,11 +36,11 @@ class SummaryLines:
         for title, text in self.rows:
             for number, line in enumerate(wrap(as_text(text), max(options.max_width - TITLE, 20), console)):
                 head = Text(f"{title if not number else '':<{TITLE}}", style="bold")
-                yield ignoring(Text.assemble(head, line))
+                yield unwrapped(Text.assemble(head, line))
 
 
 def count(number: int) -> str:
-    """Returns a number of parameters in words: "8.03 billion (8,030,261,248)", "67,776"."""
+    """Formats a number of parameters: "8.03 billion (8,030,261,248)", "67,776"."""
     for scale, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if number >= scale:
             return f"{number / scale:.3g} {name} ({number:,})"
@@ -47,11 +48,11 @@ def count(number: int) -> str:
 
 
 def memory(report: ReportRecord) -> Text:
-    """Returns a bar of the step's bytes in the limit, with the bytes and the headroom."""
+    """Returns a bar of the step's bytes relative to the limit, with the bytes and the headroom."""
     predicted, limit = report.predicted_bytes, report.limit_bytes
     elsewhere = f", and {human(report.host_bytes)} in host memory" if report.host_bytes else ""
     if not limit:
-        return Text(f"{human(predicted)} per device{elsewhere}; the limit is not known")
+        return Text(f"{human(predicted)} per device{elsewhere}; the limit is unknown")
     share = predicted / limit
     style = VERDICT_STYLE.get(report.verdict, "")
     full = min(max(round(BAR * share), 1), BAR)
@@ -66,26 +67,30 @@ def memory(report: ReportRecord) -> Text:
 
 
 def speed(report: ReportRecord) -> str:
-    """Returns the predicted time of an update, and the bound of the data sheet; "" if no rate is known."""
+    """Returns the predicted time of an update and its lower bound from the data sheet; "" if no rate is known."""
     return "; ".join(filter(None, (times.predicted(report), times.at_least(report))))
 
 
 def clock(seconds: float) -> str:
-    """Returns seconds as h:mm:ss."""
+    """Formats seconds as h:mm:ss."""
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The result of a start of a run.
+    """The result of one start of a run.
 
     Fields:
-        first, last: the first and last update of this start. steps: updates of the whole run. seconds: of this start.
-        evaluated: step and held-out loss of the last evaluation of this start, None without one.
-        tokens_per_s: 0.0 if nothing was timed.
-        before, live: the device's memory before the state was made, and at the end.
-        checkpoint: the newest, None without one. page: of the run directory, None without one.
+      first, last: the first and last update of this start.
+      steps: number of updates of the whole run.
+      seconds: duration of this start.
+      evaluated: (step, held-out loss) of the last evaluation of this start, None without one.
+      tokens_per_s: tokens per second, 0.0 if nothing was timed.
+      report: the memory report of the step.
+      before, live: the device's memory before the state was created, and at the end.
+      checkpoint: the newest checkpoint, None without one.
+      page: the page of the run directory, None without one.
     """
 
     first: int

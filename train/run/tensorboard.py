@@ -1,7 +1,8 @@
-"""TensorBoard: the rows of a run as scalars in named groups, its config as text and as hparams, the sample as text.
+"""TensorBoard output: the rows of a run as scalars in named groups, its config as text and hparams, and its sample as
+text.
 
-Events are written where they are made, not by a thread of a library's: a disk that is full is an error of the row that
-met it, instead of a run that waits for a queue nobody empties.
+Events are written directly, not by a library's thread. If the disk is full, the row that is written fails, instead of
+the run waiting for a queue that is never emptied.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.train.step.routing import ROUTING_METRICS
 
-# Key of a row -> the tag of its curve; viewers show the tags before one slash together.
+# Key of a row -> the tag of its curve. Viewers group tags by the part before the slash.
 TAGS = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -35,7 +36,7 @@ TAGS = {
     "eval_tokens": "held-out/tokens",
 }
 HELD_OUT = TAGS["eval_loss"]
-# Curves that belong into one chart: title -> tags, in TensorBoard's tab of custom scalars.
+# Charts with several curves: title -> tags, in TensorBoard's tab of custom scalars.
 CHARTS = {
     "loss": [TAGS["loss"], HELD_OUT],
     "bytes, predicted and measured": [f"memory/{name}_bytes" for name in ("predicted", "in_use", "peak")],
@@ -43,18 +44,18 @@ CHARTS = {
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl by tag; a key without a row in TAGS stands in the group "train"."""
-    found: dict[str, Any] = {}
+    """Returns the numbers of a row of metrics.jsonl by tag. Keys that are not in TAGS get the group "train"."""
+    values: dict[str, Any] = {}
     for name, value in row.items():
         nested = value if isinstance(value, Mapping) else {}
-        found |= {f"{name}/{inner}": number for inner, number in nested.items()}
+        values |= {f"{name}/{inner}": number for inner, number in nested.items()}
         if not nested and name != "step":
-            found[TAGS.get(name, f"train/{name}")] = value
-    return {tag: float(number) for tag, number in found.items() if isinstance(number, int | float)}
+            values[TAGS.get(name, f"train/{name}")] = value
+    return {tag: float(number) for tag, number in values.items() if isinstance(number, int | float)}
 
 
 def summary(report: ReportRecord) -> dict[str, str]:
-    """What a report predicts of one device, by name, as people read it."""
+    """Returns the predictions of a report for one device, name -> readable text."""
     return {
         "peak": human(report.peak_bytes),
         "allocated": human(report.allocated_bytes),
@@ -65,12 +66,13 @@ def summary(report: ReportRecord) -> dict[str, str]:
 
 
 class Events:
-    """An event file of one start of a run.
+    """The TensorBoard event file of one start of a run.
 
     Args:
-      directory: of the run's event files, made where it is missing.
-      step: the step at which this start begins. Events of later steps, of a start that was killed, are hidden.
-      config: by dotted key. report: of the compiled step.
+      directory: folder of the run's event files, created if it is missing.
+      step: the step at which this start begins. Events of later steps from an interrupted start are hidden.
+      config: config of the run, by dotted key.
+      report: the report of the compiled step.
 
     Raises:
       OSError: the file cannot be written.
@@ -78,14 +80,14 @@ class Events:
 
     def __init__(self, directory: Path, step: int, config: Mapping[str, Any], report: ReportRecord):
         with warnings.catch_warnings(), _not_imported("torch", "google.cloud.storage"):
-            warnings.simplefilter("ignore")  # of protobuf's, about its own generated code
+            warnings.simplefilter("ignore")  # protobuf warns about its own generated code
             from tensorboardX import summary as protos
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self._protos, self._event, self._step = protos, Event, step
         directory.mkdir(parents=True, exist_ok=True)
-        # Numbered, so that two starts within a second have files of their own, read in this order.
+        # Numbered, so that two starts within a second have separate files, which are read in this order.
         number = len(list(directory.iterdir()))
         self._file = EventsWriter(str(directory / "events"), f".{number:04}")
         self._file.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
@@ -102,15 +104,15 @@ class Events:
         self._file.flush()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds scalars at a step; they are on the disk when this returns."""
+        """Adds scalars at a step. They are on disk when this returns."""
         self._add(*(self._protos.scalar(tag, value) for tag, value in values.items()), step=step)
         self._file.flush()
 
     def write_loads(self, step: int, loads: Mapping[int, Any]) -> None:
-        """Adds a histogram for each layer: over the numbers of its experts, what each took over the mean [E]."""
+        """Adds a histogram for each layer: load of each expert relative to the mean [E], over the expert indices."""
         for layer, load_E in loads.items():
             numbers = range(len(load_E))
-            # A bucket of nothing first, which says where that of the first expert begins.
+            # The first bucket is empty. It marks where the bucket of the first expert begins.
             self._add(
                 self._protos.histogram_raw(
                     f"experts/load_layer_{layer:03}",
@@ -127,20 +129,21 @@ class Events:
         self._file.flush()
 
     def finish(self, step: int, sample: str) -> None:
-        """Adds the sample of the finished run, and that it is finished."""
+        """Adds the sample of the finished run, and marks the run as finished."""
         if sample:
             self._text("sample", _lines(sample.splitlines()), step)
         self._add(self._ended, step=step)
         self._file.flush()
 
     def close(self, failed: bool) -> None:
-        """Closes the file. Of a run that `failed` nothing more is raised: what failed first is to be seen."""
+        """Closes the file. If the run `failed`, an error while closing is ignored, so that the original error is
+        shown."""
         with contextlib.suppress(OSError) if failed else contextlib.nullcontext():
             self._file.close()
 
     def _add(self, *summaries: Any, step: int = 0) -> None:
-        for found in summaries:
-            self._file.write_event(self._event(wall_time=time.time(), step=step, summary=found))
+        for value in summaries:
+            self._file.write_event(self._event(wall_time=time.time(), step=step, summary=value))
 
     def _text(self, tag: str, text: str, step: int) -> None:
         self._add(self._protos.text(tag, text), step=step)
@@ -148,8 +151,10 @@ class Events:
 
 @contextlib.contextmanager
 def _not_imported(*names: str) -> Iterator[None]:
-    """Modules that an import inside shall take for missing, unless they are there already: tensorboardX imports torch,
-    two seconds of every start, for tensors that we never hand to it."""
+    """Makes imports of these modules fail inside the context, unless they are already imported.
+
+    tensorboardX imports torch for tensors that we never pass to it, which takes two seconds at every start.
+    """
     hidden = [name for name in names if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # None: an import of this name fails
@@ -161,10 +166,10 @@ def _not_imported(*names: str) -> Iterator[None]:
 
 
 def _hparam(value: Any) -> Any:
-    """A value as the hparams tab has it: numbers, truths and texts."""
+    """Converts a value for the hparams tab, which accepts numbers, booleans and text."""
     return value if isinstance(value, bool | int | float | str) else json.dumps(value)
 
 
 def _lines(lines: Any) -> str:
-    """Lines as Markdown that shows them as they are."""
+    """Formats lines as a Markdown code block."""
     return "\n".join(f"    {line}" for line in lines)

@@ -1,8 +1,8 @@
-"""Weights & Biases: the same rows, where `train.wandb` names a project. What fails there never ends a training.
+"""Weights & Biases output: sends the rows of a run to the project `train.wandb`. Its failures never end a training.
 
-The id of its run is kept in the run directory, so that a resumed run goes on in the same one; rows that it has already
-are left out. Without a network, or with WANDB_MODE=offline, everything is written below WORKDIR/wandb, and `wandb sync`
-sends it later.
+The id of its run is stored in the run directory, so that a resumed run continues in the same wandb run. Rows that
+wandb already has are not sent again. Without a network, or with WANDB_MODE=offline, everything is written below
+WORKDIR/wandb, and `wandb sync` sends it later.
 """
 
 import importlib.util
@@ -19,15 +19,15 @@ from bytescope.train.run.tensorboard import summary
 from bytescope.train.user_errors import UserError
 
 ID = "wandb.json"
-# Seconds that a start and an end wait for the network.
+# Maximum seconds that a start and an end wait for the network.
 START_S, END_S = 20.0, 60.0
 
 
 def check(project: str) -> None:
-    """Whether rows can go to `project`; "" asks for nothing.
+    """Checks that rows can be sent to `project`. Does nothing if it is "".
 
     Raises:
-      UserError: the package is not installed, the name is not valid, or nobody is logged in.
+      UserError: the package is not installed, the name is invalid, or the user is not logged in.
     """
     if not project:
         return
@@ -50,18 +50,21 @@ def check(project: str) -> None:
 
 
 class WandbRun:
-    """The run of one start: `write`, `finish` and `close` as `tensorboard.Events` has them.
+    """The wandb run of one start, with `write`, `finish` and `close` like `tensorboard.Events`.
 
     Args:
-      workdir: the run directory. project: of wandb. config: by dotted key. report: of the compiled step.
-      tell: says in a line what failed.
+      workdir: the run directory.
+      project: name of the wandb project.
+      config: config of the run, by dotted key.
+      report: the report of the compiled step.
+      tell: prints a line about a failure.
     """
 
     def __init__(
         self, workdir: Path, project: str, config: Mapping[str, Any], report: ReportRecord, tell: Callable[[str], None]
     ):
         self._workdir, self._tell = workdir, tell
-        self._run: Any = None  # of wandb
+        self._run: Any = None  # the run object of wandb
         settings = {
             "project": project,
             "id": _id(workdir / ID, project),
@@ -79,7 +82,7 @@ class WandbRun:
             "wandb sync sends it later"
         )
         if failure := self._start({**settings, "mode": "offline"}):
-            tell(f"warning: nothing goes to wandb: {failure}")
+            tell(f"warning: nothing is sent to wandb: {failure}")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds scalars at a step."""
@@ -91,13 +94,13 @@ class WandbRun:
         self._safely(lambda: self._run.summary.update({"sample": sample}))
 
     def close(self, failed: bool) -> None:
-        """Ends the run, waiting at most a minute for the network, and the process that sends its rows."""
+        """Ends the run, waiting at most a minute for the network, and ends the process that sends its rows."""
         self._safely(lambda: self._run.finish(exit_code=int(failed)))
         self._run = None
         _teardown()
 
     def _start(self, settings: Mapping[str, Any]) -> str | None:
-        """Starts the run; what failed, in a line, or None."""
+        """Starts the run. Returns a one-line error if it fails, else None."""
         import wandb
 
         try:
@@ -108,43 +111,44 @@ class WandbRun:
                     console="off", silent=True, disable_git=True, init_timeout=START_S, finish_timeout=END_S
                 ),
             )
-        except Exception as error:  # of many kinds, none of which may end a training
+        except Exception as error:  # wandb raises many kinds, and none of them may end a training
             _teardown()
             return _line(error)
         return None
 
     def _safely(self, action: Callable[[], None]) -> None:
-        """Does it, if there is a run; a failure is told once, and ends the run of wandb alone."""
+        """Runs `action` if there is a run. A failure is printed once and ends only the wandb run."""
         if self._run is None:
             return
         try:
             action()
-        except Exception as error:  # of many kinds, none of which may end a training
+        except Exception as error:  # wandb raises many kinds, and none of them may end a training
             self._run = None
             self._tell(f"warning: wandb failed and gets no more rows: {_line(error)}")
 
 
 def _id(path: Path, project: str) -> str:
-    """The id of the run in `project`, from `path`; a new one, written there, for another project or no readable
-    file."""
+    """Returns the id of the run in `project`, as stored in `path`.
+
+    If the file is missing, damaged or for another project, creates a new id and stores it.
+    """
     try:
         kept = json.loads(path.read_text())
         if kept["project"] == project and isinstance(kept["id"], str):
             return kept["id"]
     except (OSError, ValueError, KeyError, TypeError):
         pass  # the first start, or a damaged file
-    found = secrets.token_hex(4)
-    write_atomically(path, json.dumps({"project": project, "id": found}) + "\n")
-    return found
+    new_id = secrets.token_hex(4)
+    write_atomically(path, json.dumps({"project": project, "id": new_id}) + "\n")
+    return new_id
 
 
 def _teardown() -> None:
-    """Ends the process that sends rows."""
     import wandb
 
     try:
         wandb.teardown()
-    except Exception:  # it ends with this process anyway
+    except Exception:  # the process ends with this one anyway
         return
 
 

@@ -1,10 +1,10 @@
 """Backward pass and update as one loop over layers: a layer's gradient is freed before the next one is computed.
 
-As in LOMO (Lv et al. 2023, arXiv 2306.09782), here with any row of the optimizers.
-The forward loop keeps what the remat policy of each layer keeps. The backward loop carries the stacks of parameters
-and optimizer state, takes layer i out, pulls the gradient back through it and writes the updated layer in its place.
-Embedding, final norm and head are updated outside of the loop. Since a layer's gradient is used before those of earlier
-layers are known, it can be clipped by its own norm, not by the norm of all.
+As in LOMO (Lv et al. 2023, arXiv 2306.09782), but with any row of the table of optimizers. The forward loop saves the
+residuals that the remat policy of each layer selects. The backward loop carries the stacks of parameters and optimizer
+state. For each layer it reads the layer from the stacks, computes its gradient and writes the updated layer back.
+Embedding, final norm and head are updated outside the loop. A layer's gradient is used before the gradients of earlier
+layers are known, so it can only be clipped by its own norm, not by the global norm.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.model.placement import row_major
 from bytescope.model.segments import Packed
 from bytescope.train.step.loss_fn import in_ring_order
@@ -30,13 +30,14 @@ Batch = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class FusedBackward:
-    """(params, opt_state, batch, dropout_key_B, tokens, rounding_key, frozen) -> (loss sum in nats, new params, new
-    opt_state).
+    """Computes the gradient and the update of one global batch: the optimizer runs inside the backward pass.
 
-    Args:
-      graph: of the Transformer. cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
-      weights: `train.step.step_weights.Weights`, for parameters on their way in and gradients on their way out.
-      update: the update layer by layer. dropout: whether the keys are used.
+    Fields:
+      graph: the graph definition of the Transformer.
+      cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
+      weights: `train.step.step_weights.Weights`, which prepares parameters for the step and gradients for the update.
+      update: the update by parts.
+      dropout: True if the model uses dropout keys.
     """
 
     graph: nnx.GraphDef
@@ -55,15 +56,20 @@ class FusedBackward:
         rounding: jax.Array,
         frozen: Any = None,
     ) -> tuple[jax.Array, Any, Any]:
+        """Returns the loss (sum in nats), the new parameters and the new optimizer state.
+
+        `batch`: arrays of one micro-batch, int32 [B, L]. `tokens`: its unmasked targets. `rounding`: the key for
+        stochastic rounding. `frozen`: the parameters that are not trained, None if all are.
+        """
         base = (frozen or {}).get("blocks")
         computed = self.weights.copy(params)
         key_B = dropout_key_B if self.dropout else None
-        # Frozen layers are no part of the carry: the loops read them where they are.
+        # Frozen layers are not part of the carry: the loops read them from `frozen`.
         rest = fetch({name: tree for name, tree in computed.items() if name != "blocks"})
         inputs_BL, targets_BL = in_ring_order(batch, self.weights.layout)
 
         def transformer(rest):
-            return nnx.merge(self.graph, joined({**rest, "blocks": computed["blocks"]}, frozen))
+            return nnx.merge(self.graph, merge_parameters({**rest, "blocks": computed["blocks"]}, frozen))
 
         def end(rest, x_BLD):
             model = transformer(rest)
@@ -77,7 +83,7 @@ class FusedBackward:
             x_BLD, kept = self._forward(transformer(rest), computed["blocks"], base, x_BLD, key_B, packed)
         loss, pull_end = jax.vjp(end, rest, x_BLD)
         d_end, d_BLD = pull_end(jnp.ones_like(loss))
-        # Under zero1 and zero2 the layers computed with copies, otherwise with the masters themselves.
+        # Under zero1 and zero2 the layers computed with copies, otherwise with the master parameters themselves.
         stack = None if computed is params else computed["blocks"]
         blocks, total, d_BLD = self._backward(params, opt_state, stack, base, kept, d_BLD, tokens, rounding)
         (d_begin,) = pull_begin(d_BLD)
@@ -87,7 +93,8 @@ class FusedBackward:
     def _forward(
         self, model: Any, stack: Any, base: Any, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
     ) -> tuple[jax.Array, list]:
-        """(output of the last block, per segment its pullbacks, residuals [layers, ...], layer numbers and unroll)."""
+        """Returns the output of the last block and, for each segment, its pullbacks, residuals [layers, ...], layer
+        indices and unroll."""
         out = []
         for run, block in model.layers():
             segment, recipe = run.segment, Pullback()
@@ -96,7 +103,7 @@ class FusedBackward:
                 own = jax.tree.map(row_major, fetch(row_of(stack, number)))
                 fixed = jax.tree.map(row_major, row_of(base, number))
                 y_BLD, pullback = jax.vjp(
-                    lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B, packed)[0], x_BLD, own
+                    lambda x_BLD, own: block(x_BLD, merge_parameters(own, fixed), number, key_B, packed)[0], x_BLD, own
                 )
                 return y_BLD, recipe.split(pullback, jax.tree.leaves((own, fixed)), jax.tree.leaves(packed))
 
@@ -117,9 +124,10 @@ class FusedBackward:
         tokens: jax.Array,
         rounding: jax.Array,
     ) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
-        """((stacks of parameters, of optimizer state) updated, squares of their gradients, gradient of the input)."""
-        # XLA's GPU compiler transposes what is gathered or scattered over its last dimension. Without `row_major` it
-        # transposes the stacks instead, those of the optimizer too, and holds copies of all layers.
+        """Returns the updated stacks (parameters, optimizer state), the sum of squares of the blocks' gradients, and
+        the gradient of the blocks' input."""
+        # XLA's GPU compiler transposes arrays that are gathered or scattered over their last dimension. Without
+        # `row_major` it transposes the stacks, also those of the optimizer, and allocates copies of all layers.
         part = self._stack()
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
         shared, inverse = self.update.shared(s), self._inverse(tokens)
@@ -132,7 +140,7 @@ class FusedBackward:
             d_BLD, d_own = join(kept, own)(d_BLD)
             grads = self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
             grads = jax.tree.leaves(grads)
-            if self.weights.layout.mesh.size > 1:  # on one device it would transpose the products' activations
+            if self.weights.layout.mesh.size > 1:  # on one device XLA would then transpose the products' activations
                 grads = [row_major(grad) for grad in grads]
             with jax.named_scope("optimizer"):
                 square = squares(grads)
@@ -151,7 +159,7 @@ class FusedBackward:
         return carry[1], carry[2], carry[0]
 
     def _kept_as(self, grads: Any) -> Any:
-        """Gradients of some of the parameters, in the dtype and sharding that their update expects."""
+        """Casts and shards the gradients of some parameters as their update expects."""
         axes = {name: self.weights.axes[name] for name in grads}
         return dataclasses.replace(self.weights, axes=axes).gradients(grads)
 
@@ -165,7 +173,8 @@ class FusedBackward:
         tokens: jax.Array,
         rounding: jax.Array,
     ) -> tuple[Any, Any]:
-        """(new params, new opt_state): updates everything outside of the blocks and joins it with them."""
+        """Returns the new parameters and optimizer state: updates everything outside the blocks and joins it with the
+        blocks."""
         update, part = self.update, self._stack()
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
         shared, inverse = update.shared(s), self._inverse(tokens)
@@ -174,7 +183,7 @@ class FusedBackward:
                 leaves[place] = value
         with jax.named_scope("optimizer"):
             square = squares(grads)
-            g = jax.tree.leaves({**grads, "blocks": params["blocks"]})  # at the places of the parameters
+            g = jax.tree.leaves({**grads, "blocks": params["blocks"]})  # aligned with the leaves of the parameters
             rest = [own for own in update.parts[0] if own is not part]
             scales = dict.fromkeys([own.group for own in rest], self._scale(square, inverse))
             update.run(rest, p, s, g, shared, scales, rounding)
@@ -187,5 +196,5 @@ class FusedBackward:
         return 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
 
     def _scale(self, square: jax.Array, inverse: jax.Array) -> jax.Array:
-        """The factor from a summed gradient, whose squares sum to `square`, to the mean one, clipped by that norm."""
+        """Returns the factor from a summed gradient, whose sum of squares is `square`, to the clipped mean gradient."""
         return clip_scale(jnp.sqrt(square) * inverse, inverse, self.update.max_norm)

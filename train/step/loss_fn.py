@@ -1,4 +1,4 @@
-"""The loss of a program: the model over parameters and a batch, and the cross-entropy at its end."""
+"""The loss of a program: runs the model on a batch and computes the cross-entropy of its output."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -8,7 +8,7 @@ from flax import nnx
 
 from bytescope.model import ModelConfig, Precision
 from bytescope.model.experts.expert_layer import Load
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.model.zigzag import zigzag
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.losses import LOSSES, LossConfig, LossSettings, count_tokens
@@ -24,10 +24,11 @@ def make_cross_entropy(
     micro: int,
     frozen: Collection[str] = (),
 ) -> Callable[..., jax.Array]:
-    """The function cross_entropy(x_BLD, w_head, targets_BL) -> float32 sum over counted tokens, in nats.
+    """Returns the function cross_entropy(x_BLD, w_head, targets_BL) -> float32 sum in nats over unmasked targets.
 
-    `micro`: sequences per data-parallel rank, over which the `chunk` tokens of a chunk are spread.
-    `frozen`: dotted paths of the parameters that are not trained; a head among them gets no gradient.
+    Args:
+      micro: sequences per data-parallel rank. The `config.chunk` tokens of a chunk are distributed over them.
+      frozen: dotted paths of the parameters that are not trained. A frozen head gets no gradient.
     """
     positions = min(max(config.chunk // micro, 1), seq_len // layout.context)
     settings = LossSettings(
@@ -44,14 +45,17 @@ def make_cross_entropy(
 
 
 def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Array, ...]:
-    """A batch's inputs and targets in the order in which devices hold them: `zigzag`'s where a ring shares a row."""
+    """Returns a batch's inputs and targets in the order in which devices store them: `zigzag` order with ring
+    attention."""
     both = batch["inputs"], batch["targets"]
     return tuple(zigzag(x_BL, layout.ring.size) for x_BL in both) if layout.ring else both
 
 
 def token_mask(batch: dict[str, jax.Array], *, experts: bool, layout: Layout) -> jax.Array | None:
-    """Returns a bool mask [..., B, L], False for padding, in the order in which devices hold the tokens. None without
-    experts, because only experts read it, and for rows of text, which have no padding."""
+    """Returns a bool mask [..., B, L], False for padding, in the order in which devices store the tokens.
+
+    Returns None for models without experts, because only experts read the mask, and for rows of text without padding.
+    """
     marks = batch.get("segments", batch.get("mask"))
     if not experts or marks is None:
         return None
@@ -70,20 +74,20 @@ def make_loss(
 ) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Load | None]]]:
     """Returns the function loss(params, batch, dropout_key_B, frozen=None) -> (total, (cross_entropy, load)).
 
-    `total` is differentiated: the cross-entropy, a float32 sum over unmasked tokens in nats, plus the auxiliary losses
-    of the experts, if there are any. load: the loads of the routers (model/experts/expert_layer.py), None without
-    experts.
+    `total` is differentiated: the cross-entropy, a float32 sum over unmasked targets in nats, plus the auxiliary
+    losses of the experts, if there are any. `load`: the router statistics (model/experts/expert_layer.py), None
+    without experts.
 
-    Arguments of the function: `batch`: the arrays of `batch_names`, int32 [B, L]; `dropout_key_B`: None for no dropout;
-    `frozen`: the values of parameters that are not in `params`. `micro` and `frozen` of this function are those of
-    `make_cross_entropy`.
+    The returned function takes `batch`, the int32 arrays [B, L] of `batch_names`; `dropout_key_B`, None for no
+    dropout; and `frozen`, the values of parameters that are not in `params`. The arguments `micro` and `frozen` of
+    `make_loss` are those of `make_cross_entropy`.
     """
     cross_entropy = make_cross_entropy(config, model, seq_len, layout, precision, micro, frozen)
 
     def loss(
         params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None, frozen: Any = None
     ) -> tuple[jax.Array, tuple[jax.Array, Load | None]]:
-        transformer = nnx.merge(graph, joined(params, frozen))
+        transformer = nnx.merge(graph, merge_parameters(params, frozen))
         inputs_BL, targets_BL = in_ring_order(batch, layout)
         x_BLD, load = transformer.hidden_and_load(
             inputs_BL, dropout_key_B, batch.get("segments"), token_mask(batch, experts=model.experts > 0, layout=layout)

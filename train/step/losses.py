@@ -1,10 +1,10 @@
-"""Cross-entropy over the vocabulary, one row per way to compute it. Each returns the sum over counted positions.
+"""Cross-entropy over the vocabulary, one row for each way to compute it. Each returns the sum over unmasked targets.
 
     loss(x_BLD, w_head, targets_BL, settings) -> float32 sum of negative log-likelihoods in nats
 
-Targets equal to IGNORE carry no loss. The head comes as stored, [D, V], or [V, D] where it is the token table. Its
-gradient is accumulated and returned in the parameter dtype, and nothing is transposed outside of products: XLA would
-make the transposed table before a loop over micro-batches and keep it through all of them.
+Targets equal to IGNORE have no loss. The head is passed as stored, [D, V], or [V, D] if it is the token table. Its
+gradient is accumulated and returned in the parameter dtype. Nothing is transposed outside of matrix products: XLA
+would compute the transposed table before a loop over micro-batches and keep it in memory during all of them.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """The group `loss` of a config; configs/base.py says what each key means."""
+    """The group `loss` of a config. configs/base.py explains each key."""
 
     kind: str
     balance: float
@@ -38,11 +38,16 @@ class LossConfig:
 class LossSettings:
     """The settings of a loss.
 
-    positions: positions of every sequence whose logits exist at once. compute: dtype of the products.
-    vocabulary: columns of the head that are tokens, None for all; the rest is padding and never predicted.
-    logits: dtype in which logits are stored; sums over them are float32. tied: whether the head is the token table.
-    frozen: whether the head is frozen, and so gets no gradient. cap: bound of the logits (`model.layers.soft_cap`); 0
-    for no bound.
+    Fields:
+      layout: the sharding of the arrays.
+      compute: dtype of the matrix products.
+      positions: number of positions of every sequence whose logits exist at once.
+      vocabulary: number of columns of the head that are tokens, None for all. Other columns are padding and never
+        predicted.
+      logits: dtype in which logits are stored. Sums over them are float32.
+      tied: True if the head is the token table.
+      frozen: True if the head gets no gradient.
+      cap: bound of the absolute logits (`model.layers.soft_cap`), 0 for no bound.
     """
 
     layout: Layout
@@ -56,11 +61,11 @@ class LossSettings:
 
     @property
     def head(self) -> str:
-        """The head's axes as letters of an einsum."""
+        """The axes of the head as letters of an einsum: "vd" if it is the token table, else "dv"."""
         return "vd" if self.tied else "dv"
 
     def along(self, d: T, v: T) -> tuple[T, T]:
-        """The values `d` and `v` for the head's two axes, in the order of the axes."""
+        """Returns `d` (for the model width) and `v` (for the vocabulary) in the order of the head's axes."""
         return (v, d) if self.tied else (d, v)
 
 
@@ -77,7 +82,8 @@ def _without_padding(logits_V: jax.Array, settings: LossSettings) -> jax.Array:
 
 
 def _nll(logits_V: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (negative log-likelihood, log-denominator) of each position, float32 [...]; 0 for ignored targets."""
+    """Returns (negative log-likelihood, log-denominator) of each position, float32 [...]. Ignored targets get
+    likelihood 0."""
     logits_V = logits_V.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits_V, axis=-1)
     chosen = jnp.take_along_axis(logits_V, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
@@ -101,24 +107,25 @@ def _logits_backward(settings, residuals, d_BLV):
     )
 
 
-# The same with the gradient in the compute dtype, as in `chunked`. By autodiff the gradient of the head would have the
-# dtype of the logits, and devices would sum it in this dtype.
+# `_all_logits` with a gradient in the compute dtype, like `chunked`. With autodiff the gradient of the head would have
+# the dtype of the logits, and devices would sum it in that dtype.
 _narrow_logits = jax.custom_vjp(_all_logits, nondiff_argnums=(2,))
 _narrow_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
-    """Returns the sum over unmasked targets, from all logits at once: 4 bytes x B x L x V, and several arrays of this
-    size in the backward pass."""
+    """Returns the loss from all logits at once: 4 bytes x B x L x V, and several arrays of this size in the backward
+    pass."""
     w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
-    made = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
-    logits_BLV = made(x_BLD, w_head, settings)
+    all_logits = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
+    logits_BLV = all_logits(x_BLD, w_head, settings)
     logits_BLV = settings.layout(logits_BLV, ("batch", "length", "vocab"))
     return _nll(_without_padding(soft_cap(logits_BLV, settings.cap), settings), targets_BL)[0].sum()
 
 
 def _chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
-    """[B, L, ...] -> [n, R, B/R, positions, ...]: n chunks of positions, R ranks that hold different tokens."""
+    """Reshapes [B, L, ...] to [n, R, B/R, positions, ...]: n chunks of positions on R ranks that hold different
+    tokens."""
     ranks, context, positions = settings.layout.ranks, settings.layout.context, settings.positions
     x = x.reshape(ranks, x.shape[0] // ranks, context, -1, *x.shape[2:])
     if pad := -x.shape[3] % positions:
@@ -129,7 +136,7 @@ def _chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
 
 
 def _joined(x: jax.Array, like: jax.Array, settings: LossSettings) -> jax.Array:
-    """The inverse of `_chunks`, without its padding: [n, R, B/R, positions, ...] -> the shape of `like`."""
+    """Inverts `_chunks` and removes its padding: [n, R, B/R, positions, ...] -> the shape of `like`."""
     ranks, context = settings.layout.ranks, settings.layout.context
     x = x.reshape(x.shape[0], ranks, context, *x.shape[2:])
     x = jnp.moveaxis(x, (0, 2), (3, 2))
@@ -144,20 +151,20 @@ def _chunk_logits(x_RBCD: jax.Array, w_head: jax.Array, settings: LossSettings) 
 
 
 def _times_slope(d_logits_RBCV: jax.Array, logits_RBCV: jax.Array, settings: LossSettings) -> jax.Array:
-    """Returns the gradient of the products, given the gradient of the capped logits; 0 for padding."""
+    """Returns the gradient of the uncapped logits from the gradient of the capped logits; 0 for padding."""
     if not settings.cap:
         return d_logits_RBCV
-    # Padding is far below the cap: its square would overflow.
+    # Padding logits are very large negative numbers: without the clamp their square would overflow.
     return d_logits_RBCV * (1.0 - jnp.square(jnp.maximum(logits_RBCV.astype(jnp.float32) / settings.cap, -1.0)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
-    """Returns the sum over unmasked targets, from the logits of a few positions at a time, forward and backward.
+    """Returns the loss from the logits of one chunk of positions at a time, forward and backward.
 
-    Under differentiation the gradients are computed in the same pass as the loss, while the logits of a chunk exist:
-    three matrix products, none of them twice (as in fused linear cross-entropy, Hsu et al. 2024, arXiv 2410.10989).
-    Sums are float32.
+    When it is differentiated, the gradients are computed in the same pass as the loss, while the logits of a chunk
+    exist: three matrix products, none of them twice (as in fused linear cross-entropy, Hsu et al. 2024, arXiv
+    2410.10989). Sums are float32.
     """
     w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
 
@@ -186,7 +193,7 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
         dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits_RBCV, narrow)
         if settings.frozen:
             return (total + nll_RBC.sum(), None), dx_RBCD
-        # One accumulator per rank: summing over ranks here would be a collective in every chunk.
+        # One accumulator per rank: a sum over ranks inside the loop would be a collective in every chunk.
         dw = dw + jnp.einsum(f"rbcv,rbcd->r{settings.head}", d_logits_RBCV, x_RBCD, preferred_element_type=jnp.float32)
         return (total + nll_RBC.sum(), layout(dw, sums)), dx_RBCD
 
@@ -198,12 +205,12 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
     dx_BLD = _joined(dx, x_BLD, settings)
     if settings.frozen:
         return total, (dx_BLD, None)
-    # Summed in the dtype in which devices sum; jnp.sum would widen it.
+    # Summed in the dtype in which devices sum gradients; jnp.sum would use a larger dtype.
     dw = layout.reduced(dw)
     dw = jax.lax.reduce(dw, jnp.zeros((), dw.dtype), jax.lax.add, (0,))
     dw = layout.gradient(dw, settings.along("d_model", "vocab")).astype(w_head.dtype)
     # The backward pass of the blocks waits until the head's gradient is reduced. Without the barrier the scheduler
-    # keeps the unreduced D x V on every device until the optimizer runs.
+    # keeps the unreduced gradient, D x V, on every device until the optimizer runs.
     return total, jax.lax.optimization_barrier((dx_BLD, dw))
 
 

@@ -1,4 +1,5 @@
-"""Splits the gradient function of a layer into residuals that are kept and values that the backward pass has anyway."""
+"""Splits the residuals of a layer's gradient function into those to save and those the backward pass can read
+elsewhere."""
 
 import dataclasses
 from typing import Any
@@ -10,17 +11,21 @@ Leaves = list[jax.Array]
 
 @dataclasses.dataclass
 class Pullback:
-    """The gradient function of one layer: which residuals are kept, and where the other residuals are read.
+    """The gradient function of one layer: which of its residuals are saved, and where the backward pass reads the
+    rest.
 
-    Filled while the forward loop is traced; the backward loop rebuilds each layer's pullback from it.
+    It is filled while the forward loop is traced. The backward loop rebuilds each layer's pullback from it.
     """
 
     tree: Any = None
     sources: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
     def split(self, pullback: Any, own: Leaves, shared: Leaves) -> Leaves:
-        """Returns the residuals to keep: neither the layer's parameters (`own`), which the backward loop reads anyway,
-        nor arrays that all layers share (`shared`)."""
+        """Returns the residuals to save.
+
+        Excluded are the layer's parameters (`own`), which the backward loop reads anyway, and arrays that all layers
+        share (`shared`).
+        """
         leaves, self.tree = jax.tree.flatten(pullback)
         self.sources = []
         kept: Leaves = []
@@ -28,7 +33,7 @@ class Pullback:
         known |= {id(leaf): ("own", place) for place, leaf in enumerate(own)}
         for leaf in leaves:
             if not isinstance(leaf, jax.core.Tracer):  # a constant
-                self.sources.append(("here", leaf))
+                self.sources.append(("constant", leaf))
             elif id(leaf) in known:
                 self.sources.append(known[id(leaf)])
             else:
@@ -37,9 +42,11 @@ class Pullback:
         return kept
 
     def join(self, kept: Leaves, own: Leaves, shared: Leaves) -> Any:
-        """Returns the pullback of the layer with these residuals, parameters and arrays that all layers share."""
+        """Returns the pullback of the layer with the given residuals, parameters and shared arrays."""
         places = {"own": own, "kept": kept, "shared": shared}
-        return self.tree.unflatten([what if where == "here" else places[where][what] for where, what in self.sources])
+        return self.tree.unflatten(
+            [what if where == "constant" else places[where][what] for where, what in self.sources]
+        )
 
 
 def row_of(tree: Any, number: jax.Array) -> Any:

@@ -1,4 +1,5 @@
-"""What the routers of experts did in an update: sums, auxiliary losses, metrics, and biases moved toward balance."""
+"""Router statistics of an update: sums over micro-batches, auxiliary losses, metrics, and the update of router
+biases."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from bytescope.model.model_config import ModelConfig
 
 # Values of loss.balance_layers.
 BALANCE_LAYERS = ("separate", "pooled")
-# Layers that have experts, and the experts of each; None without experts.
+# (number of layers that have experts, number of experts in each); None without experts.
 Routed = tuple[int, int] | None
 
 
@@ -23,8 +24,8 @@ def no_load(layers: int, experts: int) -> Load:
     return Load(jnp.zeros((layers, experts), jnp.float32), by_layer, by_layer, by_layer, by_layer)
 
 
-def weighed(load: Load | None, tokens: jax.Array) -> Load | None:
-    """Returns a micro-batch's load as it is summed: its means times the unmasked targets."""
+def weighted_load(load: Load | None, tokens: jax.Array) -> Load | None:
+    """Returns a micro-batch's load with its means multiplied by the unmasked targets, so that loads can be summed."""
     if load is None:
         return None
     means = {name: getattr(load, name) * tokens for name in ("entropy", "balance", "router_z")}
@@ -32,20 +33,24 @@ def weighed(load: Load | None, tokens: jax.Array) -> Load | None:
 
 
 def auxiliary_loss(load: Load, tokens: jax.Array, balance: float, router_z: float) -> jax.Array:
-    """Returns the auxiliary losses, float32: by their coefficients, each the mean over layers, times the unmasked
-    targets, because the loss is a sum over targets.
+    """Returns the sum of the auxiliary losses, float32: coefficient times mean over layers times unmasked targets.
+
+    The factor of targets is needed because the loss is a sum over targets.
     """
     return (balance * load.balance.mean() + router_z * load.router_z.mean()) * tokens
 
 
 def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Array]:
-    """Returns the routing metrics of an update, float32; {} without experts. All are scalars but EXPERT_LOAD.
+    """Returns the routing metrics of an update, float32; {} without experts. Padding is not counted.
 
-    load_max: choices of the busiest expert over the mean, of the worst layer; load_mean: the same, mean over layers.
-    idle_experts: number of experts that no token chose, over all layers. dropped_share: choices that found no room.
-    router_entropy: in nats. balance, router_z: the auxiliary losses without their coefficients, means over layers; a
-    pooled balance loss is one value for all layers. No metric counts padding.
-    expert_load: choices of each expert over the mean of its layer [layers that have experts, experts].
+    load_max: choices of the busiest expert relative to the mean, maximum over layers.
+    load_mean: choices of the busiest expert relative to the mean, averaged over layers.
+    idle_experts: number of experts that no token chose, summed over layers.
+    dropped_share: fraction (0 to 1) of choices that found no room.
+    router_entropy: entropy of a token's scores, in nats.
+    balance, router_z: auxiliary losses without their coefficients, averaged over layers. A pooled balance loss
+      is one value for all layers.
+    expert_load: choices of each expert relative to the mean of its layer, [layers that have experts, experts].
     """
     if routing is None:
         return {}
@@ -74,16 +79,17 @@ def routing_row(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def loads_by_layer(values: Mapping[str, Any], model: ModelConfig) -> dict[int, Any]:
-    """Returns layer number -> choices of each expert over the mean [E], from the metrics of a step; {} without
-    experts.
-    """
+    """Returns layer index -> choices of each expert relative to the mean [E], from the metrics of a step; {} without
+    experts."""
     routed = [layer for layer in range(model.n_layers) if model.has_experts(layer)]
     return dict(zip(routed, values[EXPERT_LOAD], strict=True)) if EXPERT_LOAD in values else {}
 
 
-def moved_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:
-    """Returns the frozen parameters with the routers' biases moved by `rate`: up if an expert was chosen less often
-    than the mean of its layer, down if more often (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+def move_router_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:
+    """Returns the frozen parameters with the routers' biases moved by `rate`.
+
+    A bias moves up if its expert was chosen less often than the mean of its layer, and down if more often
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
     moves_NE = rate * jnp.sign(counts_NE.mean(-1, keepdims=True) - counts_NE)
     blocks = frozen["blocks"]

@@ -1,4 +1,4 @@
-"""What persists between steps, and the sums over the micro-batches of an update."""
+"""The state that persists between steps, and the sums over the micro-batches of an update."""
 
 import dataclasses
 from functools import partial
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from bytescope.model.experts.expert_layer import Load
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.train.step.optimizer.loss_scale import LossScale
 from bytescope.train.step.routing import Routed, no_load
 
@@ -20,7 +20,10 @@ Batch = dict[str, jax.Array]
 class Tally:
     """Sums over the micro-batches of the current update.
 
-    loss: in nats, float32. tokens: unmasked targets, int32. routing: load of the routers, None without experts.
+    Fields:
+      loss: in nats, float32.
+      tokens: number of unmasked targets, int32.
+      routing: router statistics, None without experts.
     """
 
     loss: jax.Array
@@ -32,7 +35,7 @@ class Tally:
 
 
 def zero_tally(routed: Routed = None) -> Tally:
-    """Returns the tally before the first micro-batch of an update. routed: (layers with experts, experts of each)."""
+    """Returns the tally before the first micro-batch of an update. `routed`: (layers with experts, experts in each)."""
     return Tally(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), routed and no_load(*routed))
 
 
@@ -43,11 +46,15 @@ def zero_tally(routed: Routed = None) -> Tally:
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that persists between steps.
+    """The state that persists between steps.
 
-    step: optimizer updates so far, int32; updates that a loss scale skipped count. params: pure dict of the trained
-    parameters, in `precision.param`. opt_state: optax' state of the trained parameters. loss_scale: None unless the
-    precision has one. frozen: pure dict of the frozen parameters, in `precision.compute`; None if all are trained.
+    Fields:
+      step: number of optimizer updates so far, int32, including updates that the loss scale skipped.
+      params: nested dict of the trained parameters, in `precision.param`.
+      opt_state: optax state of the trained parameters.
+      tally: sums over the micro-batches of the current update.
+      loss_scale: None unless the precision has a loss scale.
+      frozen: nested dict of the frozen parameters, in `precision.compute`; None if all parameters are trained.
     """
 
     step: jax.Array
@@ -59,5 +66,5 @@ class TrainState:
 
     @property
     def model_params(self) -> Any:
-        """All parameters of the model, as one pure dict."""
-        return joined(self.params, self.frozen)
+        """All parameters of the model, as one nested dict."""
+        return merge_parameters(self.params, self.frozen)

@@ -1,4 +1,4 @@
-"""Trained parameters on their way into a step, and gradients on their way out."""
+"""Prepares trained parameters for a step, and gradients for the update."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,44 +15,48 @@ from bytescope.train.step.optimizer.host_offload import is_hosted
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Trained parameters on their way into a step and gradients on their way out, by the layout's ZeRO strategy.
+    """Casts and gathers trained parameters for a step, and casts and shards gradients, by the layout's ZeRO strategy.
 
-    axes, contracted, wide: trees like the parameters, by the functions of these names (`logical_axes`, ...) of
-    model/transformer.py.
+    Fields:
+      layout: the sharding of arrays over the mesh.
+      axes, contracted, always_float32: trees with the structure of the parameters, from the functions of the same
+        names (`logical_axes`, ...) in model/transformer.py.
+      precision: dtypes by role.
     """
 
     layout: Layout
     axes: Any
     contracted: Any
-    wide: Any
+    always_float32: Any
     precision: Precision
 
     def copy(self, params: Any) -> Any:
-        """The parameters that the step computes with: under zero1 and zero2 a gathered copy, matrices in the compute
-        dtype; those that are float32 in every precision stay so.
+        """Returns the parameters that the step computes with.
 
-        Where gradients are sharded the token table is not gathered: it stays sharded as under zero3, and norms and
-        biases are gathered as they are read. With `precision.cast=step` every parameter is cast, under any strategy.
+        Under zero1 and zero2 this is a gathered copy, with matrices in the compute dtype. Parameters that are float32
+        in every precision stay float32. If gradients are sharded (zero2), the token table stays sharded as under
+        zero3, and norms and biases are gathered as they are read. With `precision.cast=step` every parameter is cast,
+        under any strategy.
         """
         strategy, cast = self.layout.strategy, self.precision.copied
         gathers = strategy.stored and not strategy.by_layer
         if not gathers and not cast:
             return params
 
-        def one(param, axes, contracted, wide):
+        def one(param, axes, contracted, always_float32):
             with jax.named_scope("param_copy"):
-                if (contracted or cast) and not wide:
+                if (contracted or cast) and not always_float32:
                     param = param.astype(self.precision.compute)
                 if gathers and (contracted or not strategy.gradients):
                     return self.layout.gather(param, axes)
-                return self.layout.held(param, axes) if cast else param
+                return self.layout.shard_like_stored(param, axes) if cast else param
 
-        copy = self._map(one, params, self.contracted, self.wide)
-        # One copy for all its readers: for unrolled layers the compiler would otherwise cast again for each reader.
+        copy = self._map(one, params, self.contracted, self.always_float32)
+        # The barrier makes one copy for all readers: otherwise the compiler would cast again for each unrolled layer.
         return jax.lax.optimization_barrier(copy) if cast else copy
 
     def gradients(self, grads: Any) -> Any:
-        """Returns the gradients of one micro-batch in the dtype and sharding in which they are kept."""
+        """Returns the gradients of one micro-batch in the dtype and sharding in which they are stored."""
 
         def keep(grad, axes):
             if is_hosted(grad):  # already in host memory, with the same sharding
@@ -62,7 +66,7 @@ class Weights:
         return self._map(keep, grads)
 
     def totals(self, grads: Any) -> Any:
-        """Shards sums of gradients over micro-batches like gradients; their dtype stays."""
+        """Shards sums of gradients over micro-batches like gradients. Their dtype does not change."""
         return self._map(self.layout.total, grads)
 
     def _map(self, function: Callable, *trees: Any) -> Any:
@@ -72,9 +76,7 @@ class Weights:
         return jax.tree.unflatten(structure, updated)
 
     def specs(self) -> Any:
-        """Returns the partitions, over data-parallel ranks, of gradients that are reduced once per update: as they
-        are stored.
-        """
+        """Returns the partitions over data-parallel ranks of gradients that are reduced once per update."""
 
         def own(axes):
             dims = [self.layout.mesh_axes(axis, state=self.layout.strategy.stored) for axis in axes]
@@ -83,7 +85,8 @@ class Weights:
         return jax.tree.map(own, self.axes, is_leaf=lambda node: isinstance(node, tuple))
 
     def reduce(self, grads: Any) -> Any:
-        """Gradients summed over the ranks, inside a `jax.shard_map` over them: each rank keeps the shard it stores."""
+        """Sums gradients over the ranks inside a `jax.shard_map` over the ranks. Each rank keeps the shard that it
+        stores."""
         local = self.layout.local
 
         def one(grad, axes, spec):
@@ -94,7 +97,8 @@ class Weights:
                     jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=list(spec).index("fsdp"), tiled=True), "data"
                 )
 
-            # Every device sends its own shard: with `tensor` left to the compiler, XLA gathers what it then scatters.
+            # Every device sends its own shard: if `tensor` were left to the compiler, XLA would gather what it then
+            # scatters.
             return local.own(summed, (axes,), axes)(self.layout.reduced(grad))
 
         return self._map(one, grads, self.specs())

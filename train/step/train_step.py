@@ -1,6 +1,6 @@
 """One training step: gradients of micro-batches, two ways to accumulate them, the update, and an evaluation.
 
-ACCUMULATION has the step that the loop calls; `StepParts` are the functions and settings that it is made of.
+ACCUMULATION has the step functions that the loop calls. `StepParts` are the functions and settings that they use.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from bytescope.model import Precision
 from bytescope.model.experts.expert_layer import Load
 from bytescope.train.parallel.axes import BATCH
 from bytescope.train.step.losses import count_tokens
-from bytescope.train.step.optimizer.loss_scale import LossScale, Scaling, guard
+from bytescope.train.step.optimizer.loss_scale import LossScale, Scaling, undo_overflow
 from bytescope.train.step.optimizer.rounding import apply_updates
 from bytescope.train.step.optimizer.rules import grad_norm
-from bytescope.train.step.routing import EXPERT_LOAD, Routed, moved_biases, routing_metrics, weighed
+from bytescope.train.step.routing import EXPERT_LOAD, Routed, move_router_biases, routing_metrics, weighted_load
 from bytescope.train.step.state import Batch, Tally, TrainState, zero_tally
 from bytescope.train.step.step_weights import Weights
 
-ROUNDING = 0x726E64  # folded into the keys of rounding, so that they differ from those of dropout
+ROUNDING = 0x726E64  # folded into the keys of rounding, so that they differ from the keys of dropout
 
 # (params, batch, dropout keys, frozen) -> (total that is differentiated, (cross-entropy, load of the routers))
 Loss = Callable[..., tuple[jax.Array, tuple[jax.Array, Load | None]]]
@@ -33,19 +33,22 @@ Loss = Callable[..., tuple[jax.Array, tuple[jax.Array, Load | None]]]
 class StepParts:
     """The functions and settings of a step.
 
-    loss: (params, batch, dropout_key_B, frozen) -> (total that is differentiated, (cross-entropy as a float32 sum in
-      nats, load of the routers)).
-    optimizer: optax' transformation, or optax.MultiSteps of it. schedule: number of the update -> learning rate.
-    seed: of dropout and rounding.
-    local_loss: `loss` of one data-parallel rank's sequences, if gradients are reduced once per update, else None.
-    scaling: the rule of the loss scale, if there is one.
-    partwise: the update layer by layer, if it is asked for (train/step/optimizer/partwise.py).
-    fused: (params, opt_state, batch, keys, tokens, rounding key, frozen) -> loss, new parameters and optimizer state,
-      updated inside the backward pass (train/step/fused_backward.py).
-    routed: (layers with experts, experts of each), None without experts. bias_rate: step of the routers' biases per
-      update, 0 for constant biases.
-    pipeline: (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients) through the stages of a
-      pipeline (train/pipeline/gradients.py), None without stages.
+    Fields:
+      loss: (params, batch, dropout_key_B, frozen) -> (total that is differentiated, (cross-entropy as a float32 sum in
+        nats, load of the routers)).
+      optimizer: an optax transformation, or optax.MultiSteps of it.
+      schedule: index of the update -> learning rate.
+      seed: random seed of dropout and rounding.
+      weights: prepares parameters and gradients.
+      local_loss: `loss` of one data-parallel rank's sequences, if gradients are reduced once per update, else None.
+      scaling: the rule of the loss scale, if there is one.
+      partwise: the update by parts, if it is needed (train/step/optimizer/partwise.py).
+      fused: (params, opt_state, batch, keys, tokens, rounding key, frozen) -> (loss, new parameters, new optimizer
+        state), updated inside the backward pass (train/step/fused_backward.py).
+      routed: (layers with experts, experts in each), None without experts.
+      bias_rate: step of the routers' biases per update, 0 for constant biases.
+      pipeline: (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients), computed by the stages
+        of a pipeline (train/pipeline/gradients.py); None without stages.
     """
 
     loss: Loss
@@ -63,20 +66,20 @@ class StepParts:
 
     @property
     def precision(self) -> Precision:
-        """Dtypes by role."""
+        """The dtypes by role."""
         return self.weights.precision
 
     def objective(self, params: Any, batch: Batch, dropout_key_B: jax.Array | None, frozen: Any = None) -> jax.Array:
-        """Returns the total of `loss` that is differentiated."""
+        """Returns the total of `loss`, which is differentiated."""
         return self.loss(params, batch, dropout_key_B, frozen)[0]
 
     def rounding_key(self, state: TrainState) -> jax.Array:
-        """Returns the key of this update's rounding of parameters."""
+        """Returns the random key for rounding the parameters in this update."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), ROUNDING), state.step)
 
     def dropout_keys(self, step: jax.Array, first_row: jax.Array | int, rows: int) -> jax.Array:
-        """Returns a key for each sequence [rows]. It depends only on the step and on the sequence's place in the global
-        batch."""
+        """Returns a key for each sequence [rows]. A key depends only on the step and on the sequence's index in the
+        global batch."""
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(rows))
 
@@ -88,7 +91,7 @@ class StepParts:
         return self.scaling.factor(state.loss_scale)
 
     def gradients(self, state: TrainState, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
-        """Returns sums over the A micro-batches [A, B, L]: the tally, and the gradients."""
+        """Returns the tally and the gradients, summed over the A micro-batches [A, B, L]."""
         weights, factor = self.weights.copy(state.params), self.factor(state)
         if self.pipeline is not None:
             return self.pipeline(weights, batch, key_AB, factor, state.frozen)
@@ -98,9 +101,9 @@ class StepParts:
         return tally, self.weights.totals(grads)
 
     def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any, LossScale | None]:
-        """Returns (parameters, optimizer state, loss scale) after the update, or after one micro-step of it."""
+        """Returns (parameters, optimizer state, loss scale) after the update, or after one of its micro-steps."""
         with jax.named_scope("optimizer"):
-            if isinstance(state.opt_state, optax.MultiStepsState):  # it would narrow its sum to the gradients' dtype
+            if isinstance(state.opt_state, optax.MultiStepsState):  # it would cast its sum to the gradients' dtype
                 grads = jax.tree.map(lambda grad, total: grad.astype(total.dtype), grads, state.opt_state.acc_grads)
             key = self.rounding_key(state)
             if self.partwise:
@@ -113,22 +116,25 @@ class StepParts:
             if self.scaling is None:
                 return params, opt_state, None
             assert state.loss_scale is not None
-            return guard(self.scaling, state.loss_scale, (params, opt_state), (state.params, state.opt_state))
+            return undo_overflow(self.scaling, state.loss_scale, (params, opt_state), (state.params, state.opt_state))
 
     def move_biases(self, frozen: Any, tally: Tally, done: jax.Array | bool = True) -> Any:
-        """Returns the frozen parameters after an update; if `done`, the routers' biases are moved toward balance."""
+        """Returns the frozen parameters after an update. If `done`, the routers' biases are moved toward balance."""
         if not self.bias_rate:
             return frozen
         with jax.named_scope("router_bias"):
-            assert tally.routing is not None  # routers have biases, so there are routers
+            assert tally.routing is not None  # bias_rate is nonzero only in models with routers
             counts_NE = tally.routing.counts if self.pipeline is None else self.pipeline.in_rows(tally.routing.counts)
-            return moved_biases(frozen, counts_NE, jnp.where(done, self.bias_rate, 0.0))
+            return move_router_biases(frozen, counts_NE, jnp.where(done, self.bias_rate, 0.0))
 
     def metrics(
         self, state: TrainState, tally: Tally, opt_state: Any, loss_scale: LossScale | None
     ) -> dict[str, jax.Array]:
-        """Returns the metrics of a step: mean loss in nats per token, unmasked targets, gradient norm before clipping,
-        learning rate; with a loss scale, the scale and the number of skipped updates; with experts, `routing_metrics`.
+        """Returns the metrics of a step: mean loss in nats per token, number of unmasked targets, gradient norm,
+        learning rate.
+
+        The gradient norm is the one before clipping. With a loss scale the metrics include the scale and the number of
+        skipped updates, and with experts `routing_metrics`.
         """
         done, own = state.step, routing_metrics(tally.routing, tally.tokens)
         if EXPERT_LOAD in own:  # every process reads it
@@ -155,29 +161,29 @@ def _sums(
     *,
     local: bool = False,
 ) -> tuple[Tally, Any]:
-    """Returns tally and gradients of all micro-batches; unless `local`, each gradient is reduced over the ranks.
+    """Returns tally and gradients of all micro-batches. Unless `local`, each gradient is reduced over the ranks.
 
-    The gradients are those of the loss times `factor`; the tally is without it.
+    The gradients are those of the loss times `factor`. The tally is not multiplied by it.
     """
     loss = parts.local_loss if local else parts.loss
     keep = (lambda grads: grads) if local else parts.weights.gradients
 
     def scaled(weights, micro_batch, key_B):
-        total, found = loss(weights, micro_batch, key_B, frozen)
-        return (total if factor is None else total * factor), found
+        total, statistics = loss(weights, micro_batch, key_B, frozen)
+        return (total if factor is None else total * factor), statistics
 
     def one(micro_batch, key_B):
         (_, (total, load)), grads = jax.value_and_grad(scaled, has_aux=True)(weights, micro_batch, key_B)
         tokens = count_tokens(micro_batch["targets"])
-        return Tally(total, tokens, weighed(load, tokens)), keep(grads)
+        return Tally(total, tokens, weighted_load(load, tokens)), keep(grads)
 
     if key_AB.shape[0] == 1:  # no accumulator
         return one(jax.tree.map(lambda x: x[0], batch), key_AB[0])
 
     def micro(carry, xs):
-        here, grads = one(*xs)
+        tally, grads = one(*xs)
         with jax.named_scope("accumulate"):
-            return (carry[0] + here, jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry[1], grads)), None
+            return (carry[0] + tally, jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry[1], grads)), None
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, parts.precision.accumulator), weights)
     zeros = zeros if local else parts.weights.totals(zeros)
@@ -187,14 +193,14 @@ def _sums(
 def _sums_by_rank(
     parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, frozen: Any
 ) -> tuple[Tally, Any]:
-    """Returns the result of `_sums` with one reduction, after the last micro-batch: each rank sums its gradients."""
+    """Computes `_sums` with one reduction after the last micro-batch: each rank sums its own gradients first."""
 
     def ranks(weights, batch, key_AB, factor, frozen):
         tally, grads = _sums(parts, weights, batch, key_AB, factor, frozen, local=True)
         with jax.named_scope("reduce"):
             return jax.tree.map(lambda x: jax.lax.psum(x, BATCH), tally), parts.weights.reduce(grads)
 
-    # Without the check of replication: with it a gradient of replicated weights would be reduced in every micro-step.
+    # The replication check is off: with it a gradient of replicated weights would be reduced in every micro-step.
     layout = parts.weights.layout
     return jax.shard_map(
         ranks,
@@ -207,9 +213,9 @@ def _sums_by_rank(
 
 
 def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Returns (new state, metrics) after one micro-batch, which has the arrays of `batch_names`, int32 [B, L].
+    """Returns (new state, metrics) after one micro-batch with the arrays of `batch_names`, int32 [B, L].
 
-    With MultiSteps only every k-th call updates the parameters; its metrics are those of the update.
+    With MultiSteps only every k-th call updates the parameters, and its metrics cover the whole update.
     """
     rows = batch["inputs"].shape[0]
     multi = isinstance(state.opt_state, optax.MultiStepsState)
@@ -250,7 +256,7 @@ def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
     """Returns (new state, metrics) after a global batch [B, L] or [1, B, L]: the backward pass updates each layer."""
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
     keys = parts.dropout_keys(state.step, 0, batch["inputs"].shape[0])
-    tokens = count_tokens(batch["targets"])  # known before the first layer is updated: its gradient becomes a mean
+    tokens = count_tokens(batch["targets"])  # needed for mean gradients before the first layer is updated
     assert parts.fused is not None
     loss, params, opt_state = parts.fused(
         state.params, state.opt_state, batch, keys, tokens, parts.rounding_key(state), state.frozen
@@ -261,10 +267,10 @@ def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
 
 
 def eval_step(parts: StepParts, params: Any, batch: Batch, frozen: Any = None) -> Tally:
-    """Returns the loss sum and unmasked targets of one held-out micro-batch [B, L], without dropout."""
+    """Returns the loss sum and the number of unmasked targets of one held-out micro-batch [B, L], without dropout."""
     _, (total, _) = parts.loss(parts.weights.copy(params), batch, None, frozen)
     return Tally(total, count_tokens(batch["targets"]))
 
 
-# mode -> (the step, whether optax.MultiSteps wraps the optimizer)
+# mode -> (the step function, True if optax.MultiSteps wraps the optimizer)
 ACCUMULATION = {"multisteps": (train_step, True), "scan": (scan_step, False)}

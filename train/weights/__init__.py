@@ -1,6 +1,6 @@
-"""Published weights: a folder as Hugging Face publishes it, read into the trainer's parameters.
+"""Reads published weights: a folder in Hugging Face's format, into the trainer's parameters.
 
-`families.py` is the table of architectures, `patterns.py` the layout of one tensor as one line, `folder.py` a verified
-view of the files, `hf_config.py` what config.json asks for, `leaves.py` our parameters as lazy views of theirs,
-`load.py` from files to shardings.
+`families.py` is the table of architectures, `patterns.py` describes the layout of a tensor in one line, `folder.py` is
+a verified view of the files, `hf_config.py` reads config.json, `leaves.py` has our parameters as lazy views of tensors
+on disk, `load.py` fills sharded arrays from them.
 """

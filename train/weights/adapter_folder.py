@@ -1,4 +1,4 @@
-"""Adapters as peft saves them: the folder checked against the config, its tensors as views in our layout."""
+"""Reads LoRA adapters that peft saved: checks the folder against the config, and gives its tensors in our layout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from bytescope.train.weights.hf_config import family_of
 from bytescope.train.weights.leaves import READABLE, Leaf, parameters_of
 from bytescope.train.weights.patterns import Pattern, sizes_of
 
-# Keys of adapter_config.json -> values with which an adapter adds alpha / r times x A B and is nothing more, besides
-# null, false and empty ones. Those of `init_lora_weights` that are left out change the base model when peft loads it.
+# Key of adapter_config.json -> values of a plain LoRA adapter, which only adds alpha / r times x A B. Null, false and
+# empty values are always allowed. Other values of `init_lora_weights` change the base model when peft loads it.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (),
@@ -45,24 +45,24 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def tensor_name(matrix: str, half: str) -> str:
-    """Returns peft's name of a half, "a" or "b", of the adapter of a tensor."""
+    """Returns peft's name for half "a" or "b" of the adapter of a tensor. matrix: the name of the tensor on disk."""
     return f"base_model.model.{matrix.removesuffix('.weight')}.lora_{half.upper()}.weight"
 
 
 def settle(config: ConfigDict, given: Collection[str]) -> None:
-    """Sets rank, alpha and targets of `config.lora` to those of the folder `init.adapter` where its rank is 0, and
-    checks that they agree where it is not.
+    """Sets rank, alpha and targets of `config.lora` from the folder `init.adapter` if lora.rank is 0; else checks that
+    they agree.
 
-    given: dotted keys of the command line, which are meant in either case.
+    given: dotted keys of the command line, which are never changed.
 
     Raises:
-      UserError: the first thing that differs; or an adapter that is not plain LoRA, or of other weights.
+      UserError: a value that differs, an adapter that is not plain LoRA, or an adapter of another model.
     """
     path = config.init.adapter
     if not config.init.folder:
         raise UserError(
-            f"init.adapter={path} without init.folder: adapters belong to the weights that they were "
-            "trained over; set --config.init.folder to those, or begin from --config=hf:FOLDER"
+            f"init.adapter={path} without init.folder: adapters need the weights that they were trained with; "
+            "set --config.init.folder to the folder of these weights, or start from --config=hf:FOLDER"
         )
     folder = Folder.open_adapter(path)
     where = folder.path / ADAPTER_CONFIG
@@ -71,8 +71,8 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
         value = folder.config.get(key)
         if value not in values if value else key == "peft_type":
             raise UserError(
-                f"{where} has {key}={_shown(value)}: our adapters are plain LoRA, alpha / r times x A B; "
-                "train it without that, or merge it into its model with peft"
+                f"{where} has {key}={_quoted(value)}: only plain LoRA (alpha / r times x A B) is supported; "
+                "train the adapter without this setting, or merge it into its model with peft"
             )
     theirs["targets"] = _targets(
         folder, family_of(read_config(config.init.folder), f"{config.init.folder}/{CONFIG}"), config.model.n_layers
@@ -86,65 +86,68 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
             texts = [",".join(one) if key == "targets" else f"{one:g}" for one in (ours, value)]
             raise UserError(
                 f"lora.{key}={texts[0]}, and the adapters in {folder.path} have {texts[1]}: set "
-                f"--config.lora.{key}={texts[1]}, or leave lora.rank=0 to take all from there"
+                f"--config.lora.{key}={texts[1]}, or leave lora.rank=0 to take all values from the adapters"
             )
 
 
 def origin(adapter: str, base: str) -> str:
-    """Returns in words where adapters come from, and the base model that they name if its name differs from ours: for
-    weights of equal shapes only the name can tell."""
+    """Returns text that says where adapters come from, and names their base model if its name differs from our folder.
+
+    If the shapes of two models are equal, only the name tells them apart.
+    """
     folder = Folder.open_adapter(adapter)
     theirs = folder.config.get("base_model_name_or_path")
     if not isinstance(theirs, str) or not theirs:
         return f"from {folder.path}"
     name, folders = PurePath(theirs).name, (*Path(base).absolute().parts, *Path(base).resolve().parts)
-    # A cache of downloads has the name in a folder above, behind that of its owner.
+    # In Hugging Face's cache a parent folder is named models--OWNER--NAME.
     if any(part == name or part.endswith(f"--{name}") for part in folders):
         return f"from {folder.path}"
-    return f"from {folder.path}, trained over {_shown(theirs)} by their {ADAPTER_CONFIG}, here over {base}"
+    return f"from {folder.path}, trained with {_quoted(theirs)} according to {ADAPTER_CONFIG}, used with {base}"
 
 
 def adapter_leaves(
     folder: Folder, model: ModelConfig, base: Folder, rank: int, targets: Collection[str]
 ) -> dict[str, Leaf]:
-    """Our dotted path of each half, with the number of its layer, such as `blocks.3.attention.w_q_a` -> where it is.
+    """Returns our dotted path of each adapter half, such as `blocks.3.attention.w_q_a` -> its lazy view.
 
-    base: the weights that the adapters lie beside, in whose names peft names them.
+    base: the weights that the adapters belong to, whose tensor names peft uses.
 
     Raises:
-      UserError: a tensor is missing, too many, misshapen, or of a dtype that weights do not have, with its name.
+      UserError: a tensor is missing, unexpected, of a wrong shape, or of an unsupported dtype; the error names it.
     """
-    family, sizes, found = family_of(base.config, str(base.path / CONFIG)), {**sizes_of(model), "r": rank}, {}
-    # Of a mixture the layers that have experts lack the matrices of a dense MLP.
+    family, sizes, leaves = family_of(base.config, str(base.path / CONFIG)), {**sizes_of(model), "r": rank}, {}
+    # Layers with experts have no matrices of a dense MLP.
     matrices, present = _matrices(family, model.n_layers), parameters_of(model)
     _targets(folder, family, model.n_layers)
     for name, (path, row) in matrices.items():
         if (target := path.rpartition(".w_")[2]) not in targets or path not in present:
             continue
-        ours, count = Pattern.of(row.pattern).ours, TARGETS[target]
+        ours, count = Pattern.parse(row.pattern).ours, TARGETS[target]
         inputs, outputs = " ".join(ours[:count]), " ".join(ours[count:])
         for half, text in (("a", f"r ({inputs}) -> {inputs} r"), ("b", f"({outputs}) r -> r {outputs}")):
-            full, pattern = tensor_name(name, half), Pattern.of(text)
+            full, pattern = tensor_name(name, half), Pattern.parse(text)
             tensor, shape = folder.tensors.get(full), pattern.their_shape(sizes)
             if tensor is None:
                 raise UserError(
-                    f"{folder.path} has no tensor {full}, and lora.targets has {target}: give an adapter of all layers"
+                    f"{folder.path} has no tensor {full}, and lora.targets has {target}: give an adapter with all "
+                    "layers"
                 )
             if tensor.shape != shape:
                 raise UserError(
                     f"{folder.path}: tensor {full} has shape {_text(tensor.shape)}, and the model with "
-                    f"lora.rank={rank} asks for {_text(shape)}"
+                    f"lora.rank={rank} needs {_text(shape)}: give the adapter of this model"
                 )
             if tensor.dtype not in READABLE:
                 raise UserError(
                     f"{folder.path}: tensor {full} has dtype {tensor.dtype}: give float32, float16 or bfloat16 weights"
                 )
-            found[f"{path}_{half}"] = Leaf(folder, tensor, pattern, sizes, pattern.our_shape(sizes))
-    return found
+            leaves[f"{path}_{half}"] = Leaf(folder, tensor, pattern, sizes, pattern.our_shape(sizes))
+    return leaves
 
 
 def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
-    """Returns name on disk of each matrix that may have an adapter -> (our dotted path, its row)."""
+    """Returns the name on disk of each matrix that may have an adapter -> (our dotted path, its row of the family)."""
     rows = {ours: row for ours, row in family.rows.items() if not row.parts and ours.rpartition(".w_")[2] in TARGETS}
     matrices: dict[str, tuple[str, TensorRow]] = {}
     for layer in map(str, range(layers)):
@@ -155,26 +158,26 @@ def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
 
 def _targets(folder: Folder, family: Family, layers: int) -> tuple[str, ...]:
     """Returns the targets of a folder's adapters, from the names of its tensors, since `target_modules` may be
-    patterns."""
+    patterns.
+    """
     known: dict[str, str] = {}
     for name, (path, _) in _matrices(family, layers).items():
         for half in "ab":
             known[tensor_name(name, half)] = path.rpartition(".w_")[2]
     if surplus := sorted(set(folder.tensors) - set(known)):
         raise UserError(
-            f"{folder.path} has tensor {_shown(surplus[0])}, which is no adapter of a matrix of our blocks "
-            f"({', '.join(TARGETS)}, of {layers} layers, each a tensor of its own): give that of another "
-            "model"
+            f"{folder.path} has tensor {_quoted(surplus[0])}, which is not an adapter of a supported matrix "
+            f"({', '.join(TARGETS)} of {layers} layers, each in a separate tensor): give another adapter"
         )
-    found = {known[name] for name in folder.tensors}
-    return tuple(target for target in TARGETS if target in found)
+    present = {known[name] for name in folder.tensors}
+    return tuple(target for target in TARGETS if target in present)
 
 
 def _number(folder: Folder, key: str, kinds: Any) -> Any:
     value = folder.config.get(key)
     if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < 2**31:
         raise UserError(
-            f"{folder.path / ADAPTER_CONFIG} has {key}={_shown(value)}: a number above 0 is expected; save "
+            f"{folder.path / ADAPTER_CONFIG} has {key}={_quoted(value)}, which is not a number above 0: save "
             "the adapter again with peft"
         )
     return value
@@ -184,5 +187,5 @@ def _text(shape: Collection[int]) -> str:
     return " x ".join(map(str, shape)) or "()"
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     return one_line(repr(value))

@@ -1,29 +1,29 @@
 """The table of architectures that can be read: the meaning of config.json, and the tensor of each of our parameters.
 
-A row says what a family's config.json means for `config.model` (`fixed`, `activation`, `fields`), which of its settings
-our model computes (`needs`), and for each parameter of ours the tensor that has it (`rows`). To add a family: a row, in
-train/README.md's three lines.
+A row says what a family's config.json means for `config.model` (`fixed`, `activation`, `fields`), which settings our
+model supports (`needs`), and which tensor contains each of our parameters (`rows`). To add a family, add a row;
+train/README.md shows how.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# Where our leaf and their tensor have the number of the layer.
+# Placeholder for the number of the layer in our paths and in tensor names.
 LAYER = "{n}"
-# Where both have the number of the expert: a row with it is one tensor for each.
+# Placeholder for the number of the expert. A row with it has one tensor per expert.
 EXPERT = "{e}"
 REQUIRED = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
-    """A tensor of a family, as one of our parameters or as several that share it.
+    """A tensor of a family, which contains one of our parameters or a part of it that other parameters share.
 
-    tensor: its name on disk. pattern: its layout (patterns.py). parts: where several parameters share a tensor, the
-    letters of each along the shared axis, in order; part: the index of this parameter in `parts`. In an axis of several
-    letters the last one may be shared: in "(h k) c" with parts k and u, each h has k rows of the first parameter, then
-    u rows of the second.
+    tensor: its name on disk. pattern: its layout (patterns.py). parts: if several parameters share the tensor, the
+    letters of each along the shared axis, in order. part: index of this parameter in `parts`. In an axis of several
+    letters, the last letter may be shared: in "(h k) c" with parts k and u, each h has k rows of the first parameter,
+    then u rows of the second.
     """
 
     tensor: str
@@ -34,11 +34,11 @@ class TensorRow:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """The key of config.json for one of our keys.
+    """The key of config.json that corresponds to one of our keys.
 
-    key: theirs, "" for none; `a|b` is the first of two that is there, and a is what is written. default: the value
-    where it is absent, a row of hf_config.FORMULAS, or REQUIRED. null: the value of a key that is there and null, by
-    default the same.
+    key: its name in config.json, "" if there is none; `a|b` means the first of two keys that is present, and exports
+    write a. default: value if the key is absent: a value, a name in hf_config.FORMULAS, or REQUIRED. null: value if
+    the key is present but null; REQUIRED means the same as `default`.
     """
 
     key: str
@@ -55,15 +55,16 @@ class Field:
 class Family:
     """One architecture.
 
-    architecture: the class of transformers, which config.json names. base: what checkpoints of the model without its
-    head leave out in front of every name. rows: our leaf -> tensor. fields: key of `config.model` -> where it stands.
-    activation: (their key, its values -> our `model.mlp`, the first where it is absent); `a|b` is the first of two keys
-    that is there. fixed: keys that all of the family share. needs: their key -> values that our model computes, the
-    first where it is absent. dropouts: their rates, all to be equal, and the value of an absent one; dropout: whether
-    ours, which is applied in more places, is the same. ignored: patterns of tensors without parameters in them. window:
-    a row of hf_config.WINDOWS. rope: a row of hf_config.ROPES. routed: a row of hf_config.ROUTED, which layers have
-    experts. balance: a row of hf_config.BALANCES. predicts: whether tensors of layers past the last one, which predict
-    further tokens, are ignored, as in transformers. expected: keys of hf_config.OTHERS that its files have.
+    architecture: name of the class in transformers, as in config.json. base: prefix of tensor names that checkpoints
+    without the head leave out. rows: our dotted path -> tensor. fields: key of `config.model` -> its key in
+    config.json. activation: (key in config.json, its values -> our `model.mlp`); the first value is used if the key is
+    absent; `a|b` means the first of two keys that is present. fixed: values of `config.model` that all models of the
+    family share. needs: key in config.json -> values that our model supports; the first is the default if the key is
+    absent. dropouts: (keys of dropout rates, which must be equal, default of an absent key). dropout: whether our
+    dropout, which is applied in more places, is the same as the family's. ignored: patterns of tensor names that
+    contain no parameters. window, rope, routed, balance: row of hf_config.WINDOWS, ROPES, ROUTED (which layers have
+    experts) and BALANCES. predicts: whether tensors of layers after the last one (multi-token prediction) are ignored,
+    as in transformers. expected: keys of hf_config.OTHERS that files of this family have.
     """
 
     architecture: str
@@ -87,8 +88,10 @@ class Family:
 _LAYERS = f"model.layers.{LAYER}."
 
 
-def _of_layers(before: str, rows: tuple[tuple[Any, ...], ...]) -> dict[str, TensorRow]:
-    """Returns the rows of a block. rows: (our leaf, tensor, pattern[, part, parts of a shared tensor])."""
+def _layer_rows(before: str, rows: tuple[tuple[Any, ...], ...]) -> dict[str, TensorRow]:
+    """Returns the rows of a block. rows: (our path in the block, tensor, pattern[, part, parts of a
+    shared tensor]).
+    """
     return {f"blocks.{LAYER}.{ours}": TensorRow(before + theirs, *layout) for ours, theirs, *layout in rows}
 
 
@@ -96,7 +99,7 @@ LLAMA_ROWS = {
     "w_token": TensorRow("model.embed_tokens.weight", "v d -> v d"),
     "w_head": TensorRow("lm_head.weight", "v d -> d v"),
     "final_norm.scale": TensorRow("model.norm.weight", "d -> d"),
-    **_of_layers(
+    **_layer_rows(
         _LAYERS,
         (
             ("norm_attention.scale", "input_layernorm.weight", "d -> d"),
@@ -111,7 +114,7 @@ LLAMA_ROWS = {
         ),
     ),
 }
-QKV_BIASES = _of_layers(
+QKV_BIASES = _layer_rows(
     _LAYERS,
     (
         ("attention.b_q", "self_attn.q_proj.bias", "(h k) -> h k"),
@@ -119,7 +122,7 @@ QKV_BIASES = _of_layers(
         ("attention.b_v", "self_attn.v_proj.bias", "(g k) -> g k"),
     ),
 )
-QK_NORMS = _of_layers(
+QK_NORMS = _layer_rows(
     _LAYERS,
     (
         ("attention.norm_q.scale", "self_attn.q_norm.weight", "k -> k"),
@@ -129,9 +132,9 @@ QK_NORMS = _of_layers(
 
 
 def _experts(block: str, matrices: tuple[str, str, str]) -> dict[str, TensorRow]:
-    """Returns the rows of the router and the experts of a layer. matrices: names of an expert's gate, up and down."""
+    """Returns the rows of a layer's router and experts. matrices: names of an expert's gate, up and down matrices."""
     gate, up, down = (f"{block}.experts.{EXPERT}.{name}.weight" for name in matrices)
-    return _of_layers(
+    return _layer_rows(
         _LAYERS,
         (
             ("experts.w_router", f"{block}.gate.weight", "e d -> d e"),
@@ -142,8 +145,8 @@ def _experts(block: str, matrices: tuple[str, str, str]) -> dict[str, TensorRow]
     )
 
 
-# The norm before the MLP has another name where branches have norms behind them, too.
-POST_NORMS = _of_layers(
+# In families with norms after attention and MLP, the norm before the MLP has another name.
+POST_NORMS = _layer_rows(
     _LAYERS,
     (
         ("post_norm_attention.scale", "post_attention_layernorm.weight", "d -> d"),
@@ -153,7 +156,7 @@ POST_NORMS = _of_layers(
 )
 
 
-# Of a model that has none of what only some have; a family's own keys come on top.
+# Values for a model without optional features. Families override some of them.
 PLAIN = {
     "bias": False,
     "qkv_bias": False,
@@ -187,7 +190,7 @@ QWEN_FIELDS = {
     "n_kv_heads": Field("num_key_value_heads", 32, "n_heads"),
     "max_seq_len": Field("max_position_embeddings", 32768),
 }
-# Of a mixture of experts: what no family has, or all have alike.
+# Values for models with experts that no family overrides, or all families share.
 MIXTURE = {
     **LLAMA,
     "router": "softmax",
@@ -198,7 +201,7 @@ MIXTURE = {
     "shared_experts": 0,
 }
 NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
-# The first files say "gelu" in one key and mean what the other says.
+# Early files have "gelu" in hidden_act; hidden_activation has the true value.
 GELU = ("hidden_activation|hidden_act", {"gelu_pytorch_tanh": "geglu"})
 GEMMA = {**LLAMA, "norm": "rmsnorm_offset"}
 GEMMA_FIELDS = {
@@ -208,7 +211,7 @@ GEMMA_FIELDS = {
     "max_seq_len": Field("max_position_embeddings", 8192),
     "embed_scale": Field("", "sqrt(d_model)"),
 }
-# Null is no cap; 256 is what the files say that do not say it.
+# A null value means no cap. Files without query_pre_attn_scalar mean 256.
 GEMMA2_FIELDS = {
     **GEMMA_FIELDS,
     "attention_scale": Field("query_pre_attn_scalar", 256.0),
@@ -223,7 +226,7 @@ _KV = ("k", "u")
 DEEPSEEK_ROWS = {
     **{ours: row for ours, row in LLAMA_ROWS.items() if ".attention." not in ours},
     **_experts("mlp", ("gate_proj", "up_proj", "down_proj")),
-    **_of_layers(
+    **_layer_rows(
         _LAYERS,
         (
             ("attention.w_q", "self_attn.q_proj.weight", "(h s~) d -> d h s"),
@@ -267,7 +270,7 @@ GPT2_ROWS = {
     "w_head": TensorRow("lm_head.weight", "v d -> d v"),
     "final_norm.scale": TensorRow("transformer.ln_f.weight", "d -> d"),
     "final_norm.bias": TensorRow("transformer.ln_f.bias", "d -> d"),
-    **_of_layers(
+    **_layer_rows(
         f"transformer.h.{LAYER}.",
         (
             ("norm_attention.scale", "ln_1.weight", "d -> d"),
@@ -407,7 +410,7 @@ FAMILIES: Mapping[str, Family] = {
         window="all, if used",
         routed="by step",
     ),
-    # Norms of latents have epsilon 1e-6, whatever rms_norm_eps is.
+    # Norms of latents always have epsilon 1e-6, so only this value of rms_norm_eps is supported.
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         "model.",

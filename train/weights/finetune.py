@@ -1,4 +1,6 @@
-"""A folder of weights as a config to train from, and whether a config and a folder describe one model."""
+"""Turns a folder of weights into a config for fine-tuning, and checks that a config and a folder describe the same
+model.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from bytescope.train.weights.folder import read_config
 from bytescope.train.weights.hf_config import describe, same_model
 
 TOKENIZER = "tokenizer.json"
-LONGEST = 2048  # tokens of a sequence where the model takes more
-# What training further wants otherwise than training from the start: a tenth of the learning rate and less, no decay
-# towards zero, which the weights did not come from; float32 masters, and recomputation, since published models are
-# large beside one device.
+LONGEST = 2048  # default maximum tokens per sequence
+# Settings for fine-tuning that differ from pretraining: a learning rate of a tenth or less, and no weight decay, since
+# the weights should stay near the published ones. float32 master weights and full recomputation, since published
+# models are large compared with one device.
 SETTINGS: dict[str, dict[str, Any]] = {
     "precision": {"preset": "bf16"},
     "remat": {"policy": "full"},
@@ -28,20 +30,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer": {"learning_rate": 2e-5, "warmup_steps": 30, "weight_decay": 0.0},
     "train": {"eval_every": 100, "eval_sequences": 256},
 }
-# Keys of the model that decide no shape: one that the command line gives is meant, whatever config.json says.
+# Keys of the model that change no shape. The command line may set them to other values than config.json.
 MAY_DIFFER = ("norm_eps", "rope_theta", "rope_scaling", "dropout", "max_seq_len")
-# Those that are the trainer's own: config.json says nothing of them, or nothing that counts in training.
+# Keys that only the trainer uses: config.json does not have them, or its values do not matter for training.
 OWN = ("init_std", "dropout")
 
 
 def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[str] = ()) -> ConfigDict:
-    """Returns the config `hf:FOLDER`: the model of config.json, its weights and tokenizer, and settings for
+    """Returns the config for `hf:FOLDER`: the model of config.json, its weights and tokenizer, and settings for
     fine-tuning.
 
-    given: dotted keys of the command line, which win. leave_out: keys of config.json that the caller sees to.
+    given: dotted keys of the command line, for which config.json is not checked. leave_out: keys of config.json to
+    ignore, which the caller handles.
 
     Raises:
-      UserError: the folder has no config.json of a model that can be read.
+      UserError: the folder has no config.json of a supported model.
     """
     path = os.path.expanduser(folder)
     raw = {key: value for key, value in read_config(path).items() if key not in leave_out}
@@ -60,9 +63,10 @@ def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[st
 
 
 def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
-    """Raises UserError where `config.model` is not the model of the folder `config.init.folder`; the first difference.
+    """Raises UserError if `config.model` differs from the model of the folder `config.init.folder`. The error names
+    the first difference.
 
-    given: dotted keys of the command line; of those, the ones that change no shape may differ.
+    given: dotted keys of the command line. Keys that the command line sets may differ if they change no shape.
     """
     folder = config.init.folder
     where = str(Path(folder) / CONFIG)
@@ -70,7 +74,7 @@ def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
     for key, theirs in described.keys.items():
         ours = config.model[key]
         may = key in MAY_DIFFER and f"model.{key}" in given
-        if key == "max_seq_len" and config.model.position == "rope":  # no parameter has it
+        if key == "max_seq_len" and config.model.position == "rope":  # no parameter has this size
             may = True
         if ours == theirs or may or key in OWN or same_model(key, config.model, described.keys):
             continue
@@ -78,12 +82,12 @@ def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
         remedy = (
             f"leave --config.model.{key} out"
             if f"model.{key}" in given
-            else f"set --config.model.{key}={value}, or begin from --config=hf:{folder}"
+            else f"set --config.model.{key}={value}, or start from --config=hf:{folder}"
         )
         raise UserError(f"model.{key}={ours}, and {where} has {value}: {remedy}")
     for key, length in (("model.max_seq_len", config.model.max_seq_len), ("data.seq_len", config.data.seq_len)):
         if described.window is not None and length > described.window:
             raise UserError(
-                f"{key}={length}: {where} asks for a sliding window of {described.window} positions, which "
-                f"our model does not have; up to that length the two are the same, set {key} to it or less"
+                f"{key}={length}: {where} has a sliding window of {described.window} positions, which our model does "
+                f"not support; shorter sequences are computed the same, so set {key} to {described.window} or less"
             )

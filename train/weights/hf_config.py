@@ -1,6 +1,6 @@
-"""Reads config.json into keys of `config.model`; features that our model does not compute are refused by name.
+"""Reads config.json into keys of `config.model`, and refuses features that our model does not support, by name.
 
-Both spellings are read: `rope_theta` with `rope_scaling`, and since transformers 5 `rope_parameters`.
+Both spellings of rotary positions are read: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ from bytescope.memory.errors import one_line, remedy_for
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import FAMILIES, REQUIRED, Family, Field
 
-# No published model comes near; whatever is larger is a mistake, and not worth the arithmetic.
-LARGEST, MOST_LAYERS = 2**28, 2**12
-# Kind of rotary positions -> what `model.rope_scaling` has of it, in order.
+# Maximum of any size and of the number of layers. No published model comes close, so larger values are mistakes.
+MAX_SIZE, MAX_LAYERS = 2**28, 2**12
+# Kind of rotary positions -> the values of `model.rope_scaling`, in order.
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor"),
 }
-# model_type of a family that cannot be read -> the features that our model lacks.
+# model_type of a family that is not supported -> the features that our model lacks.
 MISSING: Mapping[str, str] = dict.fromkeys(
     ("llama4", "llama4_text"),
     (
         "layers without rotary positions, attention in chunks of positions, norms of queries and keys without weights, "
-        "and "
-        "experts that weigh their input"
+        "and experts with scaled inputs"
     ),
 ) | {"gpt_oss": ("attention sinks, biases of experts, the clamped gate of their MLPs, and weights in MXFP4")}
 EXPERTS = "experts, which are supported only for Mixtral, Qwen3-MoE and DeepSeek-V3"
-# Keys whose presence asks for something that a family does not have: (key, what it asks for).
+# (Key whose presence asks for an unsupported feature, the feature and the remedy).
 OTHERS = (
-    ("auto_map", "code of its own, which is not run: give a folder of a model that transformers itself has"),
-    ("text_config", "several modalities: give the folder of its text model alone"),
-    ("vision_config", "several modalities: give the folder of its text model alone"),
+    ("auto_map", "code in the folder, which is never run: give the folder of a model that transformers contains"),
+    ("text_config", "several modalities: give the folder of its text model only"),
+    ("vision_config", "several modalities: give the folder of its text model only"),
     ("num_local_experts", EXPERTS),
     ("num_experts", EXPERTS),
     ("n_routed_experts", EXPERTS),
@@ -63,8 +62,11 @@ EXPERT_KEYS = (
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """A config.json as our model. `keys`: of `config.model`. `window`: positions of a sliding window, None if every
-    layer sees all. `balance`: keys of `loss` for a mixture."""
+    """The model that a config.json describes.
+
+    keys: values of `config.model`. window: positions of the sliding window; None if every layer attends to all
+    positions. balance: values of `loss` for a model with experts; None without experts.
+    """
 
     family: Family
     keys: Mapping[str, Any]
@@ -73,15 +75,16 @@ class Described:
 
 
 def family_of(raw: Mapping[str, Any], where: str) -> Family:
-    """Returns the family of a config.json. Raises UserError for a family that is not in the table. where: names the
-    file."""
+    """Returns the family of a config.json. where: names the file in messages. Raises UserError for an unsupported
+    family.
+    """
     name = raw.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     known = {key for field in family.fields.values() for key in field.key.split("|")} if family else set()
     known |= set(family.expected) if family else set()
     if isinstance(name, str) and name in MISSING:
         raise UserError(
-            f"{where}: model_type={name} cannot be read: our model lacks {MISSING[name]}; supported "
+            f"{where}: model_type={name} is not supported: our model lacks {MISSING[name]}; supported "
             f"families: {', '.join(FAMILIES)}"
         )
     fp8_block(raw, where)
@@ -90,34 +93,39 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
             raise UserError(f"{where}: {key} asks for {why}")
     if not isinstance(name, str) or name not in FAMILIES:
         remedy = remedy_for(name if isinstance(name, str) else "", FAMILIES)
-        raise UserError(f"{where}: model_type={_shown(name)} is not a family that can be read: {remedy}")
+        raise UserError(f"{where}: model_type={_quoted(name)} is not a supported family: {remedy}")
     return FAMILIES[name]
 
 
 def fp8_block(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Returns the (outputs, inputs) of a block with one scale, if a config.json says that weights are in fp8; None if
-    they are not quantized. Raises UserError for other quantized weights."""
+    """Returns the (outputs, inputs) of the blocks that share a scale if config.json describes fp8 weights; None if
+    unquantized.
+
+    Raises UserError for other quantized weights.
+    """
     quantization = raw.get("quantization_config")
     if not quantization:
         return None
-    refused = f"{where}: quantization_config asks for quantized weights%s: give the folder of the bf16 weights"
+    refused = f"{where}: quantization_config describes quantized weights%s: give the folder of the bf16 weights"
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
         raise UserError(refused % "")
     block = quantization.get("weight_block_size", [128, 128])
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise UserError(refused % f" with weight_block_size={_shown(block)}, and fp8 is read in blocks of two sizes")
+        raise UserError(
+            refused % f" with weight_block_size={_quoted(block)}, and only fp8 with two block sizes is supported"
+        )
     if (fmt := quantization.get("fmt", "e4m3")) != "e4m3":
-        raise UserError(refused % f" with fmt={_shown(fmt)}, and fp8 is read as e4m3")
+        raise UserError(refused % f" with fmt={_quoted(fmt)}, and only e4m3 is supported")
     return block[0], block[1]
 
 
 def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) -> Described:
-    """Reads the object of a config.json.
+    """Returns the model that the content of a config.json describes.
 
-    given: dotted keys of ours that the command line sets, for which its own value does not count.
+    given: dotted config keys of the command line, for which the file's values do not matter.
 
     Raises:
-      UserError: something that our model does not compute, or a value of another type; `where` names the file.
+      UserError: the file asks for an unsupported feature, or a value has a wrong type. `where` names the file.
     """
     family, reader = family_of(raw, where), _Reader(raw, where)
     for key, values in family.needs.items():
@@ -126,8 +134,8 @@ def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) ->
     keys["mlp"] = reader.activation(*family.activation)
     for ours, field in family.fields.items():
         keys[ours] = reader.field(ours, field, keys)
-    if keys["n_layers"] > MOST_LAYERS:
-        raise UserError(f"{where}: {keys['n_layers']:,} layers: give at most {MOST_LAYERS:,}")
+    if keys["n_layers"] > MAX_LAYERS:
+        raise UserError(f"{where}: {keys['n_layers']:,} layers: give at most {MAX_LAYERS:,}")
     keys["dropout"] = 0.0 if "model.dropout" in given else reader.dropout(family)
     if family.fixed["position"] == "rope":
         keys |= ROPES[family.rope](reader)
@@ -140,42 +148,46 @@ def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Values of a config.json, checked one by one."""
+    """The values of a config.json, checked one by one."""
 
     raw: Mapping[str, Any]
     where: str
 
     def wrong(self, key: str, remedy: str) -> UserError:
-        """The error of a key, with its value."""
-        return UserError(f"{self.where}: {key}={_shown(self.raw.get(key))}: {remedy}")
+        """Returns the error for a key, with its value."""
+        return UserError(f"{self.where}: {key}={_quoted(self.raw.get(key))}: {remedy}")
 
     def need(self, key: str, values: tuple[Any, ...]) -> None:
-        """Raises UserError unless a key has one of these values, is null, or absent."""
+        """Raises UserError unless a key has one of these values, is null, or is absent."""
         value = self.raw.get(key)
         if value is not None and not any(type(value) is type(one) and value == one for one in values):
-            raise self.wrong(key, f"our model computes {' or '.join(map(str, values))} alone")
+            raise self.wrong(key, f"our model supports only {' or '.join(map(str, values))}")
 
     def activation(self, names: str, ours: Mapping[str, str]) -> str:
-        """Returns our kind of MLP for their activation: the value of the first of `names` that the file has."""
+        """Returns our kind of MLP. names: keys of the activation function, of which the first that is
+        present counts.
+        """
         name = next((name for name in names.split("|") if self.raw.get(name) is not None), None)
         value = next(iter(ours)) if name is None else self.raw[name]
         if not isinstance(value, str) or value not in ours:
-            raise self.wrong(name or names, f"our model computes {' or '.join(ours)} there")
+            raise self.wrong(name or names, f"our model supports only {' or '.join(ours)}")
         return ours[value]
 
     def field(self, ours: str, field: Field, keys: Mapping[str, Any]) -> Any:
-        """Returns the value of one of our keys. keys: values of the keys before it, for formulas."""
+        """Returns the value of one of our keys. keys: values of earlier keys, for formulas."""
         key = next((key for key in field.key.split("|") if self.raw.get(key) is not None), field.written)
         value, default = self.raw.get(key), field.default
         if value is None:
             if key in self.raw and field.null is not REQUIRED:
                 default = field.null
             if default is REQUIRED:
-                raise UserError(f"{self.where}: key {key} is missing: it is needed for model.{ours}")
+                raise UserError(
+                    f"{self.where}: key {key} is missing, which is needed for model.{ours}: download the file again"
+                )
             value = FORMULAS[default](keys) if isinstance(default, str) else default
         elif isinstance(default, bool):
             if not isinstance(value, bool):
-                raise self.wrong(key, "true or false expected")
+                raise self.wrong(key, "give true or false")
         elif isinstance(default, float):
             value = self.number(key, value)
         else:
@@ -183,19 +195,21 @@ class _Reader:
         return TRANSFORMS[ours](value) if ours in TRANSFORMS else value
 
     def count(self, key: str, value: Any) -> int:
-        """Returns a value that must be a whole number above 0."""
-        if type(value) is not int or not 0 < value <= LARGEST:
-            raise self.wrong(key, f"a whole number from 1 to {LARGEST:,} expected")
+        """Returns the value if it is a whole number above 0, else raises UserError."""
+        if type(value) is not int or not 0 < value <= MAX_SIZE:
+            raise self.wrong(key, f"give a whole number from 1 to {MAX_SIZE:,}")
         return value
 
-    def number(self, key: str, value: Any, least: float = 0.0) -> float:
-        """Returns a value that must be a finite number, `least` or more."""
-        if type(value) not in (int, float) or not least <= value <= 1e30:
-            raise UserError(f"{self.where}: {key}={_shown(value)}: a number expected, {least:g} or more")
+    def number(self, key: str, value: Any, minimum: float = 0.0) -> float:
+        """Returns the value if it is a finite number of at least `minimum`, else raises UserError."""
+        if type(value) not in (int, float) or not minimum <= value <= 1e30:
+            raise UserError(f"{self.where}: {key}={_quoted(value)}: give a number of {minimum:g} or more")
         return float(value)
 
     def dropout(self, family: Family) -> float:
-        """Returns the dropout rate. Our model has one rate for the embedding, the probabilities and both branches."""
+        """Returns the dropout rate. Our model has a single rate for the embedding, the attention probabilities and
+        both branches.
+        """
         names, absent = family.dropouts
         rates = {name: self.number(name, absent if (value := self.raw.get(name)) is None else value) for name in names}
         if len(set(rates.values())) == 1 and (family.dropout or not any(rates.values())):
@@ -203,35 +217,39 @@ class _Reader:
         wrong = next(name for name in names if rates[name])
         raise self.wrong(
             wrong,
-            "our one rate is for the embedding, the attention probabilities and both branches; "
-            "choose it with --config.model.dropout, such as 0",
+            "our model has a single rate for the embedding, the attention probabilities and both branches; "
+            "set it with --config.model.dropout, such as 0",
         )
 
-    def rope(self, found: Any, theta: float) -> tuple[float, tuple[float, ...]]:
-        """Returns (base, scaling) of rotary positions from an object with either set of key names, or null. theta: the
-        base if the object has none."""
-        if not isinstance(found, Mapping | None):
-            raise UserError(f"{self.where}: rotary positions {_shown(found)}: an object expected")
-        found = found or {}
-        kind = found.get("rope_type", found.get("type", "default"))
-        theta = self.number("rope_theta", found.get("rope_theta", theta), 1.0)
-        partial = found.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
+    def rope(self, settings: Any, theta: float) -> tuple[float, tuple[float, ...]]:
+        """Returns (base, scaling values) of rotary positions.
+
+        settings: an object of config.json in the old or the new spelling, or null. theta: the base if the object has
+        none.
+        """
+        if not isinstance(settings, Mapping | None):
+            raise UserError(f"{self.where}: rotary positions {_quoted(settings)}: give a JSON object")
+        settings = settings or {}
+        kind = settings.get("rope_type", settings.get("type", "default"))
+        theta = self.number("rope_theta", settings.get("rope_theta", theta), 1.0)
+        partial = settings.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
         if partial is not None and partial != 1:
-            raise UserError(f"{self.where}: partial_rotary_factor={_shown(partial)}: our model rotates whole heads")
+            raise UserError(
+                f"{self.where}: partial_rotary_factor={_quoted(partial)}: our model supports only the value 1"
+            )
         if not isinstance(kind, str) or kind not in SCALINGS:
             raise UserError(
-                f"{self.where}: rotary positions of the kind {_shown(kind)}: our model computes "
-                f"{', '.join(SCALINGS)} alone"
+                f"{self.where}: rotary positions of the kind {_quoted(kind)}: our model supports only "
+                f"{', '.join(SCALINGS)}"
             )
-        values = self._yarn(found) if kind == "yarn" else found
+        values = self._yarn(settings) if kind == "yarn" else settings
         return theta, tuple(self.number(name, values.get(name), 1e-6) for name in SCALINGS[kind])
 
     def _yarn(self, scaling: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns YaRN's numbers, with the defaults of transformers."""
+        """Returns YaRN's values, with the defaults of transformers."""
         if scaling.get("truncate") not in (None, True):
             raise UserError(
-                f"{self.where}: truncate={_shown(scaling['truncate'])}: our model computes YaRN only with "
-                "whole numbers of pairs, truncate=true"
+                f"{self.where}: truncate={_quoted(scaling['truncate'])}: our model needs truncate=true with YaRN"
             )
         values = {key: value for key, value in scaling.items() if value is not None}
         original = self.number("original_max_position_embeddings", values.get("original_max_position_embeddings"), 1.0)
@@ -244,15 +262,16 @@ class _Reader:
         return {"beta_fast": 32.0, "beta_slow": 1.0, **values}
 
     def stretch(self, values: Mapping[str, Any], key: str) -> float:
-        """Returns YaRN's attention factor, 0.1 c ln(factor) + 1, where c is the value of `key`, or 1 if `key` is ""
-        (arXiv 2309.00071, section 3.4)."""
+        """Returns YaRN's attention factor, 0.1 c ln(factor) + 1 (arXiv 2309.00071, section 3.4). c is the value of
+        `key`, 1 if `key` is "".
+        """
         factor = self.number("factor", values.get("factor"), 1e-6)
         coefficient = self.number(key, values[key]) if key else 1.0
         return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _rope(reader: _Reader, absent: float = 1e4) -> dict[str, Any]:
-    """One base for all layers. absent: the base if the file has none."""
+    """Returns one RoPE base for all layers. absent: the base if the file has none."""
     raw = reader.raw
     theta = absent if raw.get("rope_theta") is None else raw["rope_theta"]
     theta, scaling = reader.rope(raw.get("rope_parameters") or raw.get("rope_scaling"), theta)
@@ -260,20 +279,22 @@ def _rope(reader: _Reader, absent: float = 1e4) -> dict[str, Any]:
 
 
 def _ropes(reader: _Reader) -> dict[str, Any]:
-    """Gemma 3: layers with a sliding window rotate with a base of their own."""
+    """Returns Gemma 3's RoPE keys, where layers with a sliding window have a base of their own."""
     raw, every = reader.raw, _global_every(reader)
     both = raw.get("rope_parameters") or {}
     if not isinstance(both, Mapping):
-        raise reader.wrong("rope_parameters", "an object expected")
+        raise reader.wrong("rope_parameters", "give a JSON object")
     theta, scaling = reader.rope(both.get("full_attention", raw.get("rope_scaling")), raw.get("rope_theta", 1e6))
     local, none = reader.rope(both.get("sliding_attention"), raw.get("rope_local_base_freq", 1e4))
     if none:
-        raise reader.wrong("rope_parameters", "our model scales the positions of layers that see everything alone")
+        raise reader.wrong("rope_parameters", "our model scales positions only in layers without a sliding window")
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_theta": local, "global_every": every}
 
 
 def _rope_of_latents(reader: _Reader) -> dict[str, Any]:
-    """DeepSeek-V3: if positions are scaled, scores are also multiplied by the square of YaRN's factor."""
+    """Returns DeepSeek-V3's RoPE keys. If positions are scaled, scores are also multiplied by the square of YaRN's
+    factor.
+    """
     keys, raw = _rope(reader), reader.raw
     scaled = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if keys["rope_scaling"] and scaled.get("mscale_all_dim"):
@@ -286,7 +307,7 @@ def _rope_of_latents(reader: _Reader) -> dict[str, Any]:
     return keys
 
 
-# How a family says what its rotary positions are.
+# Kind of rotary positions of a family -> function that reads them from config.json.
 ROPES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
     "one": _rope,
     "one, of 1e6": lambda reader: _rope(reader, 1e6),
@@ -296,22 +317,24 @@ ROPES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
 
 
 def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
-    """Qwen3-MoE: each n-th layer has experts, except the layers of a list."""
+    """Returns Qwen3-MoE's keys: every n-th layer has experts, except the layers listed as dense."""
     step, dense = reader.raw.get("decoder_sparse_step"), reader.raw.get("mlp_only_layers")
     step = 1 if step is None else reader.count("decoder_sparse_step", step)
     if not isinstance(dense, list | None) or any(type(layer) is not int for layer in dense or ()):
-        raise reader.wrong("mlp_only_layers", "a list of numbers of layers expected")
-    found = _expressed([(layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(keys["n_layers"])])
-    if found is None:
+        raise reader.wrong("mlp_only_layers", "give a list of layer numbers")
+    keys_of_experts = _expressed(
+        [(layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(keys["n_layers"])]
+    )
+    if keys_of_experts is None:
         raise reader.wrong(
             "mlp_only_layers" if dense else "decoder_sparse_step",
-            "our model has dense layers first, and then experts in each n-th layer",
+            "our model supports only dense layers first, and then experts in every n-th layer",
         )
-    return found
+    return keys_of_experts
 
 
 def _after_the_first(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
-    """Returns our keys for DeepSeek-V3: dense first layers, then a layer with experts each."""
+    """Returns our keys for DeepSeek-V3: dense first layers, then experts in every layer."""
     dense = reader.raw.get("first_k_dense_replace")
     if dense != 0:
         dense = 3 if dense is None else reader.count("first_k_dense_replace", dense)
@@ -319,26 +342,32 @@ def _after_the_first(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]
 
 
 def _summed_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The load-balance loss of transformers sums over the k choices of a token, and pools loads and scores over the
-    layers. Our loss averages over the choices, so k times the coefficient gives the same value and gradient."""
+    """Returns our keys for the load-balance loss of transformers, which sums over the k choices of a token and pools
+    all layers.
+
+    Our loss averages over the choices, so k times the coefficient gives the same value and gradient.
+    """
     value = reader.raw.get("router_aux_loss_coef")
     coefficient = reader.number("router_aux_loss_coef", 0.001 if value is None else value)
     return {"balance": keys["experts_per_token"] * coefficient, "balance_layers": "pooled"}
 
 
 def _mean_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V3's loss averages over the choices, for each layer (arXiv 2412.19437, section 2.1.2). transformers has
-    no loss for it, so the coefficient is 0 if config.json does not give one."""
+    """Returns our keys for DeepSeek-V3's loss, which averages over the choices in each layer (arXiv 2412.19437,
+    section 2.1.2).
+
+    transformers has no such loss, so the coefficient is 0 if config.json does not give one.
+    """
     value = reader.raw.get("aux_loss_alpha")
     return {"balance": reader.number("aux_loss_alpha", 0.0 if value is None else value), "balance_layers": "separate"}
 
 
-# A family's load-balance loss -> keys of `loss`, with the coefficient in config.json.
+# Load-balance loss of a family -> function that returns our keys of `loss`.
 BALANCES: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, Any]]] = {
     "sum over choices": _summed_balance,
     "mean": _mean_balance,
 }
-# Which layers of a family have experts, as keys of ours.
+# Which layers of a family have experts -> function that returns our keys.
 ROUTED: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, int]]] = {
     "none": lambda reader, keys: {},
     "all": lambda reader, keys: {"dense_layers": 0, "moe_every": 1},
@@ -346,42 +375,46 @@ ROUTED: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, int]]] = {
     "after the first": _after_the_first,
 }
 
+# Name of a default in families.Field -> its value, computed from earlier keys.
 FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], int | float]] = {
     "n_heads": lambda keys: keys["n_heads"],
     "d_model/n_heads": lambda keys: max(keys["d_model"] // keys["n_heads"], 1),
     "4*d_model": lambda keys: 4 * keys["d_model"],
     "sqrt(d_model)": lambda keys: math.sqrt(keys["d_model"]),
 }
-# Our key -> our value of theirs.
+# Our key -> function from the value in config.json to our value, for keys with different values there.
 TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda value: max(value, 1e-30) ** -0.5}
 
 
 def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
-    """Returns for each layer whether it attends to a sliding window. default: number of a layer -> the same, for files
-    without the key."""
-    layers, found = reader.raw["num_hidden_layers"], reader.raw.get("layer_types")
-    if found is None:
+    """Returns for each layer whether it has a sliding window. default: number of a layer -> whether it has one, for
+    files without the key.
+    """
+    layers, types = reader.raw["num_hidden_layers"], reader.raw.get("layer_types")
+    if types is None:
         return [default(layer) for layer in range(layers)]
     kinds = ("full_attention", "sliding_attention")
-    if not isinstance(found, list) or len(found) != layers or any(kind not in kinds for kind in found):
-        raise reader.wrong("layer_types", f"{layers} times {' or '.join(kinds)} expected")
-    return [kind == kinds[1] for kind in found]
+    if not isinstance(types, list) or len(types) != layers or any(kind not in kinds for kind in types):
+        raise reader.wrong("layer_types", f"give {layers} times {' or '.join(kinds)}")
+    return [kind == kinds[1] for kind in types]
 
 
 def _some(reader: _Reader, default: Callable[[int], bool]) -> int | None:
-    """Returns the window if any layer has one."""
+    """Returns the window in positions if any layer has a window, else None. default: number of a layer -> whether it
+    has a window.
+    """
     window = reader.raw.get("sliding_window", 4096)
     return None if window is None or not any(_layer_types(reader, default)) else reader.count("sliding_window", window)
 
 
 def _if_used(reader: _Reader) -> int | None:
-    """Qwen3-MoE: all layers have a window if use_sliding_window is set."""
+    """Returns Qwen3-MoE's window: all layers have it if use_sliding_window is set."""
     reader.need("use_sliding_window", (False, True))
     return _some(reader, lambda layer: True) if reader.raw.get("use_sliding_window") else None
 
 
 def _last_layers(reader: _Reader) -> int | None:
-    """Qwen: the layers from max_window_layers on have a window if use_sliding_window is set."""
+    """Returns Qwen's window: layers from max_window_layers on have it if use_sliding_window is set."""
     reader.need("use_sliding_window", (False, True))
     if not reader.raw.get("use_sliding_window"):
         return None
@@ -391,18 +424,18 @@ def _last_layers(reader: _Reader) -> int | None:
 
 
 def _global_every(reader: _Reader) -> int:
-    """Gemma 3: each n-th layer attends to all positions."""
+    """Returns n for Gemma 3, where every n-th layer attends to all positions."""
     pattern = reader.raw.get("sliding_window_pattern")
     every = 6 if pattern is None else reader.count("sliding_window_pattern", pattern)
     slide = _layer_types(reader, lambda layer: (layer + 1) % every != 0)
     if False in slide and reader.raw.get("layer_types") is not None:
         every = slide.index(False) + 1
     if slide != [(layer + 1) % every != 0 for layer in range(len(slide))]:
-        raise reader.wrong("layer_types", "our model has each n-th layer of full_attention")
+        raise reader.wrong("layer_types", "our model supports only full_attention in every n-th layer")
     return every
 
 
-# Which layers of a family see a sliding window: the positions that it has, or None.
+# Which layers of a family have a sliding window -> function that returns its positions, or None.
 WINDOWS: Mapping[str, Callable[[_Reader, Mapping[str, Any]], int | None]] = {
     "none": lambda reader, keys: None,
     "all": lambda reader, keys: _some(reader, lambda layer: True),
@@ -414,8 +447,8 @@ WINDOWS: Mapping[str, Callable[[_Reader, Mapping[str, Any]], int | None]] = {
 }
 
 
-def _shown(value: Any) -> str:
-    """A value of the file, in one short line."""
+def _quoted(value: Any) -> str:
+    """Returns a value of the file as one short line."""
     return one_line(repr(value))[:80]
 
 
@@ -423,13 +456,15 @@ def _shown(value: Any) -> str:
 
 
 def routed_layers(keys: Mapping[str, Any]) -> list[bool]:
-    """Returns for each layer whether it has experts, as `ModelConfig.has_experts`."""
+    """Returns for each layer whether it has experts, as `ModelConfig.has_experts` does."""
     dense, every = keys["dense_layers"], keys["moe_every"]
     return [layer >= dense and (layer - dense + 1) % every == 0 for layer in range(keys["n_layers"])]
 
 
 def _expressed(routed: Sequence[bool]) -> dict[str, int] | None:
-    """Returns `dense_layers` and `moe_every` with which exactly these layers have experts; None if there are none."""
+    """Returns the values of `dense_layers` and `moe_every` with which exactly these layers have experts; None if there
+    are none.
+    """
     places = [layer for layer, has in enumerate(routed) if has]
     if not places:
         return None
@@ -442,7 +477,7 @@ def _expressed(routed: Sequence[bool]) -> dict[str, int] | None:
 
 
 def same_model(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Returns whether two `config.model` describe the same model although their values of `key` differ."""
+    """Returns whether two versions of `config.model` describe the same model although their values of `key` differ."""
     if not ours["experts"] and not theirs["experts"]:
         return key in EXPERT_KEYS
     if key == "d_expert":

@@ -1,4 +1,4 @@
-"""Our parameters as lazy views of a folder's tensors, layer by layer: nothing is read before a slice is asked for."""
+"""Our parameters as lazy views of a folder's tensors, layer by layer. Nothing is read before a slice is requested."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from bytescope.train.weights.hf_config import family_of, fp8_block
 from bytescope.train.weights.patterns import Pattern, Sizes, Span, sizes_of, spans_of
 from bytescope.train.weights.stacks import PER_EXPERT
 
-# The format's name of a dtype that parameters may have -> NumPy's.
+# Safetensors name of a supported dtype of parameters -> NumPy dtype.
 READABLE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-FUSED = ".experts.gate_up_proj"  # what transformers 5 has in memory, and saves with save_original_format=False
-PACKED = "quantization_config"  # of a config.json whose weights are quantized
-FIRST = "blocks.0."  # before the parameters of the only layer of a model
-COMPARED = 2**24  # elements of two tensors that are compared at once
+FUSED = ".experts.gate_up_proj"  # tensor name in transformers 5, and on disk with save_original_format=False
+PACKED = "quantization_config"  # key of config.json if weights are quantized
+FIRST = "blocks.0."  # prefix of the parameters of a model's only layer
+COMPARED = 2**24  # number of elements of two tensors that are compared at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One parameter of one layer, or of one expert, in our layout: `shape`, `dtype` as on disk; the padding of the
-    vocabulary is zeros.
+    """One parameter of one layer, or of one expert, in our layout. Vocabulary padding is read as zeros.
 
-    axis, before: the axis on disk that it shares with other parameters, and its start along this axis. inner: the
-    shared letter, if another letter is before it in the axis, else ""; if set, `stored` has the sizes on disk. scale:
-    the scales of an fp8 tensor, one for each block of shape `block`; values are then float32.
+    shape: the shape in our layout. axis, before: the axis on disk that the parameter shares with others, and its start
+    along this axis. inner: the letter of the shared dimension if it is not the first one of the axis, else ""; then
+    `stored` has the sizes on disk. scale: the scales of an fp8 tensor, one per block of shape `block`; values are then
+    float32.
     """
 
     folder: Folder
@@ -54,7 +54,7 @@ class Leaf:
 
     @property
     def dtype(self) -> np.dtype:
-        """float32, float16 or bfloat16."""
+        """float32, float16 or bfloat16: the dtype on disk, float32 for fp8."""
         return READABLE["F32" if self.scale else self.tensor.dtype]
 
     @property
@@ -64,21 +64,19 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
+        """Bytes of the parameter on disk."""
         return math.prod(self.pattern.their_shape(self.sizes)) * self.itemsize
 
     @property
     def outer(self) -> int:
-        """The axis of our layout along which neighbours are farthest apart on disk; pieces along it are read in
-        order."""
+        """The axis of our layout with the largest stride on disk. Pieces along it are read in file order."""
         return self.pattern.outer
 
     def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
-        """Reads a slice, by default all, in our layout and in the dtype of the file; the result may be a transposed
-        view.
+        """Returns a slice in our layout and in `dtype`; by default everything. The result may be a transposed view.
 
         Args:
-          index: a slice without steps for each axis.
+          index: a slice without step for each axis.
 
         Raises:
           UserError: the file has changed since it was verified.
@@ -87,7 +85,7 @@ class Leaf:
         asked = spans_of(index, self.shape)
         unpadded = [self.sizes[letter] for letter in self.pattern.ours]
         spans = [(min(start, size), min(stop, size)) for (start, stop), size in zip(asked, unpadded)]
-        if any(start == stop for start, stop in spans):  # padding alone
+        if any(start == stop for start, stop in spans):  # only padding
             return np.zeros([stop - start for start, stop in asked], self.dtype)
         padding = [(0, b - a - (d - c)) for (a, b), (c, d) in zip(asked, spans)]
         if self.inner:
@@ -118,13 +116,13 @@ def checkpoint_leaves(
     model: ModelConfig,
     packed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> dict[str, Leaf]:
-    """Our dotted path of each parameter, with the numbers of its layer and expert and without stacking, such as
-    `blocks.3.attention.w_q` or `blocks.3.experts.w_up.7` -> where it is.
+    """Returns our dotted path of each parameter -> its lazy view.
 
-    packed: paths that the folder has in other tensors than their own, which are these; they are left out.
+    Paths have the numbers of layer and expert, without stacking, such as `blocks.3.attention.w_q` or
+    `blocks.3.experts.w_up.7`. packed: paths of packed weights -> their tensor names; they are left out.
 
     Raises:
-      UserError: a tensor is missing, too many, misshapen, or of a dtype that weights do not have, with its name.
+      UserError: a tensor is missing, unexpected, of a wrong shape, or of an unsupported dtype; the error names it.
     """
     family = family_of(
         {key: value for key, value in folder.config.items() if not packed or key != PACKED},
@@ -132,57 +130,57 @@ def checkpoint_leaves(
     )
     name_of, sizes, shapes = _naming(folder, family), sizes_of(model), parameters_of(model)
     block = fp8_block(folder.config, str(folder.path / CONFIG)) if not packed else None
-    found = {
+    leaves = {
         path: _leaf(folder, name_of(name), row, sizes, shapes[path], block)
         for path, (row, name) in rows_by_path(family, shapes).items()
         if path not in packed
     }
     _refuse_surplus(
-        folder, family, model.n_layers, found, name_of, {name for names in packed.values() for name in names}
+        folder, family, model.n_layers, leaves, name_of, {name for names in packed.values() for name in names}
     )
-    return found
+    return leaves
 
 
 def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[TensorRow, str]]:
-    """Our dotted path -> its row of a family, and the tensor's name with the numbers of layer and expert.
+    """Returns our dotted path -> (its row of a family, the tensor's name with the numbers of layer and expert).
 
     Raises:
-      UserError: the family has no tensor for one of them.
+      UserError: the family has no tensor for one of the paths.
     """
-    found = {}
+    rows = {}
     for path in paths:
         in_table = re.sub(r"^blocks\.\d+\.", f"blocks.{LAYER}.", path)
         in_table = re.sub(r"\.\d+$", f".{EXPERT}", in_table)
         row = family.rows.get(in_table)
         if row is None:
             raise UserError(
-                f"{family.architecture} has no tensor for our parameter {path}: set the key of "
-                "config.model that adds it as that family has it"
+                f"{family.architecture} has no tensor for our parameter {path}: set the config.model key that adds "
+                "this parameter to the value of the family"
             )
         tensor, parts = row.tensor, path.split(".")
         if parts[0] == "blocks":
             tensor = tensor.replace(LAYER, parts[1]).replace(EXPERT, parts[-1])
-        found[path] = (row, tensor)
-    return found
+        rows[path] = (row, tensor)
+    return rows
 
 
 @functools.lru_cache(maxsize=16)
 def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Returns our dotted path, as in `checkpoint_leaves` -> shape without stacking, with the vocabulary padded."""
+    """Returns our dotted path, as in `checkpoint_leaves` -> shape without stacking, with vocabulary padding."""
     kinds = {routed: _one_layer(model, routed) for routed in {model.has_experts(n) for n in range(model.n_layers)}}
-    found = {path: shape for path, shape in next(iter(kinds.values())).items() if not path.startswith(FIRST)}
+    shapes = {path: shape for path, shape in next(iter(kinds.values())).items() if not path.startswith(FIRST)}
     for layer in range(model.n_layers):
         for path, shape in kinds[model.has_experts(layer)].items():
             name = path.removeprefix(FIRST)
             if name in PER_EXPERT:
-                found |= {f"blocks.{layer}.{name}.{expert}": shape[1:] for expert in range(model.experts)}
+                shapes |= {f"blocks.{layer}.{name}.{expert}": shape[1:] for expert in range(model.experts)}
             elif name != path:
-                found[f"blocks.{layer}.{name}"] = shape
-    return MappingProxyType(found)
+                shapes[f"blocks.{layer}.{name}"] = shape
+    return MappingProxyType(shapes)
 
 
 def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
-    """Returns dotted path -> shape for a model with one layer, with or without experts."""
+    """Returns dotted path -> shape for a model with a single layer, with or without experts."""
     experts = model.experts if routed else 0
     one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1, experts=experts, dense_layers=0, moe_every=1)
     abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), rngs=nnx.Rngs(params=0)))
@@ -192,8 +190,10 @@ def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
-    """Returns the function from a tensor's name in the table to its name on disk: a model that was saved without its
-    head leaves out the base in front."""
+    """Returns the function from a tensor's name in the table to its name on disk.
+
+    A model that was saved without its head has no prefix in its tensor names.
+    """
     based = any(name.startswith(family.base) for name in folder.tensors)
 
     def name_of(name: str) -> str:
@@ -210,14 +210,14 @@ def _leaf(
         fused = [one for one in folder.tensors if one.endswith(FUSED)]
         if ".experts." in name and fused:
             raise UserError(
-                f"{folder.path} has the experts of a layer in one tensor, {fused[0]}: load it in transformers "
-                "and save it with save_pretrained, which gives each expert its own"
+                f"{folder.path} has all experts of a layer in one tensor, {fused[0]}: load the model in transformers "
+                "and save it with save_pretrained, which writes a tensor per expert"
             )
         raise UserError(
             f"{folder.path} has no tensor {name}: download the folder again, or set the keys of "
-            "config.model as its config.json says"
+            "config.model to the values of its config.json"
         )
-    pattern = Pattern.of(row.pattern)
+    pattern = Pattern.parse(row.pattern)
     axis, before, inner, stored = 0, 0, "", None
     their_shape = list(pattern.their_shape(sizes))
     if row.parts:
@@ -230,8 +230,8 @@ def _leaf(
             stored = {**sizes, inner: sum(widths)}
     if tensor.shape != tuple(their_shape):
         raise UserError(
-            f"{folder.path}: tensor {name} has shape {_text(tensor.shape)}, and config.json asks for "
-            f"{_text(their_shape)}"
+            f"{folder.path}: tensor {name} has shape {_text(tensor.shape)}, and config.json describes "
+            f"{_text(their_shape)}: download the folder again"
         )
     scale = None
     if tensor.dtype in FP8 and block and len(tensor.shape) == 2:
@@ -249,13 +249,13 @@ def _scale(folder: Folder, tensor: StoredTensor, block: tuple[int, int]) -> Stor
     scale = folder.tensors.get(name)
     if scale is None:
         raise UserError(
-            f"{folder.path} has no tensor {name}, the scales of {tensor.name} in fp8: download the folder again"
+            f"{folder.path} has no tensor {name}, the scales of the fp8 tensor {tensor.name}: download the folder again"
         )
     shape = tuple(-(-length // size) for length, size in zip(tensor.shape, block))
     if scale.shape != shape or scale.dtype not in READABLE:
         raise UserError(
-            f"{folder.path}: tensor {name} is {scale.dtype} {_text(scale.shape)}, and blocks of "
-            f"{_text(block)} have scales {_text(shape)} in float32, float16 or bfloat16: download "
+            f"{folder.path}: tensor {name} is {scale.dtype} {_text(scale.shape)}, and for blocks of "
+            f"{_text(block)} it must be {_text(shape)} in float32, float16 or bfloat16: download "
             "the folder again"
         )
     return scale
@@ -265,13 +265,14 @@ def _refuse_surplus(
     folder: Folder,
     family: Family,
     layers: int,
-    found: dict[str, Leaf],
+    leaves: dict[str, Leaf],
     name_of: Callable[[str], str],
     packed: Collection[str],
 ) -> None:
-    """Raises UserError for a tensor that is no parameter of ours; a head that is stored beside the table that it is
-    tied to has to equal it."""
-    used = {leaf.tensor.name for leaf in found.values()} | {leaf.scale.name for leaf in found.values() if leaf.scale}
+    """Raises UserError for a tensor that is not one of our parameters. A stored head that is tied to the table must
+    equal it.
+    """
+    used = {leaf.tensor.name for leaf in leaves.values()} | {leaf.scale.name for leaf in leaves.values() if leaf.scale}
     ignored = "|".join(family.ignored)
     for name, tensor in folder.tensors.items():
         if name in used or name in packed or re.fullmatch(ignored, name):
@@ -279,17 +280,17 @@ def _refuse_surplus(
         layer = re.match(rf"(?:{re.escape(family.base)})?layers\.(\d+)\.", name)
         if family.predicts and layer and int(layer[1]) >= layers:
             continue
-        table = found["w_token"].tensor
-        if "w_head" not in found and name == name_of(family.rows["w_head"].tensor):
+        table = leaves["w_token"].tensor
+        if "w_head" not in leaves and name == name_of(family.rows["w_head"].tensor):
             if not _equal(folder, tensor, table):
                 raise UserError(
-                    f"{folder.path}: {name} differs from {table.name}, and tie_word_embeddings makes them "
-                    "one: set it to false in config.json"
+                    f"{folder.path}: {name} differs from {table.name}, although tie_word_embeddings is true: set it "
+                    "to false in config.json"
                 )
             continue
         raise UserError(
-            f"{folder.path} has tensor {name}, which config.json does not ask for: give the folder of "
-            "another model, or mend that file"
+            f"{folder.path} has tensor {name}, which the model of config.json does not have: give another folder, or "
+            "correct config.json"
         )
 
 

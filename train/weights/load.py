@@ -1,7 +1,7 @@
 """Loads the files of a folder into sharded arrays, a piece of one tensor at a time.
 
-Each process reads what its own devices hold, file by file in the order of the bytes, and writes it into the arrays that
-are there already: beyond those, the host holds a few pieces.
+Each process reads only the parts of its own devices, file by file in file order, and writes them into arrays that
+exist already. So the host needs memory only for these arrays if they are in host memory, and for a few pieces.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bytescope.train.weights.patterns import Span, spans_of
 from bytescope.train.weights.quantized import QuantizedJob
 from bytescope.train.weights.stacks import by_array, by_row
 
-PIECE = 4 * 2**20  # bytes on disk that are read at once
-TRIMMED = 64 * 2**20  # bytes read after which freed memory goes back to the system
-SMALL = 2**20  # bytes of a shard that is assembled in host memory and sent whole
+PIECE = 4 * 2**20  # bytes on disk that are read at a time
+TRIMMED = 64 * 2**20  # bytes read between two returns of freed memory to the operating system
+SMALL = 2**20  # maximum bytes of a shard that is assembled in host memory and sent as a whole
 
 
 def load_params(
@@ -44,13 +44,13 @@ def load_params(
     """Loads the weights of a folder as a tree of jax.Array like `shapes`, cast to its dtypes.
 
     Args:
-      shapes: tree of ShapeDtypeStruct with shardings, our parameters or some of them; those of scanned blocks stacked.
-      tell: called with the bytes read and the bytes to read.
-      quantized: the dotted path of each weight that `shapes` has as codes and scales -> its row of BASES, its matrix.
-      order: stack -> the layer of each of its rows, -1 for none; stacks that have their layers in order are not named.
+      shapes: tree of ShapeDtypeStruct with shardings, for all or some of our parameters. Scanned blocks are stacked.
+      tell: called with (bytes read so far, total bytes).
+      quantized: dotted path of each weight that `shapes` has as codes and scales -> (row of BASES, its matrix).
+      order: stack -> the layer of each of its rows, -1 for an unused row. Stacks in the order of layers are left out.
 
     Raises:
-      UserError: as `checkpoint_leaves`; or a file that changes while it is read.
+      UserError: as for `checkpoint_leaves`; or a file changes while it is read.
     """
     return load_leaves(checkpoint_leaves(folder, model), model, shapes, tell, quantized, order)
 
@@ -63,8 +63,10 @@ def load_leaves(
     quantized: Mapping[str, tuple[str, Matrix]] = {},
     order: Mapping[str, Sequence[int]] = {},
 ) -> Any:
-    """Loads leaves, by our dotted path with the numbers of layer and expert, as `load_params` loads a folder."""
-    held = by_row(by_array(model, leaves), order)
+    """Loads leaves as `load_params` loads a folder. leaves: our dotted path with the numbers of layer and expert ->
+    leaf.
+    """
+    by_target = by_row(by_array(model, leaves), order)
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
     targets = {dotted(path): _Target(like) for path, like in flat}
     jobs: list[_Job | QuantizedJob] = []
@@ -72,11 +74,11 @@ def load_leaves(
     for name, (base, matrix) in quantized.items():
         shards = {part: targets[f"{name}.{part}"].shards for part in parts_of(base, matrix)}
         parts.update(f"{name}.{part}" for part in shards)
-        for index, leaf in _held(name, held).items():
+        for index, leaf in _leaves_for(name, by_target).items():
             jobs.append(QuantizedJob(leaf, base, matrix, shards, index[0] if index else None))
     for name, target in targets.items():
         if name not in parts:
-            jobs += _jobs(target, _held(name, held))
+            jobs += _jobs(target, _leaves_for(name, by_target))
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
@@ -91,61 +93,65 @@ def load_leaves(
 
 
 class _Target:
-    """An array while it is filled: for each different shard the copies on the devices that hold it."""
+    """An array while it is filled. Each distinct shard has copies on the devices that hold it."""
 
     def __init__(self, like: jax.ShapeDtypeStruct):
         self.like = like
-        # What goes to host memory is assembled on its device: no program writes there.
+        # Arrays for host memory are assembled on the device first, since no program can write to host memory.
         kind = None if like.sharding.memory_kind in (None, "device", "unpinned_host") else "device"
         self.sharding = like.sharding.with_memory_kind(kind) if kind else like.sharding
         where: dict[tuple[Span, ...], list[jax.Device]] = {}
         for device, index in self.sharding.addressable_devices_indices_map(like.shape).items():
             where.setdefault(tuple(spans_of(index, like.shape)), []).append(device)
         small = math.prod(self.sharding.shard_shape(like.shape)) * like.dtype.itemsize <= SMALL
-        # Made by one program on all devices: compiling one for each would take longer than reading.
-        made = {} if small else {shard.device: shard.data for shard in _zeros(like, self.sharding).addressable_shards}
+        # One program creates the zeros on all devices. Compiling a program per device would take longer than reading.
+        buffers = (
+            {} if small else {shard.device: shard.data for shard in _zeros(like, self.sharding).addressable_shards}
+        )
         self.shards = [
-            _Shard(spans, devices, [made[device] for device in devices] if made else [], like.dtype)
+            _Shard(spans, devices, [buffers[device] for device in devices] if buffers else [], like.dtype)
             for spans, devices in where.items()
         ]
 
     def array(self) -> jax.Array:
-        """The array, filled."""
+        """Returns the filled array."""
         copies = [copy for shard in self.shards for copy in shard.copies()]
         array = jax.make_array_from_single_device_arrays(self.like.shape, self.sharding, copies)
         return array if self.sharding is self.like.sharding else jax.device_put(array, self.like.sharding)
 
 
 class _Shard:
-    """One shard of an array: its copies on some devices, or one copy in host memory until they exist."""
+    """One shard of an array: its copies on devices, or for a small shard a buffer in host memory."""
 
     def __init__(self, spans: Sequence[Span], devices: Sequence[jax.Device], buffers: list[jax.Array], dtype: Any):
         self.spans, self.devices, self.buffers = spans, devices, buffers
         self.buffer = None if buffers else np.zeros([stop - start for start, stop in spans], dtype)
 
     def write(self, piece: np.ndarray, starts: Sequence[int]) -> None:
-        """Writes a piece where it begins, counted within the shard."""
+        """Writes a piece. starts: its first index along each axis of the shard."""
         piece = piece.reshape((1,) * (len(starts) - piece.ndim) + piece.shape)
         if self.buffer is not None:
             self.buffer[tuple(slice(start, start + size) for start, size in zip(starts, piece.shape))] = piece
             return
-        # As it lies in memory, so that nothing is copied here; the device puts its axes in order.
-        lying = sorted(range(piece.ndim), key=lambda axis: -piece.strides[axis])
-        order = tuple(lying.index(axis) for axis in range(piece.ndim))
+        # Sent with its axes in memory order, so that the host copies nothing. The device transposes it.
+        by_stride = sorted(range(piece.ndim), key=lambda axis: -piece.strides[axis])
+        order = tuple(by_stride.index(axis) for axis in range(piece.ndim))
         for number, device in enumerate(self.devices):
-            sent = jax.device_put(piece.transpose(lying), device)
+            sent = jax.device_put(piece.transpose(by_stride), device)
             self.buffers[number] = _written(self.buffers[number], sent, np.asarray(starts, np.int32), order)
-        jax.block_until_ready(self.buffers)  # else pieces in flight would pile up
+        jax.block_until_ready(self.buffers)  # otherwise unfinished transfers would fill the host memory
 
     def copies(self) -> list[jax.Array]:
-        """The copies on the devices."""
+        """Returns the copies on the devices."""
         if self.buffer is not None:
             return [jax.device_put(self.buffer, SingleDeviceSharding(device)) for device in self.devices]
         return self.buffers
 
 
 def _zeros(like: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
-    """Zeros made on their devices; `jnp.zeros` would make them on the first and copy."""
+    """Returns zeros that are created on their devices. `jnp.zeros` would create them on the first device and copy
+    them.
+    """
     return _maker(like.shape, like.dtype, sharding)()
 
 
@@ -156,7 +162,9 @@ def _maker(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Calla
 
 @partial(jax.jit, donate_argnums=0, static_argnums=3)
 def _written(whole: jax.Array, piece: jax.Array, starts: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """Writes `piece`, transposed to this order of axes and cast, into `whole` at `starts`, int32 [ndim]; in place."""
+    """Writes `piece`, transposed to this order of axes and cast, into `whole` at `starts`, int32 [ndim]. `whole` is
+    donated.
+    """
     return jax.lax.dynamic_update_slice(whole, piece.transpose(order).astype(whole.dtype), tuple(starts))
 
 
@@ -174,11 +182,11 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
+        """Number of bytes to read."""
         return math.prod(stop - start for start, stop in self._spans) * self.leaf.itemsize
 
     def write(self) -> Iterator[int]:
-        """Reads and writes it; yields the bytes of each piece."""
+        """Reads and writes the leaf; yields the bytes of each piece."""
         first = [number - start for number, (start, _) in zip(self.index, self.shard.spans)]
         for spans in pieces(self._spans, PIECE // self.leaf.itemsize, self.leaf.outer):
             piece = self.leaf.read([slice(*span) for span in spans])
@@ -189,7 +197,8 @@ class _Job:
 
 def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]:
     """Divides spans into pieces of at most `most` elements, by halving them along axis `outer` first, then along the
-    longest axis."""
+    longest axis.
+    """
     sizes = [stop - start for start, stop in spans]
     if math.prod(sizes) <= most:
         yield list(spans)
@@ -202,25 +211,26 @@ def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]
 
 
 def dotted(path: Sequence[Any]) -> str:
-    """Returns a jax path of keys as a dotted path."""
+    """Returns a jax tree path as a dotted path."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
-def _jobs(target: _Target, held: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
-    """Returns the jobs that fill one array. held: its leaves by their index in the leading axes."""
+def _jobs(target: _Target, leaves: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
+    """Returns the jobs that fill one array. leaves: its leaves by their index in the leading axes."""
     jobs = []
     for shard in target.shards:
-        for index, leaf in held.items():
-            # The leading spans of the shard are those of layers and experts.
+        for index, leaf in leaves.items():
+            # The leading axes of the shard are layers and experts.
             if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans)):
                 jobs.append(_Job(leaf, shard, index))
     return jobs
 
 
-def _held(name: str, held: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:
-    """Returns the leaves that fill the array of this name."""
-    if name not in held:
+def _leaves_for(name: str, by_target: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:
+    """Returns the leaves that fill the array of this name, by their index in its leading axes."""
+    if name not in by_target:
         raise ValueError(
-            f"parameter {name} has no tensor, or not all, in the folder: ask for parameters of the model alone"
+            f"parameter {name} is not in the folder, or only some of its layers are: request only parameters of the "
+            "model"
         )
-    return held[name]
+    return by_target[name]

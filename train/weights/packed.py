@@ -1,7 +1,7 @@
-"""The layouts of weights in 4 bits that transformers and vLLM read: names of a weight's tensors, and their bits.
+"""The layouts of 4-bit weights that transformers and vLLM read: the tensors of a weight, and their bits.
 
-Both layouts have groups of inputs with a scale and a zero point each (model/quantized/groups.py). Eight codes are in an
-int32. The rows of LAYOUTS write them and read them back; nothing else knows where a code lies.
+Both layouts have groups of inputs with a scale and a zero point each (model/quantized/groups.py). An int32 word has
+eight codes. The rows of LAYOUTS pack and unpack weights; no other module depends on the order of codes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from bytescope.train.weights.leaves import PACKED
 
 BITS = 4
 PER_WORD = 32 // BITS
-HEAD = "lm_head"  # the only product that stays wide
-# AutoAWQ's order of eight codes in a word, from the low bits: a kernel takes two halves of a word apart by it.
+HEAD = "lm_head"  # the only weight matrix that is not quantized
+# AutoAWQ's order of eight codes in a word, from the low bits, which lets a kernel unpack two half words at a time.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """A weight in 4 bits: codes_IO uint8 [inputs, outputs], zeros_GO uint8 and scales_GO float16 [groups, outputs]."""
+    """A 4-bit weight: codes_IO uint8 [inputs, outputs], zeros_GO uint8 and scales_GO float16 [groups, outputs]."""
 
     codes_IO: np.ndarray
     zeros_GO: np.ndarray
@@ -37,11 +37,11 @@ class Codes:
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """A layout of weights in 4 bits.
+    """A layout of 4-bit weights.
 
-    config: inputs of a group -> the object of PACKED in config.json. shapes: (inputs, outputs, group) -> tensor ->
-    (dtype of the format, shape). pack: a weight -> its tensors. unpack: the inverse; tensors of OPTIONAL may be
-    left out.
+    summary: its name in messages. config: function from the inputs per group to the value of PACKED in config.json.
+    shapes: function (inputs, outputs, group) -> tensor name -> (safetensors dtype, shape). pack: function from a
+    weight to its tensors. unpack: the inverse; tensors in OPTIONAL may be missing.
     """
 
     summary: str
@@ -52,8 +52,10 @@ class PackedLayout:
 
 
 def pack_words(codes: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.ndarray:
-    """Packs eight neighbours along the last axis of uint8 codes into an int32. Place p of a word, from the low bits,
-    has code number `order[p]`."""
+    """Packs eight uint8 codes that are adjacent along the last axis into an int32 word.
+
+    order: the index of the code at each position of a word, from the low bits.
+    """
     groups = codes.reshape(*codes.shape[:-1], -1, PER_WORD).astype(np.uint32)
     words = np.zeros(groups.shape[:-1], np.uint32)
     for place, number in enumerate(order):
@@ -62,7 +64,7 @@ def pack_words(codes: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.
 
 
 def unpack_words(words: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.ndarray:
-    """Returns the uint8 codes of words: the inverse of `pack_words`."""
+    """Returns the uint8 codes of int32 words: the inverse of `pack_words`."""
     words = np.ascontiguousarray(words).view(np.uint32)
     codes = np.empty((*words.shape, PER_WORD), np.uint8)
     for place, number in enumerate(order):
@@ -149,7 +151,7 @@ def _compressed_shapes(inputs: int, outputs: int, group: int) -> Shapes:
 
 
 def _compressed_pack(one: Codes) -> dict[str, np.ndarray]:
-    # The words of zero points have neighbours along the outputs, those of codes along the inputs.
+    # A word of zero points has adjacent outputs, a word of codes has adjacent inputs.
     return {
         "weight_packed": pack_words(np.ascontiguousarray(one.codes_IO.T)),
         "weight_zero_point": np.ascontiguousarray(pack_words(one.zeros_GO).T),
@@ -162,7 +164,7 @@ def _compressed_unpack(tensors: Mapping[str, np.ndarray]) -> Codes:
     scales_GO = half(tensors["weight_scale"]).T
     if "weight_zero_point" in tensors:
         zeros_GO = unpack_words(tensors["weight_zero_point"].T)
-    else:  # symmetric: codes are of -8..7, and 8 was added to each
+    else:  # symmetric: the values -8..7 are stored with 8 added
         zeros_GO = np.full(scales_GO.shape, 2 ** (BITS - 1), np.uint8)
     return Codes(unpack_words(tensors["weight_packed"]).T, zeros_GO, scales_GO)
 
@@ -184,31 +186,33 @@ def half(scales: np.ndarray) -> np.ndarray:
     """Returns the scales of a folder as float16.
 
     Raises:
-      UserError: one is beyond what float16 has.
+      UserError: a scale is too large for float16.
     """
-    found = scales.astype(np.float16)
-    wide = scales.astype(np.float32)
-    if np.abs(found.astype(np.float32) - wide).max(initial=0) > 2**-10 * np.abs(wide).max(initial=0):
+    rounded = scales.astype(np.float16)
+    exact = scales.astype(np.float32)
+    if np.abs(rounded.astype(np.float32) - exact).max(initial=0) > 2**-10 * np.abs(exact).max(initial=0):
         raise UserError(
-            f"a scale of {float(np.abs(wide).max()):.3g} is more than float16 holds: quantize the model "
-            "again from its own weights"
+            f"a scale of {float(np.abs(exact).max()):.3g} is too large for float16: quantize the model "
+            "again from its unquantized weights"
         )
-    return found
+    return rounded
 
 
 def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | None:
-    """Returns (the layout, inputs per group) of a config.json; None if its weights are not in 4 bits.
+    """Returns (the layout, inputs per group) of a config.json; None if its weights are not 4-bit weights.
 
     Raises:
-      UserError: they are quantized otherwise; `where` names the file.
+      UserError: the weights are quantized in an unsupported way. `where` names the file.
     """
-    found = raw.get(PACKED)
-    if not found or (isinstance(found, Mapping) and found.get("quant_method") == "fp8"):  # read as unquantized weights
+    quantization = raw.get(PACKED)
+    if not quantization or (
+        isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
+    ):  # read as unquantized weights
         return None
-    if not isinstance(found, Mapping):
-        raise UserError(f"{where}: {PACKED} is no object: download the folder again")
-    method = str(found.get("quant_method"))
-    asked = found if method == "awq" else _weights(found)
+    if not isinstance(quantization, Mapping):
+        raise UserError(f"{where}: {PACKED} is not a JSON object: download the folder again")
+    method = str(quantization.get("quant_method"))
+    settings = quantization if method == "awq" else _weights(quantization)
     wanted = {
         "awq": {"bits": BITS, "version": "gemm", "zero_point": True},
         "compressed-tensors": {"num_bits": BITS, "type": "int", "strategy": "group"},
@@ -216,32 +220,32 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | 
     if wanted is None:
         raise UserError(
             f"{where}: {PACKED} has quant_method={one_line(repr(method))[:60]}: "
-            f"{' and '.join(LAYOUTS)} are read; give the folder of the bf16 weights"
+            f"only {' and '.join(LAYOUTS)} are supported; give the folder of the bf16 weights"
         )
     for key, value in wanted.items():
-        given = asked.get(key)
+        given = settings.get(key)
         if (given.lower() if isinstance(given, str) else given) != value:
             raise UserError(
-                f"{where}: {PACKED} has {key}={one_line(repr(given))[:60]}: {value} alone is read; give "
+                f"{where}: {PACKED} has {key}={one_line(repr(given))[:60]}: only {value} is supported; give "
                 "the folder of the bf16 weights"
             )
-    if asked.get("actorder") not in (None, False, "weight"):
+    if settings.get("actorder") not in (None, False, "weight"):
         raise UserError(
-            f"{where}: {PACKED} has actorder={one_line(repr(asked['actorder']))[:60]}: groups are read in "
-            "the order of the inputs alone; give the folder of the bf16 weights"
+            f"{where}: {PACKED} has actorder={one_line(repr(settings['actorder']))[:60]}: only groups in "
+            "the order of the inputs are supported; give the folder of the bf16 weights"
         )
-    group = asked.get("group_size")
+    group = settings.get("group_size")
     if group not in SIZES:
         raise UserError(
-            f"{where}: {PACKED} has group_size={one_line(repr(group))[:60]}: groups of "
-            f"{', '.join(map(str, SIZES))} are read; give the folder of the bf16 weights"
+            f"{where}: {PACKED} has group_size={one_line(repr(group))[:60]}: only groups of "
+            f"{', '.join(map(str, SIZES))} are supported; give the folder of the bf16 weights"
         )
     return LAYOUTS[method], group
 
 
-def _weights(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of weights in compressed-tensors' config; {} if there are none or several."""
-    groups = found.get("config_groups")
+def _weights(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings of weights in a compressed-tensors config; {} if there are none, or different ones."""
+    groups = config.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, Mapping) else []
     one = groups[0] if len(groups) == 1 and isinstance(groups[0], Mapping) else {}
     if one.get("input_activations"):

@@ -1,4 +1,4 @@
-"""Loads a folder of weights in 4 bits onto devices in 4 bits: no unquantized copy is made anywhere."""
+"""Loads a folder of 4-bit weights onto devices in 4 bits, without an unquantized copy anywhere."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from bytescope.train.weights.quantized import matrices_of
 
 @dataclasses.dataclass(frozen=True)
 class PackedFolder:
-    """A folder whose weight matrices are in 4 bits.
+    """A folder with 4-bit weight matrices.
 
     Fields:
-      base: the row of FORMATS that its weights are stored as. names: our path of a weight -> its tensor's name without
-      what the layout adds. unquantized: all other parameters.
+      base: row of FORMATS with the format of its weights. layout: the layout on disk. group: inputs per group. names:
+        our path of a weight -> name of its tensors without the last part. unquantized: our path of each other
+        parameter -> its lazy view.
     """
 
     folder: Folder
@@ -43,15 +44,15 @@ class PackedFolder:
         """Returns the opened folder; None if its weights are not quantized.
 
         Raises:
-          UserError: it is quantized in a way that is not read, or a tensor is missing, too many or misshapen.
+          UserError: the quantization is not supported, or a tensor is missing, unexpected or of a wrong shape.
         """
-        found = layout_of(folder.config, str(folder.path / folders.CONFIG))
-        if found is None:
+        layout_and_group = layout_of(folder.config, str(folder.path / folders.CONFIG))
+        if layout_and_group is None:
             return None
-        layout, group = found
+        layout, group = layout_and_group
         if model.experts:
             raise UserError(
-                f"{folder.path} has experts in 4 bits, which are not read: give the folder of the bf16 weights"
+                f"{folder.path} has experts in 4 bits, which are not supported: give the folder of the bf16 weights"
             )
         family = FAMILIES[folder.config["model_type"]]
         paths = packed_paths(model)
@@ -66,7 +67,7 @@ class PackedFolder:
         return cls(folder, f"int4_g{group}", layout, group, names, checkpoint_leaves(folder, model, own))
 
     def read(self, path: str) -> Codes:
-        """Reads a weight. Raises UserError if the file has changed."""
+        """Returns a weight by our path. Raises UserError if the file has changed."""
         name = self.names[path]
         parts = [
             part
@@ -77,43 +78,43 @@ class PackedFolder:
 
 
 def packed_paths(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns our path of each quantized weight -> (its inputs, its outputs)."""
+    """Returns our path of each quantized weight -> (number of inputs, number of outputs)."""
     one = matrices(model)
     return {f"blocks.{layer}.{path}": matrix.sizes for layer in range(model.n_layers) for path, matrix in one.items()}
 
 
 def matrices(model: ModelConfig) -> dict[str, Matrix]:
-    """Returns the quantized matrices of a layer, by their path in it, such as `attention.w_q`."""
-    return matrices_of(model, "int8")  # whose blocks fit any size
+    """Returns the quantized matrices of a layer, by their path in the layer, such as `attention.w_q`."""
+    return matrices_of(model, "int8")  # int8 has no groups, so it fits any size
 
 
 def _check(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], optional: bool) -> None:
-    """Raises UserError unless a tensor is there and as it should be."""
-    found = folder.tensors.get(name)
-    if found is None:
+    """Raises UserError unless a tensor exists with this shape and dtype."""
+    tensor = folder.tensors.get(name)
+    if tensor is None:
         if optional:
             return
-        raise UserError(f"{folder.path} has no tensor {name}, which its {PACKED} asks for: download the folder again")
+        raise UserError(f"{folder.path} has no tensor {name}, which its {PACKED} needs: download the folder again")
     right = ("F16", "BF16", "F32") if dtype == "F16" else (dtype,)
-    if found.shape != shape or found.dtype not in right:
+    if tensor.shape != shape or tensor.dtype not in right:
         raise UserError(
-            f"{folder.path}: tensor {one_line(name)} is {found.dtype} {list(found.shape)}, and {PACKED} "
-            f"asks for {dtype} {list(shape)}"
+            f"{folder.path}: tensor {one_line(name)} is {tensor.dtype} {list(tensor.shape)}, and {PACKED} "
+            f"needs {dtype} {list(shape)}: download the folder again"
         )
 
 
 def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], None]) -> Any:
     """Loads a tree of jax.Array like `shapes`, without stacked layers, whose weights have the format `packed.base`.
 
-    tell: called with the bytes made and the bytes to make.
+    tell: called with (bytes loaded so far, total bytes).
 
     Raises:
-      UserError: a file that changes while it is read.
+      UserError: a file changes while it is read.
     """
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
-    total, done, made = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat), 0, []
+    total, done, arrays = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat), 0, []
     last: tuple[str, dict[str, np.ndarray]] = ("", {})
-    for keys, like in flat:  # the parts of one weight follow each other
+    for keys, like in flat:  # the arrays of a weight are consecutive
         path = dotted(keys)
         weight, _, part = path.rpartition(".")
         if weight in packed.names:
@@ -122,15 +123,17 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
             array = last[1][part].reshape(like.shape)
         else:
             array = packed.unquantized[path].read().astype(like.dtype)
-        made.append(jax.device_put(array, like.sharding))
-        done += made[-1].nbytes
+        arrays.append(jax.device_put(array, like.sharding))
+        done += arrays[-1].nbytes
         tell(done, total)
     folders.close()
-    return jax.tree.unflatten(tree, made)
+    return jax.tree.unflatten(tree, arrays)
 
 
 def _arrays(one: Codes) -> dict[str, np.ndarray]:
-    """Returns the arrays of a weight as the rows int4_g* of FORMATS have them, with the outputs in one dimension."""
+    """Returns the arrays of a weight in the format of the int4_g* rows of FORMATS, with the outputs in
+    one dimension.
+    """
     codes_IO = np.ascontiguousarray(one.codes_IO)
     return {
         "codes": codes_IO[0::2] | (codes_IO[1::2] << 4),

@@ -1,14 +1,14 @@
-"""How a tensor of a checkpoint lies in our layout, as one line: `(h k) d -> d h k`.
+"""Describes the layout of a tensor on disk and in our arrays in one line, such as `(h k) d -> d h k`.
 
-Left of the arrow are the axes on disk, right of it ours; a group in parentheses is one axis on disk and several of
+The left side has the axes on disk, the right side our axes. A group in parentheses is one axis on disk and several of
 ours. Letters: d d_model, h n_heads, g n_kv_heads, k d_head, f d_ff, v vocabulary, p positions, e experts, m the width
 of an expert, t the width of all shared experts. For latent attention: q width of the query latent, c width of the
-latent of keys and values, s a head's width in the scores, u width of a head's values, z = c plus the width of the keys'
-rotated part, y width of the rotated part (`mla_d_rope`). Nothing is computed: a slice in our layout is a slice on disk
-in another order, so it can be read without the rest, and written back.
+latent of keys and values, s a head's width in the scores, u width of a head's values, z = c plus the width of the
+keys' rotated part, y width of the rotated part (`mla_d_rope`). A pattern only reorders elements, so a slice in our
+layout can be read without the rest of the tensor, and written back.
 
-`s~` on the left: the last y numbers along s are rotated. On disk a rotation pairs neighbours (x[2i], x[2i + 1]), in our
-layout halves (x[i], x[i + y/2]), so these numbers are reordered.
+`s~` on the left: the last y elements along s are rotated. On disk a rotation pairs neighbours (x[2i], x[2i + 1]), in
+our layout halves (x[i], x[i + y/2]), so these elements are reordered.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # it brings jax along, which a config does not need
+if TYPE_CHECKING:  # this module imports jax, which reading a config does not need
     from bytescope.model import ModelConfig
 
 Sizes = Mapping[str, int]
-Span = tuple[int, int]  # from the first to before the second
+Span = tuple[int, int]  # (start, stop)
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
-    """Letter -> size of that axis, as checkpoints have it: the vocabulary without padding."""
+    """Returns letter -> size of the axis in checkpoints, where the vocabulary has no padding."""
     return {
         "d": model.d_model,
         "h": model.n_heads,
@@ -61,7 +61,11 @@ def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """`theirs`: the letters of each axis on disk. `ours`: the letter of each of our axes. `paired`: the ~ letter."""
+    """The parsed layout of a tensor.
+
+    theirs: letters of each axis on disk. ours: letter of each of our axes. paired: the letter with ~, "" if there is
+    none.
+    """
 
     theirs: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]
@@ -69,8 +73,8 @@ class Pattern:
 
     @classmethod
     @cache
-    def of(cls, text: str) -> Pattern:
-        """Parses a line of the table. Raises ValueError unless both sides have the same letters, each once."""
+    def parse(cls, text: str) -> Pattern:
+        """Parses a pattern. Raises ValueError unless both sides have the same letters, each once."""
         left, _, right = text.partition("->")
         theirs = tuple(tuple(re.findall(r"\w", group)) for group in re.findall(r"\([^)]*\)|\w", left))
         ours = tuple(re.findall(r"\w", right))
@@ -86,7 +90,7 @@ class Pattern:
 
     @property
     def outer(self) -> int:
-        """Returns the axis of our layout that has the largest stride in the file."""
+        """The axis of our layout that has the largest stride in the file."""
         return self.ours.index(self.theirs[0][0])
 
     def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
@@ -98,21 +102,22 @@ class Pattern:
         return tuple(sizes[letter] for letter in self.ours)
 
     def their_spans(self, spans: Sequence[Span], sizes: Sizes) -> list[Span]:
-        """Returns the spans on disk that contain spans in our layout; only the first letter of a group narrows
-        them."""
-        of = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
-        found = []
+        """Returns the spans on disk that contain spans in our layout. Only the first letter of a group limits them."""
+        span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
+        their_spans = []
         for first, *rest in self.theirs:
             inner = math.prod(sizes[letter] for letter in rest)
-            found.append((of[first][0] * inner, of[first][1] * inner))
-        return found
+            their_spans.append((span_by_letter[first][0] * inner, span_by_letter[first][1] * inner))
+        return their_spans
 
     def forward(self, theirs: np.ndarray, spans: Sequence[Span], sizes: Sizes) -> np.ndarray:
-        """Returns the array read from `their_spans` in our layout: a view, or a copy if there is a `paired` letter."""
-        of = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
+        """Returns an array that was read from `their_spans` in our layout: a view, or a copy if there is a `paired`
+        letter.
+        """
+        span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
         split, order = [], []
         for first, *rest in self.theirs:
-            split += [of[first][1] - of[first][0], *(sizes[letter] for letter in rest)]
+            split += [span_by_letter[first][1] - span_by_letter[first][0], *(sizes[letter] for letter in rest)]
             order += [first, *rest]
         array = theirs.reshape(split).transpose([order.index(letter) for letter in self.ours])
         if self.paired:
@@ -125,7 +130,7 @@ class Pattern:
     def back(self, ours: np.ndarray, rotated: int = 0) -> np.ndarray:
         """Returns a tensor of our layout in the layout on disk: the inverse of `forward`.
 
-        rotated: the size of y, if there is a `paired` letter; the tensor must be whole along that letter.
+        rotated: the size of y, if there is a `paired` letter. The tensor must be complete along that letter.
         """
         order = [letter for group in self.theirs for letter in group]
         if self.paired:
@@ -136,11 +141,13 @@ class Pattern:
         return array.reshape(self.their_shape(sizes))
 
     def _whole(self, sizes: Sizes) -> dict[str, Span]:
-        """Returns the full span of a `paired` letter: neighbours on disk are far apart in ours, so all are read."""
+        """Returns the full span of a `paired` letter. Neighbours on disk are far apart in our layout, so
+        all are read.
+        """
         return {self.paired: (0, sizes[self.paired])} if self.paired else {}
 
 
 def _halves(size: int, rotated: int) -> np.ndarray:
-    """Returns our index -> index on disk, along an axis of `size` whose last `rotated` numbers are rotated."""
+    """Returns our index -> index on disk, along an axis of `size` whose last `rotated` elements are rotated."""
     first = size - rotated
     return np.concatenate([np.arange(first), np.arange(first, size, 2), np.arange(first + 1, size, 2)])

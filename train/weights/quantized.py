@@ -1,5 +1,6 @@
-"""Weights of a folder that are quantized while they are read: the host holds one piece of a tensor, its codes and
-scales."""
+"""Quantizes weights of a folder while they are read. The host holds one piece of a tensor, its codes and
+its scales.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +14,21 @@ import numpy as np
 from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 from bytescope.model.quantized.quantized_formats import Matrix, dequantize, quantize
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.weights.leaves import Leaf
 
-PIECE = 4 * 2**20  # bytes on disk that are read at once
+PIECE = 4 * 2**20  # bytes on disk that are read at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedJob:
-    """A leaf to be stored as codes and scales. layer: its place in a stack of layers; None if it is not in a stack.
+    """A leaf to store as codes and scales.
 
-    shards: for each array, the shards of it that this process holds (`load.Shard`). Each process reads the whole leaf,
-    since the mean of its scales is one of all.
+    leaf: the weight. base: format, a row of FORMATS. matrix: its inputs and outputs. shards: for each array of the
+    format, the shards that this process holds. layer: its index in a stack of layers; None if it is not in a stack.
+    Each process reads the whole leaf, since all scales share one mean.
     """
 
     leaf: Leaf
@@ -37,11 +39,11 @@ class QuantizedJob:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
+        """Number of bytes to read."""
         return self.leaf.nbytes
 
     def write(self) -> Iterator[int]:
-        """Reads, quantizes and writes it; yields the bytes of each piece."""
+        """Reads, quantizes and writes the leaf; yields the bytes of each piece."""
         read: list[int] = []
         arrays = quantize(self.base, self.matrix, self._pieces(read))
         for name, array in arrays.items():
@@ -56,12 +58,13 @@ class QuantizedJob:
         yield from read
 
     def _pieces(self, read: list[int]) -> Iterator[np.ndarray]:
-        """Yields the leaf as [inputs, outputs], a few outputs at a time. read: the bytes of each piece are appended
-        here."""
+        """Yields the leaf as [inputs, outputs], a few outputs at a time, and appends the bytes of each piece to
+        `read`.
+        """
         matrix, (inputs, _) = self.matrix, self.matrix.sizes
         size, inner = matrix.outputs[0], int(np.prod(matrix.outputs[1:], dtype=int))
         at_once = max(PIECE // (inputs * inner * self.leaf.itemsize), 1)
-        if self.leaf.outer < matrix.inputs:  # on disk the outputs of one input lie side by side
+        if self.leaf.outer < matrix.inputs:  # on disk the outputs of an input are adjacent
             at_once = size
         for start in range(0, size, at_once):
             index = [slice(None)] * len(matrix.shape)
@@ -72,8 +75,9 @@ class QuantizedJob:
 
 
 def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
-    """Returns the weights of one layer that `lora.base` quantizes, by their path in the layer, such as
-    `attention.w_q`."""
+    """Returns the weights of one layer that the format `base` quantizes, by their path in the layer, such as
+    `attention.w_q`.
+    """
     if base == "bf16":
         return {}
     one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1, dense_layers=0, moe_every=1)
@@ -82,7 +86,9 @@ def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
 
 
 def as_computed(leaf: Leaf, base: str, matrix: Matrix) -> np.ndarray:
-    """Returns a leaf quantized and dequantized: the float32 weights with which a step over `lora.base` computes."""
+    """Returns a leaf quantized and dequantized, float32: the values with which a training step with this `lora.base`
+    computes.
+    """
     w = leaf.read()
     arrays = quantize(base, matrix, [w.reshape(matrix.sizes)])
-    return np.asarray(dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, HERE))
+    return np.asarray(dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, ONE_DEVICE))

@@ -1,4 +1,4 @@
-"""The places of parameters of one layer, or of one expert in it, in the arrays of a model."""
+"""Finds the parameter of a layer, or of an expert, in the arrays of a model, which may be stacked over layers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from typing import Any
 from bytescope.model import ModelConfig
 from bytescope.model.runs import BLOCKS, layers_of, stack_of
 
-# A matrix of one expert, its number behind the name as that of the layer is before it: checkpoints have each on its
-# own, and our arrays have all of a layer, [E, inputs, outputs].
+# Name of one expert's matrix with the number of the expert. Checkpoints have a tensor per expert; our arrays have all
+# experts of a layer, [E, inputs, outputs].
 _OF_EXPERT = re.compile(r"(experts\.w_(?:gate|up|down))\.(\d+)")
 PER_EXPERT = ("experts.w_gate", "experts.w_up", "experts.w_down")
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a parameter. array: dotted path of the array. index: in its leading axes. sizes: of these axes."""
+    """The place of a parameter. array: dotted path of the array. index: its index in the leading axes. sizes: sizes of
+    these axes.
+    """
 
     array: str
     index: tuple[int, ...] = ()
@@ -28,8 +30,9 @@ class Place:
 
 
 def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
-    """Returns the possible places of a parameter with a dotted path such as `blocks.3.experts.w_up.7`: with layers on
-    their own, and with scanned layers."""
+    """Returns the possible places of a parameter such as `blocks.3.experts.w_up.7`: with unstacked layers, and with
+    scanned layers.
+    """
     first, _, rest = path.partition(".")
     if first != BLOCKS:
         return (Place(path),)
@@ -47,18 +50,17 @@ def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _in_stack(model: ModelConfig, layer: int) -> tuple[str, int, int]:
-    """Returns (the stack of a layer, the layer's place in it, the number of its layers)."""
+    """Returns (the stack of a layer, the layer's index in it, the number of layers in the stack)."""
     stack = stack_of(model, layer)
     layers = layers_of(model, stack)
     return stack, layers.index(layer), len(layers)
 
 
-def by_array(model: ModelConfig, found: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], Any]]:
-    """Returns dotted path of each complete array -> index in its leading axes -> the value of `found` for this
-    parameter."""
+def by_array(model: ModelConfig, values: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], Any]]:
+    """Returns dotted path of each complete array -> index in its leading axes -> the parameter's value in `values`."""
     arrays: dict[str, dict[tuple[int, ...], Any]] = {}
     sizes: dict[str, tuple[int, ...]] = {}
-    for path, one in found.items():
+    for path, one in values.items():
         for place in places_of(model, path):
             arrays.setdefault(place.array, {})[place.index] = one
             sizes[place.array] = place.sizes
@@ -68,20 +70,21 @@ def by_array(model: ModelConfig, found: Mapping[str, Any]) -> dict[str, dict[tup
 def by_row(
     arrays: Mapping[str, Mapping[tuple[int, ...], Any]], order: Mapping[str, Sequence[int]]
 ) -> dict[str, Mapping[tuple[int, ...], Any]]:
-    """Returns `arrays` with their indices changed to the rows of stacks. order: stack -> the layer of each row, -1 for
-    an unused row."""
+    """Returns `arrays` with layer indices changed to rows of stacks. order: stack -> the layer of each row, -1 for an
+    unused row.
+    """
     rows: dict[str, list[int]] = {}  # stack -> the row of each layer, in the order of the layers
     for stack, layers in order.items():
         used = [row for row, layer in enumerate(layers) if layer >= 0]
         rows[stack] = sorted(used, key=layers.__getitem__)
-    found = dict(arrays)
+    reordered = dict(arrays)
     for array, parts in arrays.items():
         stack, _, rest = array.partition(".")
-        if stack in rows and not rest[0].isdecimal():  # that is a layer on its own
-            found[array] = {(rows[stack][place[0]], *place[1:]): one for place, one in parts.items()}
-    return found
+        if stack in rows and not rest[0].isdecimal():  # a number means an unstacked layer
+            reordered[array] = {(rows[stack][place[0]], *place[1:]): one for place, one in parts.items()}
+    return reordered
 
 
 def stored_at(model: ModelConfig, path: str, arrays: Collection[str]) -> Place | None:
-    """Returns the place of a parameter among these arrays; None if it has none."""
+    """Returns the place of a parameter among these arrays; None if they do not contain it."""
     return next((place for place in places_of(model, path) if place.array in arrays), None)

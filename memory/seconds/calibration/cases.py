@@ -1,8 +1,8 @@
-"""Cases of a calibration: one kernel or copy at one size, each as a program that runs a chain of it.
+"""Lists the cases of a calibration: one kernel or copy at one size, each as a program that runs a chain of it.
 
-The program runs links in a loop on the device, each of which needs the result of the one before, and returns a scalar.
-Calls follow each other without waiting, so that dispatch is hidden behind them. Barriers keep XLA from fusing
-neighbouring links into one kernel. `cases_of` lists all cases of a machine's devices.
+The program runs the links of the chain in a loop on the device, where each link needs the result of the link before,
+and returns a scalar. Calls follow each other without waiting, so that dispatch is hidden behind them. Barriers keep
+XLA from fusing neighbouring links into one kernel. `list_cases` lists all cases of a machine's devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.seconds.rate_records import WAYS
 from bytescope.memory.units import human
 
-# Parts of a calibration, in the order in which they are shown.
+# Parts of a calibration, in the order in which reports show them.
 PRODUCTS, THIN, ATTENTION, MEMORY, FLOOR, CALL, COLLECTIVES, HOST_LINK = PARTS = (
     "products",
     "thin products",
@@ -33,14 +33,14 @@ PRODUCTS, THIN, ATTENTION, MEMORY, FLOOR, CALL, COLLECTIVES, HOST_LINK = PARTS =
 TO_HOST, TO_DEVICE = "to host", "to device"
 COPY, ADD = "copy", "add"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# Wanted seconds of one call of a program; links of one call, and links in one turn of its loop.
+# Target seconds of one call of a program; minimum and maximum links of one call; links in one turn of its loop.
 CALL_SECONDS, MIN_LINKS, MAX_LINKS, UNROLLED = 5e-3, 4, 256, 8
 MIB = 2**20
-# Bytes of the payload whose permutation gives the seconds of a hop, and whose copy gives the latency of a copy.
+# Bytes of the payload that is permuted to measure the seconds of a hop, and copied to measure the latency of a copy.
 SHORT = 4096
 # Factor of the value that a link adds to its chain: too small to overflow, too large for XLA to leave out.
 SMALL = 1e-3
-# FLOPs of a backward pass of attention (five products) over those of a forward one (two).
+# FLOPs of a backward pass of attention (five products), divided by those of a forward pass (two products).
 _BACKWARD = 2.5
 # Assumed rates of an accelerator without a data sheet, until it is measured: FLOP/s, bytes per second.
 _GUESS = (1e14, 1e12)
@@ -52,13 +52,14 @@ class CalibrationCase:
 
     Fields:
         part: one of `PARTS`.
-        key: identifies the case within its part: (unit,) of products, (unit, m, k, n) of thin ones, (way, head width)
-        of
-            attention, (COPY or ADD,) of memory, (kind, group) of collectives, (way,) of the host link.
+        key: identifies the case within its part: (unit,) of products, (unit, m, k, n) of thin products, (way, head
+            dimension) of attention, (COPY or ADD,) of memory, (kind, group) of collectives, (way,) of the host link.
         size: the side of a cube, the number of keys, or bytes.
-        work: FLOPs or bytes of one link; links: number of links in one call.
-        make: returns an object with `start()`, a function that begins one call and returns an array to wait for.
-        needed: measured even if there is little time.
+        work: FLOPs or bytes of one link.
+        links: number of links in one call.
+        make: returns an object with `start()`. `start()` returns a function that begins one call and returns an array
+            to wait for.
+        needed: whether the case is measured even if there is little time.
     """
 
     part: str
@@ -81,10 +82,16 @@ class CalibrationSizes:
     """The sizes to measure, most important first.
 
     Fields:
-        units: of `cost.roofline.UNITS`; sides: of cubes; thin: (m, k, n) of thin products.
-        lengths: of sequences in attention; widths: of heads.
-        tokens: of attention over all sequences; heads: elements of all heads together.
-        arrays: bytes of an array that is copied; payloads: bytes of a collective; copied: bytes over the host link.
+        units: compute units (of `cost.roofline.UNITS`).
+        sides: sides of cubes.
+        thin: (m, k, n) of thin products.
+        lengths: sequence lengths of attention.
+        widths: head dimensions of attention.
+        tokens: tokens of attention over all sequences.
+        heads: number of elements of all heads together.
+        arrays: bytes of an array that is copied in device memory.
+        payloads: bytes of a collective.
+        copied: bytes copied over the host link.
     """
 
     units: tuple[str, ...]
@@ -125,13 +132,13 @@ HOST = CalibrationSizes(
 )
 
 
-def sizes_of(target: Target) -> CalibrationSizes:
-    """The sizes to measure on a target's devices."""
+def choose_sizes(target: Target) -> CalibrationSizes:
+    """Returns the sizes to measure on a target's devices."""
     return HOST if target.platform == "cpu" else ACCELERATOR
 
 
-def cases_of(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
-    """The cases to measure: the needed ones first, then one case of each part in turn."""
+def list_cases(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
+    """Returns the cases to measure: the needed ones first, then one case of each part in turn."""
     units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
     if target.peak_flops:
         flops, bandwidth = target.peak_flops[units[0]], target.hbm_bytes_per_s
@@ -157,21 +164,21 @@ def cases_of(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationSiz
 # ---- chains ---------------------------------------------------------------------------------------------------
 
 
-def links_of(work: float, rate: float) -> int:
-    """Number of links of one call, a multiple of `UNROLLED` if there are that many."""
+def count_links(work: float, rate: float) -> int:
+    """Returns the number of links of one call, which is a multiple of `UNROLLED` if there are that many."""
     wanted = min(max(int(CALL_SECONDS * rate / work), MIN_LINKS), MAX_LINKS)
     return wanted if wanted < UNROLLED else wanted - wanted % UNROLLED
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A program of links, each of which needs the result of the one before.
+    """A program of links, each of which needs the result of the link before.
 
     Fields:
-        program: (before, x, *others) -> results, of which the first is the `before` of the next call.
-        before: the shape of `before`, float32.
-        inputs: (shape, dtype, scale) of x and the others, filled with normal numbers of this scale.
-        sharding: of all arguments; its devices may be absent for `lower`.
+        program: function (before, x, *others) -> results, of which the first is the `before` of the next call.
+        before: the shape of `before`, a float32 array.
+        inputs: (shape, dtype, scale) of x and the others, which are filled with normal numbers of this scale.
+        sharding: the sharding of all arguments. For `lower`, its devices may be absent.
     """
 
     program: Callable[..., Any]
@@ -180,7 +187,7 @@ class Chain:
     sharding: Any
 
     def lower(self) -> Any:
-        """The program, lowered for its devices: a `jax.stages.Lowered`."""
+        """Returns the program lowered for its devices, a `jax.stages.Lowered`."""
         import jax
         import jax.numpy as jnp
 
@@ -190,7 +197,7 @@ class Chain:
         )
 
     def start(self) -> Callable[[], Any]:
-        """Compiles the program and fills its inputs; returns a function that begins a run after the one before."""
+        """Compiles the program and fills its inputs. Returns a function that begins a run after the run before."""
         import jax
         import jax.numpy as jnp
 
@@ -213,9 +220,9 @@ def _chain(
     prepare: Callable[..., tuple[Any, ...]] | None = None,
     unroll: int = UNROLLED,
 ) -> Chain:
-    """A chain of `links` runs of `link(x, *others) -> x` on one device.
+    """Returns a chain of `links` runs of `link(x, *others) -> x` on one device.
 
-    `prepare`: computes `others` from the arguments, once per call and outside the chain.
+    `prepare`: computes `others` from the arguments, once per call and outside of the chain.
     """
     import jax
     import jax.numpy as jnp
@@ -231,8 +238,8 @@ def _chain(
 
 
 def _normal(sharding: Any, seed: int, shape: tuple[int, ...], dtype: Any, scale: float) -> Any:
-    """An array of normal numbers that repeats every million, because zeros would spare a device power. Each device of a
-    sharding over the first dimension makes its own part."""
+    """Returns an array of normal numbers that repeat every million elements, because zeros would save the device
+    power. Each device of a sharding over the first dimension fills its own part."""
     import jax
     import numpy as np
 
@@ -270,8 +277,8 @@ def _dtype(unit: str) -> Any:
 
 
 def _times(unit: str) -> Callable[[Any, Any], Any]:
-    """Returns a function (x, w) -> x @ w in a unit, rounded to the dtype of x; fp8 is summed in float32 and rounded to
-    bfloat16 first."""
+    """Returns a function (x, w) -> x @ w in a compute unit, rounded to the dtype of x. fp8 is summed in float32 and
+    rounded to bfloat16 first."""
     import jax
     import jax.numpy as jnp
 
@@ -291,7 +298,7 @@ def _product_cases(
     for side in sizes.sides:
         for unit in units:
             work = 2.0 * side**3
-            links = links_of(work, flops)
+            links = count_links(work, flops)
             yield CalibrationCase(
                 PRODUCTS,
                 (unit,),
@@ -317,7 +324,7 @@ def _thin_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: fl
 
     for m, k, n in sizes.thin:
         work = 4.0 * m * k * n
-        links = links_of(work, flops)
+        links = count_links(work, flops)
         yield CalibrationCase(THIN, (unit, m, k, n), 0, work, links, functools.partial(make, m, k, n, links))
 
 
@@ -326,7 +333,7 @@ def _memory_cases(device: JaxDevice, sizes: CalibrationSizes, bandwidth: float) 
     import jax.numpy as jnp
 
     barrier = jax.lax.optimization_barrier
-    # Kind -> arrays that a link reads and writes, and the link.
+    # Kind -> (number of arrays that a link reads and writes, the link).
     kinds: Mapping[str, tuple[int, Callable[..., Any]]] = {
         COPY: (2, lambda x: barrier(x * 1.0001)),
         ADD: (3, lambda x, y: barrier(x + y)),
@@ -339,7 +346,7 @@ def _memory_cases(device: JaxDevice, sizes: CalibrationSizes, bandwidth: float) 
 
     for size in sizes.arrays:
         for kind, (arrays, _) in kinds.items():
-            links = links_of(arrays * size, bandwidth)
+            links = count_links(arrays * size, bandwidth)
             yield CalibrationCase(
                 MEMORY,
                 (kind,),
@@ -358,7 +365,7 @@ def _attention_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flop
                 batch, heads = max(sizes.tokens // length, 1), max(sizes.heads // width, 1)
                 causal, backward = way.endswith("causal"), way.startswith("backward")
                 work = 4.0 * batch * heads * length**2 * width * (0.5 if causal else 1.0)
-                links = links_of(work * (_BACKWARD if backward else 1.0), flops)
+                links = count_links(work * (_BACKWARD if backward else 1.0), flops)
                 # A call of a backward chain begins with one forward pass.
                 work *= _BACKWARD + 1 / links if backward else 1.0
                 make = functools.partial(_attend, device, unit, (batch, length, heads, width), causal, backward, links)
@@ -374,8 +381,8 @@ def _attention_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flop
 
 
 def _attend(device: JaxDevice, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
-    """A chain of attention: cuDNN's kernel on NVIDIA GPUs that multiply in bfloat16, XLA's products elsewhere, because
-    cuDNN has no kernel for older GPUs."""
+    """Returns a chain of attention: cuDNN's kernel on NVIDIA GPUs that multiply in bfloat16, and XLA's products
+    elsewhere, because cuDNN has no kernel for older GPUs."""
     import jax
 
     implementation = "cudnn" if platform_of(device) == "cuda" and unit == "bf16" else "xla"
@@ -402,7 +409,7 @@ class _Copies:
     destination: Any
 
     def start(self) -> Callable[[], Any]:
-        """Fills the array; returns a function that begins a copy."""
+        """Fills the array. Returns a function that begins a copy."""
         import jax
         import numpy as np
 
@@ -433,9 +440,9 @@ def _collective_cases(
         for group in groups:
             for kind in KINDS:
                 if size == SHORT and kind != KINDS[-1]:
-                    continue  # only the permutation, which gives the seconds of a hop
+                    continue  # this size is only measured for the permutation, to get the seconds of a hop
                 whole = size - size % (4 * group * group)
-                links = links_of(whole, bandwidth)
+                links = count_links(whole, bandwidth)
                 yield CalibrationCase(
                     COLLECTIVES,
                     (kind, group),
@@ -448,7 +455,7 @@ def _collective_cases(
 
 
 def _send(devices: tuple[JaxDevice, ...], kind: str, size: int, links: int) -> Chain:
-    """A chain of one collective whose payload, the unsharded array, is `size` bytes on each device."""
+    """Returns a chain of one collective whose payload, the unsharded array, has `size` bytes on each device."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -457,7 +464,8 @@ def _send(devices: tuple[JaxDevice, ...], kind: str, size: int, links: int) -> C
     part = size // 4 // count
     mesh = jax.sharding.Mesh(np.array(devices), (axis,))
     ring = [(one, (one + 1) % count) for one in range(count)]
-    # A maximum instead of a sum needs no scaling afterwards; gathered or scattered values are written back in place.
+    # The all-reduce is a maximum, because a sum would need scaling. Gathered or scattered values are written back in
+    # place.
     send: Mapping[str, Callable[[Any], Any]] = {
         "all-reduce": lambda x: jax.lax.pmax(x, axis),
         "all-gather": lambda x: jax.lax.all_gather(x, axis, tiled=True)[:part] + SMALL,

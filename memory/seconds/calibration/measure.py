@@ -1,7 +1,8 @@
-"""Measures the rates of this machine's devices: compiles cases, runs them in turn until the time is spent, fits rates.
+"""Measures the rates of this machine's devices: compiles cases, runs them in turn until the time is used up, fits
+rates.
 
 Cases are compiled in order of importance during a first part of the time. Then all of them run in turn, so that a
-falling clock or another program slows all of them alike. The seconds of a case are the median over the turns.
+falling clock or another program slows all of them equally. The seconds of a case are the median over the turns.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from bytescope.memory.seconds.calibration.cases import (
 )
 from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, DeviceRates
 
-# The share of the time in which cases are compiled; seconds of one visit of a case.
+# Fraction of the time in which cases are compiled; seconds of one visit of a case.
 _PREPARING, _VISIT_SECONDS = 0.7, 20e-3
 # Needed cases may take this multiple of the time, or this number of seconds if that is more, because a shared machine
 # compiles slowly.
 _OVER, _MIN_SECONDS = 1.25, 30.0
 NO_TIME = "no time: give more --seconds"
-# Minimum share of a measured time that is work of the kernel, for a floor that was measured too high.
+# Minimum fraction of a measured time that counts as work of the kernel, in case the floor was measured too high.
 _MIN_SHARE = 0.1
 _VERSIONS = ("bytescope", "jax", "jaxlib")
 Tell = Callable[[Sequence[str], int], None]
@@ -46,8 +47,13 @@ Tell = Callable[[Sequence[str], int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A measured case: its `part`, `key`, `size` and `work` (see `cases.CalibrationCase`), and the median seconds of
-    one link. spread: the distance of the quartiles over the median; None for fewer than two turns."""
+    """A measured case.
+
+    Fields:
+        part, key, size, work: the fields of `cases.CalibrationCase`.
+        seconds: median seconds of one link.
+        spread: distance of the quartiles over the median; None for fewer than two turns.
+    """
 
     part: str
     key: tuple[Any, ...]
@@ -59,7 +65,12 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """The result of a calibration. rates: of one device; left_out: label of a case -> why it was not measured."""
+    """The result of a calibration.
+
+    Fields:
+        rates: the rates of one device.
+        left_out: label of a case -> the reason why it was not measured.
+    """
 
     rates: DeviceRates
     samples: tuple[Sample, ...]
@@ -70,7 +81,7 @@ class Calibration:
 class _Prepared:
     case: CalibrationCase
     run: Callable[[], Any]
-    calls: int  # in one visit
+    calls: int  # number of calls in one visit
     first: float = 0.0  # seconds of one link in a single call, used if there was no time for a turn
     seconds: list[float] = dataclasses.field(default_factory=list)
 
@@ -90,11 +101,12 @@ def measure(
     seconds: float = 60.0,
     tell: Tell = lambda labels, done: None,
 ) -> Calibration:
-    """Measures cases (of `cases.cases_of`) in about `seconds`, and fits the rates.
+    """Measures cases (from `cases.list_cases`) in about `seconds` seconds, and fits the rates.
 
     Args:
-        target: the devices, with their data sheet if there is one; devices: number of devices that the cases run on.
-        tell: called with the labels of what runs and the number of whole seconds that have passed.
+        target: the devices, with their data sheet if there is one.
+        devices: number of devices on which the cases run.
+        tell: called with the labels of the running cases and the number of whole seconds that have passed.
 
     Raises ReportError if a part that a prediction needs cannot be measured.
     """
@@ -109,12 +121,12 @@ def measure(
             clock.tell(f"turn {turn}", each.case.label)
             try:
                 each.seconds.append(each.visit())
-            except Exception as error:  # no memory is left beside the cases that were prepared later
+            except Exception as error:  # the cases that were prepared later left no memory
                 prepared.remove(each)
                 left_out[each.case.label] = _reason(error)
     samples = tuple(_sample(each) for each in prepared)
     try:
-        return Calibration(rates_of(samples, target, _about(target, devices)), samples, left_out)
+        return Calibration(fit_rates(samples, target, _about(target, devices)), samples, left_out)
     except ReportError as error:
         why = next(iter(left_out.items()), ("nothing", "left out"))
         raise ReportError(f"the devices could not be measured ({error}); {why[0]}: {why[1]}") from error
@@ -122,7 +134,7 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class _TimeBudget:
-    """Start of a calibration, its number of seconds, and the function that shows its progress."""
+    """The start of a calibration, its number of seconds, and the function that shows its progress."""
 
     began: float
     seconds: float
@@ -136,11 +148,11 @@ class _TimeBudget:
         return time.monotonic() - self.began
 
     def late(self, needed: bool) -> bool:
-        """Whether the time for compiling a case is over."""
+        """Returns whether the time for compiling a case is over."""
         return self.passed > (self._limit if needed else _PREPARING * self.seconds)
 
     def over(self, turns: int) -> bool:
-        """Whether the time for running is over after `turns` turns; the first turn may take longer."""
+        """Returns whether the time for running is over after `turns` turns. The first turn may take longer."""
         return self.passed > (self.seconds if turns else self._limit)
 
     @property
@@ -149,7 +161,7 @@ class _TimeBudget:
 
 
 def _prepared(todo: Sequence[CalibrationCase], clock: _TimeBudget) -> tuple[list[_Prepared], dict[str, str]]:
-    """(cases ready to run, label of a case that is left out -> reason)."""
+    """Returns (cases that are ready to run, label of a case that is left out -> reason)."""
     prepared, left_out = [], {}
     for case in todo:
         clock.tell(case.label)
@@ -158,7 +170,7 @@ def _prepared(todo: Sequence[CalibrationCase], clock: _TimeBudget) -> tuple[list
             continue
         try:
             prepared.append(_prepare(case))
-        except Exception as error:  # of the compiler or the device: an unsupported dtype or size, no memory left
+        except Exception as error:  # compiler or device refuse the case: unsupported dtype or size, or out of memory
             left_out[case.label] = _reason(error)
     return prepared, left_out
 
@@ -168,7 +180,7 @@ def _reason(error: Exception) -> str:
 
 
 def _prepare(case: CalibrationCase) -> _Prepared:
-    """Compiles a case, warms it up and chooses the number of calls of a visit."""
+    """Compiles a case, warms it up and chooses the number of calls per visit."""
     prepared = _Prepared(case, case.make().start(), 1)
     prepared.visit()  # the first run loads kernels
     prepared.first = prepared.visit()
@@ -187,13 +199,13 @@ def _sample(each: _Prepared) -> Sample:
 
 
 def _rounded(value: float) -> float:
-    """The value in four digits: no clock is more precise, and the file stays small."""
+    """Returns the value with four digits. No clock is more precise, and the file stays small."""
     return float(f"{value:.4g}")
 
 
 def _about(target: Target, devices: int) -> dict[str, str]:
-    """The device, the date and the versions of a calibration."""
-    found = {
+    """Returns the device, the date and the versions of a calibration."""
+    about = {
         "device": target.kind,
         "platform": target.platform,
         "devices": str(devices),
@@ -201,16 +213,16 @@ def _about(target: Target, devices: int) -> dict[str, str]:
     }
     for name in _VERSIONS:
         try:
-            found[name] = metadata.version(name)
+            about[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return about
 
 
-def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]) -> DeviceRates:
+def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str]) -> DeviceRates:
     """Fits rates to samples. `about`: the device, the date and the versions of the calibration.
 
-    Raises ReportError if a part is missing that a prediction needs.
+    Raises ReportError if a part that a prediction needs is missing.
     """
     parts: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -251,20 +263,21 @@ def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]
 
 
 def _work_seconds(sample: Sample, floor: float) -> float:
-    """Seconds of a link without the floor of its kernel."""
+    """Returns the seconds of a link without the floor of its kernel."""
     return max(sample.seconds - floor, _MIN_SHARE * sample.seconds)
 
 
 def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Curve]:
-    """Key -> work per second over the size."""
-    found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
+    """Returns key -> curve of work per second over the size."""
+    curves: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
-        found[sample.key][float(sample.size)] = _rounded(sample.work / _work_seconds(sample, floor))
-    return {key: tuple(sorted(points.items())) for key, points in found.items()}
+        curves[sample.key][float(sample.size)] = _rounded(sample.work / _work_seconds(sample, floor))
+    return {key: tuple(sorted(points.items())) for key, points in curves.items()}
 
 
 def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
-    """Bytes per second over the bytes of a kernel; a copy and an addition of arrays of one size are one point."""
+    """Returns the curve of bytes per second over the bytes of a kernel. A copy and an addition of arrays of one size
+    are one point."""
     by_size: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_size[sample.size].append(sample)
@@ -278,12 +291,13 @@ def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
 
 
 def _collectives(samples: Iterable[Sample]) -> tuple[CollectiveRate, ...]:
-    """Bus bandwidth over payload bytes by kind and group; the shortest payloads measure only hops."""
-    found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
+    """Returns the bus bandwidth over payload bytes, by kind and group. The shortest payloads are left out, because
+    they measure only hops."""
+    curves: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         if sample.size > SHORT:
             kind, group = sample.key
-            found[sample.key][float(sample.size)] = _rounded(WIRE[kind](group) * sample.work / sample.seconds)
+            curves[sample.key][float(sample.size)] = _rounded(WIRE[kind](group) * sample.work / sample.seconds)
     return tuple(
-        CollectiveRate(kind, group, 1, tuple(sorted(points.items()))) for (kind, group), points in found.items()
+        CollectiveRate(kind, group, 1, tuple(sorted(points.items()))) for (kind, group), points in curves.items()
     )

@@ -1,20 +1,21 @@
 "use strict";
-// What the scripts of all pages share: numbers as text, elements, copy buttons, light and dark. It runs in the head, so
-// that the theme is set before anything is drawn. A page's own script takes what it needs out of `base` and ends in
-// base.start(draw).
+// Functions that the scripts of all pages share: formatting, elements, copy buttons, light and dark theme. The script
+// runs in the head, so that the theme is set before anything is drawn. A page's script uses functions of `base` and
+// ends in base.start(draw).
 const base = (() => {
   const root = document.documentElement, $ = (id) => document.getElementById(id);
-  // What a page keeps in its address (#at=12&q=attention), so that a view can be shared; `theme` on every page.
+  // The state that a page stores in its address (#at=12&q=attention), so that a view can be shared. All pages store
+  // `theme`.
   const address = new URLSearchParams(location.hash.slice(1));
   const remember = (values) => {
     const text = values.toString();
-    // A page in a frame of a notebook has no address of its own.
+    // A page in a frame of a notebook has no address.
     if (location.protocol !== "about:")
       history.replaceState(null, "", text ? "#" + text : location.pathname + location.search);
   };
 
   // ---- text -----------------------------------------------------------------------------------------
-  // As memory/units.py writes bytes; a test compares the two.
+  // The same format as in memory/units.py; a test compares them.
   const GIB = 2 ** 30, UNITS = [[2 ** 40, "TiB"], [GIB, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
   const human = (bytes) => {
     const unit = UNITS.find(([size]) => Math.abs(bytes) >= size);
@@ -22,12 +23,12 @@ const base = (() => {
   };
   const count = (n) => n.toLocaleString("en-US");
   const exact = (bytes) => count(Math.round(bytes)) + " bytes";
-  // As memory/view/figures.py writes seconds; a test compares the two.
+  // The same format as in memory/view/figures.py; a test compares them.
   const seconds = (v) => (v >= 1000 ? count(Math.round(v)) + " s" : v >= 0.1 ? v.toPrecision(4) + " s"
     : (1000 * v).toPrecision(4) + " ms");
   const percent = (share) => (100 * share).toFixed(1) + " %";
 
-  // ---- elements: text of the data reaches the document through textContent alone ---------------------
+  // ---- elements: text of the data is inserted only as textContent --------------------------------------
   const make = (tag, text, className) => {
     const node = document.createElement(tag);
     if (text !== undefined) node.textContent = text;
@@ -41,7 +42,7 @@ const base = (() => {
     if (text !== undefined) node.textContent = text;
     return node;
   };
-  // A heading that sorts a table: `sort` is {by, down}, `key` the heading's own.
+  // Returns a heading that sorts a table. sort: {by, down}. key: the key of this heading.
   const sorter = (tag, title, key, sort, onclick) => {
     const head = make(tag), button = make("button", title + (sort.by === key ? (sort.down ? " ↓" : " ↑") : ""));
     if (sort.by === key) head.setAttribute("aria-sort", sort.down ? "descending" : "ascending");
@@ -50,8 +51,8 @@ const base = (() => {
     head.append(button);
     return head;
   };
-  // The headings of a table become buttons that sort its rows: by the data-value of a cell, else by its text. An empty
-  // cell stays last.
+  // Turns the headings of a table into buttons that sort its rows by the data-value of a cell, otherwise by its text.
+  // Empty cells stay last.
   const sortable = (table) => {
     const heads = [...table.tHead.rows[0].cells], rows = table.tBodies[0];
     const of = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent.trim();
@@ -77,30 +78,30 @@ const base = (() => {
       head.replaceChildren(button);
     });
   };
-  // Rows that do not have every word of the input are hidden; `said` tells how many are left.
-  const filtered = (input, table, said) => {
+  // Hides rows that do not contain every word of the input. status: the element that shows the number of visible rows.
+  const filtered = (input, table, status) => {
     const rows = [...table.tBodies[0].rows];
     const apply = () => {
       const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
       for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-      said.textContent = `${count(rows.filter((row) => !row.hidden).length)} of ${count(rows.length)}`;
+      status.textContent = `${count(rows.filter((row) => !row.hidden).length)} of ${count(rows.length)}`;
     };
     input.oninput = apply;
     apply();
   };
-  // A command as words that do not break after their dashes; its text is what it was.
+  // Splits a command into spans at its flags, so that lines do not break after dashes. The text does not change.
   const flags = (command) => command.split(/ (?='?--)/).flatMap((word, i) => [...(i ? [" "] : []), make("span", word)]);
-  // What a button of a table copies, above the table for all to read.
-  const told = (button) => {
-    const card = button.closest(".card"), found = card.querySelector(".told") || make("div", undefined, "run told");
-    found.replaceChildren(make("pre"));
-    found.firstChild.append(...flags(button.dataset.command));
-    button.closest(".scroll").before(found);
-    return found.firstChild;
+  // Shows the command of a button in a table above the table, and returns its element.
+  const showCommand = (button) => {
+    const card = button.closest(".card"), box = card.querySelector(".told") || make("div", undefined, "run told");
+    box.replaceChildren(make("pre"));
+    box.firstChild.append(...flags(button.dataset.command));
+    button.closest(".scroll").before(box);
+    return box.firstChild;
   };
   const copy = async (button) => {
-    const source = button.dataset.command === undefined ? button.previousElementSibling : told(button);
-    // The clipboard is closed to some pages: the words are selected first, and the button says so.
+    const source = button.dataset.command === undefined ? button.previousElementSibling : showCommand(button);
+    // Some pages may not use the clipboard, so the text is also selected, and the button shows which of both worked.
     getSelection().selectAllChildren(source);
     try {
       await navigator.clipboard.writeText(source.textContent);
@@ -117,7 +118,7 @@ const base = (() => {
   const wished = () => (wish.matches ? "dark" : "light");
   root.dataset.theme = address.get("theme") || wished();
 
-  // Draws the page, now and in every new theme; `data-ready` tells a test that the script came to its end.
+  // Draws the page, now and after every change of the theme. `data-ready` marks the end of the script for tests.
   const start = (draw) => {
     const theme = (name) => { root.dataset.theme = name; draw(); };
     wish.addEventListener("change", () => theme(wished()));

@@ -1,6 +1,6 @@
 "use strict";
-// What the pictures of several pages share: bytes in the unit of their page, what they cost, and the looks of series.
-// In each picture of cost against bytes the bytes lie along x and the cost along y.
+// Axes and styles that charts of several pages share: bytes in the unit of the page, cost, colours and symbols of
+// series. In charts of cost against bytes, bytes are on the x axis and cost is on the y axis.
 //
 //   const bytes = charts.bytes(data.unit);                  unit: [name, bytes] of the page
 //   const cost = charts.cost(data.cost);                    cost: {title, is_share}: seconds per update, or a share
@@ -8,10 +8,10 @@
 //     series: [{ kind: "points", x: sizes.map(bytes.at), y: values.map(cost.at), ...charts.look(0) }] });
 const axes = (() => {
   const { human, count } = base;
-  // Sizes further apart than this lie on a logarithmic axis, or the small ones would be one point.
+  // If sizes differ by more than this factor, the axis is logarithmic, so that small sizes do not overlap.
   const FAR = 12;
   const ends = (values) => [Math.min(...values), Math.max(...values)];
-  // Powers of two, ten at most.
+  // Ticks at powers of two, at most ten.
   const powers = (low, high) => {
     const first = Math.ceil(Math.log2(low)), last = Math.log2(high), found = [];
     const step = Math.max(1, Math.ceil((last - first) / 10));
@@ -19,7 +19,7 @@ const axes = (() => {
     return found;
   };
 
-  // Figures of one picture have one unit, so that they can be compared; what is too small for it has its own.
+  // All figures of a chart have the same unit, so that they can be compared, except figures that are too small for it.
   const bytes = ([unit, size]) => {
     const at = (n) => n / size, digits = size > 1 ? 2 : 0;
     const text = (n) => (n && Math.abs(n) < size / 100 ? human(n) : at(n).toLocaleString("en-US",
@@ -34,7 +34,7 @@ const axes = (() => {
       }
       return { title, grid: true, range: [Math.max(0, low - 0.06 * room), high + 0.06 * room] };
     };
-    // A limit far away from all that is drawn would press it together.
+    // A limit far outside the drawn values is left out, because it would compress them.
     const near = (limit, sizes) => {
       const [low, high] = ends(sizes);
       return Boolean(limit) && limit <= 2 * high && limit >= low / 2;
@@ -54,8 +54,8 @@ const axes = (() => {
     return { title, at, along };
   };
 
-  // Names of points that lie on each other become one, at the first of them: item -> its name, "" for the others.
-  // place: item -> [x, y] in values of the axes; axisX, axisY: the axes.
+  // Joins the names of overlapping points at the first of them. Returns item -> name, "" for the other points.
+  // place: item -> [x, y] in values of the axes. axisX, axisY: the axes.
   const sharedNames = (items, place, name, { x: axisX, y: axisY }) => {
     const span = ({ range, type }) => (type === "log" ? Math.log(range[1] / range[0]) : range[1] - range[0]);
     const apart = (a, b, { type }) => Math.abs(type === "log" ? Math.log(a / b) : a - b);
@@ -72,7 +72,7 @@ const axes = (() => {
     return (item) => names.get(item) || "";
   };
 
-  // Colours of the categories in an order in which neighbours differ most; a symbol goes with each.
+  // Colours of the categories, ordered so that neighbours differ most, with a symbol for each.
   const HUES = ["params", "residuals", "workspace", "gradients", "optimizer", "batch", "logits_loss", "collectives",
     "accumulator", "outputs"];
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "triangle-down"];

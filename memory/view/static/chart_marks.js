@@ -1,7 +1,7 @@
 "use strict";
-// How charts.js draws the series of one panel: areas, bars, lines and points, and what of them the pointer can find.
-// A view has scales `x` and `y`, the `group` for what is clipped at the axes, `marks` for what is not, `targets` for
-// what has a tip, {x, y, r or box, series, index} in pixels, and in `taken` the boxes that labels keep away from.
+// Draws the series of one panel for charts.js: areas, bars, lines and points, and records the targets of the pointer.
+// A view has scales `x` and `y`, the `group` for marks that are clipped at the axes, `marks` for marks that are not,
+// `targets` for marks with a tip, {x, y, r or box, series, index} in pixels, and `taken`, boxes that labels avoid.
 const marks = (() => {
   const { svg } = base, { round, symbol, textWidth } = parts;
   const pick = (value, i, other) => (Array.isArray(value) ? value[i] : value) ?? other;
@@ -24,14 +24,14 @@ const marks = (() => {
       return { ...one, low, high };
     });
   };
-  // The values of a series along x or y, for a range that nobody gave.
+  // The values of a series along x or y, for an axis without a given range.
   const values = (one, along) => {
     if (along === "x") return one.x;
     return one.low ? [...one.low, ...one.high] : one.y;
   };
 
   // ---- areas ------------------------------------------------------------------------------------------
-  // Only the points between the ends of the axis, and one on either side.
+  // Returns the points between the ends of the axis, and one more on either side.
   const window_ = (xs, { low, high }) => {
     let first = xs.findIndex((x) => x >= low), last = xs.length - 1;
     while (last > 0 && xs[last] > high) last--;
@@ -51,8 +51,8 @@ const marks = (() => {
     }
     return path;
   };
-  // The line between two areas, in the colour of the card: along stretches that are long enough to be seen, and not
-  // over areas so thin that it would hide them.
+  // Draws the line between two areas in the colour of the card, only where the line is long enough to be visible and
+  // where the areas are not so thin that it would hide them.
   const seam = (one, view) => {
     const [first, last] = window_(one.x, view.x);
     let path = "";
@@ -66,7 +66,8 @@ const marks = (() => {
     }
     return path;
   };
-  // From the highest to the lowest, each down to the ground: what lies lower covers it, and no seam shows the card.
+  // Areas are drawn from the highest to the lowest, each down to the axis. Lower areas cover higher ones, without
+  // gaps.
   const areas = (all, view) => {
     const ground = round(view.y.at(Math.max(view.y.low, 0)));
     for (const one of [...all].reverse()) {
@@ -132,13 +133,13 @@ const marks = (() => {
     if (one.tips) view.targets.push({ x, y, r, series: one, index: i });
   });
 
-  // ---- words beside points ----------------------------------------------------------------------------
+  // ---- labels of points -------------------------------------------------------------------------------
   const meets = (a, b) => a.x < b.x + b.width && b.x < a.x + a.width
     && a.y < b.y + b.height && b.y < a.y + a.height;
   const words = (text, x, y, { anchor = "start", color = "var(--ink)", size = 12, strong = false } = {}) =>
     svg("text", { x: round(x), y: round(y), "text-anchor": anchor, fill: color, "font-size": size,
       "font-weight": strong ? 650 : null, class: "halo" }, text);
-  // Right, left, above or below, wherever nothing stands yet; a label without room stays in the tip of its point.
+  // Places a label right, left, above or below its point, where it is free. A label without room is only in the tip.
   const labels = (one, view) => one.x.forEach((at, i) => {
     const text = pick(one.labels, i, ""), y = view.y.at(one.y[i]), r = pick(one.size, i, 11) / 2;
     if (!text) return;

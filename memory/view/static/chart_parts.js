@@ -1,9 +1,9 @@
 "use strict";
-// What charts.js is made of that draws no data: scales, ticks, the width of text, the tooltip and the legend.
+// Parts of charts.js that draw no data: scales, ticks, widths of text, the tooltip and the legend.
 const parts = (() => {
   const { make, svg } = base;
 
-  // ---- text: its width is measured on a canvas, so that margins are known before anything is drawn ----
+  // ---- text: widths are measured on a canvas, so that margins are known before drawing -----------------
   const SIZE = 12, pen = make("canvas").getContext("2d");
   const widths = new Map();
   const textWidth = (text, size = SIZE) => {
@@ -20,7 +20,7 @@ const parts = (() => {
     while (length > 1 && textWidth(text.slice(0, length) + "…", size) > room) length--;
     return length > 1 ? text.slice(0, length) + "…" : "";
   };
-  // Lines of words, each at most `room` wide where its words are.
+  // Wraps words to lines of up to `room` pixels. A word that is longer is not broken.
   const wrap = (text, room, size = SIZE) => {
     const lines = [];
     for (const word of String(text).split(" ")) {
@@ -31,7 +31,7 @@ const parts = (() => {
   };
 
   // ---- scales and ticks -------------------------------------------------------------------------------
-  // `at` takes a value to a pixel and `back` a pixel to a value; `range` is in values on logarithmic axes too.
+  // `at` converts a value to a pixel, `back` a pixel to a value. `range` is in values, on logarithmic axes too.
   const scale = ({ type, range: [low, high] }, from, to) => {
     const log = type === "log", place = log ? (v) => Math.log10(Math.max(v, Number.MIN_VALUE)) : (v) => v;
     const start = place(low), ratio = (to - from) / (place(high) - start || 1);
@@ -67,7 +67,7 @@ const parts = (() => {
   };
   const logTicks = ({ range: [low, high] }, most) => {
     const decades = Math.log10(high / low), first = Math.floor(Math.log10(low));
-    // Within one decade ones, twos and fives may leave a single tick: the linear ones are better there.
+    // Within one decade, ticks at 1, 2 and 5 may leave a single tick, so linear ticks are used.
     if (decades < 1) return linearTicks({ range: [low, high] }, most);
     const factors = 3 * decades <= 2 * most ? [1, 2, 5] : [1], every = Math.ceil(decades / Math.max(most, 1));
     const found = [];
@@ -75,7 +75,7 @@ const parts = (() => {
       for (const factor of factors) found.push(factor * 10 ** power);
     return found.filter((v) => v >= low * 0.9999 && v <= high * 1.0001).map((v) => [v, tidy(v)]);
   };
-  // [value, text] of each tick of an axis that has `most` at the most.
+  // Returns [value, text] of each tick of an axis, up to `most` ticks.
   const ticks = (axis, most) => {
     if (axis.type === "names") return axis.names.map((name, i) => [i, name]);
     const found = axis.ticks ? axis.ticks.map((v, i) => [v, axis.text ? axis.text[i] : tidy(v)])
@@ -84,7 +84,7 @@ const parts = (() => {
     return found.filter(([v]) => v >= low - slack && v <= high + slack)
       .map(([v, text]) => [v, (axis.format ? axis.format(v) : text) + (axis.suffix || "")]);
   };
-  // Of labels with {at, width} those that do not run into the one before: every first, second, third ...
+  // Returns every first, second or third ... label, so that labels {at, width} do not overlap.
   const apart = (labels, gap = 10) => {
     for (let every = 1; every < labels.length; every++) {
       const some = labels.filter((_, i) => i % every === 0);
@@ -174,8 +174,8 @@ const parts = (() => {
   const symbol = (name, x, y, r) => (SYMBOLS[name] || SYMBOLS.circle)(x, y, r);
 
   // ---- the legend -------------------------------------------------------------------------------------
-  // Buttons that hide and show the series of their key. Several charts may share one: legend(box, entries) gives
-  // {hidden, onchange}, which stands in the place of `legend: true` in each of them.
+  // Buttons that hide and show the series with their key. Several charts may share a legend: legend(box, entries)
+  // returns {hidden, onchange}, which replaces `legend: true` in each chart.
   const swatch = ({ color, symbol: shape, line, open }) => {
     const picture = svg("svg", { width: 14, height: 12, "aria-hidden": "true" });
     if (line) picture.append(svg("path", { d: "M0 6H14", fill: "none", stroke: color, "stroke-width": 2.5,

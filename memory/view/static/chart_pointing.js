@@ -1,6 +1,6 @@
 "use strict";
-// What a chart does under a pointer, a finger and the keyboard: charts.js draws, this finds the nearest point, shows
-// its tip, zooms and picks. Chart states are those of charts.js.
+// Reactions of a chart to pointer, touch and keyboard: finds the nearest point, shows its tip, zooms and picks.
+// charts.js draws, and its chart states are used here.
 const pointing = (() => {
   const { svg } = base, { show, hide, round } = parts;
   const NEAR = 26;
@@ -24,7 +24,7 @@ const pointing = (() => {
     }
     return Math.abs(xs[high] - value) < Math.abs(xs[low] - value) ? high : low;
   };
-  // Pixels of the drawing for a place of the window, and back: the drawing may be shown smaller than it is.
+  // Converts positions in the window to pixels of the drawing and back, because the drawing may be scaled down.
   const inside = (state, event) => {
     const box = state.svg.getBoundingClientRect(), ratio = state.svg.viewBox.baseVal.width / (box.width || 1);
     return [(event.clientX - box.left) * ratio, (event.clientY - box.top) * ratio];
@@ -34,7 +34,7 @@ const pointing = (() => {
     return [box.left + x / ratio, box.top + y / ratio];
   };
 
-  // ---- what is pointed at -----------------------------------------------------------------------------
+  // ---- the point under the pointer --------------------------------------------------------------------
   const hit = (state, [x, y]) => {
     let best = null, least = NEAR;
     state.targets.forEach((target, k) => {
@@ -65,7 +65,7 @@ const pointing = (() => {
     return best;
   };
   const upright = (view, x, name) => svg("path", { d: `M${round(x)} ${view.top}V${view.bottom}`, class: name });
-  // The line that stays, at what was picked.
+  // The line that marks the picked point.
   const settle = (state) => {
     state.at = null;
     for (const view of state.views) {

@@ -1,45 +1,45 @@
 "use strict";
-// The charts of all pages, drawn as SVG: no library, no network. Colours are CSS, "var(--c-params)", so a new theme and
-// paper repaint them by themselves. Text of the data is set as text alone.
+// The charts of all pages, drawn as SVG without a library or network. Colours are CSS variables, "var(--c-params)", so
+// that charts follow the theme and the print style. Text of the data is inserted only as text.
 //
-//   charts.xy("id", {                       draws into the element of that id; again: draws anew, keeps what is hidden
-//     legend: true,                         false: none; or what charts.legend gave, for several charts with one legend
-//     columns: 3, height: 300,              of several panels: at most so many beside each other, each so high (px)
+//   charts.xy("id", {                       draws into the element with this id; hidden series stay hidden
+//     legend: true,                         false: none; or the result of charts.legend, for charts that share a legend
+//     columns: 3, height: 300,              maximum panels per row, and the height of a panel (px)
 //     unzoomed: true,                       ends the zoom of an earlier drawing
-//     panels: [panel, ...]                  or the keys of a single panel right here
+//     panels: [panel, ...]                  for a single panel, its keys may be given here instead
 //   })
 //   panel = {
 //     title: "h100:8",
 //     x: axis, y: axis,
-//     series: [...],                        in the order of stacking and of the legend
+//     series: [...],                        in stacking order, which is also the order of the legend
 //     limits: [{ y: 80, text: "limit 80 GiB" }, { x: 3, text: "budget", color: "var(--exceeds)" }],  dashed, with halo
-//     bands: [{ from: 0, to: 9, color, opacity: 0.1, strip: true }],      along x, behind the data; strip: above it
+//     bands: [{ from: 0, to: 9, color, opacity: 0.1, strip: true }],      along x, behind the data; strip: above
 //     notes: [{ x, y, text, anchor: "middle", dx: 0, dy: -8, color, size, strong, line: true }],  dx, dy in pixels
-//     horizontal: true,                     bars lie: `x` is the axis of sizes, `y` has the names (series as ever)
-//     zoom: true,                           drag along x, + and -; double click, 0 or Escape: all of it again
+//     horizontal: true,                     horizontal bars: `x` is the axis of sizes, `y` has the names
+//     zoom: true,                           zoom by dragging along x, + and -; reset by double click, 0 or Escape
 //     cross: { x: [...], tip: (k) => lines, move: (k or null) => {}, pick: (k) => {}, mark: x or null },
-//   }                                       crosshair instead of single points: the nearest of x; `mark` stays drawn
+//   }                                       a crosshair at the nearest x instead of single points; `mark` stays visible
 //   axis = { title: "allocated GiB", type: "linear" (default), "log" or "names", names: ["a", "b"],
 //            range: [0, 10] (values, on logarithmic axes too), zero: true (the range begins at 0), ticks: [1, 2, 4],
 //            text: ["1", "2", "4"], format: (v) => text, suffix: " GB", grid: false, whole: true (whole numbers) }
 //   series = { kind: "line" | "points" | "area" | "bar", x: [...], y: [...], name: "in the legend", color,
-//            key: "the same for series that hide together", legend: false (not in the legend), opacity: 0.4,
-//            tips: [[lines] ...] or (i) => lines, pick: (i) => {} }                     a click, or Enter
+//            key: "the same for series that are hidden together", legend: false (not in the legend), opacity: 0.4,
+//            tips: [[lines] ...] or (i) => lines, pick: (i) => {} (called on a click or Enter) }
 //     line:   width: 2, dash: "dash" | "dot", step: true, symbol: "circle" (points on it, as below)
-//     points: symbol, size: 11, open: true (hollow), ring: "var(--ink)", labels: ["beside", ...]; each one value or
-//             an array; a label is left out where it would cover another. Symbols: circle square diamond
+//     points: symbol, size: 11, open: true (hollow), ring: "var(--ink)", labels: ["a", ...]; each a value or an array.
+//             A label that would cover another is left out. Symbols: circle square diamond
 //             triangle-up triangle-down cross star hexagon tick
-//     area:   stacked in their order; step: true
-//     bar:    x is the index of a name; stacked, or beside each other by `group`; from: [...] floats them (a waterfall)
-//   lines of a tip = ["the first stands out", "more", { name, value, color, strong }, ...]; "" and null are left out
+//     area:   stacked in order; step: true
+//     bar:    x is the index of a name; stacked, or side by side by `group`; from: [...] are start values (a waterfall)
+//   lines of a tip = ["the first line is bold", "more", { name, value, color, strong }, ...]; "" and null are left out
 //
 //   charts.legend(listElement, [{ name, key, color, symbol, line: "solid" | "dashed", open }])  -> for `legend`
-//   charts.bytes, charts.cost, charts.look  axes and looks that several pages share: see chart_axes.js
+//   charts.bytes, charts.cost, charts.look  axes and styles that several pages share: see chart_axes.js
 //   charts.treemap("id", {...})             see treemap.js
-//   charts.of("id")                         what is drawn there: {spec, hidden, zoom, targets, views, svg}, for tests
+//   charts.of("id")                         the state of a chart, for tests: {spec, hidden, zoom, targets, views, svg}
 //
-// By pointer and touch the nearest point shows its tip; by keyboard the chart takes the focus, arrows go from point to
-// point (Home, End, Page keys further), Enter is a click, Escape hides the tip.
+// Pointer and touch show the tip of the nearest point. With the keyboard, a focused chart moves from point to point by
+// arrow keys (Home, End and Page keys move further), Enter clicks, and Escape hides the tip.
 const charts = window.charts = (() => {
   const { $, make, svg } = base, { textWidth, scale, ticks, apart, show, hide, round } = parts;
   const held = new Map(), GAP = 6, LINE = 16, PRINTED = 700;
@@ -74,7 +74,7 @@ const charts = window.charts = (() => {
     const few = lines.every((some) => some.length <= 3);
     return few && widest <= room ? { lines, tall: LINE * Math.max(1, ...lines.map((some) => some.length)) } : null;
   };
-  // Where the words do not fit side by side they slope, and are cut.
+  // Names that do not fit side by side are rotated and cut.
   const SLOPED = 96;
   const layout = (panel, x, y, box) => {
     const top = box.y + (panel.title ? LINE + 2 : 0) + (y.title ? LINE + 2 : 0) + 6;
@@ -129,7 +129,7 @@ const charts = window.charts = (() => {
     view.group.append(word);
   });
 
-  // ---- what lies over and under the data --------------------------------------------------------------
+  // ---- marks over and under the data ------------------------------------------------------------------
   const bands = (view, { top, bottom, left, right }) => {
     for (const band of view.panel.bands || []) {
       const from = Math.max(view.x.at(band.from), left), to = Math.min(view.x.at(band.to), right);
@@ -211,7 +211,8 @@ const charts = window.charts = (() => {
     const columns = Math.max(1, Math.min(spec.columns || panels.length, Math.floor(width / 300), panels.length));
     const rows = Math.ceil(panels.length / columns);
     if (spec.height) state.svg.style.flex = `none`;
-    // The height that the legend leaves: a larger drawing would be scaled down, and the pointer would be off.
+    // Use the height that the legend leaves. A larger drawing would be scaled down, and pointer positions would be
+    // wrong.
     const height = spec.height ? spec.height * rows : Math.max(120, state.svg.getBoundingClientRect().height);
     if (spec.height) state.svg.style.height = height + "px";
     state.drawn = box.clientWidth;
@@ -223,7 +224,7 @@ const charts = window.charts = (() => {
     state.targets = state.views.flatMap((view) => view.targets.map((target) => ({ ...target, view })))
       .sort((a, b) => panels.indexOf(a.view.panel) - panels.indexOf(b.view.panel) || a.x - b.x || b.y - a.y);
     state.over = svg("g", { class: "over", "pointer-events": "none" });
-    // Words and points stand above the line of the cursor.
+    // Text and points are drawn above the crosshair line.
     state.svg.append(state.over, ...state.views.map((view) => view.marks));
     state.reset.hidden = !state.zoom;
     pointing.settle(state);
@@ -242,7 +243,7 @@ const charts = window.charts = (() => {
     box.replaceChildren(state.svg, state.reset);
     state.redraw = () => redraw(state);
     pointing.listen(state, state.redraw);
-    // Also when a chart is shown at last that was hidden when it was described.
+    // Also draws a chart that was hidden when it was declared and is shown later.
     new ResizeObserver(() => {
       if (!printing && state.spec && state.drawn !== box.clientWidth) redraw(state);
     }).observe(box);
@@ -269,7 +270,7 @@ const charts = window.charts = (() => {
     redraw(state);
   };
 
-  // Paper is narrower than most windows: what is printed is drawn for it.
+  // Paper is narrower than most windows, so charts are drawn again for printing.
   const widthOf = (box) => (printing ? Math.min(PRINTED, box.clientWidth) : box.clientWidth);
   const print = (begins) => {
     printing = begins;
@@ -279,7 +280,7 @@ const charts = window.charts = (() => {
   window.addEventListener("beforeprint", () => print(true));
   window.addEventListener("afterprint", () => print(false));
 
-  // `hold` and `width` are for what other files draw: a state with `spec` and `redraw()`, and the pixels to fill.
+  // `hold` and `width` are for charts of other files: a state with `spec` and `redraw()`, and the width in pixels.
   return { xy, legend: parts.legend, of: (id) => held.get($(id)), hold: (box, state) => held.set(box, state),
     width: widthOf, ...axes };
 })();

@@ -1,6 +1,6 @@
 "use strict";
-// Draws a comparison: growth curves, the Pareto picture, breakdown bars and the table; `data` is what
-// memory/compare/compare_page.py gives.
+// Draws a comparison: growth curves, Pareto chart, breakdown bars and table. memory/compare/compare_page.py makes
+// `data`.
 (() => {
   const { $, count, exact, seconds, percent, make, sorter } = base, data = base.data();
   const done = data.rows.filter((row) => row.status === "ok");
@@ -34,7 +34,7 @@
     const tasks = [...new Set(rows.map((row) => row.task))], sizes = rows.map(bytes);
     const shown = limitsOf(rows).filter((limit) => allocated.near(limit, sizes));
     const x = allocated.along([...sizes, ...shown]), y = cost.along(rows.map(costOf));
-    // Names beside the points where there is room: those of several tasks would cover each other.
+    // Points have labels only if there is one task, because labels of several tasks would overlap.
     const few = rows.length <= 16 && tasks.length === 1;
     const caption = charts.sharedNames(rows, place, (row) => row.rival || row.label, { x, y });
     const series = data.policies.map((policy) => {
@@ -45,7 +45,7 @@
         ring: mine.map((row) => (row.pareto ? "var(--ink)" : "var(--card)")), tips: (i) => about(mine[i]),
         pick: (i) => choose(mine[i]) };
     });
-    // One front per task; a line through several tasks at once would say nothing.
+    // One Pareto line per task, because rows of different tasks cannot be compared.
     const fronts = tasks.map((task) => ({ kind: "line", dash: "dot", width: 1.5, step: true, color: "var(--soft)",
       ...places(rows.filter((row) => row.pareto && row.task === task)
         .sort((a, b) => bytes(a) - bytes(b) || costOf(b) - costOf(a))) }));
@@ -97,7 +97,7 @@
   // ---- bars -----------------------------------------------------------------------------------------
   const MOST = 60;
   let all = done.length <= MOST;
-  // Names of a policy may go to the next line; none is cut.
+  // Names of policies wrap and are never cut.
   const broken = (text) => text.split(/(?<=,)|(?=\+)/).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
   const bar = (row, scale, text) => {
     const line = make("div", undefined, "stack" + (row.fits === false ? " over" : "")), name = make("span");
@@ -141,8 +141,8 @@
     return found;
   };
   const stacks = () => {
-    // Every model and target has a scale of its own: beside the largest the others would be slivers. Within one, rows
-    // that differ in their policy alone stand together, under what they share.
+    // Every model and target has a separate scale, because on the scale of the largest the others would be too small.
+    // Rows that differ only in their policy are grouped under the keys that they share.
     const sections = by(done, "section"), lines = [];
     let room = all ? Infinity : MOST;
     for (const [section, members] of sections) {
@@ -239,7 +239,7 @@
     const stars = data.rows.some((row) => row.pareto) ? "; ★ Pareto-optimal among those that fit" : "";
     $("count").textContent = `${some}${data.rows.length} rows${stars}; click a heading to sort`;
   };
-  // What a narrow page has no room for is left out, columns of the highest rank first, and a button shows them all.
+  // A narrow page hides columns, the highest ranks first, and a button shows all columns.
   const fold = () => {
     const room = $("rows").parentElement.clientWidth;
     left = new Set();
@@ -257,7 +257,7 @@
     $("columns").hidden = !left.size && !whole;
     $("columns").textContent = whole ? "only what fits the page" : `${left.size} more columns`;
   };
-  // A point that is picked in a chart is found in the table.
+  // Scrolls the table to the row of a point that was picked in a chart.
   const choose = (row) => {
     chosen = row;
     $("find").value = "";
@@ -281,7 +281,8 @@
   $("what").append(...measures.map(([name, title]) => new Option(title, name)));
   if (done.length) $("what").value = "allocated_bytes";
   $("along").onchange = $("scale").onchange = $("what").onchange = growth;
-  // From a policy that barely fits to one that never will: a linear axis would flatten the lower ones.
+  // Bytes may range from policies that fit to policies far above the limit; a linear axis would flatten the lower
+  // ones.
   const spread = (rows) => Math.max(...rows.map(bytes)) / Math.max(1, Math.min(...rows.map(bytes)));
   const wide = data.axes.length && [...panelsBy(data.axes[0]).values()].some((rows) => spread(rows) > 25);
   if (wide) $("scale").value = "logarithmic";

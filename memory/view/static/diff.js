@@ -1,5 +1,5 @@
 "use strict";
-// Draws both timelines and the waterfall; `data` is what memory/report/diff_view.py gives.
+// Draws both timelines and the waterfall. memory/report/diff_view.py makes `data`.
 (() => {
   const { $, human } = base, data = base.data();
   const bytes = charts.bytes(data.unit), SIDES = ["before", "after"];
@@ -9,7 +9,7 @@
   const waterfall = () => {
     const bars = data.waterfall, total = (bar) => bar.row === "";
     const ends = bars.map((bar) => bar.from + bar.bytes), high = Math.max(...ends, ...bars.map((bar) => bar.from));
-    // Small changes of a large total: the axis begins near them, and says so.
+    // For small changes of a large total, the axis starts near the total, and its title says so.
     const inner = bars.filter((bar) => !total(bar)).flatMap((bar) => [bar.from, bar.from + bar.bytes]);
     const low = Math.min(...ends), narrow = inner.length > 0 && high - low < 0.3 * high;
     const span = narrow ? high - low : high, start = narrow ? low - 0.6 * span : 0;

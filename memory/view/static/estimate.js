@@ -1,6 +1,6 @@
 "use strict";
-// The calculator's inputs, its table and its chart. The inputs live in the address (#layers=32&zero=3), so an estimate
-// can be shared; what is not in it has the value of the command's question.
+// The calculator's inputs, table and chart. The inputs are stored in the address (#layers=32&zero=3), so that an
+// estimate can be shared. Inputs that are not in the address have the values of the command line.
 (() => {
   const { GIB, root, address, count, exact, make, flags } = base, data = base.data();
   const $ = (id) => base.$(id === "data" ? "data_ranks" : id);
@@ -58,20 +58,20 @@
     if ($(name).value === "" && $(name).tagName === "SELECT") put(name, data.inputs[name]);
   }
   const SHAPE = Object.keys(data.shape_flags).filter((name) => name !== "dropout");
-  // The shape follows the count and the count the shape: whichever was typed last is the one that was meant.
+  // Editing the parameter count changes the shape, and editing the shape changes the count: the last edit counts.
   const follow = (name, q) => {
     if (name === "parameters") for (const [key, value] of Object.entries(shapeFor(q.parameters))) put(key, value);
     if (SHAPE.includes(name)) put("parameters", parameterCount(q));
   };
 
-  // ---- presets: shipped configs and chips; an input that is changed by hand belongs to none ----------
+  // ---- presets: shipped configs and chips; after an edit, no preset is selected -----------------------
   const DEVICES = ["tensor", "sequence_parallel", "data", "expert_parallel", "zero", "memory"];
   const OTHER = "as below";
   for (const [id, presets] of [["model", data.models], ["card", data.cards]])
     $(id).append(new Option(OTHER, ""), ...Object.keys(presets).map((name) => new Option(name, name)));
   const OF_SHAPE = ["parameters", ...Object.keys(data.shape_flags)];
   const sameShape = (inputs, q) => OF_SHAPE.every((key) => inputs[key] === q[key]);
-  // The preset that the inputs are those of: the one that was chosen, or the first.
+  // Returns the preset with the current inputs: the chosen preset, otherwise the first that matches.
   const presetOf = (presets, chosen, same) => (presets[chosen] && same(presets[chosen]) ? chosen
     : Object.keys(presets).find((name) => same(presets[name])) || "");
   const modelOf = (q) => presetOf(data.models, $("model").value, (inputs) => sameShape(inputs, q));
@@ -85,7 +85,7 @@
 
   // ---- the command that gives the same figures --------------------------------------------------------
   const flag = (name, value) => (typeof value !== "boolean" ? `--${name}=${value}` : (value ? "--" : "--no-") + name);
-  // What belongs to something that the model does not have.
+  // Inputs of features that the model does not have.
   const absent = (name, q) => name in data.within && !q[data.within[name]];
   const command = (q) => {
     const model = modelOf(q), config = data.models[model], known = config || data.defaults;
@@ -151,7 +151,7 @@
       limits: [{ x: q.memory, text: `${q.memory} GiB` }],
     });
   };
-  // Seconds of the products alone at the rate of a chosen chip; fp8 and 16-bit products have units of their own.
+  // Seconds of the matrix products at the rate of the chosen chip. fp8 and 16-bit products run on separate units.
   const speed = (found, q) => {
     const card = data.cards[cardOf(q)], row = data.precisions[q.precision];
     const unit = row.activation > 2 ? ["tf32", "fp32"] : row.operand ? ["fp8", "bf16", "fp16"] : ["bf16", "fp16"];

@@ -1,11 +1,12 @@
 "use strict";
-// The arithmetic of memory/formulas over its own tables, for the page of the calculator.
+// The formulas of memory/formulas in JavaScript, for the page of the calculator. They use the tables of the Python
+// code.
 //
-//   charts.formulas(data)       data: the tables of `pages.estimate.page_data`; gives functions of the inputs `q`
+//   charts.formulas(data)       data: the tables from the page's data; returns functions of the inputs `q`
 charts.formulas = (data) => {
   const sum = (values) => values.reduce((total, value) => total + value, 0);
 
-  // ---- the model: layers by kind, each kind as a model of such layers alone ---------------------------
+  // ---- the model: layers by kind, each kind as a model with only these layers -------------------------
   const routedLayers = (q) => (q.experts && q.layers > q.dense_layers
     ? Math.floor((q.layers - q.dense_layers) / q.moe_every) : 0);
   const byKind = (q) => {
@@ -46,7 +47,7 @@ charts.formulas = (data) => {
   const activeShare = (q) => 1 - idleCount(q) / parameterCount(q);
 
   // ---- activations -------------------------------------------------------------------------------------
-  // Rows that a device of so many tokens has room for.
+  // Expert rows of a device with this number of tokens.
   const rowsOf = (q, tokens) => {
     const chosen = tokens * q.experts_per_token, own = q.experts / q.expert_parallel;
     if (q.slots) return q.experts * Math.max(8 * Math.ceil(Math.floor(chosen * (q.capacity || 1) / q.experts) / 8), 8);
@@ -88,7 +89,7 @@ charts.formulas = (data) => {
   };
 
   // ---- state -------------------------------------------------------------------------------------------
-  // The share of some parameters that a device holds; `routed`: that of routed experts in them.
+  // The fraction of some parameters that a device holds. routed: the fraction of them that is in routed experts.
   const held = (q, sharded, routed) => {
     const ranks = sharded ? q.data : 1;
     return ((1 - routed) / ranks + routed / Math.max(ranks, q.expert_parallel)) / q.tensor;
@@ -121,7 +122,7 @@ charts.formulas = (data) => {
     return out;
   };
 
-  // ---- all of it ---------------------------------------------------------------------------------------
+  // ---- the whole estimate ------------------------------------------------------------------------------
   const flops = (q) => {
     const sequences = q.batch * q.data, tokens = sequences * q.sequence, active = matrixCount(q) - idleCount(q);
     const core = 2 * q.layers * tokens * q.sequence * q.heads * (scoreWidth(q) + valueWidth(q));

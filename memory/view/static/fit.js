@@ -1,5 +1,5 @@
 "use strict";
-// Draws the search of a fit; `data` is what train/plan/fit/fit_view.py gives.
+// Draws the search of a fit. train/plan/fit/fit_view.py makes `data`.
 (() => {
   const { $, human, percent, seconds } = base, data = base.data(), points = data.points;
   const bytes = charts.bytes(data.unit), cost = charts.cost(data.cost);
@@ -9,7 +9,7 @@
     `allocated ${human(point.bytes)}`, point.host ? `on the host ${human(point.host)}` : "",
     `${seconds(point.seconds)} per update${point.spread ? `, ${point.spread}` : ""}`,
     point.recomputed === null ? "" : `recomputed ${percent(point.recomputed)} of the model's FLOPs`, point.verdict];
-  // Of those that fit, each that was faster than all before it.
+  // The fitting variants that were faster than all variants before them.
   const records = () => {
     let best = Infinity;
     return points.filter((point) => point.fits && point.seconds < best && (best = point.seconds, true));

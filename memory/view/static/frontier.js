@@ -1,10 +1,10 @@
 "use strict";
-// Draws the front; `data` is what train/plan/frontier_view.py gives.
+// Draws the Pareto frontier. train/plan/frontier_view.py makes `data`.
 (() => {
   const data = base.data(), bytes = charts.bytes(data.unit), cost = charts.cost(data.cost);
   const about = (point) => [...point.name.split(", "), ...point.notes];
 
-  // One point per plan: budgets that have the same are ticks of it.
+  // One point per plan. Budgets with the same plan are ticks at its point.
   const plans = [...new Map(data.points.map((point) => [point.name, point])).values()].sort((a, b) => a.x - b.x);
   const everything = [...data.points, ...data.fixed];
   const places = (some) => ({ x: some.map((point) => bytes.at(point.x)), y: some.map((point) => cost.at(point.y)) });

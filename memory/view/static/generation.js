@@ -1,3 +1,3 @@
 "use strict";
-// Nothing is drawn by script: the template has the schedules as SVG.
+// The template contains the drawings as SVG, so the script draws nothing.
 base.start(() => {});

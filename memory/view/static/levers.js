@@ -1,5 +1,5 @@
 "use strict";
-// Draws the staircase; `data` is what train/plan/levers_view.py gives.
+// Draws the memory saved by each lever. train/plan/levers_view.py makes `data`.
 (() => {
   const { $, human } = base, data = base.data();
   const bytes = charts.bytes(data.unit);
@@ -9,7 +9,7 @@
     ...data.categories.filter(([category]) => level.breakdown[category]).map(([category, title]) => ({ name: title,
       value: human(level.breakdown[category]), color: `var(--c-${category})`, strong: category === pointed })),
     ...level.costs, ...level.flags.split(" --").map((flag, i) => (i ? "--" + flag : flag))];
-  // The figure of a bar stands at its end, and behind the limit's line where that is near.
+  // The figure of a bar is at its end, or after the limit's line if the line is close to the end.
   const total = (level, i, lying) => {
     const cut = level.bytes > data.scale, size = bytes.at(level.bytes), figure = size.toFixed(size < 10 ? 2 : 1);
     const near = (lying ? 0.3 : 0.07) * data.scale;
@@ -21,7 +21,7 @@
   };
 
   const words = `${data.target} limit`, said = () => `${words} ${bytes.text(data.limit)}`;
-  // On a narrow page the bars lie, so that their names can be read.
+  // On a narrow page the bars are horizontal, so that their names are readable.
   const NARROW = 700;
   const draw = () => {
     if (!data.levels.length) return;

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the error by layer; `data` is what the function `page_data` of the page's module gives.
+// Draws the error by layer. The function `page_data` of the page's module makes `data`.
 (() => {
   const data = base.data();
   const percent = (share) => Number((100 * share).toPrecision(3)) + " %";

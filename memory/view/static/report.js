@@ -1,7 +1,6 @@
 "use strict";
-// Draws what moves: the timeline, the treemap and the table of buffers; `data` is what
-// memory/report/report_data.py gives. What is shown lives in the address (#at=12&q=attention), so that a view can be
-// shared.
+// Draws the timeline, the treemap and the table of buffers. memory/report/report_data.py makes `data`. The state of
+// the view is stored in the address (#at=12&q=attention), so that a view can be shared.
 (() => {
   const { $, address, human, count, exact, percent, make, sorter } = base;
   const data = base.data(), S = data.strings, B = data.buffers, P = data.points, N = B.bytes.length;
@@ -10,9 +9,9 @@
   const short = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
   const rowName = (row) => data.rows[row] || row;
   const category = (i) => S[B.category[i]];
-  // A buffer's name without the path to the optimizer's state, which hides what differs: "mu['w_head']".
+  // A buffer's name without the path to the optimizer's state, which would hide the differences: "mu['w_head']".
   const brief = (text) => text.replace(/\S*opt_state(\[[^\]]*\])*\.?(?=[\w[])/, "");
-  // A name that is cut in its middle where it does not fit: its beginning and its end say what it is.
+  // A name that is cut in its middle if it does not fit, because its beginning and its end identify it.
   const middle = (text) => {
     const outer = make("span", undefined, "middle"), end = Math.max(text.length - 16, Math.ceil(text.length / 2));
     outer.append(make("span", text.slice(0, end)), make("span", text.slice(end)));
@@ -40,7 +39,7 @@
     base.remember(out);
   };
 
-  // ---- the inspector beside the timeline ------------------------------------------------------------
+  // ---- the inspector next to the timeline -----------------------------------------------------------
   const drawnAt = new Map(P.index.map((point, k) => [point, k]));
   const nearest = (point) => {
     let k = P.index.findIndex((i) => i >= point);
@@ -78,15 +77,15 @@
   const legend = charts.legend($("categories"), drawn.map((row) => ({ key: row, name: rowName(row),
     color: `var(--c-${row})` })));
 
-  // Both axes of the timeline: `xs` are the places of the drawn points, `steps` the points that areas are drawn of,
-  // `band` the ends of a phase's stretch.
+  // Both axes of the timeline. `xs`: positions of the drawn points. `steps`: points between which areas are drawn.
+  // `band`: the ends of a phase.
   const all = [...P.index.keys()];
   const pointAxis = () => ({ xs: P.index, steps: all, end: 0,
     axis: { title: "point in the schedule", range: [0, Math.max(data.n_points - 1, 1)], whole: true },
     band: (i) => [data.bands[i][0], Math.max(data.bands[i][1] + 1, data.bands[i][0] + 1)] });
   const timeAxis = () => {
     const { points, bands, unit, end } = data.time;
-    // Of points that begin at the same time, the last one lasts until the next.
+    // If several points begin at the same time, the last of them lasts until the next point.
     const steps = all.filter((k) => points[k] !== points[k + 1]);
     return { xs: points, steps, unit, end, axis: { title: `predicted time, ${unit}`, range: [0, end] },
       band: (i) => bands[i] };
@@ -97,11 +96,11 @@
     const stack = drawn.filter((row) => data.by_category[row]);
     const { axis, xs, unit: timeUnit = "", steps, end, band } = state.axis === "time" ? timeAxis() : pointAxis();
     const peak = nearest(data.peak);
-    // Values at some points; the last value also at the end of the axis, if that is after the last point.
+    // Values at these points. The last value is repeated at the end of the axis, if that is after the last point.
     const last = P.index.length - 1, ends = end > xs[last] ? [last] : [];
     const along = (points) => [...points.map((k) => xs[k]), ...ends.map(() => end)];
     const over = (points, values) => [...points, ...ends].map((k) => values[k] / size);
-    // From the top of the stack to its ground, as the eye finds them.
+    // From the top of the stack to its bottom, as the areas are drawn.
     const tip = (k) => [[`point ${count(P.index[k])}`, S[P.phase[k]], timeUnit && `${xs[k].toPrecision(4)} ${timeUnit}`]
       .filter(Boolean).join(" · "),
       short(S[P.instruction[k]], 90), { name: "live", value: human(P.bytes[k]), strong: true },
@@ -127,7 +126,7 @@
     });
   };
 
-  // The buttons that choose the axis; a report without seconds has none.
+  // The buttons that choose the axis. A report without seconds has no buttons.
   const axes = () => {
     for (const button of document.querySelectorAll("[data-axis]")) {
       button.setAttribute("aria-pressed", String(button.dataset.axis === state.axis));
@@ -159,7 +158,7 @@
     });
   };
 
-  // ---- the table: only the rows in sight exist ------------------------------------------------------
+  // ---- the table: only visible rows are in the document ---------------------------------------------
   const COLUMNS = [["bytes", "bytes"], ["what", "what it is"], ["type", "type"], ["category", "category"],
     ["phase", "phase"], ["name", "instruction"], ["source", "source"], ["start", "lifetime"]];
   const SEARCHED = ["what", "name", "type", "category", "op", "source", "checkpoint"];
@@ -183,7 +182,7 @@
     const cut = data.n_buffers > N ? `; the ${count(N)} largest of ${count(data.n_buffers)} are listed` : "";
     $("count").textContent = `${count(shown.length)} of ${count(N)} buffers, ${human(sum)}${cut}`;
     $("rows").style.height = shown.length * ROW_HEIGHT + "px";
-    // As tall as its rows, up to the height of the style sheet.
+    // The table is as tall as its rows, up to the maximum height in the style sheet.
     $("scroll").style.maxHeight = Math.max(shown.length, 1) * ROW_HEIGHT + "px";
     $("scroll").scrollTop = 0;
     rows();
@@ -252,7 +251,7 @@
     chip(); filter(); remember(); timeline();
     inspect(rest());
   };
-  // Shows a buffer's row, whatever the table was narrowed to.
+  // Shows a buffer's row; resets filters that would hide it.
   const reveal = () => {
     const k = shown.indexOf(state.row), box = $("scroll");
     if (k >= 0) box.scrollTop = k * ROW_HEIGHT - (box.clientHeight - ROW_HEIGHT) / 2;

@@ -1,10 +1,10 @@
 "use strict";
-// Draws the curves of a run; `data` is what train/run/run_directory_page.py gives.
+// Draws the curves of a run. train/run/run_directory_page.py makes `data`.
 (() => {
   const { $, human, percent } = base, data = base.data(), [unit, size] = data.unit, curves = data.curves;
   const short = (value) => (Math.abs(value) >= 1e5 ? base.count(Math.round(value)) : String(+value.toPrecision(5)));
   const steps = (more) => ({ title: "step", whole: true, ...more });
-  // What a crosshair says at each step that any of these curves has.
+  // The lines of the crosshair's tip at each step that any of these curves has.
   const cross = (lines) => {
     const x = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
     const at = lines.map((line) => new Map(line.x.map((step, i) => [step, line.y[i]])));
@@ -14,7 +14,7 @@
   const line = (name, [x, y], color, more) => ({ kind: "line", name, x, y, color, say: short,
     symbol: x.length < 40 ? "circle" : undefined, size: 6, ...more });
 
-  // Each other run has a colour: its train loss is a thin line, its held-out loss has points.
+  // Each of the other runs has a colour. Its train loss is a thin line, its held-out loss has points.
   const COLORS = ["optimizer", "gradients", "logits_loss", "workspace", "accumulator", "collectives"];
   const overlaid = () => data.others.flatMap(({ name, loss, held_out }, k) => {
     const color = `var(--c-${COLORS[k % COLORS.length]})`;

@@ -1,11 +1,11 @@
 "use strict";
-// Draws the bars of a trace; `data` is what memory/profile/trace_page.py gives, in seconds per update and device.
+// Draws the bars of a trace, in seconds per update and device. memory/profile/trace_page.py makes `data`.
 (() => {
   const { $, percent } = base, data = base.data(), [unit, scale] = data.unit;
   const written = (seconds) => `${(seconds / scale).toPrecision(3)} ${unit}`;
   const said = (seconds) => `${written(seconds)}, ${percent(seconds / (data.total || 1))} of the update`;
   const color = (phase) => `var(--p-${phase}, var(--p-other))`;
-  // Lying bars: `rows` are names; each series {name, color, seconds of each row}.
+  // Horizontal bars. rows: their names. Each series is {name, color, seconds of each row}.
   const bars = (id, rows, series, tip) => charts.xy(id, {
     height: 30 * rows.length + 58, horizontal: true,
     x: { title: `${unit} per update`, zero: true }, y: { type: "names", names: rows },

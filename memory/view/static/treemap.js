@@ -2,24 +2,24 @@
 // The treemap of charts.js: squarified (Bruls, Huizing and van Wijk 2000, "Squarified Treemaps"), three levels deep.
 //
 //   charts.treemap("id", {
-//     legend: charts.legend(...),           categories that it hides are left out; may be missing
-//     all: "peak",                          the name of the whole in the breadcrumb
+//     legend: charts.legend(...),           optional; its hidden categories are left out
+//     all: "peak",                          the name of the whole chart in the breadcrumb
 //     tiles: [{ id, parent, label, size, color, ink, key, tip: () => lines, pick: () => {} }, ...]
-//   })                                      parent "": of the first level; `size` of leaves; `key` of the legend
+//   })                                      parent: "" for the first level; size: of leaves only; key: of the legend
 //
-// A click on a leaf calls its `pick`; one on the title of what holds others fills the chart with it, and the breadcrumb
-// above leads back. By keyboard arrows go from leaf to leaf, Enter picks, + fills the chart with what holds the leaf, -
-// or Escape goes back.
+// A click on a leaf calls its `pick`. A click on the title of a group enlarges the group to the whole chart, and the
+// breadcrumb above leads back. With the keyboard, arrows go from leaf to leaf, Enter picks, + enlarges the group of
+// the leaf, and - or Escape goes back.
 {
   const { $, make, svg, human } = base, { cut, textWidth, show, hide, round } = parts;
   const HEAD = 19;
 
-  // ---- the layout: rows of tiles that are as square as can be -----------------------------------------
+  // ---- the layout: rows of tiles that are as square as possible ---------------------------------------
   const worst = (row, sum, side) => {
     const thick = sum / side;
     return Math.max(...[row[0], row[row.length - 1]].map(({ area }) => Math.max(thick ** 2 / area, area / thick ** 2)));
   };
-  // Puts a box onto each item, {x, y, width, height}; items have a size above 0.
+  // Adds a box {x, y, width, height} to each item. Items have a size above 0.
   const squarify = (items, box) => {
     const total = items.reduce((sum, item) => sum + item.total, 0), scale = (box.width * box.height) / total;
     const rest = items.map((item) => ({ item, area: item.total * scale })).sort((a, b) => b.area - a.area);
@@ -42,7 +42,7 @@
     }
   };
 
-  // ---- the tree: what the legend hides is not in it ---------------------------------------------------
+  // ---- the tree, without hidden categories ------------------------------------------------------------
   const tree = (state) => {
     const hidden = state.spec.legend ? state.spec.legend.hidden : new Set();
     const nodes = new Map([["", { id: "", label: state.spec.all, children: [], total: 0 }]]);
@@ -64,7 +64,7 @@
     "font-weight": strong ? 650 : null }, text);
   const rect = ({ x, y, width, height }, look) => svg("rect", { x: round(x), y: round(y),
     width: round(Math.max(width, 0)), height: round(Math.max(height, 0)), ...look });
-  // A tile without its margin, which is at most a quarter of a side: a narrow tile keeps half its width.
+  // A tile without its margin. The margin is at most a quarter of a side, so a narrow tile keeps half its width.
   const shrunk = ({ x, y, width, height }, margin) => {
     const by = Math.min(margin, width / 4, height / 4);
     return { x: x + by, y: y + by, width: width - 2 * by, height: height - 2 * by };
@@ -201,7 +201,7 @@
     });
     state.svg.addEventListener("pointerleave", () => leave(state));
     state.svg.addEventListener("blur", () => leave(state));
-    // A finger cannot hover: its first tap shows the tip of a leaf, the second is the click.
+    // Touch cannot hover, so the first tap shows the tip of a leaf and the second tap clicks.
     state.svg.addEventListener("click", (event) => {
       const target = found(state, event), first = event.pointerType === "touch" && state.tapped !== target;
       state.tapped = target;

@@ -1,5 +1,5 @@
 "use strict";
-// Draws predicted against measured seconds; `data` is what train/plan/validation/validation_view.py gives.
+// Draws predicted against measured seconds. train/plan/validation/validation_view.py makes `data`.
 (() => {
   const data = base.data();
 

@@ -132,7 +132,7 @@ def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_
     code, out, err = run(capsys, "report", "--program=their_steps:described", "h100", "--github", "--json=r.json")
     assert (code, err) == (3, "") and "h100 (NVIDIA H100" in out and "EXCEEDS" in out
     ways = out[out.index("does not fit: ") :]
-    assert "make the batch smaller" in ways
+    assert "reduce the batch" in ways
     assert "\n::error file=their_steps.py,line=5,title=does not fit::jit_step on h100 is predicted to take " in out
     assert memory.load("r.json").target["name"] == "h100"
 
@@ -180,12 +180,12 @@ def test_one_screen(step):
         (["report"], "no config"),
         (["report", "--hlo=missing.pb"], "no file missing.pb"),
         (["report", "--hlo=x", "--config=tiny"], "either a config or --hlo"),
-        (["report", "--hlo=x", "--config.model.n_layers=2"], "no config to change"),
+        (["report", "--hlo=x", "--config.model.n_layers=2"], "it needs a config"),
         (["report", "--hlo=x", "--target=h300"], "h300"),
         (["report", "--config=nothing"], "nothing"),
         (["diff", "a.json"], "required"),
         (["diff", "a.json", "b.json"], "cannot read a.json"),
-        (["diff", "a.json", "b.json", "--fail-above=x"], "x: give a number of per cent, 0 or more"),
+        (["diff", "a.json", "b.json", "--fail-above=x"], "x: give a percentage, 0 or more"),
         (["diff", "a.json", "b.json", "--fail-above=nan"], "fail-above"),
     ],
 )
@@ -309,9 +309,9 @@ def test_guard(step, memory_guard):  # noqa: F811
 
 
 def test_the_guard_judges_as_the_verdict_does():
-    """By the predicted bytes: what the compiler does not count of the pool can be what is too much."""
+    """The guard compares the predicted bytes: a runtime overhead in the pool can exceed the limit."""
     pool = RuntimeOverhead("cuBLAS workspace", 30, POOL, "by hand")
-    report = ReportRecord(90, 100, {"params": 90, "fragmentation": 10}, unseen=(pool,))
+    report = ReportRecord(90, 100, {"params": 90, "fragmentation": 10}, runtime_overheads=(pool,))
     assert judge(report, 120).verdict == "exceeds"
     with pytest.raises(memory.GuardError, match="takes 130 B, 10 B more than 120 B.*cuBLAS workspace 30 B"):
         memory.assert_fits(report, "120B")

@@ -84,8 +84,8 @@ def listed_modules():
     """Every list of modules of whose files a row's name is a digest, by what they do."""
     return {
         "row": row_cache.making_rows(),
-        "program": config_factory.making_programs(),
-        "plan": config_factory.choosing_plans(),
+        "program": config_factory.program_modules(),
+        "plan": config_factory.plan_modules(),
     }
 
 
@@ -242,7 +242,7 @@ def test_searches_share_rows():
 @pytest.fixture
 def file_of_rates(tmp_path):
     """What `bytescope calibrate` writes on an H200; undone at the end, where a test chose it."""
-    (file := tmp_path / "rates.json").write_text(json.dumps(rates.of(targets.parse("h200")).to_json()))
+    (file := tmp_path / "rates.json").write_text(json.dumps(rates.select(targets.parse("h200")).to_json()))
     yield file
     rates.use(None)
 
@@ -271,7 +271,7 @@ def test_a_policy_that_a_search_settles_is_another_row_at_other_rates(file_of_ra
 def test_a_worker_takes_the_rates_of_its_job(file_of_rates):
     class Chooser:
         def describe(self, overrides, target):
-            return {"source": rates.of(target).source}
+            return {"source": rates.select(target).source}
 
     job = {"overrides": {"config": "tiny"}, "target": "h200", "method": "describe"}
     listed = worker.answer_to(job, Chooser())["source"]

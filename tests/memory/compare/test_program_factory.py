@@ -71,12 +71,15 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--grid=widht=1,2"], "program takes no widht: did you mean width? it takes width, layers, remat, adam"),
+        (
+            ["--grid=widht=1,2"],
+            "program has no parameter widht: did you mean width? it takes width, layers, remat, adam",
+        ),
         (["--grid=width=wide"], "width=wide: give a whole number"),
         (["--grid=adam=maybe"], "adam=maybe: give true or false"),
         (["--remat=none,full"], "--remat with --program: write --grid=KEY=V1,V2"),
         (["--formulas"], "--formulas with --program: it needs a config"),
-        (["--config.width=3"], "--config.width with --program: there is no config to change; write --grid=width=3"),
+        (["--config.width=3"], "--config.width with --program: it needs a config; write --grid=width=3"),
         (["--config=tiny"], "give either a config or --program"),
         (["--grid=target=h300"], "h300"),
         (["--jobs=0"], "1 or more"),
@@ -105,7 +108,7 @@ def test_values_have_the_types_of_the_defaults(tmp_path, monkeypatch):
     wanted = {"n": 1000, "rate": 0.001, "on": False, "name": "1", "shape": (2, 3), "other": "x"}
     assert factory.resolve(given) == wanted, "a target is no key"
     assert factory.resolve({"other": "2"})["other"] == 2
-    with pytest.raises(ReportError, match="takes no target"):
+    with pytest.raises(ReportError, match="has no parameter target"):
         factory.resolve({"target": "x"})
 
 

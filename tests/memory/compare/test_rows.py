@@ -120,7 +120,7 @@ def test_a_row_has_its_prediction_and_the_bound_beside_it():
         ),
     }
     found = Row.from_answer({}, answer)
-    wanted = step_prediction.of(steps, target, 2, 4096, 8 * 10**15)
+    wanted = step_prediction.predict(steps, target, 2, 4096, 8 * 10**15)
     assert (found.predicted_seconds, found.predicted_seconds_low, found.predicted_seconds_high) == (
         wanted.seconds,
         wanted.low,
@@ -169,7 +169,7 @@ def test_of_a_tie_the_least_recomputation_then_the_least_memory():
     assert plan_rows.best(some[::-1]).overrides == winner.overrides, "in any order"
     assert all(r.pareto for r in plan_rows.mark_pareto(some)), "in bytes and seconds as they are"
     text = printed(some)
-    assert "a tie, predicted within 3%: a; c; chosen for the least recomputation" in text.replace("\n", " ")
+    assert "tied within 3% of its predicted time: a; c; chosen for less recomputation" in text.replace("\n", " ")
     assert "fewer bytes at no more predicted time" in text.replace("\n", " ")
 
 
@@ -315,8 +315,8 @@ def test_residuals_are_those_of_the_highest_point_that_holds_any(peak, kept):
     heights = [10, 30, 20, 10, 20]
     heights[peak] = 40
     timeline = tuple(TimelinePoint(i, bytes, "", "") for i, bytes in enumerate(heights))
-    assert worker.residuals_of(ReportRecord(40, 40, {}, timeline, buffers)) == kept
-    assert worker.residuals_of(ReportRecord(40, 40, {}, timeline)) == 0
+    assert worker.residual_bytes(ReportRecord(40, 40, {}, timeline, buffers)) == kept
+    assert worker.residual_bytes(ReportRecord(40, 40, {}, timeline)) == 0
 
 
 # ---- the terminal -----------------------------------------------------------------------------------

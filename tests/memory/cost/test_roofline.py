@@ -323,7 +323,7 @@ def test_the_worker_answers_with_work():
     answer = worker.answer_to({"overrides": {"config": "tiny", **small}, "target": "cpu:1", "measure": False}, FACTORY)
     assert (answer["calls_per_update"], answer["tokens_per_update"]) == (3, 3 * 2 * 16)
     assert sum(sum(part["flops"].values()) for part in answer["work"].values()) == answer["hardware_flops"]
-    once = roofline.of_answer(json.loads(json.dumps(answer)))
+    once = roofline.bound_of_answer(json.loads(json.dumps(answer)))
     row = Row.from_answer({}, answer)
     assert row.least_seconds == 3 * once.total > 0 and row.predicted_seconds > 0
     assert row.predicted_tokens_per_s == pytest.approx(96 / row.predicted_seconds)
@@ -418,7 +418,7 @@ def test_a_cpu_is_measured_only_where_it_is_asked_for(monkeypatch, tmp_path):
     on_cpu = ReportRecord(8, 8, {}, work=work, target={"platform": "cpu", "name": "cpu:1", "n_devices": 1})
     assert with_seconds(on_cpu) is on_cpu
     assert with_seconds(on_cpu, measure=True).roofline["total"] == pytest.approx(1.0)
-    (tmp_path / "rates.json").write_text(json.dumps(rates.of(on_cpu.target).to_json()))
+    (tmp_path / "rates.json").write_text(json.dumps(rates.select(on_cpu.target).to_json()))
     step = ScheduledKernel("product", "forward", 2**20, 2 * 1024**3, "float32", (1, 1024, 1024, 1024))
     monkeypatch.setattr(roofline, "machine_rates", None)  # what was measured once is known
     rates.use(tmp_path / "rates.json")

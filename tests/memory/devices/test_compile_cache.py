@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bytescope.memory.devices.compile_cache import Entry, remove_damaged, remove_damaged_entries, watched
+from bytescope.memory.devices.compile_cache import Entry, record_lookups, remove_damaged, remove_damaged_entries
 
 pytestmark = pytest.mark.quick
 
@@ -56,29 +56,29 @@ def entry(folder, key):
 
 def test_a_proto_is_kept_beside_its_entry(folder):
     own = entry(folder, "jit_step-0a1b")
-    assert own.kept("text") is None
-    own.keep("text", b"\n\x00\n", {"stats": None})
-    assert own.kept("text") == (b"\n\x00\n", {"stats": None}) and own.kept("other") is None
-    Entry("jit_step-ffff", hit=False).keep("text", b"x", {})  # jax wrote none: too quick a compile
+    assert own.load_proto("text") is None
+    own.save_proto("text", b"\n\x00\n", {"stats": None})
+    assert own.load_proto("text") == (b"\n\x00\n", {"stats": None}) and own.load_proto("other") is None
+    Entry("jit_step-ffff", hit=False).save_proto("text", b"x", {})  # jax wrote none: too quick a compile
     assert [path.name for path in folder.glob("*.buffers.gz")] == ["jit_step-0a1b-text.buffers.gz"]
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: b"", lambda content: b"text"])
 def test_a_damaged_proto_is_none(folder, damage):
     own = entry(folder, "jit_step-0a1b")
-    own.keep("text", b"proto", {})
+    own.save_proto("text", b"proto", {})
     [path] = folder.glob("*.buffers.gz")
     path.write_bytes(damage(path.read_bytes()))
-    assert own.kept("text") is None
+    assert own.load_proto("text") is None
 
 
 def test_protos_do_not_pile_up(folder):
     """Of one entry the newest four stay, of one that jax has evicted none."""
     own, other = entry(folder, "jit_step-0a1b"), entry(folder, "jit_step-0a1bc")
-    other.keep("text", b"proto", {})
+    other.save_proto("text", b"proto", {})
     (folder / "jit_step-0a1bc-cache").unlink()
     for number in range(6):
-        own.keep(f"text{number}", b"proto", {})
+        own.save_proto(f"text{number}", b"proto", {})
     assert sorted(path.name for path in folder.glob("*.buffers.gz")) == [
         f"jit_step-0a1b-text{number}.buffers.gz" for number in range(2, 6)
     ]
@@ -88,25 +88,25 @@ def test_protos_do_not_pile_up(folder):
 def test_an_entry_is_back_where_jax_writes_no_other(folder, written):
     own = entry(folder, "jit_step-0a1b")
     path = folder / "jit_step-0a1b-cache"
-    with own.absent() as gone:
+    with own.removed() as gone:
         assert gone and not path.exists()
         if written:
             path.write_bytes(written)
     assert path.read_bytes() == (written or b"an executable")
-    with Entry("jit_step-ffff", hit=True).absent() as gone:
+    with Entry("jit_step-ffff", hit=True).removed() as gone:
         assert gone
     assert not (folder / "jit_step-ffff-cache").exists()
 
 
 def test_the_keys_of_this_thread_are_seen_and_no_line_is_logged(folder, caplog):
     level = logging.getLogger("jax._src.compiler").level
-    with watched() as first:
+    with record_lookups() as first:
         compiled()
         other = threading.Thread(target=lambda: jax.jit(lambda x: x * 7)(jnp.float32(2)))
         other.start()
         other.join()
     jax.clear_caches()
-    with watched() as second:
+    with record_lookups() as second:
         compiled()
     assert [(each.key, each.hit) for each in first[-1:]] == [(second[-1].key, False)] and second[-1].hit
     assert second[-1].path().exists() and all(each.key.startswith("jit_thrice") for each in first[-1:])

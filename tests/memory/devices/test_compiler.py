@@ -33,7 +33,7 @@ class Lowered:
 @pytest.mark.quick
 def test_a_known_failure_is_compiled_again_with_its_flag(capfd):
     lowered = Lowered("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot.9", FLAG)
-    made = compiler._made(lowered, {"xla_other": 1}, exact=False)
+    made = compiler._compile_or_load(lowered, {"xla_other": 1}, exact=False)
     assert lowered.calls == [{"xla_other": 1}, {"xla_other": 1, FLAG: False}]
     assert [FLAG in note for note in made.notes] == [True]
     capfd.readouterr()
@@ -47,7 +47,7 @@ def test_a_known_failure_is_compiled_again_with_its_flag(capfd):
 def test_other_failures_are_raised(error, options):
     lowered = Lowered(error)
     with pytest.raises(RuntimeError, match=error):
-        compiler._made(lowered, options, exact=False)
+        compiler._compile_or_load(lowered, options, exact=False)
     assert len(lowered.calls) == 1
 
 
@@ -61,8 +61,8 @@ def test_other_failures_are_raised(error, options):
 )
 def test_sizes_that_overflow_in_xla_are_one_line(error):
     """A GPU's compiler raises what the CPU's aborts at."""
-    with pytest.raises(memory.ReportError, match="XLA cannot compile arrays of such sizes .*: give smaller sizes"):
-        compiler._made(Lowered(error), {}, exact=False)
+    with pytest.raises(memory.ReportError, match="XLA cannot compile arrays of these sizes .*: give smaller sizes"):
+        compiler._compile_or_load(Lowered(error), {}, exact=False)
 
 
 def test_attention_of_length_196_compiles_for_a_gpu(capfd):

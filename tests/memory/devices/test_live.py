@@ -118,6 +118,6 @@ def test_the_line_gives_the_error_in_per_cent():
     line = live.predicted_against_measured(_report(11 * GIB), seen)
     assert line == (
         "predicted 11.00 GiB, measured 10.00 GiB on NVIDIA H200 (prediction +10.0 %), "
-        "limit 16.00 GiB, card 15.00 GiB of 140.00 GiB in use"
+        "limit 16.00 GiB, 15.00 GiB of the GPU's 140.00 GiB in use"
     )
-    assert "nothing measured" in live.predicted_against_measured(_report(GIB), None)
+    assert "not measured" in live.predicted_against_measured(_report(GIB), None)

@@ -59,19 +59,19 @@ def test_shape_of_a_described_target(name):
         ("h100:-1", "after the colon"),
         ("h100:8x", "after the colon"),
         ("h100:1e9", "after the colon"),
-        ("h100:16", "say h100:2x8"),
+        ("h100:16", "write h100:2x8"),
         ("h100:1x2x3", "at most 8"),
         ("v5e:3x3", "even numbers"),
         ("v5e:32x2", "up to 16x16"),
         ("v5e:8", "2 axes"),
         ("v5p:1x1x1", "3 axes"),
         ("local:2", "takes no count"),
-        ("cpu:2x4", "counted"),
+        ("cpu:2x4", "write cpu:8"),
         ("cpu:4096", "JAX_NUM_CPU_DEVICES=4096"),
         ("h10", "did you mean h100, h100-pcie or h100-nvl?"),
         ("rtx4080", "did you mean rtx4090"),
-        ("gb200:8", "say gb200:2x4"),
-        ("gb200:19x4", "a rack holds 18x4"),
+        ("gb200:8", "write gb200:2x4"),
+        ("gb200:19x4", "a rack has 18x4"),
     ],
 )
 def test_a_wrong_name_is_one_line_that_says_what_exists(name, words):
@@ -144,7 +144,7 @@ def test_a_gpu_that_cuda_13_has_left_needs_the_compiler_of_cuda_12(monkeypatch):
     asked = []
     monkeypatch.setattr(targets, "_topology", lambda name, platform, **options: asked.append(options) or [])
     monkeypatch.setattr(targets, "installed", lambda module: module.endswith("cuda13"))
-    with pytest.raises(ReportError, match=r"sm_70; in an environment of its own, pip install 'bytescope\[cuda12\]'"):
+    with pytest.raises(ReportError, match=r"sm_70; in a separate environment, pip install 'bytescope\[cuda12\]'"):
         targets.gpu_devices("v100", CHIPS["v100"], (1, 1))
     monkeypatch.setattr(targets, "installed", lambda module: True)
     for name in ("v100", "t4"):

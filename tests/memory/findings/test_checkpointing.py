@@ -2,6 +2,7 @@
 
 import dataclasses
 import linecache
+import sys
 
 import pytest
 
@@ -132,7 +133,17 @@ def test_the_block_frees_most_and_its_call_is_named():
     assert inner.call.function.title == "Mlp" and inner.freed == (3 * 256 - 4 * 128) * MIB
     found = checkpoint_saves(report(buffers), program(places))
     assert found.bytes == best.freed and "Block keeps 1.12 GiB for the backward pass, 92% of the peak" in found.message
-    assert found.remedy.startswith("call nn.remat(Block) in the place of Block at model.py:15")
+    assert found.remedy.startswith("call nn.remat(Block) instead of Block at model.py:15")
+
+
+@pytest.mark.parametrize(
+    ("folder", "decorator"), [("/flax/nnx/", "nnx.remat"), ("/equinox/nn/", "eqx.filter_checkpoint")]
+)
+def test_a_class_whose_wrapper_would_wrap_its_constructor_is_decorated(folder, decorator, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "FLAX", f"/usr/lib/python3.11/site-packages{folder}linear.py")
+    buffers, places = model()
+    found = checkpoint_saves(report(buffers), program(places))
+    assert found.remedy.startswith(f"decorate Block.__call__, called at model.py:15, with @{decorator}: it frees about")
 
 
 def test_what_is_called_once_frees_nothing():
@@ -158,7 +169,9 @@ def test_a_checkpoint_that_keeps_too_much_is_told_to_keep_less():
     buffers, places = model()
     places.append(("jit(step)/transpose(jvp(Gpt))/block_0/rematted_computation/tanh", mlp(GELU)))
     found = checkpoint_saves(report(buffers), program(places))
-    assert found.remedy.startswith("a policy that keeps less in the jax.checkpoint around Block at model.py:15")
+    assert found.remedy.startswith(
+        "use a policy that saves less, such as nothing_saveable, for jax.checkpoint of Block at model.py:15"
+    )
 
 
 @pytest.mark.parametrize(

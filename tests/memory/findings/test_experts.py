@@ -91,7 +91,9 @@ def test_rows_are_told_by_shape_and_scope():
     ]
     (one,) = [each for each in findings_of(made(found)) if each.kind == "empty_expert_rows"]
     assert one.bytes == int(40 * MIB * (1 - 512 / rows))
-    assert "(dispatch 20.00 MiB, experts 20.00 MiB)" in one.message and f"room for {rows:,} rows" in one.message
+    assert (
+        "(dispatch 20.00 MiB, experts 20.00 MiB)" in one.message and f"a device allocates {rows:,} rows" in one.message
+    )
     assert one.flags == "--config.model.capacity_factor=2"
     assert "empty_expert_rows" not in {each.kind for each in findings_of(made(found[2:]))}
     assert rule.empty_expert_rows(made(found), NOTHING) is None

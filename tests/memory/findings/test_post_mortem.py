@@ -45,11 +45,11 @@ def test_a_foreign_program_has_its_findings_then_recomputation_then_parts():
     assert [way.bytes for way in found] == [2 * GIB, 6 * GIB, 3 * GIB]
     assert found[0].words == "donate argument 0 (2 GiB of state is not donated)"
     assert found[1].words == (
-        "jax.checkpoint around Decoder/layer_3, which keeps this for the backward pass, most of it from model.py:12"
+        "use jax.checkpoint for Decoder/layer_3, which saves this for the backward pass, most of it from model.py:12"
     )
     assert found[2].words.startswith("compute bfloat16[512,1024] of model.py:40 in parts")
     alone = ways_out(report_of(dataclasses.replace(WIDE, source="")))
-    assert [(way.bytes, way.words.partition(",")[0]) for way in alone] == [(3 * GIB // 2, "make the batch smaller")]
+    assert [(way.bytes, way.words.partition(",")[0]) for way in alone] == [(3 * GIB // 2, "reduce the batch")]
 
 
 def test_no_finding_that_takes_more_memory_and_none_said_twice():
@@ -69,7 +69,9 @@ def test_what_the_step_does_not_need_comes_first():
         and "2 of them float32[8,8]" in first.words
     )
     only = ways_out(None, (HeldArrays((4,), "int32", 1, 16, 1, 16),))
-    assert len(only) == 1 and only[0].words.startswith("delete a live array that is no argument of the step, int32[4]:")
+    assert len(only) == 1 and only[0].words.startswith(
+        "delete a live array that is not an argument of the step, int32[4]:"
+    )
     assert "delete" not in str(ways_out(report_of(KEPT), (HeldArrays((), "int32", 5, 20, 5, 20),)))
 
 
@@ -77,7 +79,8 @@ def test_what_the_step_does_not_need_comes_first():
 def test_a_pool_that_leaves_a_quarter_of_the_card_idle(pool, told):
     ways = ways_out(report_of(KEPT, target={"device_memory_bytes": 80 * GIB}), pool=pool)
     assert (
-        ways[0].words.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.92") and ways[0].bytes == int(0.92 * 80 * GIB) - pool
+        ways[0].words.startswith("set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92")
+        and ways[0].bytes == int(0.92 * 80 * GIB) - pool
     ) is told
 
 
@@ -126,7 +129,7 @@ def test_the_json_is_a_report_too(tmp_path):
     assert report_record.load(tmp_path / "p.json") == found.report
     own = json.loads((tmp_path / "p.json").read_text())["post_mortem"]
     assert (own["call"], own["other_bytes"], own["needed_bytes"]) == (3, 2, 6 * GIB + 2)
-    assert own["ways_out"][0]["words"].startswith("jax.checkpoint around Decoder/layer_3")
+    assert own["ways_out"][0]["words"].startswith("use jax.checkpoint for Decoder/layer_3")
 
 
 def test_what_fits_by_the_figures_is_said_to():

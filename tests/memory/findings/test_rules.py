@@ -19,7 +19,7 @@ from bytescope.memory.findings.sharding_findings import are_partial_sums, missin
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.buffers import Allocation, HloProgram
-from bytescope.memory.hlo.mesh import ArgumentLayout, of_compiled
+from bytescope.memory.hlo.mesh import ArgumentLayout, read_layouts
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.peak.buffer_placement import Activation, PlacedProgram
@@ -117,14 +117,14 @@ def test_lasting_gathers_and_large_collective():
 @pytest.mark.parametrize(
     ("name", "component", "told", "remedy"),
     [
-        ("all-gather-start.1", "param_copy", "one all-gather holds", "by layer under a scan"),
-        ("all-gather.2", "mlp", "one all-gather holds", "with_sharding_constraint"),
-        ("all-reduce.3", "mlp", "one all-reduce holds", "psum_scatter"),
-        ("reduce-scatter-start", "mlp", "one reduce-scatter holds", "psum_scatter"),
-        ("all-to-all.4", "mlp", "one all-to-all holds", "in parts"),
-        ("collective-permute-start", "mlp", "one collective-permute holds", "one after the other"),
-        ("copy.8", "mlp", "one collective-permute holds", "one after the other"),  # what a loop hands on of one
-        ("fusion.5", "mlp", "one collective holds", "in a scan over layers"),
+        ("all-gather-start.1", "param_copy", "one all-gather takes", "by layer under a scan"),
+        ("all-gather.2", "mlp", "one all-gather takes", "with_sharding_constraint"),
+        ("all-reduce.3", "mlp", "one all-reduce takes", "psum_scatter"),
+        ("reduce-scatter-start", "mlp", "one reduce-scatter takes", "psum_scatter"),
+        ("all-to-all.4", "mlp", "one all-to-all takes", "in parts"),
+        ("collective-permute-start", "mlp", "one collective-permute takes", "in parts, in a loop"),
+        ("copy.8", "mlp", "one collective-permute takes", "in parts, in a loop"),  # what a loop hands on of one
+        ("fusion.5", "mlp", "one collective takes", "in a scan over layers"),
     ],
 )
 def test_the_remedy_of_a_large_collective_is_for_its_kind(name, component, told, remedy):
@@ -223,7 +223,7 @@ def test_replicated_batch(devices):
     assert "replicated_batch" not in {f.kind for f in split.findings}
     # Where the batch is whole and the state too, all devices do the same.
     told = {f.kind: f for f in whole.findings}["nothing_sharded"]
-    assert told.message == "8 devices, nothing is sharded: every device holds and computes the same"
+    assert told.message == "8 devices, nothing is sharded: every device stores and computes the same"
     assert "NamedSharding(mesh, P('data'))" in told.remedy and whole.to_json()["findings"][0]["kind"] == told.kind
     assert "nothing_sharded" not in {f.kind for f in split.findings}
 
@@ -235,7 +235,7 @@ def test_a_step_without_a_mesh_leaves_the_other_devices_of_its_target_unused(dev
     w, x = jnp.ones((4, 4)), jnp.ones((8, 4))
     (found,) = [f for f in memory.analyze(step, w, x, target="cpu:8").findings if f.kind == "nothing_sharded"]
     assert found.message == "8 devices, nothing is sharded: the step runs on one device, and 7 are unused"
-    assert "P('data')" in found.remedy and found.remedy.endswith("or name a target of one device, cpu")
+    assert "P('data')" in found.remedy and found.remedy.endswith("or use the target of one device, cpu")
     for target in ("cpu:1", None):  # without a target nobody said how many devices the step is to use
         assert "nothing_sharded" not in {f.kind for f in memory.analyze(step, w, x, target=target).findings}
 
@@ -368,7 +368,7 @@ def test_layouts_of_arguments_with_a_none_and_one_that_is_not_used(devices):
     mesh = jax.sharding.Mesh(devices[:2], ("data",))
     x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.sharding.NamedSharding(mesh, P("data")))
     compiled = jax.jit(lambda state, unused: state["x"] + 1).lower({"none": None, "x": x}, x).compile()
-    axes, layouts = of_compiled(compiled)
+    axes, layouts = read_layouts(compiled)
     assert axes == (("data", 2),) and [(at.dims, at.local, at.spec) for at in layouts] == [
         ((8, 4), (4, 4), (("data",), ()))
     ]

@@ -55,7 +55,9 @@ def test_the_policy_that_should_fit_by_the_formula():
     found = finding(report(config()), "spare_memory")
     assert found.flags == "--config.remat.policy=minimal"
     assert found.message == "52.00 GiB free and 20% of the model's FLOPs recomputed"
-    said = r"keeps ([\d.]+) GiB more, of the ([\d.]+) GiB free, and leaves nothing recomputed"
+    said = (
+        r"keeps another ([\d.]+) GiB of activations in the ([\d.]+) GiB that are free, and then nothing is recomputed"
+    )
     added, free = re.search(said, found.remedy).groups()
     assert (float(added), float(free)) == (pytest.approx(21.03, abs=0.02), 52.0)
     assert found.bytes == pytest.approx(float(added) * GIB, rel=1e-3) and "should fit by the formula" in found.remedy
@@ -72,7 +74,7 @@ def test_as_many_layers_as_should_fit():
     count = int(re.fullmatch(r"--config\.remat\.layers=0-(\d+):minimal", found.flags)[1])
     each = 21.03 / 32
     assert count == int(0.85 * 12 / each) and f"minimal in the first {count} of 32 layers" in found.remedy
-    assert found.remedy.endswith(f"leaves {0.2 * (1 - count / 32):.0%} recomputed")
+    assert found.remedy.endswith(f"and then {0.2 * (1 - count / 32):.0%} is recomputed")
     assert found.bytes <= 0.85 * 12 * GIB < found.bytes + each * GIB
     unrolled = finding(report(config(**{"model.unroll": "4"}), free=12 * GIB), "spare_memory")
     assert f"0-{count // 4 * 4}:minimal" in unrolled.flags
@@ -157,8 +159,8 @@ def test_what_is_recomputed_is_what_the_flop_counter_says():
     [
         (1, True, "policy=jax.checkpoint_policies.dots_saveable in jax.checkpoint should fit"),
         (10**6, True, "policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable in jax.checkpoint should fit"),
-        (1, False, "keep the results of its products, named with jax.ad_checkpoint.checkpoint_name"),
-        (10**7, True, "or let memory.plan_remat choose it: all products together would not fit"),
+        (1, False, "save the results of its matrix products, named with jax.ad_checkpoint.checkpoint_name"),
+        (10**7, True, "or let memory.plan_remat choose them: all matrix products together would not fit"),
     ],
 )
 def test_the_policy_of_another_program(monkeypatch, scale, saveable, said):

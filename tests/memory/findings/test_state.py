@@ -62,7 +62,7 @@ def test_a_leaf_that_was_forgotten_is_named_with_a_sharding_for_it():
     held = embed[0].bytes + small[0].bytes
     assert found.bytes == held - embed[0].bytes // 8 - small[0].bytes // 8
     assert (
-        "196.50 MiB of state is whole on each of 8 devices of data: params['embed'] float32[50304, 1024]"
+        "196.50 MiB of state is replicated on each of 8 devices of data: params['embed'] float32[50304, 1024]"
         in found.message
     )
     assert "params['embed'] as jax.sharding.NamedSharding(mesh, P('data', None))" in found.remedy
@@ -80,7 +80,7 @@ def test_the_axis_that_wastes_most_is_told():
     mesh = (("data", 2), ("fsdp", 4))
     leaves = [leaf("params['a']", WIDE, (("fsdp",), ()), parts=4), leaf("opt_state.mu", WIDE, ((), ()), "optimizer")]
     found = whole_state(*placed(leaves, mesh))
-    assert "whole on each of 8 devices of data and fsdp: opt_state.mu" in found.message
+    assert "replicated on each of 8 devices of data and fsdp: opt_state.mu" in found.message
     assert "P(('data', 'fsdp'), None)" in found.remedy
     found = whole_state(
         *placed(
@@ -91,7 +91,7 @@ def test_the_axis_that_wastes_most_is_told():
             mesh,
         )
     )
-    assert "whole on each of 2 devices of data" in found.message and "P('fsdp', 'data')" in found.remedy
+    assert "replicated on each of 2 devices of data" in found.message and "P('fsdp', 'data')" in found.remedy
     found = whole_state(*placed([leaf("params['a']", (50303, 1023)), leaf("mu", (50303, 1023), category="optimizer")]))
     assert "[50303, 1023], is a multiple of 8: pad one" in found.remedy
 
@@ -99,9 +99,9 @@ def test_the_axis_that_wastes_most_is_told():
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"mesh.strategy": "ddp"}, "whole on each of 8 devices of fsdp"),
+        ({"mesh.strategy": "ddp"}, "replicated on each of 8 devices of fsdp"),
         ({}, ""),
-        ({"mesh.data": "2"}, "whole on each of 2 devices of data"),
+        ({"mesh.data": "2"}, "replicated on each of 2 devices of data"),
     ],
 )
 def test_a_config_tells_what_a_program_without_layouts_does_not(keys, said):
@@ -137,7 +137,7 @@ def test_a_stack_of_replicas_is_told_from_states_that_differ(group, found):
     over = (Collective("all-reduce.1", "all-reduce", group=group),) if group else ()
     told = whole_state(dataclasses.replace(report, collectives=over), program)
     assert (told is not None) == found
-    assert not found or ("whole on each of 8 devices: p['w']" in told.message and "jax.pmap" in told.remedy)
+    assert not found or ("replicated on each of 8 devices: p['w']" in told.message and "jax.pmap" in told.remedy)
 
 
 def test_inference_replicates_on_purpose():
@@ -188,12 +188,12 @@ def config(**keys):
 def test_the_cheapest_levers_that_leave_less(limit, target, expected):
     found = finding(large(limit * GIB, config(), **target), "state_too_large")
     assert set(shlex.split(found.flags)) == set(shlex.split(expected)) and found.bytes == (96 - limit) * GIB
-    assert found.message.startswith(f"parameters and optimizer state alone take 96.00 GiB of {limit}.00 GiB")
+    assert found.message.startswith(f"parameters and optimizer state take 96.00 GiB of {limit}.00 GiB")
 
 
 def test_more_devices_where_no_lever_is_enough():
     found = finding(large(10 * GIB, config(), host_memory_bytes=GIB), "state_too_large")
-    assert not found.flags and "take 77 devices or more" in found.remedy  # 8 x 96 GiB over 10 GiB
+    assert not found.flags and "use 77 devices or more" in found.remedy  # 8 x 96 GiB over 10 GiB
     other = state_too_large(large(10 * GIB), NOTHING)
     assert "over 10 devices or more" in other.remedy and "--config" not in other.remedy
 
@@ -222,7 +222,7 @@ def test_gradients_that_are_whole_where_the_parameter_is_sharded():
     report = dataclasses.replace(report, buffers=(*report.buffers, whole))
     found = unsharded_gradients(report, program)
     assert found.bytes == whole.bytes - whole.bytes // 8
-    assert "the largest float32[1, 50304, 1024] of params['head'] at losses.py:160" in found.message
+    assert "the largest is float32[1, 50304, 1024] of params['head'] at losses.py:160" in found.message
     assert "with_sharding_constraint(gradient, jax.sharding.NamedSharding(mesh, P('data', None)))" in found.remedy
     bare = dataclasses.replace(program, layouts={})  # without layouts: by the dimensions alone
     assert unsharded_gradients(report, bare).bytes == found.bytes

@@ -161,10 +161,13 @@ def test_the_command(capsys, tmp_path):
     "arguments, words",
     [
         (["--lora-rank=16", "--lora-targets=q,w"], "--lora-targets: 'w'"),
-        (["--lora-rank=-1"], "--lora-rank=-1: give 0"),
+        (["--lora-rank=-1"], "--lora-rank=-1 is out of range: give at least 0"),
         (["--lora-targets=q"], "give --lora-rank=16 too"),
         (["--lora-base=nf4"], "give --lora-rank=16 too"),
-        (["--lora-rank=4", "--lora-targets=gate"], "no layer of this model has such a matrix: give some of q,k,v,o,up"),
+        (
+            ["--lora-rank=4", "--lora-targets=gate"],
+            "no layer of this model has these matrices; give some of q,k,v,o,up",
+        ),
         (["--lora-rank=4", "--lora-base=nf5"], "choose one of bf16, nf4, int8"),
     ],
 )

@@ -6,7 +6,7 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.formulas import communication_volume, reconcile
 from bytescope.memory.formulas.communication_volume import EXCHANGES as FORMULAS
-from bytescope.memory.formulas.communication_volume import sent
+from bytescope.memory.formulas.communication_volume import layer_exchanges
 from bytescope.memory.formulas.model_shape import ExpertShape
 from bytescope.memory.report import report_page
 from bytescope.model.experts.exchange import DISPATCHES as TRAINED
@@ -42,7 +42,9 @@ EXPERTS = ExpertShape(8, 2, 64)
 )
 def test_a_layer_by_hand(dispatch, again, expected):
     """1,024 tokens of width 16 in bf16, 2 of 8 experts each, shared by 4 devices: 32 bytes a row, 4 of its number."""
-    found = sent(dispatch, EXPERTS, tokens=1024, width=16, itemsize=2, size=4, again=again, redone=again)
+    found = layer_exchanges(
+        dispatch, EXPERTS, tokens=1024, width=16, itemsize=2, size=4, row_repeats=again, weight_repeats=again
+    )
     assert {one.kind: one.bytes for one in found} == expected
 
 

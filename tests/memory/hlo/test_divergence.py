@@ -73,7 +73,7 @@ def compiled(devices):
 def skipped(compilation, platform, processes):
     """The names of loops and branches that some devices skip, -> the number of devices that wait in one."""
     module = compilation.program.module
-    axes, layouts = hlo_mesh.of_compiled(compilation.compiled)
+    axes, layouts = hlo_mesh.read_layouts(compilation.compiled)
     collectives = divergence.skipped_collectives(module, axes, hlo_mesh.match(module, layouts), platform, processes)
     names = {each.op_name.split("/while/")[0].split("/cond/")[0].rpartition("/")[2]: each for each in collectives}
     return {name: len(each.waits) for name, each in names.items()}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.scopes import first_of_merged, is_operation, locate, parse
-from bytescope.memory.hlo.sources import component_of_code, modules_of_code, source_line
+from bytescope.memory.hlo.sources import component_of_code, modules_of_code, short_place, source_line
 from bytescope.memory.peak.checkpoint_names import NamedPlace, Names
 from bytescope.memory.program.roles import role
 
@@ -171,8 +171,8 @@ def test_modules_from_code():
 
 def test_names_by_vocabulary():
     names = Names({"q", "embed"}, places=[])
-    assert names.of([Metadata("jit(f)/jvp(blocks)/attention/q/reduce_precision")]) == "q"
-    assert names.of([Metadata("jit(f)/jvp(embed)/gather"), Metadata("")]) == ""
+    assert names.find([Metadata("jit(f)/jvp(blocks)/attention/q/reduce_precision")]) == "q"
+    assert names.find([Metadata("jit(f)/jvp(embed)/gather"), Metadata("")]) == ""
 
 
 def test_names_by_place():
@@ -181,15 +181,20 @@ def test_names_by_place():
     maker = NamedPlace((("block.py", 3, 8),), (3, 20), "mlp/dot_general", "up")
     names = Names(places=[call, maker])
     here = Frame("block.py", 3, 8, 3, 20)
-    assert names.of([Metadata("jit(f)/mlp/reduce_precision", (here,))]) == "up"
-    assert names.of([Metadata("jit(f)/mlp/dot_general", (here,))]) == "up"
-    assert names.of([Metadata("jit(f)/mlp/mul", (here,))]) == ""
-    assert names.of([Metadata("jit(f)/mlp/dot_general", (here._replace(end_column=30),))]) == ""
-    assert names.of([Metadata("jit(f)/mlp/dot_general", (Frame("block.py", 3, 8),))]) == "up"
+    assert names.find([Metadata("jit(f)/mlp/reduce_precision", (here,))]) == "up"
+    assert names.find([Metadata("jit(f)/mlp/dot_general", (here,))]) == "up"
+    assert names.find([Metadata("jit(f)/mlp/mul", (here,))]) == ""
+    assert names.find([Metadata("jit(f)/mlp/dot_general", (here._replace(end_column=30),))]) == ""
+    assert names.find([Metadata("jit(f)/mlp/dot_general", (Frame("block.py", 3, 8),))]) == "up"
     other = NamedPlace((("block.py", 3, 8), ("train.py", 11, 0)), (3, 20), "mlp/reduce_precision", "gate")
     both = Names(places=[call, other])
-    assert both.of([Metadata("mlp/reduce_precision", (here, Frame("train.py", 11)))]) == "gate"
-    assert both.of([Metadata("mlp/reduce_precision", (here,))]) == ""
+    assert both.find([Metadata("mlp/reduce_precision", (here, Frame("train.py", 11)))]) == "gate"
+    assert both.find([Metadata("mlp/reduce_precision", (here,))]) == ""
+
+
+def test_a_line_of_a_notebook_is_a_line_of_its_cell():
+    assert short_place("/tmp/ipykernel_12/3456.py:7") == "cell:7"
+    assert short_place("/home/me/model.py:7") == short_place("model.py:7") == "model.py:7"
 
 
 def test_source_lines_skip_libraries():

@@ -6,7 +6,7 @@ from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Computation, Frame, Instruction, Metadata, Module
 from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.hlo.sources import source_line
-from bytescope.memory.peak.naming import Naming, folded, label
+from bytescope.memory.peak.naming import Naming, fold_labels, label
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 
 pytestmark = pytest.mark.quick
@@ -192,7 +192,7 @@ def buffer(module, component, size=1, category="workspace", **fields):
 
 
 def test_siblings_fold():
-    found = folded(
+    found = fold_labels(
         [
             *(buffer(f"Net/blocks_{n}/CausalAttn_0/query", "CausalAttn") for n in range(6)),
             buffer("Net/blocks_0/CausalAttn_0", "CausalAttn"),

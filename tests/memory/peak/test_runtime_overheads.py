@@ -1,4 +1,4 @@
-"""What the compiler does not count: the formulas, what a report makes of them, and that they hold on the CPU."""
+"""Runtime overheads: their formulas, their place in a report, and their bytes in a run on the CPU."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ import json
 import jax
 import pytest
 
+from bytescope import memory
 from bytescope.memory.analysis import judge, report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.chips import CONTEXT_BYTES
@@ -68,6 +69,8 @@ def test_the_workspace_of_cublas_is_bounded_by_its_operands(product, hopper, wor
 
 ROWS = (RuntimeOverhead("rounding", 30, POOL, "from the source"), RuntimeOverhead("context", 500, CARD, "estimate"))
 
+DAMAGED = [{"name": "x", "bytes": "many", "where": POOL, "source": ""}]
+
 
 def made(**fields):
     return ReportRecord(peak_bytes=900, allocated_bytes=1000, breakdown={"params": 900, "fragmentation": 100}, **fields)
@@ -75,22 +78,38 @@ def made(**fields):
 
 @pytest.mark.parametrize(("limit", "verdict"), [(1030, "tight"), (1029, "exceeds"), (2000, "fits"), (None, "unknown")])
 def test_the_limit_is_for_the_items_of_the_pool_too(limit, verdict):
-    report = judge(made(unseen=ROWS), limit)
+    report = judge(made(runtime_overheads=ROWS), limit)
     assert report.predicted_bytes == 1030 and report.verdict == verdict
     assert sum(report.breakdown.values()) == report.allocated_bytes  # the compiler's figures stay apart
 
 
 def test_a_report_keeps_them_in_its_json(tmp_path):
-    report = made(unseen=ROWS)
+    report = made(runtime_overheads=ROWS)
     report.save(tmp_path / "r.json")
     value = json.loads((tmp_path / "r.json").read_text())
     assert value["predicted_bytes"] == 1030 and value["allocated_bytes"] == 1000
-    assert load(tmp_path / "r.json").unseen == ROWS
-    assert ReportRecord.from_json({key: value[key] for key in value if key != "unseen"}).unseen == ()  # an older file
+    assert value["unseen"] == value["runtime_overheads"] == [dataclasses.asdict(row) for row in ROWS]
+    assert load(tmp_path / "r.json").runtime_overheads == ROWS
     with pytest.raises(ReportError, match="RuntimeOverhead"):
-        ReportRecord.from_json({**value, "unseen": [{"name": "x", "bytes": "many", "where": POOL, "source": ""}]})
+        ReportRecord.from_json({**value, "runtime_overheads": DAMAGED})
     assert overheads(report) == "predicted in use 1.01 KiB: allocated, rounding 30 B; outside the pool context 500 B"
     assert overheads(made()) == ""
+
+
+@pytest.mark.parametrize("key", ["runtime_overheads", "unseen"])
+def test_a_file_with_only_one_of_the_two_keys_is_read(tmp_path, key):
+    value = made(runtime_overheads=ROWS).to_json()
+    kept = {name: item for name, item in value.items() if name not in ("runtime_overheads", "unseen")}
+    (tmp_path / "r.json").write_text(json.dumps({**kept, key: value[key]}))
+    assert memory.load(tmp_path / "r.json").runtime_overheads == ROWS
+    assert ReportRecord.from_json(kept).runtime_overheads == ()
+    with pytest.raises(ReportError, match="RuntimeOverhead"):
+        ReportRecord.from_json({**kept, key: DAMAGED})
+
+
+def test_the_former_name_of_the_attribute_emits_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"report\.unseen is now report\.runtime_overheads"):
+        assert made(runtime_overheads=ROWS).unseen == ROWS
 
 
 def test_a_program_for_a_card_that_is_not_here_has_the_cards_items():
@@ -101,7 +120,7 @@ def test_a_program_for_a_card_that_is_not_here_has_the_cards_items():
     target, where = targets.parse("h200"), jax.sharding.SingleDeviceSharding(described("h200")[0])
     arrays = [jax.ShapeDtypeStruct((257, 3), "float32", sharding=where) for _ in range(2)]
     report = report_of(_compiled(product.lower(*arrays)), target=target, loop=LoopOverhead((12,), 1))
-    rows = {row.name: row.bytes for row in report.unseen}
+    rows = {row.name: row.bytes for row in report.runtime_overheads}
     outputs = [b for b in report.buffers if b.category == "outputs" and b.phase == "output"]
     asked = [3084, 3084, report.xla.temp_bytes, 12, *(b.bytes for b in outputs)]
     held = [3084, 4]  # what one call gives back
@@ -152,7 +171,7 @@ def test_the_batches_that_wait_are_there_while_the_loop_runs(monkeypatch, tmp_pa
     assert max(most) == len(kept.waiting) + len(program.batch_shapes) == 12  # two updates of three, two arrays each
     assert set(kept.waiting) == {2 * 32 * 4}
     saved = load(tmp_path / "run" / "memory.json")
-    assert {row.name: row.bytes for row in saved.unseen}["batches waiting"] == 10 * 2 * 32 * 4
+    assert {row.name: row.bytes for row in saved.runtime_overheads}["batches waiting"] == 10 * 2 * 32 * 4
 
 
 def test_the_programs_beside_the_step_hold_the_state_and_their_own():

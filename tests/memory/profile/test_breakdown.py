@@ -10,7 +10,7 @@ from bytescope.memory.__main__ import main
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.hlo.wire import WireError
 from bytescope.memory.profile import breakdown, xplane
-from bytescope.memory.profile.breakdown import divide, host_rows, inmost
+from bytescope.memory.profile.breakdown import divide, host_rows, innermost_spans
 from bytescope.memory.profile.op_scopes import OpScope, OpScopes
 from bytescope.memory.profile.xplane import Operation, ProfilerTrace, Span
 from support.formats import Plane, gpu_space
@@ -73,7 +73,7 @@ def test_host_work_is_of_the_inmost_annotation_and_adds_up():
         Span("host/metrics", "main", 60, 120),
         Span("update", "main", 0, 100, 1),
     ]
-    assert list(inmost(spans[:3])) == [
+    assert list(innermost_spans(spans[:3])) == [
         ("host/data", 10, 20),
         ("host/put", 20, 30),
         ("host/put", 30, 35),
@@ -141,7 +141,7 @@ def test_a_gpu_trace(proto, named, tmp_path, capsys):
     found = breakdown.find(xplane.read(xplane.find(tmp_path)))
     # From 500 ps of the update's start to the last copy's end, at 1 ns + 1000 ps.
     assert (found.program, found.steps, found.devices, found.wall) == ("jit_step", (4,), 1, 1500)
-    component = OpScopes(xplane.parse(gpu_space(proto, named))).of((PROGRAM, named["fusion"], "")).component
+    component = OpScopes(xplane.parse(gpu_space(proto, named))).scope((PROGRAM, named["fusion"], "")).component
     assert found.cells == {
         ("backward", "mlp"): 600,
         ("other", "collectives"): 100,
@@ -225,7 +225,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         ([str(tmp_path / "nowhere")], "no *.xplane.pb in"),
         ([str(many)], "2 traces in"),
         ([str(tmp_path / "text.xplane.pb")], "is not a trace"),
-        ([str(many / "a.xplane.pb")], "holds no work of a device"),
+        ([str(many / "a.xplane.pb")], "contains no operations of a device"),
         ([str(empty), "--config.seed=1"], "takes no --config.seed"),
     ):
         assert main(["trace", *flags]) == 2

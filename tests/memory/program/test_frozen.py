@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from bytescope import memory
-from bytescope.memory.program.roles import Evidence, frozen
+from bytescope.memory.program.roles import Evidence, mark_frozen
 
 spec, f32, bf16, u8 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16, jnp.uint8
 LAYERS, B, D, F, R = 3, 8, 32, 48, 4
@@ -141,6 +141,6 @@ def test_by_evidence():
         Evidence("q['w']"),
         Evidence("x"),
     ]
-    found = frozen([learns, *rest], ["params", "params", "params", "params", "batch"])
+    found = mark_frozen([learns, *rest], ["params", "params", "params", "params", "batch"])
     assert found == ["params", "params", "params", "frozen", "batch"]
-    assert frozen(rest[2:], ["params", "batch"]) == ["params", "batch"]
+    assert mark_frozen(rest[2:], ["params", "batch"]) == ["params", "batch"]

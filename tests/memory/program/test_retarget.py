@@ -137,7 +137,10 @@ def test_the_devices_of_the_arguments_are_the_target():
     x = spec((8, 8), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
     report = memory.analyze(jnp.tanh, x)
     assert (report.target["name"], report.target["is_described"], report.verdict) == ("h200", True, "fits")
-    assert targets.of(described("h200:2")).name == "h200:2" and targets.of(described("h100:2x8")).name == "h100:2x8"
+    assert (
+        targets.from_devices(described("h200:2")).name == "h200:2"
+        and targets.from_devices(described("h100:2x8")).name == "h100:2x8"
+    )
 
 
 @pytest.mark.quick

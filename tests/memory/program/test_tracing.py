@@ -36,14 +36,14 @@ def names(program):
 def test_what_is_no_array_is_part_of_the_step():
     """Strings, functions and objects, in the arguments and in the results; paths stay, numbers are arguments."""
     params = {"w": W, "act": jax.nn.relu, "none": None}
-    program = tracing.traced(step, (params, X, Config()), {"mode": "plain"}, {"donate_argnums": 1})
+    program = tracing.trace(step, (params, X, Config()), {"mode": "plain"}, {"donate_argnums": 1})
     assert names(program) == ["params['w']", "x"] and program.fun_name == "step"
     assert [leaf.donated for leaf in jax.tree.leaves(program.args_info)] == [False, True]
     assert [out.shape for out in program.jaxpr.out_avals] == [(4, 8)] and "tanh" not in str(program.jaxpr)
-    scaled = tracing.traced(lambda x, by, name: x * by, (X, 3.0, "by"), {}, {})
+    scaled = tracing.trace(lambda x, by, name: x * by, (X, 3.0, "by"), {}, {})
     assert [aval.shape for aval in scaled.jaxpr.in_avals] == [(4, 8), ()]
     strings = np.array(["a", "b"])
-    assert len(tracing.traced(lambda x, words: x * len(words), (X, strings), {}, {}).jaxpr.in_avals) == 1
+    assert len(tracing.trace(lambda x, words: x * len(words), (X, strings), {}, {}).jaxpr.in_avals) == 1
 
 
 @pytest.mark.parametrize("options", [{"static_argnums": (2, -1)}, {"static_argnames": ("config", "mode")}])
@@ -51,7 +51,7 @@ def test_static_arguments_stay_static(options):
     def plain(w, x, config, mode):
         return (x @ w) * config + (1 if mode == "a" else 2)
 
-    program = tracing.traced(plain, (W, X, 3, "a"), {}, options)
+    program = tracing.trace(plain, (W, X, 3, "a"), {}, options)
     assert [aval.shape for aval in program.jaxpr.in_avals] == [(8, 8), (4, 8)]
 
 
@@ -80,7 +80,9 @@ def test_no_arguments():
 def test_a_program_takes_no_arguments():
     jitted = jax.jit(jnp.tanh)
     for program in (jitted.trace(X), jitted.lower(X), "step.hlo.pb"):
-        with pytest.raises(memory.ReportError, match="with arguments: it is a program already, leave them out"):
+        with pytest.raises(
+            memory.ReportError, match="with arguments: it is a program already, leave the arguments out"
+        ):
             memory.analyze(program, X)
 
 
@@ -125,7 +127,7 @@ def test_a_wrapper_is_traced_as_it_is_called(donate):
         return jax.tree.map(lambda p: p - rate * jnp.outer(x, x) if p.ndim == 2 else p, params["w"]), params["act"](x)
 
     wrapper = Filtered(update, donate)
-    program = tracing.traced(wrapper, ({"w": W, "act": jnp.tanh}, spec((8,), jnp.float32), 2), {}, {})
+    program = tracing.trace(wrapper, ({"w": W, "act": jnp.tanh}, spec((8,), jnp.float32), 2), {}, {})
     assert [aval.shape for aval in program.jaxpr.in_avals] == [(8, 8), (8,)]
     assert [leaf.donated for leaf in jax.tree.leaves(program.args_info)] == [donate, donate]
     with pytest.raises(memory.ReportError, match="donate_argnums with a step that is jitted already"):
@@ -204,12 +206,12 @@ def test_pmap_over_more_devices_than_are_here_is_refused_with_the_remedy(mapped)
     step, x = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i"), spec((mapped, 4), jnp.float32)
     with pytest.raises(
         memory.ReportError,
-        match=f"^jax.pmap over {mapped} devices, and this process has 8: set "
+        match=f"^jax.pmap over {mapped} devices, but this process has 8: set "
         f"JAX_NUM_CPU_DEVICES={mapped} before jax starts",
     ):
-        tracing.traced(step, (x,), {}, {})
+        tracing.trace(step, (x,), {}, {})
     with pytest.raises(ValueError, match="squeeze"):  # an error of the step itself stays
-        tracing.traced(jax.pmap(lambda x: jnp.squeeze(x, 0)), (spec((8, 4), jnp.float32),), {}, {})
+        tracing.trace(jax.pmap(lambda x: jnp.squeeze(x, 0)), (spec((8, 4), jnp.float32),), {}, {})
 
 
 def nnx_step(model, optimizer, x):
@@ -229,11 +231,11 @@ def test_updates_in_place_that_jit_loses_are_refused():
     for function in (memory.analyze, memory.compile):
         with pytest.raises(memory.ReportError, match=r"nnx_step updates Linear in place.*give flax.nnx.jit\(step\)"):
             function(nnx_step, model, optimizer, X)
-    assert tracing.traced(lambda model, x: model(x), (model, X), {}, {})
-    assert tracing.traced(lambda *args: (nnx_step(*args), args), (model, optimizer, X), {}, {})
-    assert tracing.traced(nnx.jit(nnx_step), (model, optimizer, X), {}, {})
+    assert tracing.trace(lambda model, x: model(x), (model, X), {}, {})
+    assert tracing.trace(lambda *args: (nnx_step(*args), args), (model, optimizer, X), {}, {})
+    assert tracing.trace(nnx.jit(nnx_step), (model, optimizer, X), {}, {})
     dropped = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    assert tracing.traced(lambda layer, x: layer(x), (dropped, X), {}, {})
+    assert tracing.trace(lambda layer, x: layer(x), (dropped, X), {}, {})
 
 
 def test_a_watch_leaves_updates_in_place_alone():

@@ -14,8 +14,8 @@ import pytest
 
 from bytescope.memory import ReportError
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.layer_discovery import layers_of
-from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.layer_discovery import find_layers
+from bytescope.memory.remat.layer_values import find_values
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy, Wanted
 from bytescope.memory.remat.remat_problem import RecomputeRates
@@ -29,8 +29,8 @@ RATES = RecomputeRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e
 def found(loss, args=None, **options):
     """(the loss, its layers, their values)."""
     traced = Loss(loss, args or foreign.arguments(), {})
-    layers = layers_of(traced.jaxpr, traced.active)
-    return traced, layers, values_of(layers, **options)
+    layers = find_layers(traced.jaxpr, traced.active)
+    return traced, layers, find_values(layers, **options)
 
 
 def recomputed(loss, args=None):
@@ -160,9 +160,9 @@ def test_kinds_of_layers_and_those_with_a_policy_of_their_own():
     for labels in ([], list(values.values), list(values.values)[:1]):
         predicted = pattern_keeping(values.graph, RATES, "", labels).flops + always
         assert recomputed(loss(policy_of(values, labels)), args) == predicted, labels
-    with pytest.raises(ReportError, match="no layer is named wode: there are .*narrow.*wide"):
-        layers_of(traced.jaxpr, traced.active, ["wode"])
-    assert [layer.name for layer in layers_of(traced.jaxpr, traced.active, ["narrow"])] == ["narrow"]
+    with pytest.raises(ReportError, match="no layer is named wode: the loss has .*narrow.*wide"):
+        find_layers(traced.jaxpr, traced.active, ["wode"])
+    assert [layer.name for layer in find_layers(traced.jaxpr, traced.active, ["narrow"])] == ["narrow"]
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,9 @@ def test_another_walk_is_told():
     wanted = values.wanted(list(values.values))
     turned = Wanted(wanted.names, wanted.keys, tuple(keys[::-1] for keys in wanted.order), wanted.places, wanted.known)
     policy = RematPolicy(turned)
-    with pytest.warns(UserWarning, match="meets another block than it was planned for: .* comes where .* was expected"):
+    with pytest.warns(
+        UserWarning, match="is not the block that the remat policy was planned for: .* comes where .* was expected"
+    ):
         recomputed(foreign.loss_of("scan", policy))
     with pytest.raises(ReportError, match=f"does not recognize this program's blocks under jax {jax.__version__}"):
         policy.check()
@@ -280,7 +282,7 @@ def test_a_step_with_an_optimizer_reuses_its_params_and_state(wanted):
 
     loss, optimizer = Loss(jax.jit(with_metrics), args, {}), optax.sgd(0.1, momentum=0.9)
     assert loss.has_aux and sum(loss.active) == len(foreign.SHAPES)
-    layers = layers_of(loss.jaxpr, loss.active)
+    layers = find_layers(loss.jaxpr, loss.active)
     traced = loss.step(layers, None, optimizer)
     donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
     assert donated == [True] * (len(donated) - 1) + [False]
@@ -296,15 +298,15 @@ def test_gradients_and_state_lie_as_their_params(devices):
     weights, x = foreign.arguments(8)
     weights = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows) for name, leaf in weights.items()}
     loss = Loss(foreign.loss_of("scan"), (weights, x), {})
-    traced = loss.step(layers_of(loss.jaxpr, loss.active), None, optax.adamw(1e-2))
+    traced = loss.step(find_layers(loss.jaxpr, loss.active), None, optax.adamw(1e-2))
     moments = traced.args_info[0][1][0].mu
     assert str(traced.jaxpr).count("sharding_constraint") >= len(weights) and set(moments) == set(weights)
 
 
 def test_an_optimizer_without_an_update_is_refused():
     loss = Loss(foreign.loss_of("scan"), foreign.arguments(), {})
-    with pytest.raises(ReportError, match="optimizer='adam': give one with init and update, such as optax.adamw"):
-        loss.step(layers_of(loss.jaxpr, loss.active), None, "adam")
+    with pytest.raises(ReportError, match="optimizer='adam': give an object with init and update, such as optax.adamw"):
+        loss.step(find_layers(loss.jaxpr, loss.active), None, "adam")
 
 
 # ---- what is no loss --------------------------------------------------------------------------------------------
@@ -317,7 +319,11 @@ def test_an_optimizer_without_an_update_is_refused():
         (jnp.sum, (), "begins with what is differentiated"),
         (jnp.sin, (jnp.ones(2),), r"returns a scalar, or \(scalar, anything\): this one returns float32\[2\]"),
         (lambda w: (w.sum(), w, w), (jnp.ones(2),), "returns a scalar, or"),
-        (jax.value_and_grad(lambda w: jnp.sin(w).sum()), (jnp.ones(2),), "this returns a gradient: give the loss"),
+        (
+            jax.value_and_grad(lambda w: jnp.sin(w).sum()),
+            (jnp.ones(2),),
+            "this function returns a gradient: give the loss",
+        ),
         (lambda w: w.sum(), ({"act": jnp.tanh},), r"args\[0\]\['act'\] is a .*: give arrays"),
         (
             lambda w: w["w"].sum(),
@@ -335,4 +341,4 @@ def test_what_is_not_a_loss_is_refused(loss, args, message):
 def test_a_loss_without_layers_is_told_what_to_do():
     loss = Loss(lambda w: (w @ w).sum(), (jnp.ones((4, 4)),), {})
     with pytest.raises(ReportError, match="no layers found: put jax.checkpoint around the block that repeats"):
-        layers_of(loss.jaxpr, loss.active)
+        find_layers(loss.jaxpr, loss.active)

@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from bytescope import memory
 from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
-from bytescope.memory.remat.layer_discovery import layers_of
-from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.layer_discovery import find_layers
+from bytescope.memory.remat.layer_values import find_values
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy
 from support.models import plain as foreign
@@ -53,8 +53,8 @@ def sharded(mesh, specs):
 
 def found(args):
     loss = Loss(foreign.loss_of("scan"), args, {})
-    layers = layers_of(loss.jaxpr, loss.active)
-    return loss, layers, values_of(layers, loss.shards), values_of(layers)
+    layers = find_layers(loss.jaxpr, loss.active)
+    return loss, layers, find_values(layers, loss.shards), find_values(layers)
 
 
 def test_tensor_parallel_values_take_what_the_compiler_gives_them(devices):
@@ -123,5 +123,5 @@ def test_rules(rule):
         for shape, spec in zip(((8, 32), (32, 32)), specs)
     ]
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
-    assert JaxprSharding.of(jaxpr, leaves).parts(jaxpr.jaxpr.outvars[0]) == parts
-    assert JaxprSharding.of(jaxpr, [jnp.ones(2)] * 2).parts(jaxpr.jaxpr.outvars[0]) == 1
+    assert JaxprSharding.from_arguments(jaxpr, leaves).parts(jaxpr.jaxpr.outvars[0]) == parts
+    assert JaxprSharding.from_arguments(jaxpr, [jnp.ones(2)] * 2).parts(jaxpr.jaxpr.outvars[0]) == 1

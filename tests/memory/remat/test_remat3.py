@@ -1,4 +1,4 @@
-"""`jax_remat3`: the same layers, plans, reports and losses as without it, and each difference by name."""
+"""`jax_remat3` gives the same layers, plans, reports and losses, except for the differences in `memory/remat`."""
 
 import contextlib
 
@@ -43,7 +43,7 @@ def remat3(flag):
 
 
 def layer(x, own):
-    """Both of its products that the backward pass reads have names; they have the same shape."""
+    """Two named products of one shape, and no others that the backward pass reads."""
     with jax.named_scope("mlp"):
         up = checkpoint_name(x @ own["up"], "up")
         gate = checkpoint_name(x @ own["gate"], "gate")
@@ -121,7 +121,7 @@ def reports():
 
 @pytest.mark.parametrize("policy", ["names", "products"])
 def test_a_report_is_the_same(reports, policy):
-    """Names and components too: jax 0.10 puts the marks of all saved values at the checkpoint."""
+    """This includes names and components, although jax before 0.12 gives the marks of saved values another position."""
     plain, flagged = reports[False][policy], reports[True][policy]
     assert {"up", "gate"} <= plain.residuals_by_name.keys()
     assert flagged.residuals_by_name == plain.residuals_by_name and flagged.breakdown == plain.breakdown
@@ -152,7 +152,7 @@ def test_a_plan_over_named_values_is_the_same(plans):
 
 
 def test_the_tables_of_the_plans_differ_in_everything_saveable_alone(plans):
-    """With the flag, jax 0.10 keeps only what has a name under this policy, and later ones add no marks."""
+    """With the flag, jax before 0.12 keeps only named values under this policy, and jax 0.12 adds no marks."""
     tables = [{row.name: row for row in plans[flag].built_in} for flag in (False, True)]
     assert {name for name in tables[0] if tables[0][name] != tables[1][name]} <= {"everything_saveable"}
 
@@ -160,13 +160,13 @@ def test_the_tables_of_the_plans_differ_in_everything_saveable_alone(plans):
 @BOTH
 @pytest.mark.quick
 def test_a_plans_policy_keeps_its_names(flag):
-    """With the flag, jax 0.10 asks no policies but its own; a RematPolicy says then that it was not asked."""
+    """With the flag, jax before 0.12 calls no policy except its own; a RematPolicy then reports what it missed."""
     with remat3(flag):
         loss = Loss(loss_of(layer), ARGUMENTS, {})
         wanted = values_of(layers_of(loss.jaxpr, loss.active)).wanted(["up"])
         policy = policy_keeping(wanted)
         assert isinstance(policy, RematPolicy) == asks_any_policy() and (flag or asks_any_policy())
-        assert asks_any_policy() == (not flag or jax.__version_info__ >= (0, 11))
+        assert asks_any_policy() == (not flag or jax.__version_info__ >= (0, 12))
         gradient = jax.make_jaxpr(jax.grad(loss_of(layer, policy)))(*ARGUMENTS)
         assert flops.count(gradient).recomputed == LAYERS * 2 * ROWS * WIDTH * HIDDEN
         own = RematPolicy(wanted)
@@ -177,7 +177,7 @@ def test_a_plans_policy_keeps_its_names(flag):
 @BOTH
 @pytest.mark.quick
 def test_the_values_of_a_layer_are_those_that_jax_can_keep(flag):
-    """With the flag these are named values; and products from jax 0.11 on, which asks about them."""
+    """With the flag these are named values, and from jax 0.12 on also products."""
 
     def mixed(x, own):
         return x + checkpoint_name(jnp.tanh(x @ own["up"]), "hidden") @ own["down"] * jnp.sin(x)
@@ -188,11 +188,11 @@ def test_the_values_of_a_layer_are_those_that_jax_can_keep(flag):
     named = {value.name for value in values.values.values() if value.name}
     products = [label for label, value in values.values.items() if not value.name]
     assert named == {"hidden"}
-    assert bool(products) == (not flag or jax.__version_info__ >= (0, 11))
+    assert bool(products) == (not flag or jax.__version_info__ >= (0, 12))
 
 
 def test_training_has_the_same_losses_and_the_same_report():
-    """One that keeps named values: some policies keep less with the flag (`memory/remat`), and no loss changes."""
+    """The policy keeps named values; others keep less with the flag (`memory/remat`)."""
     losses, reports = [], []
     for flag in (False, True):
         with remat3(flag):

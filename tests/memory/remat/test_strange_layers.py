@@ -7,8 +7,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.layer_discovery import layers_of
-from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.layer_discovery import find_layers
+from bytescope.memory.remat.layer_values import find_values
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import RecomputeRates
@@ -131,7 +131,7 @@ def test_any_choice_costs_what_the_graph_says(case):
     """In the user's own program with the policy given to it: the first value alone, and everything."""
     make, args, most = CASES[case]
     loss = Loss(make(None), args, {})
-    values = values_of(layers_of(loss.jaxpr, loss.active))
+    values = find_values(find_layers(loss.jaxpr, loss.active))
     assert pattern_keeping(values.graph, RATES, "", []).flops == most
     for labels in (list(values.values)[:1], list(values.values)):
         policy = RematPolicy(values.wanted(labels))

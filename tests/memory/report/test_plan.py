@@ -61,7 +61,7 @@ def test_the_certificate_is_that_of_the_users_own_program(plans):
     plan.check()
 
 
-def test_the_account(plans):
+def test_the_account(plans, monkeypatch):
     plan = next(plan for plan in plans[0] if isinstance(plan.policy, RematPolicy))
     lines = str(plan).splitlines()
     assert lines[0].startswith("remat plan on cpu:1  ")
@@ -75,7 +75,10 @@ def test_the_account(plans):
         "dots_with_no_batch_dims_saveable",
         "dots_saveable",
     ]
-    assert repr(plan) == str(plan)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as the kernel of a notebook does
+    assert repr(plan) == str(plan) and "\x1b" not in repr(plan)
+    in_a_cell = dataclasses.replace(plan.layers[0], where="/tmp/ipykernel_12/3456.py:7")
+    assert " at cell:7" in repr(dataclasses.replace(plan, layers=(in_a_cell,)))
     builtin = repr(dataclasses.replace(plan, name="dots_saveable", kept=()))
     assert "jax.checkpoint_policies.dots_saveable is best here" in builtin and "this plan" not in builtin
     assert len(plans[1]) == plan.compiled

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.view.console import make_console, put
 from bytescope.memory.view.progress_bar import progress
 from bytescope.memory.view.text_layout import Prose
@@ -42,10 +42,10 @@ LOG = b"E1122 12:26:09.004250   31247 gpu_hlo_schedule.cc:968] The byte size of 
 
 
 def test_the_compilers_log_stays_back_unless_it_fails(capfd):
-    with kept_back():
+    with hold_back_log():
         os.write(2, b"someone else's line\n" + LOG)
     assert capfd.readouterr().err == "someone else's line\n"
-    with pytest.raises(RuntimeError), kept_back():
+    with pytest.raises(RuntimeError), hold_back_log():
         os.write(2, LOG + b"F1122 12:26:09.004250 1 x.cc:1] fatal\n")
         raise RuntimeError
     told = capfd.readouterr().err
@@ -55,7 +55,7 @@ def test_the_compilers_log_stays_back_unless_it_fails(capfd):
 
 
 def test_the_log_before_it_is_set_up(capfd):
-    with kept_back():
+    with hold_back_log():
         os.write(
             2,
             b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
@@ -66,7 +66,7 @@ def test_the_log_before_it_is_set_up(capfd):
 
 
 def test_a_progress_bar_moves_on_while_the_log_stays_back(capfd):
-    with kept_back():
+    with hold_back_log():
         os.write(2, b"\r 1 of 3")
         seen, until = "", time.monotonic() + 5
         while not seen and time.monotonic() < until:
@@ -78,7 +78,7 @@ def test_a_progress_bar_moves_on_while_the_log_stays_back(capfd):
 
 
 def test_a_second_thread_s_lines_are_left_alone(capfd):
-    with kept_back(), kept_back():
+    with hold_back_log(), hold_back_log():
         os.write(2, LOG)
     os.write(2, b"after\n")
     assert capfd.readouterr().err == "after\n"

@@ -129,7 +129,10 @@ def report(name=PLAIN, size=12_345_678_901):
         ),
         zero=(ZeroRow("params", 0.25, 0.5, f"masters of {name} in float32"), ZeroRow("total", 2.0, 2.19)),
         transfers=(Transfer(name, "to host", size // 11, 0.0123),),
-        unseen=(RuntimeOverhead(name, 35 * MIB, "pool", ""), RuntimeOverhead("context", 500 * MIB, "card", "")),
+        runtime_overheads=(
+            RuntimeOverhead(name, 35 * MIB, "pool", ""),
+            RuntimeOverhead("context", 500 * MIB, "card", ""),
+        ),
         work={"forward": {"flops": {"bf16": 10**15}}},
         residuals_by_name={name: size // 13, f"{name}.2": size // 17},
         workspace_by_scope={f"backward/{name}": size // 19},

@@ -31,11 +31,11 @@ from bytescope.memory.seconds.calibration.cases import (
     UNROLLED,
     CalibrationCase,
     CalibrationSizes,
-    cases_of,
-    links_of,
-    sizes_of,
+    choose_sizes,
+    count_links,
+    list_cases,
 )
-from bytescope.memory.seconds.calibration.measure import Calibration, Sample, rates_of
+from bytescope.memory.seconds.calibration.measure import Calibration, Sample, fit_rates
 from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import WAYS, from_json
 from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
@@ -95,7 +95,7 @@ def used():
 
 @pytest.mark.quick
 def test_samples_say_the_rates_that_made_them(h200):
-    found = rates_of(SAMPLES, h200, ABOUT)
+    found = fit_rates(SAMPLES, h200, ABOUT)
     assert found.floor_seconds == FLOOR_SECONDS and found.cores == 132 and found.hop_seconds == 3 * US
     assert [size for size, _ in found.products["bf16"]] == [1024, 8192]
     assert [rate / T for _, rate in found.products["bf16"]] == pytest.approx([400, 400])
@@ -120,53 +120,53 @@ def test_samples_say_the_rates_that_made_them(h200):
 @pytest.mark.quick
 def test_a_part_that_predictions_need_is_missed(h200):
     for part, told in (
-        (PRODUCTS, "nothing is not"),
+        (PRODUCTS, "products is empty"),
         (ATTENTION, "attention"),
         (MEMORY, "no memory"),
         (HOST_LINK, "no host link"),
     ):
         with pytest.raises(ReportError, match=told):
-            rates_of([each for each in SAMPLES if each.part != part], h200, ABOUT)
-    alone = rates_of([each for each in SAMPLES if each.part != COLLECTIVES], h200, ABOUT)
+            fit_rates([each for each in SAMPLES if each.part != part], h200, ABOUT)
+    alone = fit_rates([each for each in SAMPLES if each.part != COLLECTIVES], h200, ABOUT)
     assert not alone.collectives and from_json(plain(alone.to_json())) == alone
 
 
 @pytest.mark.quick
 def test_a_floor_that_was_measured_too_high_takes_no_time_away(h200):
     slow = [dataclasses.replace(each, seconds=1.0) if each.part == FLOOR else each for each in SAMPLES]
-    found = rates_of(slow, h200, ABOUT)
+    found = fit_rates(slow, h200, ABOUT)
     assert 0 < found.products["bf16"][1][1] < 4100 * T
 
 
 @pytest.mark.quick
 def test_links_fill_a_call_in_whole_turns():
-    assert links_of(1e15, 1e12) == MIN_LINKS and links_of(1.0, 1e12) == MAX_LINKS
-    assert links_of(1e9, 4e12) == 16 and all(links_of(work, 1e12) % UNROLLED == 0 for work in (1e7, 1e8, 3e8))
+    assert count_links(1e15, 1e12) == MIN_LINKS and count_links(1.0, 1e12) == MAX_LINKS
+    assert count_links(1e9, 4e12) == 16 and all(count_links(work, 1e12) % UNROLLED == 0 for work in (1e7, 1e8, 3e8))
 
 
 @pytest.mark.quick
 def test_rates_of_another_device_are_refused(h200, tmp_path, used):
     file = tmp_path / "rates.json"
-    file.write_text(json.dumps(rates_of(SAMPLES, h200, ABOUT).to_json()))
+    file.write_text(json.dumps(fit_rates(SAMPLES, h200, ABOUT).to_json()))
     used(file)
-    assert rates.of(h200).floor_seconds == FLOOR_SECONDS and rates.of(h200) == rates.load(file)
-    over = rates.of(targets.parse("h200:2x8"))
+    assert rates.select(h200).floor_seconds == FLOOR_SECONDS and rates.select(h200) == rates.load(file)
+    over = rates.select(targets.parse("h200:2x8"))
     assert {row.hosts > 1 for row in over.collectives} == {False, True} and over.source.endswith("network as published")
     assert [row for row in over.collectives if row.hosts == 1] == list(rates.load(file).collectives)
     with pytest.raises(ReportError, match=r"rates of NVIDIA H200 for a100-80g, .*leave --rates out.*calibrate"):
-        rates.of(targets.parse("a100-80g"))
+        rates.select(targets.parse("a100-80g"))
     used(None)
-    assert rates.of(h200).floor_seconds != FLOOR_SECONDS
+    assert rates.select(h200).floor_seconds != FLOOR_SECONDS
 
 
 @pytest.mark.quick
 def test_devices_that_a_cpu_simulates_share_its_rates(tmp_path, used):
     cpu = {"name": "cpu:4", "platform": "cpu", "kind": "cpu", "n_devices": 4}
-    whole = dataclasses.replace(rates_of(SAMPLES, targets.parse("h200"), {**ABOUT, "device": "cpu"}), cores=0)
+    whole = dataclasses.replace(fit_rates(SAMPLES, targets.parse("h200"), {**ABOUT, "device": "cpu"}), cores=0)
     file = tmp_path / "rates.json"
     file.write_text(json.dumps(whole.to_json()))
     used(file)
-    found = rates.of(cpu)
+    found = rates.select(cpu)
     assert found.products["bf16"] == tuple((size, rate / 4) for size, rate in whole.products["bf16"])
     assert found.memory[0][1] == whole.memory[0][1] / 4 and found.collectives == whole.collectives
 
@@ -175,7 +175,7 @@ def test_devices_that_a_cpu_simulates_share_its_rates(tmp_path, used):
 @pytest.mark.parametrize("width", [80, 100])
 def test_the_table_stands_beside_the_data_sheet(h200, width):
     left = {f"products fp8 {side}": "no time: give more --seconds" for side in range(5)}
-    shown = plain_text(view.render(Calibration(rates_of(SAMPLES, h200, ABOUT), SAMPLES, left), h200), width)
+    shown = plain_text(view.render(Calibration(fit_rates(SAMPLES, h200, ABOUT), SAMPLES, left), h200), width)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= width
     for told in (
@@ -219,7 +219,7 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys, used):
     for told in ("product, fp32", "64 cubed", "attention bwd", "all-reduce x8", "not measured", "products bf16"):
         assert told in shown, shown
     used(file)
-    assert rates.of({"platform": "cpu", "kind": "cpu", "n_devices": 1, "name": "cpu"}) == found
+    assert rates.select({"platform": "cpu", "kind": "cpu", "n_devices": 1, "name": "cpu"}) == found
 
 
 def fake_clock(monkeypatch, per_look):
@@ -282,7 +282,7 @@ def test_what_runs_on_a_card_compiles_for_it():
     devices = described("h100:8")
     target = targets.parse("h100:8")
     small = dataclasses.replace(
-        sizes_of(target),
+        choose_sizes(target),
         units=("bf16", "fp8"),
         sides=(1024,),
         lengths=(512,),
@@ -291,7 +291,7 @@ def test_what_runs_on_a_card_compiles_for_it():
         thin=(),
         arrays=(),
     )
-    programs = {case.label: case for case in cases_of(devices, target, small)}
+    programs = {case.label: case for case in list_cases(devices, target, small)}
     for label, wanted in (
         ("products fp8 1024", ("f8e4m3fn",)),
         ("attention forward 128 512", ("__cudnn$fmhaSoftmax",)),
@@ -304,7 +304,7 @@ def test_what_runs_on_a_card_compiles_for_it():
 
 def test_a_gpu_without_bfloat16_is_measured_in_float16_and_without_cudnn():
     devices, target = described("t4"), targets.parse("t4")
-    cases = cases_of(devices, target, sizes_of(target))
+    cases = list_cases(devices, target, choose_sizes(target))
     assert {case.key[0] for case in cases if case.part == PRODUCTS} == set(target.peak_flops) and cases[0].needed
     forward = next(case for case in cases if case.part == ATTENTION)
     lowered = forward.make().lower().as_text()

@@ -26,11 +26,11 @@ def a_byte_a_second(monkeypatch):
     """A kernel and a collective take as many seconds as they have bytes."""
     monkeypatch.setattr(operation_seconds, "kernel_seconds", lambda kernel, rates: float(kernel.bytes))
     monkeypatch.setattr(operation_seconds, "transfer_seconds", lambda start, rates: float(start.bytes))
-    monkeypatch.setattr(rates, "of", lambda target: SimpleNamespace(floor_seconds=0.25, source="by hand"))
+    monkeypatch.setattr(rates, "select", lambda target: SimpleNamespace(floor_seconds=0.25, source="by hand"))
 
 
 def test_an_update_takes_what_its_calls_take():
-    found = step_prediction.of(STEPS, H100, calls=10, tokens=600)
+    found = step_prediction.predict(STEPS, H100, calls=10, tokens=600)
     assert found.seconds == pytest.approx(60) and found.rates == "by hand" and found.bound_by == "products"
     assert found.tokens_per_s == pytest.approx(10) and found.mfu is None
     assert {term: taken for term, taken in found.by_term.items() if taken} == {
@@ -45,25 +45,25 @@ def test_an_update_takes_what_its_calls_take():
 def test_another_network_joins_the_hosts(monkeypatch):
     monkeypatch.setattr(
         chip_rates,
-        "over",
+        "with_network",
         lambda found, network: SimpleNamespace(floor_seconds=0.25, source=f"{found.source} over {network}"),
     )
-    assert step_prediction.of(STEPS, H100, network="efa").rates == "by hand over efa"
+    assert step_prediction.predict(STEPS, H100, network="efa").rates == "by hand over efa"
     answer = {"schedule": to_json(STEPS), "target": H100}
-    assert step_prediction.of_answer(answer, "efa").rates == "by hand over efa"
-    assert step_prediction.of_answer(answer).rates == "by hand"
+    assert step_prediction.predict_answer(answer, "efa").rates == "by hand over efa"
+    assert step_prediction.predict_answer(answer).rates == "by hand"
 
 
 def test_mfu_is_the_models_own_flops_at_the_peak_over_the_time():
     """Half of 989,400 FLOPs a device are the model's: at 989.4 TFLOP/s they take 0.5 ns of 6 s."""
-    found = step_prediction.of(STEPS, targets.parse("h100:8"), calls=3, model_flops=8 * 989_400 // 2)
+    found = step_prediction.predict(STEPS, targets.parse("h100:8"), calls=3, model_flops=8 * 989_400 // 2)
     assert found.mfu == pytest.approx(0.5e-9 / 6)
 
 
 def test_the_interval_is_the_spread_of_predicted_over_measured(monkeypatch):
     """Four of five runs were predicted at 0.8 to 1.25 of what they took: where 6 s are predicted, 4.8 to 7.5 s."""
     monkeypatch.setattr(constants, "spread_of", lambda target: constants.Spread(0.8, 1.25, 10, "by hand"))
-    found = step_prediction.of(STEPS, H100)
+    found = step_prediction.predict(STEPS, H100)
     assert (found.low, found.high) == (pytest.approx(4.8), pytest.approx(7.5))
 
 
@@ -79,7 +79,7 @@ def test_chips_that_nobody_measured_have_a_wider_interval():
 
 
 def test_json_has_the_keys_that_readers_look_for():
-    found = json.loads(json.dumps(step_prediction.of(STEPS, H100, tokens=6).to_json()))
+    found = json.loads(json.dumps(step_prediction.predict(STEPS, H100, tokens=6).to_json()))
     assert set(found) == {
         "seconds",
         "seconds_low",
@@ -102,15 +102,15 @@ def test_an_answer_of_a_worker_is_predicted_like_its_steps():
         "tokens_per_update": 48,
         "model_flops": 7,
     }
-    assert step_prediction.of_answer(answer) == step_prediction.of(STEPS, H100, 4, 48, 7)
+    assert step_prediction.predict_answer(answer) == step_prediction.predict(STEPS, H100, 4, 48, 7)
     for lacking in ("schedule", "target"):
-        assert step_prediction.of_answer({**answer, lacking: None}) is None
+        assert step_prediction.predict_answer({**answer, lacking: None}) is None
 
 
 def test_nothing_is_predicted_without_a_schedule_or_rates(monkeypatch):
-    assert step_prediction.of((), H100) is None
-    monkeypatch.setattr(rates, "of", lambda target: None)
-    assert step_prediction.of(STEPS, H100) is None
+    assert step_prediction.predict((), H100) is None
+    monkeypatch.setattr(rates, "select", lambda target: None)
+    assert step_prediction.predict(STEPS, H100) is None
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_nothing_is_predicted_without_a_schedule_or_rates(monkeypatch):
     ],
 )
 def test_a_damaged_schedule_is_one_line(steps):
-    with pytest.raises(ReportError, match="a damaged report"):
-        step_prediction.of_answer({"schedule": steps, "target": H100})
+    with pytest.raises(ReportError, match="the report is damaged"):
+        step_prediction.predict_answer({"schedule": steps, "target": H100})
 
 
 @pytest.mark.parametrize("raised", [KeyError("no-such-kind"), ZeroDivisionError("division by zero")])
@@ -133,13 +133,13 @@ def test_what_no_program_has_is_one_line(monkeypatch, raised):
         raise raised
 
     monkeypatch.setattr(operation_seconds, "kernel_seconds", refuses)
-    with pytest.raises(ReportError, match="a damaged report"):
-        step_prediction.of(STEPS, H100)
+    with pytest.raises(ReportError, match="the report is damaged"):
+        step_prediction.predict(STEPS, H100)
 
 
 def test_a_schedule_that_takes_for_ever_is_one_line():
     steps = (ScheduledKernel(PRODUCT, "forward", 2**79),)
     for _ in range(20):
         steps = (Loop(2**79, steps),)
-    with pytest.raises(ReportError, match="a damaged report"):
-        step_prediction.of(steps, H100)
+    with pytest.raises(ReportError, match="the report is damaged"):
+        step_prediction.predict(steps, H100)

@@ -19,7 +19,7 @@ from bytescope.memory.seconds.step_schedule import ScheduledKernel, Start
 
 pytestmark = pytest.mark.quick
 
-H100 = chip_rates.of("NVIDIA H100 80GB HBM3")
+H100 = chip_rates.rates_of_kind("NVIDIA H100 80GB HBM3")
 
 
 def product(m, n, k, batch=1, dtype="bfloat16"):
@@ -30,7 +30,7 @@ def product(m, n, k, batch=1, dtype="bfloat16"):
 
 @pytest.mark.parametrize("name", CHIPS)
 def test_every_chip_has_rates_and_their_json_reads_back(name):
-    found = chip_rates.of(CHIPS[name].kind)
+    found = chip_rates.rates_of_kind(CHIPS[name].kind)
     assert from_json(json.loads(json.dumps(found.to_json()))) == found
     assert set(found.products) == set(CHIPS[name].peak_flops)
     measured = set(achieved.MEASURED.get(name, {})) | set(achieved.COLLECTIVES.get(name, ()))
@@ -39,7 +39,7 @@ def test_every_chip_has_rates_and_their_json_reads_back(name):
 
 @pytest.mark.parametrize("name", CHIPS)
 def test_no_rate_exceeds_the_data_sheet(name):
-    chip, found = CHIPS[name], chip_rates.of(CHIPS[name].kind)
+    chip, found = CHIPS[name], chip_rates.rates_of_kind(CHIPS[name].kind)
     for dtype, unit in (("bfloat16", "bf16"), ("float16", "fp16"), ("float8_e4m3fn", "fp8"), ("float32", "fp32")):
         if unit in chip.peak_flops:
             for shape in ((16384, 16384, 16384), (8192, 28672, 8192), (128, 128, 65536)):
@@ -50,12 +50,12 @@ def test_no_rate_exceeds_the_data_sheet(name):
 
 
 def test_a_target_has_the_rates_of_its_chip_and_an_unknown_accelerator_none():
-    assert rates.of({"platform": "cuda", "kind": "NVIDIA H100 80GB HBM3", "n_devices": 8}) is H100
-    assert rates.of({"platform": "rocm", "kind": "MI300X", "n_devices": 8}) is None
+    assert rates.select({"platform": "cuda", "kind": "NVIDIA H100 80GB HBM3", "n_devices": 8}) is H100
+    assert rates.select({"platform": "rocm", "kind": "MI300X", "n_devices": 8}) is None
 
 
 def test_a_cpus_are_measured_here_and_shared_by_its_devices():
-    one, eight = (rates.of({"platform": "cpu", "kind": "cpu", "n_devices": n}) for n in (1, 8))
+    one, eight = (rates.select({"platform": "cpu", "kind": "cpu", "n_devices": n}) for n in (1, 8))
     kernel, floor = product(512, 512, 512, dtype="float32"), one.floor_seconds
     alone, shared = (kernel_seconds(kernel, found) - floor for found in (one, eight))
     assert shared == pytest.approx(8 * alone)
@@ -149,14 +149,14 @@ def test_a_chosen_file_is_what_every_target_gets(tmp_path):
     target = {"platform": "cuda", "kind": "NVIDIA H200", "n_devices": 8}
     try:
         assert rates.use(path).source == "measured on mine"
-        found = rates.of(target)
+        found = rates.select(target)
         assert found.products == H100.products
         assert found.source.startswith("measured on mine; collectives: measured on h200")
-        assert found.collectives == chip_rates.of("NVIDIA H200").collectives
+        assert found.collectives == chip_rates.rates_of_kind("NVIDIA H200").collectives
     finally:
         rates.use(None)
-    assert rates.of(target).source == chip_rates.of("NVIDIA H200").source
-    assert rates.of(target, path).source.startswith("measured on mine")
+    assert rates.select(target).source == chip_rates.rates_of_kind("NVIDIA H200").source
+    assert rates.select(target, path).source.startswith("measured on mine")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_chosen_file_is_what_every_target_gets(tmp_path):
         ({"memory": [[2, 1], [1, 1]]}, "memory is"),
         ({"floor_seconds": "fast"}, "floor_seconds is 'fast'"),
         ({"host_link_bytes_per_s": 0}, "host_link_bytes_per_s is 0"),
-        ({"products": {}}, "is not what a device multiplies"),
+        ({"products": {}}, "products is empty"),
         ({"products": {"bf17": [[1, 1]]}}, "bf17"),
         ({"attention": {"forward": {}}}, "attention has forward"),
         ({"attention": {"forward": {"wide": [[1, 1]]}}}, "damaged"),
@@ -206,7 +206,7 @@ def test_every_figure_has_its_source():
 
 
 def test_a_cube_mesh_gives_a_part_of_its_devices_a_part_of_its_links():
-    v100 = chip_rates.of(CHIPS["v100"].kind)
+    v100 = chip_rates.rates_of_kind(CHIPS["v100"].kind)
     rows = {row.group: dict(row.bus) for row in v100.collectives if row.kind == "all-reduce" and row.hosts == 1}
     for size, whole in rows[8].items():
         assert rows[4][size] == pytest.approx(whole * 4 / 6) and rows[2][size] == pytest.approx(whole / 6)
@@ -214,7 +214,7 @@ def test_a_cube_mesh_gives_a_part_of_its_devices_a_part_of_its_links():
 
 @pytest.mark.parametrize("name", ["l40s", "a5000", "rtx3090", "h100-pcie"])
 def test_cards_that_meet_over_pcie_take_the_efficiency_of_such_cards(name):
-    found = chip_rates.of(CHIPS[name].kind)
+    found = chip_rates.rates_of_kind(CHIPS[name].kind)
     best = max(rate for row in found.collectives if row.hosts == 1 for _, rate in row.bus)
     assert 0.3 * CHIPS[name].in_host < best < 0.5 * CHIPS[name].in_host
     assert "collectives with the efficiency of rtx4090" in found.source
@@ -236,19 +236,19 @@ def test_a_kernel_that_scales_tiles_is_slower_than_a_librarys_whatever_its_shape
 
 
 def test_another_network_changes_what_goes_between_hosts_alone():
-    found = chip_rates.over(H100, "playbook")
+    found = chip_rates.with_network(H100, "playbook")
     for group, hosts, slower in ((8, 1, False), (64, 8, True)):
         start = Start("", "all-reduce", "backward", 2**30, group, hosts)
         there, here = (transfer_seconds(start, each) for each in (found, H100))
         assert (there > 1.5 * here) if slower else there == here
     assert "EFA" in found.source and found.products == H100.products
     with pytest.raises(ReportError, match="unknown network"):
-        chip_rates.over(H100, "carrier pigeon")
+        chip_rates.with_network(H100, "carrier pigeon")
 
 
 def test_a_network_measured_by_size_meets_its_points_and_is_slower_over_more_hosts():
     """nccl-tests on EFA: 256 MiB gathered by 32 devices of four hosts at 253.36 GB/s, by 64 of eight at 215.43."""
-    found = chip_rates.over(H100, "efa")
+    found = chip_rates.with_network(H100, "efa")
     size = 256 << 20
     taken = [
         transfer_seconds(Start("", "all-gather", "forward", size, group=8 * hosts, hosts=hosts), found)

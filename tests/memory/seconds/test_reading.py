@@ -309,7 +309,7 @@ def _look(data):
     program = derive(buffers.read(data).module)
     flow = Flow(program.module)
     inputs = program_arguments.read(program, flow, None, checked_roles(()))
-    return assemble.attribution_of(program, inputs, Names((), None), flow)
+    return assemble.attribute_program(program, inputs, Names((), None), flow)
 
 
 def sums(report):

@@ -93,7 +93,7 @@ def nested(depth):
 def test_json_that_nobody_wrote_is_refused(rows):
     with pytest.raises(ValueError, match="schedule"):
         step_schedule.from_json(rows)
-    with pytest.raises(ReportError, match="damaged memory report"):
+    with pytest.raises(ReportError, match="the report is damaged"):
         ReportRecord.from_json({**ReportRecord(1, 1, {}).to_json(), "schedule": rows})
 
 

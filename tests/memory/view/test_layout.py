@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bytescope.memory.view import console as consoles
 from bytescope.memory.view.console import make_console, put, safe, shorten
-from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, broken
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, wrap_command
 from bytescope.memory.view.text_table import FigureTable, figure, label, value, words
 
 pytestmark = pytest.mark.quick
@@ -112,12 +112,12 @@ def test_a_broken_command_is_the_same_command_to_a_shell():
         ]
     )
     for width in (60, 80, 100):
-        lines = broken(line, width, 2)
+        lines = wrap_command(line, width, 2)
         assert len(lines) > 2 and max(map(len, lines)) <= width
         assert by_a_shell("\n".join(lines)) == shlex.split(line)
         assert printed(CopyCommand(line), width) == lines
-    assert broken("short one", 80, 2) == ["  short one"]
-    assert broken("it's no command", 80) == ["it's no command"]
+    assert wrap_command("short one", 80, 2) == ["  short one"]
+    assert wrap_command("it's no command", 80) == ["it's no command"]
 
 
 @pytest.mark.parametrize("name", HOSTILE)

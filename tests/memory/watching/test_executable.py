@@ -71,7 +71,7 @@ def test_for_a_described_target_the_executable_says_that_it_cannot_run():
     require("cuda")
     run, report = executable.compile(step, *arguments(), target="h200")
     assert report.target["name"] == "h200" and report.fits
-    with pytest.raises(ReportError, match="compiled for h200, which is not here: the executable cannot run"):
+    with pytest.raises(ReportError, match="compiled for h200, which is not present: the executable cannot run"):
         run(*arguments())
     run, same = executable.compile(Around(jax.jit(step)), *arguments(), target="h200")
     assert same.peak_bytes == report.peak_bytes and same.target["name"] == "h200"

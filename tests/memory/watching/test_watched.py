@@ -84,7 +84,7 @@ def test_other_shapes_and_static_values_compile_again_and_are_kept(watch, told):
         found, rows = run(*args, **kwargs)
         assert float(found) == WIDTH * WIDTH * args[2] * (2 if kwargs else 1) and int(rows) == len(args[1])
     assert len(told) == 4, "a line for each that was compiled"
-    assert told[-1].endswith("compiled for arguments of 4 kinds by now")
+    assert told[-1].endswith("compiled for 4 kinds of arguments so far")
 
 
 def test_other_shardings_compile_again(watch, told, devices):
@@ -121,7 +121,7 @@ def test_a_step_that_cannot_be_read_runs_as_it_is(watch, told, monkeypatch):
     monkeypatch.setattr(watched, "report_of", lambda *args, **options: 1 // 0)
     run, (state, batch) = watch(step, every=1), arguments()
     assert float(run(state, batch)[1]) == float(step(state, batch)[1])
-    monkeypatch.setattr(watched, "compiled", lambda *args: 1 // 0)
+    monkeypatch.setattr(watched, "compile_jitted", lambda *args: 1 // 0)
     bare = watch(jax.jit(step), every=1)
     assert float(bare(state, batch)[1]) == float(bare(state, batch)[1])
     assert told == ["step is called without a watch: ZeroDivisionError: integer division or modulo by zero"] * 2
@@ -158,7 +158,7 @@ def check(text, folder, words):
     for word in ("out of memory in step, call", reporting.EXHAUSTED, "live arrays", "allocator", "1. ", *words):
         assert word in text, text
     page = (folder / "memory-post-mortem.html").read_text()
-    assert "ran out of memory at call" in page and "The cheapest ways out" in page
+    assert "ran out of memory at call" in page and "The cheapest remedies" in page
     written = json.loads((folder / "memory-post-mortem.json").read_text())
     assert {"step", "held", "allocator", "ways_out", "error"} <= set(written["post_mortem"])
     return report_record.load(folder / "memory-post-mortem.json")
@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_written_hides_no_error(told, tmp_path):
     with pytest.raises(jax.errors.JaxRuntimeError, match="limit=1 B"):
         run(*arguments())
     assert "written: memory" not in told[-1] and "live arrays" in told[-1]
-    assert told[-1].endswith(f"not written: {tmp_path / 'file' / 'in'} takes no files; give watch(..., folder=DIR)")
+    assert told[-1].endswith(f"not written: {tmp_path / 'file' / 'in'} is not writable; give watch(..., folder=DIR)")
 
 
 def test_an_error_that_nobody_catches_is_explained():
@@ -320,7 +320,7 @@ def test_mistakes_are_named():
         watched.watch(3)
     with pytest.raises(ReportError, match="donate_argnums with a step that is jitted already"):
         watched.watch(jax.jit(step), donate_argnums=0)
-    with pytest.raises(TypeError, match=r"watch\(\) got target: options of jax.jit are in_shardings, "):
+    with pytest.raises(TypeError, match=r"watch\(\) got target: give only options of jax.jit, in_shardings, "):
         watched.watch(step, target="h200")
     with pytest.raises(ReportError, match="roles="):
         watched.watch(step, roles={"state": "params"})

@@ -9,7 +9,7 @@ from flax import nnx
 from bytescope.configs import base
 from bytescope.model import ModelConfig, Precision
 from bytescope.model.experts.expert_layer import Experts
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from support.exhaustive import exhaustive
@@ -44,11 +44,13 @@ def made(config, place):
     """(graph, state) of the layer, whose weights are large enough for outputs of about 1."""
     precision = base.get_config().precision
     precision.preset = "fp32"
-    graph, state = nnx.split(Experts(config, Precision.of(precision), place, rngs=nnx.Rngs(params=jax.random.key(1))))
+    graph, state = nnx.split(
+        Experts(config, Precision.from_config(precision), place, rngs=nnx.Rngs(params=jax.random.key(1)))
+    )
     return graph, jax.tree.map(lambda leaf: leaf * 20, state)
 
 
-def run(config, place=HERE, real=None, x_BLD=None):
+def run(config, place=ONE_DEVICE, real=None, x_BLD=None):
     """(objective, output [B, L, D], load, gradients of the parameters and of the input); `real`: False for padding."""
     x_BLD = inputs() if x_BLD is None else x_BLD
     graph, state = made(config, place)
@@ -150,7 +152,7 @@ def without_padding():
 def test_padding_takes_no_rows_and_counts_in_no_load(kernel, dispatch, sizes, without_padding, devices):
     """With slots that the tokens fit into, but not the padding too."""
     config = config_of(moe_kernel=kernel, capacity_factor=1.0 if kernel == "capacity" else 0.0)
-    place = layout(devices, dispatch=dispatch, **sizes) if sizes else HERE
+    place = layout(devices, dispatch=dispatch, **sizes) if sizes else ONE_DEVICE
     total, y_BLD, load, (d_state, d_x) = run(config, place, real=REAL)
     assert load.dropped == 0 and load.counts.sum() == 2 * REAL.sum()
     assert not y_BLD[~REAL].any() and not d_x[~REAL].any()
@@ -198,8 +200,8 @@ def first_of_each(choices_TK, slots, experts):
 def test_slots_drop_the_rows_that_a_reference_drops(ranks, devices):
     """With slots for half the mean: the first of each device and expert are kept."""
     config = config_of(moe_kernel="capacity", capacity_factor=0.5)
-    place = HERE if ranks == 1 else layout(devices, dispatch="all_to_all", expert=ranks)
-    _, state = made(config, HERE)
+    place = ONE_DEVICE if ranks == 1 else layout(devices, dispatch="all_to_all", expert=ranks)
+    _, state = made(config, ONE_DEVICE)
     _, choices_TK = reference(config, state, None)
     tokens = B * L // ranks
     slots = max(-(-int(tokens * 2 * 0.5 / 8) // 8) * 8, 8)
@@ -214,7 +216,7 @@ def test_a_buffer_that_is_full_drops_the_last_rows_of_its_device(dispatch, devic
     """What fits is computed as ever; what is dropped is counted."""
     config = config_of(moe_kernel="scan", capacity_factor=0.25)
     _, y_BLD, load, _ = run(config, layout(devices, dispatch=dispatch, expert=2))
-    whole, choices_TK = reference(config, made(config, HERE)[1], None)
+    whole, choices_TK = reference(config, made(config, ONE_DEVICE)[1], None)
     assert 0 < load.dropped < choices_TK.size and load.counts.sum() == choices_TK.size
     untouched = np.isclose(y_BLD, whole, atol=2e-5 * np.abs(whole).max()).all(-1)
     assert (~untouched).sum() <= load.dropped and untouched.any() and not untouched.all()
@@ -222,7 +224,7 @@ def test_a_buffer_that_is_full_drops_the_last_rows_of_its_device(dispatch, devic
 
 def test_what_is_counted_of_the_routing(dense):
     config = config_of(moe_kernel="scan")
-    _, state = made(config, HERE)
+    _, state = made(config, ONE_DEVICE)
     _, choices_TK = reference(config, state, None)
     load = run(config)[2]
     logits = np.asarray(inputs(), np.float64).reshape(-1, D) @ np.asarray(nnx.to_pure_dict(state)["w_router"])
@@ -239,7 +241,7 @@ def test_what_is_counted_of_the_routing(dense):
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_gradients_of_the_auxiliary_losses_are_those_of_their_formulas(router):
     """Into the router's weights and the tokens, by hand in float64; the counts of choices are constants."""
-    graph, state = made(config_of(router=router, moe_kernel="dense"), HERE)
+    graph, state = made(config_of(router=router, moe_kernel="dense"), ONE_DEVICE)
     pure = nnx.to_pure_dict(state)
 
     def auxiliary(w_router, x_BLD):

@@ -8,7 +8,7 @@ from flax import nnx
 from bytescope.configs import base
 from bytescope.model import ModelConfig, Precision
 from bytescope.model.experts.expert_layer import Experts
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 from support.described import described
 from support.exhaustive import exhaustive
 
@@ -28,10 +28,10 @@ def test_grouped_kernels_take_little_memory(layer):
     shape, tokens, most = LAYERS[layer]
     config = base.get_config()
     config.model.update(moe_kernel="grouped", **shape)
-    model, precision = ModelConfig.from_dict(config.model), Precision.of(config.precision)
+    model, precision = ModelConfig.from_dict(config.model), Precision.from_config(config.precision)
     device = described("h200:1")[0]
     place = jax.sharding.SingleDeviceSharding(device)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Experts(model, precision, HERE, rngs=nnx.Rngs(params=0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Experts(model, precision, ONE_DEVICE, rngs=nnx.Rngs(params=0))))
     state = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16 if leaf.ndim == 3 else leaf.dtype, sharding=place),
         state,

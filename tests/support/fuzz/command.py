@@ -103,8 +103,8 @@ def read_words(data: bytes, folder: Path) -> None:
         "n": lambda text: f"{parse_count(text):,.0f}",
         "g": grids.parse_grid,
         "r": every_policy,
-        "l": fit_space.choose,
-        "t": levers.choose,
+        "l": fit_space.choose_levers,
+        "t": levers.choose_stages,
         "u": ProfiledUpdates.parse,
     }
     text = words(data)

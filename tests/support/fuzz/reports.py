@@ -69,7 +69,7 @@ def report() -> bytes:
         }
         for phase in ("forward", "backward")
     }
-    found["roofline"] = roofline.of_answer(found).to_json()
+    found["roofline"] = roofline.bound_of_answer(found).to_json()
     found["config"], found["versions"] = {"model.n_layers": 2, "train.steps": 3}, {"jax": "0.10.2"}
     return strict(found).encode()
 
@@ -106,7 +106,9 @@ def rates() -> bytes:
     from bytescope.memory.seconds import chip_rates
 
     kind = CHIPS["h100"].kind
-    return strict(chip_rates.of(kind).to_json() | {"measured": {"device": kind, "date": "2026-11-22"}}).encode()
+    return strict(
+        chip_rates.rates_of_kind(kind).to_json() | {"measured": {"device": kind, "date": "2026-11-22"}}
+    ).encode()
 
 
 def read_rates(data: bytes, folder: Path) -> None:

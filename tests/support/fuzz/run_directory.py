@@ -35,7 +35,7 @@ def identity() -> object:
     from bytescope.train.checkpoints.workdir import Identity
     from bytescope.train.program.config_files import load
 
-    return Identity.of(load(CONFIG), 8, "fingerprint")
+    return Identity.from_config(load(CONFIG), 8, "fingerprint")
 
 
 @functools.cache

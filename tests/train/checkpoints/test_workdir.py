@@ -37,7 +37,7 @@ def identity(rows=16, data="abc", **changes):
     config = small_config()
     for key, value in changes.items():
         override(config, key.replace("__", "."), str(value))
-    return Identity.of(config, rows, data)
+    return Identity.from_config(config, rows, data)
 
 
 def begun(workdir):
@@ -132,7 +132,7 @@ def test_more_steps_need_extend(tmp_path):
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("dear")
-    with pytest.raises(UserError, match="does not hold a run"):
+    with pytest.raises(UserError, match="is not a run directory"):
         claim(tmp_path, identity(), extend=False)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

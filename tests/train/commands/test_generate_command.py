@@ -86,7 +86,7 @@ def test_a_full_disk_is_one_line(tmp_path):
             out.add(row, SimpleNamespace(answer=[3], ended="length"), "b")
     assert str(caught.value) == (
         f"--out={tmp_path / 'out.jsonl'} cannot be written (No space left on device): make "
-        "room, or copy it to another place; the same command answers the rest"
+        "room, or copy the file to another disk, and run the same command with it to answer the rest"
     )
 
 
@@ -174,8 +174,8 @@ def test_ctrl_c_at_the_prompt_of_a_conversation(folder, capsys, monkeypatch):
     [
         (["--prompt="], 2, "an empty prompt"),
         (["--prompt=x", "--max-tokens=200"], 2, "128 positions"),
-        (["--prompt=x", "--limit=100KiB"], 3, "no page of"),
-        (["--prompt=x", "--step=3"], 2, "is no run"),
+        (["--prompt=x", "--limit=100KiB"], 3, "for a page of keys and values"),
+        (["--prompt=x", "--step=3"], 2, "is a folder of weights"),
         (["--prompt=x", "--length=500"], 2, "--length=500"),
         (["--prompt=x", "--tensor=16"], 2, "16 devices are needed"),
         (["--prompt=x", "--tensor=3"], 2, "--tensor=3"),

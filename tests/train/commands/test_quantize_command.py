@@ -165,7 +165,7 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
     assert not (home / "again").exists()
     monkeypatch.setattr(quantize_work.Quantization, "_round", whole)
     code, _, err = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--method=rounding")
-    assert code == 2 and "1 layers of an unfinished folder with method=awq" in err
+    assert code == 2 and "1 layers that were quantized with method=awq" in err
     code, _, err = quantize(capsys, "wide", "again", *SHORT)
     assert code == 2 and "unfinished folder with text=" in err  # perplexity would be of another text
     calls.clear()
@@ -236,13 +236,13 @@ def test_the_plan_is_what_the_work_says(made, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["wide", "out", "--group=64", *SHORT[1:]], "the 96 inputs of mlp.w_down are no whole groups: give --g"),
+        (["wide", "out", "--group=64", *SHORT[1:]], "does not divide the 96 inputs of mlp.w_down: give --g"),
         (["awq", "out", *SHORT], "is quantized already"),
         (["wide", "awq", *SHORT], "awq is not empty"),
-        (["wide", "wide", *SHORT, "--force"], "the folder that is quantized"),
+        (["wide", "wide", *SHORT, "--force"], "the folder to quantize"),
         (["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"], "has 1 windows of 64 tokens, and 2"),
-        (["gpt2", "out", *SHORT], "gpt2 has its weights in other tensors"),
-        (["wide", "out", *SHORT, "--limit=10KiB"], "on the device: give"),
+        (["gpt2", "out", *SHORT], "gpt2 stores weights in tensors"),
+        (["wide", "out", *SHORT, "--limit=10KiB"], ": give a shorter --length"),
         (["wide", "h999"], "h999"),
         (["nothing", "cpu:1"], "nothing"),
     ],
@@ -269,7 +269,7 @@ def test_a_full_disk_keeps_the_layers_that_are_written(made, home, capsys, monke
 
     monkeypatch.setattr(Output, "note", full)
     code, _, err = quantize(capsys, "wide", "full", *SHORT, "--held-out=held.jsonl")
-    assert code == 2 and "No space left" in err and "the same command goes on" in err and len(err.splitlines()) == 1
+    assert code == 2 and "No space left" in err and "the same command resumes" in err and len(err.splitlines()) == 1
     monkeypatch.setattr(Output, "note", whole)
     assert quantize(capsys, "wide", "full", *SHORT, "--held-out=held.jsonl")[0] == 0
     assert (home / "full" / "model.safetensors").read_bytes() == (home / "awq" / "model.safetensors").read_bytes()

@@ -28,7 +28,7 @@ def batch_of(devices=8, **keys):
 def test_four_million_tokens():
     """4,000,000 = 4,000 tokens a device x 8 devices x 125 accumulation steps."""
     config = small_config({"batch.micro": 1, "batch.tokens": 4_000_000}).batch
-    batch = BatchAlgebra.of(config, 8, 4000)
+    batch = BatchAlgebra.from_config(config, 8, 4000)
     assert (batch.accumulation, batch.tokens, batch.rows) == (125, 4_000_000, 8)
     assert str(batch) == (
         "1 micro-batch x 125 accumulation x 8 data-parallel = 1,000 sequences of 4,000 = 4,000,000 tokens per update"
@@ -159,7 +159,7 @@ def test_a_run_resumed_within_a_schedule_goes_on_with_its_curve(tmp_path):
     ("keys", "message"),
     [
         ({"accumulation_schedule": "0:1,4:2", "accumulation": 2}, "batch.accumulation=2: give one of them"),
-        ({"accumulation_schedule": "0:1,4:2", "mode": "scan"}, "with batch.mode=scan: that compiles one number"),
+        ({"accumulation_schedule": "0:1,4:2", "mode": "scan"}, "with batch.mode=scan, which compiles a fixed number"),
         ({"accumulation_schedule": "1:2"}, "accumulation_schedule=1:2: write UPDATE:ACCUMULATION from update 0"),
         ({"accumulation_schedule": "0:1,0:2"}, "in order"),
         ({"accumulation_schedule": "0:0"}, "in order"),

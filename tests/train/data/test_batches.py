@@ -139,7 +139,7 @@ def test_a_failing_reader_stops_the_run_with_its_own_message():
 def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match="position=-1 is negative"):
         train_batches(DATA, rows=2, seed=0, position=-1, config=config())
-    with pytest.raises(ValueError, match="would read no rows"):
+    with pytest.raises(ValueError, match="this process has no rows"):
         heldout_batches(DATA, rows=2, row_slices=[])
     with pytest.raises(IndexError):
         DATA.train[WINDOWS]
@@ -245,7 +245,7 @@ def test_eval_source_leaves_all_of_the_source_to_train_on(tmp_path):
     data = open_data(config(**both))
     assert (data.train.tokens, data.heldout.tokens) == (102, 31)
     assert f"held out 1 document of {tmp_path / 'eval'}, 31 tokens" in data.description
-    with pytest.raises(UserError, match=r"data.eval_source=.* holds b.txt, which the run trains on"):
+    with pytest.raises(UserError, match=r"data.eval_source=.* contains b.txt, which the run trains on"):
         open_data(config(**both | {"eval_source": str(tmp_path / "train" / "b.txt")}))
     with pytest.raises(UserError, match=r"data.eval_source='none' is not a file or folder"):
         open_data(config(**both | {"eval_source": "none"}))
@@ -254,9 +254,9 @@ def test_eval_source_leaves_all_of_the_source_to_train_on(tmp_path):
 @pytest.mark.parametrize(
     "files, seq_len, message",
     [
-        ({"a.txt": "ab", "b.txt": "cd"}, 8, "holds 3 tokens to train on, a window needs data.seq_len + 1 = 9"),
-        ({"a.txt": "a"}, 1, "holds 0 tokens to train on, a window needs data.seq_len + 1 = 2: give"),
-        ({"train.bin": b"\1\0" * 50, "val.bin": b"\1\0"}, 8, "leaves 1 tokens to hold out, fewer than 2"),
+        ({"a.txt": "ab", "b.txt": "cd"}, 8, "has 3 tokens to train on, and a window needs data.seq_len + 1 = 9"),
+        ({"a.txt": "a"}, 1, "has 0 tokens to train on, and a window needs data.seq_len + 1 = 2: give"),
+        ({"train.bin": b"\1\0" * 50, "val.bin": b"\1\0"}, 8, "has 1 held-out tokens, fewer than 2"),
     ],
 )
 def test_too_little_data(tmp_path, files, seq_len, message):
@@ -281,5 +281,5 @@ def test_settings_out_of_range(changes, message):
 
 def test_vocabulary_smaller_than_the_data():
     check_vocab(DATA, 93)
-    with pytest.raises(UserError, match=r"to 92, model.vocab_size is 64: set --config.model.vocab_size=93"):
+    with pytest.raises(UserError, match=r"to 92, and model.vocab_size is 64: set --config.model.vocab_size=93"):
         check_vocab(DATA, 64)

@@ -99,7 +99,7 @@ def test_what_a_block_generation_holds_is_learned():
             "{% set ns = namespace(s='xx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
             "1024 MiB",
         ),
-        ("{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}", "inside of each other"),
+        ("{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}", "nested generation blocks"),
     ],
 )
 def test_hostile_templates_are_refused(source, why):
@@ -118,7 +118,9 @@ def test_hostile_templates_are_refused(source, why):
 def test_a_template_that_does_not_end_is_ended(monkeypatch, source):
     monkeypatch.setattr(chat_renderer, "SECONDS", 0.3)
     began = time.monotonic()
-    with pytest.raises(UserError, match="ran longer than 0.3 s or needed more than 1024 MiB .*: give another with"):
+    with pytest.raises(
+        UserError, match="ran longer than 0.3 s or needed more than 1024 MiB .*: give another template with"
+    ):
         render(source)
     assert time.monotonic() - began < 60
 
@@ -141,7 +143,9 @@ def test_all_conversations_together_are_limited(monkeypatch, source, seconds, wh
     chats = [Chat([{"role": "user", "content": "hi"}], None)] * 300
     with Renderer(Template(source, "test", {})) as process, pytest.raises(UserError, match=why) as error:
         process.render(chats, before=False, up_to=False)
-    assert str(error.value).endswith("do: give another with data.chat_template=FILE") and "\n" not in str(error.value)
+    assert str(error.value).endswith(": give another template with data.chat_template=FILE") and "\n" not in str(
+        error.value
+    )
 
 
 def test_long_data_may_take_longer(monkeypatch):
@@ -155,12 +159,14 @@ def test_long_data_may_take_longer(monkeypatch):
 
 def test_text_without_an_encoding_is_refused():
     found = render("{{ '\\ud800' }}")
-    assert isinstance(found, Malformed) and "the rendered text holds half a surrogate pair" in str(found)
+    assert isinstance(found, Malformed) and "the rendered text has half of a surrogate pair" in str(found)
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ 1 | nothing }}", "{% generation %}", "\x00{%"])
 def test_a_template_that_is_none_is_refused(source):
-    with pytest.raises(UserError, match="the chat template of test is not valid .*: give another with data") as error:
+    with pytest.raises(
+        UserError, match="the chat template of test is not valid .*: give another template with data"
+    ) as error:
         render(source)
     assert "\n" not in str(error.value)
 

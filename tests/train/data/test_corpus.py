@@ -42,7 +42,7 @@ def test_stdlib_is_the_library_without_tests_and_additions():
 
 def test_stdlib_absent_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match=r"has no source files of its standard library.*: give text of your own"):
+    with pytest.raises(UserError, match=r"has no source files of its standard library.*: give your own text"):
         find("stdlib")
 
 
@@ -119,7 +119,7 @@ def test_what_is_not_utf8_is_named_with_its_place(tmp_path, monkeypatch):
     path = write(tmp_path, {"latin.txt": b"abcd\n" * 10 + b"caf\xe9 au lait"}) / "latin.txt"
     for piece_bytes in (3, 7, 1 << 20):
         monkeypatch.setattr(documents, "PIECE_BYTES", piece_bytes)
-        with pytest.raises(UserError, match=r"latin.txt is not UTF-8 text \(byte 53\): convert it, or name"):
+        with pytest.raises(UserError, match=r"latin.txt is not UTF-8 text \(byte 53\): convert it, or give a glob"):
             content(find(str(path)))
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
     path = write(tmp_path, {"a.txt": "0123456789"}) / "a.txt"
     text = find(str(path))
     path.write_text("012345")
-    with pytest.raises(UserError, match="ends at byte 6, before 10: it changed while it was read"):
+    with pytest.raises(UserError, match="ends at byte 6 instead of 10: it changed while it was read"):
         content(text)
     path.unlink()
     with pytest.raises(UserError, match=r"a.txt cannot be read \(No such file or directory\): repair it"):
@@ -163,7 +163,7 @@ def test_shards_are_told_from_text(tmp_path):
     assert found.folder is None and find(str(tmp_path / "i")).folder == tmp_path / "i"
     assert find(str(tmp_path / "s/b.bin")).files == (tmp_path / "s/b.bin",)
     assert find(str(tmp_path / "s/*.bin")).files == (tmp_path / "s/b.bin",)
-    with pytest.raises(UserError, match=r"token shards \(a.bin\) and other files \(b.txt\): name one kind"):
+    with pytest.raises(UserError, match=r"token shards \(a.bin\) and other files \(b.txt\): give a glob"):
         find(str(tmp_path / "mixed/*"))
 
 
@@ -171,10 +171,10 @@ def test_shards_are_told_from_text(tmp_path):
     "name, remedy",
     [
         ("none.txt", "is not a file or folder: give one that exists, a glob, or 'stdlib'"),
-        ("empty", "holds no text: give UTF-8 text files, or .bin or .npy shards"),
-        ("empty.txt", "holds no text: give UTF-8 text files"),
-        ("*.rst", "holds no text: give UTF-8 text files"),
-        ("binary", "holds no text, only binary files (1): give UTF-8 text files"),
+        ("empty", "has no text: give UTF-8 text files, or .bin or .npy shards"),
+        ("empty.txt", "has no text: give UTF-8 text files"),
+        ("*.rst", "has no text: give UTF-8 text files"),
+        ("binary", "has no text, only 1 binary files: give UTF-8 text files"),
     ],
 )
 def test_nothing_to_read(tmp_path, name, remedy):

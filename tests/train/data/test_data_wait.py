@@ -79,7 +79,7 @@ def test_waiting_for_a_slow_source_is_told_and_readers_ahead_hide_it(tmp_path, m
     # A step of this model is far shorter than its eight windows take.
     assert seconds > 0.5 * ROWS * DELAY and share > 0.5
     assert "waiting for data" in said and "raise data.workers" in said
-    assert re.search(r"step \d+ took \d+\.\d s, the last ones took \d+(\.\d+)? s: waiting for data", said)
+    assert re.search(r"step \d+ took \d+\.\d s, the last updates took \d+(\.\d+)? s: waiting for data", said)
     _, ahead, _ = train(tmp_path / "ahead", **{"data.workers": 8, "data.prefetch": 16})
     assert ahead < 0.5 * seconds
 

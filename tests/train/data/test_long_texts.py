@@ -165,7 +165,7 @@ def test_a_tokenizer_that_looks_far_ahead_is_refused():
     def encode(batch):  # one id for all of a text, by whether it has a mark anywhere
         return [(np.full(len(text), "!" in text), np.arange(len(text))[:, None] + [0, 1]) for text in batch]
 
-    with pytest.raises(UserError, match="of a text change by what stands more than .*: divide the text into shorter"):
+    with pytest.raises(UserError, match="of a text depend on text more than .*: divide the text into shorter"):
         list(long_texts.encode_long(["a" * 9000] * 3 + ["!" * 9000] * 3, encode))
 
 

@@ -165,12 +165,15 @@ def test_what_a_template_forgets_is_not_learned(tmp_path):
 @pytest.mark.parametrize(
     "template, why",
     [
-        (CHATML.replace("{% for", "{{ messages|length }}{% for"), "before an answer changes with what follows"),
+        (CHATML.replace("{% for", "{{ messages|length }}{% for"), "before an answer depending on later messages"),
         (
             PLAIN.replace("'assistant:'", "'assistant: '"),
-            "the beginning of an answer and what comes before it become one",
+            "the beginning of an answer and the text before it become one",
         ),
-        (PLAIN.replace("+ '\n'", "+ ('\n' if loop.last else '\n\n')"), "before an answer changes|where an answer ends"),
+        (
+            PLAIN.replace("+ '\n'", "+ ('\n' if loop.last else '\n\n')"),
+            "before an answer depending|where an answer ends",
+        ),
         ("{{ raise_exception('turns must alternate') }}", "refuses it \\(turns must alternate\\)"),
         ("{{ messages[0].nothing.more }}", "refuses it \\(.*has no attribute"),
     ],
@@ -258,16 +261,16 @@ def test_completions_and_the_end_of_the_text_are_learned(tmp_path):
 @pytest.mark.parametrize(
     "record, kind, why",
     [
-        ({"prompt": "hello ", "completion": "there"}, "pairs", "become one token: move a blank"),
+        ({"prompt": "hello ", "completion": "there"}, "pairs", "become one token: move a space"),
         ({"prompt": "hello"}, "pairs", '"completion" is missing'),
         ({"completion": "hello"}, "pairs", '"prompt" is missing'),
         ({"prompt": ["hello"], "completion": "x"}, "pairs", '"prompt" is list, not text'),
         ({"text": "x"}, "chat", 'no list of "messages"'),
         ({"messages": []}, "chat", 'no list of "messages"'),
-        ({"messages": ["x"]}, "chat", "message 1 is str, not an object"),
+        ({"messages": ["x"]}, "chat", "message 1 is str, not a JSON object"),
         ({"messages": [{"content": "x"}]}, "chat", "the role of message 1 is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat", "the content of message 1 is list"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat", "half a surrogate pair"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat", "half of a surrogate pair"),
         ({**TALKS[0], "tools": "f"}, "chat", '"tools" is str, not a list'),
     ],
 )
@@ -286,7 +289,7 @@ def test_long_examples_are_cut_or_dropped_and_told(tmp_path):
     late = chat("hello " * 80, "fine")
     found, data = shown(tmp_path, [TALKS[0], chat("hello", "fine " * 60), late], tokenizer, seq_len=40)
     assert len(found) == 2 and (data.train.batch([1])["targets"] >= 0)[0, -1]  # to the end of the row
-    assert "2 examples longer than 40 tokens cut at the end; 1 example without a learned token left out" in (
+    assert "2 examples longer than 40 tokens cut at the end; 1 example without a token to train on left out" in (
         data.description
     )
     assert found[1].startswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[fine fine")
@@ -334,14 +337,14 @@ def test_copies_fall_on_one_side_and_the_line_says_what_there_is(tmp_path):
         data[0].train.examples
     )
     assert re.search(
-        r"train.jsonl: [\d,]+ examples, [\d,]+ tokens, [\d,]+ learned, packed into [\d,]+ rows of 64 "
-        r"\([\d.]+ % filled\); held out \d+ examples, [\d,]+ tokens, \d+ learned; tokenizer.json, "
+        r"train.jsonl: [\d,]+ examples, [\d,]+ tokens, [\d,]+ trained on, packed into [\d,]+ rows of 64 "
+        r"\([\d.]+ % filled\); held out \d+ examples, [\d,]+ tokens, \d+ trained on; tokenizer.json, "
         r"vocabulary \d+; chat template of tokenizer_config.json$",
         data[0].description,
     )
     assert data[0].train.filled > 0.85 > data[1].train.filled
     assert data[0].fingerprint != data[1].fingerprint
-    with pytest.raises(UserError, match="holds no example to train on .*1 copy of what is held out left out"):
+    with pytest.raises(UserError, match="has no example to train on .*1 copy of held-out content left out"):
         shown(tmp_path, [chat("held", "out")], tokenizer)
-    with pytest.raises(UserError, match="holds no records, which data.format=chat reads: give .jsonl"):
+    with pytest.raises(UserError, match="has no records, which data.format=chat needs: give .jsonl"):
         open_data(config(source="stdlib", format="chat"))

@@ -140,18 +140,24 @@ def damage_index(**changes):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda out: os.truncate(out / "train_00000.bin", 101), "101 bytes are not a multiple of uint16"),
-        (lambda out: os.truncate(out / "train_00000.bin", 100), "holds 50 tokens, index.json says"),
+        (lambda out: os.truncate(out / "train_00000.bin", 101), "101 bytes are not a whole number of uint16"),
+        (lambda out: os.truncate(out / "train_00000.bin", 100), "has 50 tokens, and according to index.json"),
         (lambda out: os.truncate(out / "train_00000.bin", 0), "train_00000.bin is empty: leave it out"),
         (lambda out: os.remove(out / "heldout_00000.bin"), "heldout_00000.bin cannot be read (No such file"),
         (lambda out: (out / "index.json").write_text("{"), "index.json cannot be used (Expecting"),
         (lambda out: (out / "index.json").write_text("[]"), "index.json cannot be used (list indices"),
-        (damage_index(dtype=None), "index.json cannot be used (no key 'dtype'): prepare the folder again"),
-        (damage_index(dtype="int8"), "index.json cannot be used (no shards, or an unknown dtype)"),
-        (damage_index(vocab_size="256"), "index.json cannot be used (wrong 'vocab_size')"),
-        (damage_index(shards=[]), "index.json cannot be used (no shards"),
-        (damage_index(shards=[{"file": "a.txt", "tokens": 1, "split": "train"}]), "(wrong 'a.txt')"),
-        (damage_index(shards=[{"file": "a.bin", "tokens": 1, "split": "x"}]), "cannot be used (wrong 'x')"),
+        (damage_index(dtype=None), "index.json cannot be used (it has no key 'dtype'): prepare the folder again"),
+        (damage_index(dtype="int8"), "index.json cannot be used (it has no shards, or an unknown dtype)"),
+        (damage_index(vocab_size="256"), "index.json cannot be used ('vocab_size' has a wrong type or value)"),
+        (damage_index(shards=[]), "index.json cannot be used (it has no shards"),
+        (
+            damage_index(shards=[{"file": "a.txt", "tokens": 1, "split": "train"}]),
+            "('a.txt' has a wrong type or value)",
+        ),
+        (
+            damage_index(shards=[{"file": "a.bin", "tokens": 1, "split": "x"}]),
+            "cannot be used ('x' has a wrong type or value)",
+        ),
         (damage_index(tokenizer="gone.json"), "gone.json' is not a file: give 'bytes'"),
         (damage_index(tokenizer_hash="0"), "prepared with bytes (0), but the tokenizer of this run is bytes (bytes)"),
     ],
@@ -177,13 +183,13 @@ def truncated_npy(path):
         (lambda path: path.write_bytes(b"no array"), "a.npy of 8 bytes is truncated or not a .npy file ("),
         (lambda path: path.write_bytes(b""), "a.npy is empty: leave it out"),
         (lambda path: np.save(path, np.array([], np.uint16)), "a.npy is empty: leave it out"),
-        (lambda path: np.save(path, np.zeros(9, np.float32)), "a.npy holds float32 [9]: save a one-dimensional array"),
+        (lambda path: np.save(path, np.zeros(9, np.float32)), "a.npy has float32 [9]: save a one-dimensional array"),
         (
             lambda path: np.save(path, np.zeros((3, 3), np.uint16)),
-            "a.npy holds uint16 [3, 3]: save a one-dimensional array",
+            "a.npy has uint16 [3, 3]: save a one-dimensional array",
         ),
         (lambda path: np.save(path, np.array([None] * 9)), "not a .npy file (Array can't be memory-mapped"),
-        (lambda path: np.save(path, np.arange(-1, 99)), "a.npy holds the token -1: token ids start at 0"),
+        (lambda path: np.save(path, np.arange(-1, 99)), "a.npy has the token -1: token ids start at 0"),
     ],
 )
 def test_a_damaged_npy_is_refused(tmp_path, make, message):
@@ -194,7 +200,7 @@ def test_a_damaged_npy_is_refused(tmp_path, make, message):
 
 def test_a_bin_of_half_a_token_is_refused(tmp_path):
     write(tmp_path, {"a.bin": b"\1\0\0\0\1\0"})
-    with pytest.raises(UserError, match="truncated: 6 bytes are not a multiple of uint32 tokens; copy"):
+    with pytest.raises(UserError, match="truncated: its 6 bytes are not a whole number of uint32 tokens; copy"):
         open_data(config(source=str(tmp_path), dtype="uint32"))
 
 
@@ -211,8 +217,8 @@ def test_a_bin_of_half_a_token_is_refused(tmp_path):
         (["--source={text}", "--out={text}/o"], "is inside the source: give a folder outside"),
         (["--source={text}", "--out={tmp}/file"], "file is a file: give a folder"),
         (["--source={tmp}/file", "--out={tmp}/file/o"], " cannot be written (Not a directory): choose another --out"),
-        (["--source={tmp}/file", "--out={tmp}/o"], "holds too little text to train on one part and hold out another"),
-        (["--source={tmp}/shards", "--out={tmp}/o"], "holds token shards already: give text, or train on these"),
+        (["--source={tmp}/file", "--out={tmp}/o"], "has too little text to train on one part and hold out another"),
+        (["--source={tmp}/shards", "--out={tmp}/o"], "contains token shards already: give text, or train on these"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(text, tmp_path, arguments, message, capsys):
@@ -230,7 +236,7 @@ def test_nothing_that_exists_is_overwritten(text, tmp_path, capsys):
         if removed:
             (out / removed).unlink()
         assert main([f"--source={text}", f"--out={out}"]) == 2
-        assert "already holds" in capsys.readouterr().err
+        assert "already contains" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in out.iterdir()}
 
 

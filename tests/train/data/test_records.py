@@ -106,7 +106,7 @@ def test_copies_fall_on_one_side_and_what_is_added_moves_nothing(tmp_path):
     other = write(tmp_path, {"b.jsonl": lines(["one", "two", TEXTS[0], TEXTS[1]])}) / "b.jsonl"
     data = open_data(config(source=str(path), eval_source=str(other), seq_len=1))
     assert documents(data.heldout) == ["one", "two", *TEXTS[:2]] and not set(documents(data.train)) & set(TEXTS[:2])
-    assert "2 copies of what is held out left out" in data.description
+    assert "2 copies of held-out content left out" in data.description
 
 
 def test_identical_files_fall_on_one_side(tmp_path):
@@ -120,9 +120,9 @@ def test_identical_files_fall_on_one_side(tmp_path):
     assert f"copy of {copied}" not in {d.name for d in train.documents} and train.copies == 1
     assert "same size" in {d.name for d in train.documents}
     data = open_data(config(source=str(tmp_path / "plain"), seq_len=1))
-    assert data.description.endswith("1 copy of what is held out left out")
+    assert data.description.endswith("1 copy of held-out content left out")
     write(tmp_path / "same", {f"{i}.txt": "text" for i in range(9)})
-    with pytest.raises(UserError, match=r"holds 0 tokens to train on \(\d copies of what is held out left out\)"):
+    with pytest.raises(UserError, match=r"has 0 tokens to train on \(\d copies of held-out content left out\)"):
         open_data(config(source=str(tmp_path / "same")))
 
 
@@ -157,7 +157,7 @@ def test_malformed_lines_are_named_and_some_may_be_skipped(tmp_path, capsys):
     ("form", "record", "why"),
     [
         ("text", {"body": "x"}, "the field 'text'"),
-        ("chat", {"text": "x"}, 'no list of "messages"'),
+        ("chat", {"text": "x"}, 'it has no list of "messages"'),
         ("pairs", {"text": "x"}, '"prompt" is missing'),
     ],
 )
@@ -172,10 +172,10 @@ def test_where_all_records_are_malformed_that_is_what_is_said(tmp_path, form, re
 @pytest.mark.parametrize(
     "line, why",
     [
-        ("[1, 2]", "the line is not an object"),
+        ("[1, 2]", "the line is not a JSON object"),
         ('{"txt": "x"}', "the field 'text' (data.field) is missing"),
         ('{"text": 3}', "(data.field) is int, not text"),
-        ('{"text": "\\ud800"}', "half a surrogate pair"),
+        ('{"text": "\\ud800"}', "half of a surrogate pair"),
         ("[" * 100_000, "not a line of JSON"),
         ("1" * 5000, "not a line of JSON"),
     ],
@@ -203,28 +203,29 @@ def listed(folder, names):
 
 
 DAMAGED = {
-    r"b.jsonl.gz cannot be read behind line \d+ \(Compressed file ended": lambda folder, sources: truncated(
+    r"b.jsonl.gz cannot be read after line \d+ \(Compressed file ended": lambda folder, sources: truncated(
         write(folder, {"b.jsonl.gz": (sources["folder"] / "b.jsonl.gz").read_bytes()}) / "b.jsonl.gz", 200
     ),
-    r"b.jsonl.gz cannot be read behind line 0 \(Not a gzipped file": lambda folder, sources: (
+    r"b.jsonl.gz cannot be read after line 0 \(Not a gzipped file": lambda folder, sources: (
         write(folder, {"b.jsonl.gz": "text"}) / "b.jsonl.gz"
     ),
     "a.parquet cannot be read": lambda folder, sources: truncated(
         write(folder, {"a.parquet": sources["parquet"].read_bytes()}) / "a.parquet", 500
     ),
-    "has the columns x, and none named text": lambda folder, sources: (
+    "has the columns x, but none named text": lambda folder, sources: (
         pq.write_table(pa.table({"x": [1]}), folder / "a.parquet"),
         folder / "a.parquet",
     )[1],
-    r"state.json cannot be used \(the name '../../passwd'\)": lambda folder, sources: listed(
+    r"state.json cannot be used \(it has the invalid file name '../../passwd'\)": lambda folder, sources: listed(
         folder, [{"filename": "../../passwd"}]
     ),
     "state.json cannot be used": lambda folder, sources: listed(folder, ["x"]),
     "none.arrow cannot be read": lambda folder, sources: listed(folder, [{"filename": "none.arrow"}]),
-    "has the splits test, and none named train": lambda folder, sources: (save_arrow(folder, TEXTS, ("test",)), folder)[
-        1
-    ],
-    r"records \(a.jsonl\) and other files \(b.txt\): name one kind": lambda folder, sources: write(
+    "has the splits test, but no split named train": lambda folder, sources: (
+        save_arrow(folder, TEXTS, ("test",)),
+        folder,
+    )[1],
+    r"records \(a.jsonl\) and other files \(b.txt\): give a glob": lambda folder, sources: write(
         folder, {"a.jsonl": "{}", "b.txt": "x"}
     ),
     "is longer than 0 MiB": lambda folder, sources: write(folder, {"a.jsonl": '{"text": "' + "x" * 2000}) / "a.jsonl",
@@ -242,7 +243,7 @@ def test_a_damaged_source_is_refused(sources, tmp_path, monkeypatch, message):
 
 def test_without_pyarrow_the_command_is_named(sources, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"rows.parquet is read by pyarrow, .*: pip install 'bytescope\[data\]'"):
+    with pytest.raises(UserError, match=r"rows.parquet needs pyarrow, .*: run pip install 'bytescope\[data\]'"):
         find_texts(sources["parquet"])
     assert find_texts(sources["jsonl"]).train.tokens
 

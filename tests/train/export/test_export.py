@@ -14,7 +14,7 @@ import pytest
 import tensorstore
 from safetensors import safe_open
 
-from bytescope.model.frozen import parted
+from bytescope.model.frozen import split_parameters
 from bytescope.train import cli
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.stored_array import StoredArray
@@ -42,7 +42,7 @@ def saved(folder, workdir, overrides=(), devices=1, steps=(3,), change=lambda pa
         override(config, key, str(value))
     program = build(config, jax.devices()[:devices])
     source = Folder.open(folder)
-    params, frozen = parted(
+    params, frozen = split_parameters(
         load_params(source, program.model, program.state.model_params, order=program.order), program.frozen
     )
     state = dataclasses.replace(
@@ -58,7 +58,7 @@ def saved(folder, workdir, overrides=(), devices=1, steps=(3,), change=lambda pa
     for step in steps:
         checkpointer.save(state, Position(step, 8 * step), order=program.order)
     checkpointer.close()
-    identity = Identity.of(config, program.batch.global_rows, "data", source.fingerprint)
+    identity = Identity.from_config(config, program.batch.global_rows, "data", source.fingerprint)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     return workdir
 
@@ -199,7 +199,7 @@ def test_a_model_of_bytes(tmp_path):
     workdir = tmp_path / "run"
     with contextlib.closing(Checkpoints(workdir, keep=1)) as checkpointer:
         checkpointer.save(made_state(program), Position(1, 8))
-    identity = Identity.of(program.config, program.batch.global_rows, "data")
+    identity = Identity.from_config(program.config, program.batch.global_rows, "data")
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 0
     _, config = loaded(tmp_path / "out")
@@ -300,7 +300,7 @@ def test_a_config_of_fewer_layers_than_the_checkpoint_has(gpt2, tmp_path, capsys
     workdir = without_folder(gpt2, tmp_path / "run", **{"model.n_layers": 1})
     assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 2
     line = capsys.readouterr().err
-    assert line.count("\n") == 1 and "b_k of shape [2, 4, 8], and the model in its config.json [1, 4, 8]" in line
+    assert line.count("\n") == 1 and "b_k of shape [2, 4, 8], but its config.json describes the shape [1, 4, 8]" in line
 
 
 def test_nothing_is_overwritten_unasked(gpt2, tmp_path, capsys):
@@ -310,7 +310,7 @@ def test_nothing_is_overwritten_unasked(gpt2, tmp_path, capsys):
     (out / "more.txt").write_text("mine")
     assert cli.main(command) == 2 and "--force" in capsys.readouterr().err
     began = json.loads((gpt2 / "config.json").read_text())["config"]["init.folder"]
-    assert cli.main(["export", str(gpt2), began, "--force"]) == 2 and "began from" in capsys.readouterr().err
+    assert cli.main(["export", str(gpt2), began, "--force"]) == 2 and "started from" in capsys.readouterr().err
     (tmp_path / ".out.partial").mkdir()  # of one that was killed
     assert cli.main([*command, "--force", "--dtype=bfloat16"]) == 0
     assert {dtype for dtype, _ in tensors(out).values()} == {"BF16"} and tensors(out).keys() == first.keys()
@@ -330,7 +330,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(gpt2, tmp_path, monkeypatch,
 
 def test_what_float16_does_not_hold(gpt2, tmp_path, capsys):
     assert cli.main(["export", str(gpt2), str(tmp_path / "out"), "--dtype=float16"]) == 2
-    assert "wpe.weight has values beyond 65,504" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "wpe.weight has values above 65,504" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_with_nan_is_not_generated_from(tmp_path):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 from bytescope.model.quantized.quantized_formats import dequantize, quantize
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train import cli
@@ -42,7 +42,7 @@ def saved(folder, workdir, **keys):
     checkpoints = Checkpoints(workdir, keep=1)
     checkpoints.save(dataclasses.replace(zeros, params=jax.tree.map(jnp.asarray, params)), Position(3, 24))
     checkpoints.close()
-    identity = Identity.of(program.config, 8, "data", Folder.open(folder).fingerprint)
+    identity = Identity.from_config(program.config, 8, "data", Folder.open(folder).fingerprint)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     return program, params["blocks"]
 
@@ -60,7 +60,7 @@ def test_over_a_quantized_base_the_numbers_are_those_that_the_run_computed_with(
         base, matrix = quantized_weights(program.abstract())[f"blocks.{part}.{ours}"]
         full = f"model.layers.1.{name}.weight"
         codes = quantize(base, matrix, [np.ascontiguousarray(source.read(full, []).T)])
-        weight = np.asarray(dequantize(base, matrix, codes, jnp.float32, HERE)).reshape(128, 128)
+        weight = np.asarray(dequantize(base, matrix, codes, jnp.float32, ONE_DEVICE)).reshape(128, 128)
         if ours != "w_up":
             a, b = (adapters[part][f"{ours}_{half}"][1] for half in "ab")
             weight = weight + 2.5 * a.reshape(128, 2) @ b.reshape(2, 128)

@@ -40,7 +40,7 @@ def run_over(family, parent, **keys):
     checkpointer, source = Checkpoints(parent / "run", keep=1), Folder.open(folder)
     checkpointer.save(dataclasses.replace(state, params=adapters), Position(3, 24))
     checkpointer.close()
-    identity = Identity.of(config, program.batch.global_rows, "data", source.fingerprint)
+    identity = Identity.from_config(config, program.batch.global_rows, "data", source.fingerprint)
     (parent / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     base = load_params(source, program.model, program.state.frozen)
     batch = {"inputs": jnp.asarray(TOKENS[:, :-1]), "targets": jnp.asarray(TOKENS[:, 1:])}
@@ -134,7 +134,8 @@ def test_adapters_of_dense_layers_beside_experts_are_merged(tmp_path, capsys):
 
     _, run, (loss, _) = run_over("qwen3_moe", tmp_path, **{"loss.balance": 0.0})
     assert cli.main(["export", str(run), str(tmp_path / "adapters")]) == 2
-    assert "blocks.0.mlp.w_down, a dense MLP beside layers with experts: export with --merge" in capsys.readouterr().err
+    line = "blocks.0.mlp.w_down, a dense MLP in a model with experts: export with --merge"
+    assert line in capsys.readouterr().err
     assert cli.main(["export", str(run), str(tmp_path / "whole"), "--merge"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     np.testing.assert_allclose(loss_of(merged).item(), loss, rtol=1e-5)

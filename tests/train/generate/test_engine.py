@@ -27,7 +27,7 @@ LONGER = {"max_position_embeddings": 128}
 
 
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize("family", ["llama", *exhaustive("gpt2", "qwen2", "qwen3_moe", "gemma2", "deepseek_v3")])
+@pytest.mark.parametrize("family", ["llama", *exhaustive("gpt2", "gemma2", "deepseek_v3")])
 def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
     import torch
 
@@ -83,7 +83,7 @@ def test_the_kernel_for_gpus_compiles_for_one():
     steps, sizes = Steps(model, "triton", jnp.bfloat16), EngineSizes(100, 8, 64, 256)
     compilation = steps.compilation(sizes, 8, 1, False)
     assert b"paged_attention" in (compilation.proto or compilation.module)
-    with pytest.raises(UserError, match="it is for one GPU"):
+    with pytest.raises(UserError, match="it needs exactly one GPU"):
         Steps(random_model()[0], "triton", jnp.float32)
 
 
@@ -107,7 +107,7 @@ def requests(count, rng, longest=40, most=12, vocab=64):
     return found
 
 
-@pytest.mark.parametrize("count", exhaustive(400))
+@pytest.mark.parametrize("count", exhaustive(150))
 def test_many_answers_are_what_they_are_alone(count):
     rng = random.Random(0)
     asked = requests(count, rng)

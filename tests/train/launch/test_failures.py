@@ -56,8 +56,8 @@ def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path):
     [
         (errno.EDQUOT, "Disk quota exceeded. Make room"),
         (errno.EFBIG, "File too large. Make room"),
-        (errno.EROFS, "Read-only file system. Mend that"),
-        (errno.EIO, "Input/output error. Mend that"),
+        (errno.EROFS, "Read-only file system. Repair the disk"),
+        (errno.EIO, "Input/output error. Repair the disk"),
     ],
 )
 def test_other_failures_of_a_disk(number, message):
@@ -129,7 +129,7 @@ def test_damaged_metadata_of_a_checkpoint_is_one_line(tmp_path, damaged):
         (tmp_path / "checkpoints" / str(step) / "_CHECKPOINT_METADATA").write_text(content)
     checkpoints = Checkpoints(tmp_path, 3)
     assert checkpoints.steps() == [1, 2]
-    [line] = checkpoints._found
+    [line] = checkpoints._damage_notes
     assert line.startswith("checkpoint 2: its _CHECKPOINT_METADATA was damaged and is removed")
     checkpoints.close()
 
@@ -141,7 +141,7 @@ def test_damaged_metrics_of_a_checkpoint_are_one_line(tmp_path, damaged):
         (tmp_path / "checkpoints" / str(step) / "metrics" / "metrics").write_text(content)
     checkpoints = Checkpoints(tmp_path, 3)
     assert checkpoints.steps() == [1] and (tmp_path / "damaged" / "2.1").is_dir()
-    [line] = checkpoints._found
+    [line] = checkpoints._damage_notes
     assert line == f"checkpoint 2 is damaged (its metrics cannot be read); moved to {tmp_path / 'damaged' / '2.1'}"
     checkpoints.close()
 

@@ -118,10 +118,12 @@ def test_one_with_another_token_is_told_why(tmp_path, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, "127.0.0.1", port, 0, 2, 1.5, Token(tmp_path / "a" / "run", port))
         with pytest.raises(
-            Lost, match="it does not know this one: give all a --workdir that they share, or the same BYTESCOPE_TOKEN"
+            Lost,
+            match="it rejected the token of this process: give all processes a shared --workdir, or the same "
+            "BYTESCOPE_TOKEN",
         ):
             meet("127.0.0.1", port, 1, 2, 1.0, Token(tmp_path / "b" / "run", port))
-        with pytest.raises(Lost, match=r"process 1 of 2 did not connect within 1.5 s \(\d+ connections of others were"):
+        with pytest.raises(Lost, match=r"process 1 of 2 did not connect within 1.5 s \(\d+ connections without the"):
             first.result()
     monkeypatch.setenv("BYTESCOPE_TOKEN", "secret")
     assert Token(None, port).make() == Token(tmp_path, port).read() == "secret" and not (tmp_path / "runs").exists()
@@ -268,7 +270,7 @@ def seconds(clock, stalls, count, beating=()):
         clock.now += 1
         for index, where in dict(beating).items():
             stalls.hear(index, where)
-        stalls.look()
+        stalls.check()
 
 
 def test_a_silent_process_is_named_once_with_its_host_and_what_it_did(clock, told):
@@ -282,7 +284,7 @@ def test_a_silent_process_is_named_once_with_its_host_and_what_it_did(clock, tol
     ]
     stalls.at("in step 8")
     seconds(clock, stalls, 1)
-    assert told[1:] == ["it goes on, after 90 s without a step"]
+    assert told[1:] == ["the run continues, after 90 s without a step"]
     seconds(clock, stalls, 20, {1: "in step 8 on node1"})
     assert len(told) == 2
 
@@ -312,8 +314,8 @@ def test_who_was_stopped_itself_says_so_and_accuses_nobody(clock, told):
     stalls.at("in step 7")
     seconds(clock, stalls, 3, {1: "in step 7 on a"})
     clock.now += 60
-    stalls.look()
-    assert told == ["this process was itself stopped for 60 s, in step 7"]
+    stalls.check()
+    assert told == ["this process was stopped for 60 s while it was in step 7"]
     assert not stalls.silent()
 
 

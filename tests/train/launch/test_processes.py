@@ -336,8 +336,8 @@ def test_the_place_of_a_process(no_launcher, monkeypatch):
         (["--coordinator=a:1", "--process=0"], "--processes missing"),
         (["--coordinator=a", "--process=0", "--processes=2"], "give HOST:PORT"),
         (["--coordinator=a:99999", "--process=0", "--processes=2"], "give HOST:PORT"),
-        (["--coordinator=a:1", "--process=2", "--processes=2"], "numbered from 0"),
-        (["--coordinator=a:1", "--process=-1", "--processes=2"], "numbered from 0"),
+        (["--coordinator=a:1", "--process=2", "--processes=2"], "give process numbers from 0"),
+        (["--coordinator=a:1", "--process=-1", "--processes=2"], "give process numbers from 0"),
         (["--timeout=0"], "--timeout=0: give a positive number"),
     ],
 )

@@ -71,12 +71,12 @@ def test_open_files_near_the_limit_are_a_warning(file_limit):
     file_limit(2 * count)
     assert runtime.files_warning() == ""
     file_limit(count + 2)
-    assert f" of {count + 2} files are open, connections included" in runtime.files_warning()
+    assert f" of {count + 2} files are open, including connections" in runtime.files_warning()
 
 
 def test_a_cgroup_without_memory_for_a_start_is_refused(monkeypatch):
     monkeypatch.setattr(runtime, "cgroup_room", lambda: 200 * 2**20)
-    with pytest.raises(DoesNotFit, match="200.00 MiB are left under the memory limit of this process' cgroup, and a"):
+    with pytest.raises(DoesNotFit, match="200.00 MiB are left under the memory limit of this process's cgroup, and a"):
         runtime.check_limits()
     monkeypatch.setattr(runtime, "cgroup_room", lambda: None)
     runtime.check_limits()

@@ -340,7 +340,7 @@ def test_prefetch_gathers_ahead_at_a_price():
 
 def test_colliding_axes_are_refused_with_both_dimensions():
     layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 2}, jax.devices()[:2]))
-    with pytest.raises(ValueError, match=r"collide on mesh axis fsdp: d_model -> .*fsdp.* and d_model -> .*fsdp"):
+    with pytest.raises(ValueError, match=r"use mesh axis fsdp twice: d_model -> .*fsdp.* and d_model -> .*fsdp"):
         layout.spec(("d_model", "d_model"), state=True)
 
 

@@ -13,7 +13,7 @@ from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.generate.training_sample import generate
 from bytescope.train.parallel.axes import AXES, make_mesh
-from bytescope.train.pipeline.layer_order import reordered
+from bytescope.train.pipeline.layer_order import reorder
 from bytescope.train.program.step_checks import check_collectives
 from bytescope.train.run.feed import put
 from bytescope.train.run.initial_state import start_state
@@ -82,9 +82,8 @@ def test_every_schedule_has_the_losses_of_one_device(stages, ranks, overrides, p
 @pytest.mark.parametrize(
     ("arithmetic", "overrides"),
     [
-        (MIXTURE, {"mesh.tensor": 2}),
+        ({"model.n_layers": 4, "batch.accumulation": 2, "lora.rank": 4}, {"mesh.tensor": 2}),
         *exhaustive(
-            ({"model.n_layers": 4, "batch.accumulation": 2, "lora.rank": 4}, {"mesh.tensor": 2}),
             ({"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
             ({"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
             (
@@ -134,10 +133,8 @@ def test_a_collective_that_a_stage_skips_is_refused_in_a_line(devices):
 
 
 @pytest.mark.exhaustive
-def test_gradients_and_twenty_losses_equal_those_of_one_device():
-    """At a learning rate at which losses fall without a jump, twenty updates keep the first one's distance."""
-    calm = {"optimizer.learning_rate": 2e-3}
-    one, program = small_program({**DEEP, **calm, "batch.micro": 4}), pipelined(4, **INTERLEAVED, **calm)
+def test_gradients_equal_those_of_one_device():
+    one, program = small_program({**DEEP, "batch.micro": 4}), pipelined(4, **INTERLEAVED)
     batch = next(fixed_batches(32, 32, 64, 1))
     batch = {name: jnp.asarray(x).reshape(8, 4, 32) for name, x in batch.items()}
     keys = jax.random.split(jax.random.key(0), 32).reshape(8, 4)
@@ -147,11 +144,10 @@ def test_gradients_and_twenty_losses_equal_those_of_one_device():
         return jax.device_get(jax.jit(program.parts.gradients)(state, batch, keys))
 
     (tally, wanted), (found_tally, found) = gradients(one), gradients(program)
-    found = reordered(found, program.order, {})
+    found = reorder(found, program.order, {})
     np.testing.assert_allclose(found_tally.loss, tally.loss, rtol=1e-6)
     for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(leaf, other, atol=1e-6 * np.abs(other).max())
-    np.testing.assert_allclose(run_losses(program, steps=20), run_losses(one, steps=20), rtol=1e-6)
 
 
 @pytest.mark.exhaustive
@@ -226,7 +222,7 @@ def test_loads_and_biases_of_experts_are_in_the_order_of_layers():
         host = next(fixed_batches(8, 32, 64, 1))
         batch = {name: x.reshape(2, 4, 32) for name, x in host.items()}
         state, metrics = program.step(first_state(program), put(batch, program.batch_shapes))
-        frozen = reordered(jax.device_get(state.frozen), program.order, {})
+        frozen = reorder(jax.device_get(state.frozen), program.order, {})
         found.append((np.asarray(metrics["expert_load"]), frozen["blocks"]["experts"]["router_bias"]))
     np.testing.assert_allclose(*(load for load, _ in found), rtol=1e-6)
     np.testing.assert_allclose(*(bias for _, bias in found))
@@ -242,7 +238,7 @@ def test_loads_and_biases_of_experts_are_in_the_order_of_layers():
         ({"remat.layers": "0-2:none", "remat.policy": "full"}, "set one remat.policy for all layers"),
         ({"remat.policy": "sqrt"}, "remat.policy=sqrt"),
         ({"remat.policy": "offload"}, "stash is in device memory"),
-        ({"mesh.stage": 1, "pipeline.virtual": 2}, "there are no stages"),
+        ({"mesh.stage": 1, "pipeline.virtual": 2}, "there is only one stage"),
         ({"model.n_layers": 1}, "need a layer each"),
         ({"pipeline.schedule": "1f1bb"}, "did you mean 1f1b"),
         ({"pipeline.schedule": "zero_bubble"}, "set pipeline.schedule=v"),
@@ -274,7 +270,7 @@ def test_packed_rows_stay_within_their_examples():
         batch["segments"] = jnp.where(jnp.arange(32)[None, None] < lengths, 1, 2).astype(jnp.int32)
         keys = jax.random.split(jax.random.key(0), 16).reshape(4, 4)
         tally, grads = jax.jit(program.parts.gradients)(first_state(program), batch, keys)
-        found.append((tally.loss, reordered(jax.device_get(grads), program.order, {})))
+        found.append((tally.loss, reorder(jax.device_get(grads), program.order, {})))
     np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)
     for leaf, other in zip(*(jax.tree.leaves(grads) for _, grads in found), strict=True):
         np.testing.assert_allclose(leaf, other, atol=1e-6 * np.abs(other).max())
@@ -306,6 +302,6 @@ def test_padding_and_a_pooled_balance_loss_pass_through_the_stages():
         keys = jax.random.split(jax.random.key(0), 8).reshape(2, 4)
         tally, grads = jax.jit(program.parts.gradients)(first_state(program), batch, keys)
         assert tally.routing.counts.sum() == 3 * 2 * real.sum()  # layers with experts, experts of a token
-        found.append((tally, reordered(jax.device_get(grads), program.order, {})))
+        found.append((tally, reorder(jax.device_get(grads), program.order, {})))
     for leaf, other in zip(*(jax.tree.leaves(each) for each in found), strict=True):
         np.testing.assert_allclose(leaf, other, atol=2e-6 * np.abs(other).max())

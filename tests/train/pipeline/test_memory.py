@@ -106,7 +106,7 @@ def test_rows_of_no_layer_are_told():
     fields = {**WIDE, "model.n_layers": 7, "batch.accumulation": 4, "pipeline.schedule": "gpipe"}
     program = small_program(fields, 4)
     layer = sum(leaf.size // 8 for leaf in jax.tree.leaves(program.state.params["blocks"]))
-    assert pipeline_notes(program, program.state)[-1].startswith(f"{layer:,} of the parameters are rows of no layer")
+    assert pipeline_notes(program, program.state)[-1].startswith(f"{layer:,} of the parameters are unused rows")
     even = small_program({**fields, "model.n_layers": 8}, 4)
     assert len(pipeline_notes(even, even.state)) == 2
     plain = small_program()

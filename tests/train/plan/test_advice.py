@@ -8,7 +8,7 @@ from bytescope.configs import base
 from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.plan import advice
-from bytescope.train.plan.advice import TriedLever, fit_command, lines, open_levers, tried
+from bytescope.train.plan.advice import TriedLever, fit_command, lines, open_levers, try_levers
 from bytescope.train.program.config_files import flatten, override
 from bytescope.train.program.program_settings import read_settings
 
@@ -60,7 +60,7 @@ def flags(report):
 def test_only_what_is_open_is_advised():
     assert flags(refused(**NOTHING_LEFT)) == []
     left = lines(refused(**NOTHING_LEFT), [], [], "bytescope fit x")
-    assert len(left) == 1 and "no memory lever left" in left[0] and "remat" not in left[0]
+    assert len(left) == 1 and "uses all memory savings" in left[0] and "remat" not in left[0]
     one = flags(refused(**{"batch.micro": "1", "remat.policy": "full"}))
     assert not any("batch.micro" in flag or "remat.policy" in flag or "mesh" in flag for flag in one)
     assert any("adamw_8bit" in flag for flag in one)
@@ -130,7 +130,7 @@ def test_the_first_that_fits_ends_the_compiles():
         return (12 if keys.get("remat.policy") == "selective" else 9) * GIB
 
     told = []
-    found = tried(report, open_levers(report), compiled, told.append)
+    found = try_levers(report, open_levers(report), compiled, told.append)
     assert [each.bytes // GIB for each in found] == [12, 9] and len(told) == 2
     assert asked[0] == {"remat.policy": "selective"} and asked[1]["batch.micro"] == "4"
     shown = lines(report, open_levers(report), found, "bytescope fit x")
@@ -144,7 +144,7 @@ def test_what_cannot_be_enough_is_not_compiled_and_then_all_are_together():
     rows = {"residuals": 5 * GIB, "workspace": 5 * GIB, "logits_loss": 2 * GIB}
     report = refused(7, rows=rows, **{"batch.micro": "8", "batch.accumulation": "2"})
     asked = []
-    found = tried(report, open_levers(report), lambda keys: asked.append(dict(keys)) or 8 * GIB)
+    found = try_levers(report, open_levers(report), lambda keys: asked.append(dict(keys)) or 8 * GIB)
     assert asked[-1] == {"remat.policy": "full", "batch.micro": "1", "batch.accumulation": "16"}
     assert all("selective" not in keys.get("remat.policy", "") for keys in asked)
     shown = lines(report, open_levers(report), found)
@@ -157,10 +157,10 @@ def test_a_variant_that_cannot_run_is_left_out_and_slow_compiles_are_not_begun()
     def broken(keys):
         raise ValueError("cannot\nrun")
 
-    found = tried(report, open_levers(report), broken)
+    found = try_levers(report, open_levers(report), broken)
     assert found and all(each.bytes is None and each.why == "cannot run" for each in found)
     assert not any(line.startswith("compiled") for line in lines(report, open_levers(report), found))
-    assert tried(report, open_levers(report), broken, each_s=advice.MAX_SECONDS + 1) == []
+    assert try_levers(report, open_levers(report), broken, each_s=advice.MAX_SECONDS + 1) == []
 
 
 def test_a_first_accumulation_takes_an_accumulator():
@@ -198,12 +198,12 @@ def test_the_fit_command_keeps_the_task_and_frees_the_levers():
 def test_a_program_of_ones_own_has_no_advice():
     report = ReportRecord(2, 2, dict.fromkeys(ROWS, 0), limit_bytes=1, fits=False, config={"my": 1})
     assert open_levers(report) == [] and lines(report, [], []) == [] and fit_command("x", "", [], report) == ""
-    assert tried(report, [], lambda keys: 0) == []
+    assert try_levers(report, [], lambda keys: 0) == []
 
 
 def test_a_lever_counts_what_it_can_free():
     (lever,) = (each for each in open_levers(refused()) if each.keys == {"remat.policy": "selective"})
-    assert lever.most(refused()) == 10 * GIB
+    assert lever.max_freed_bytes(refused()) == 10 * GIB
     assert TriedLever(lever, 1).why == ""
 
 

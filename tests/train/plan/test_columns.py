@@ -171,7 +171,7 @@ def validation():
         ((*view.cohort_columns("source"), *view.COHORT_BYTES), BOTH),
         (view.GROUP_COLUMNS, BOTH),
         (view.ROW_COLUMNS, BOTH),
-        (view.UNSAID_COLUMNS, PAGE),
+        (view.NOT_COMPARED_COLUMNS, PAGE),
     ]
     view.render_text(out)
     view.render_text({**out, "cohorts": [], "sources": []})
@@ -237,7 +237,7 @@ def test_declarations_are_whole(name):
 def test_the_notebook_shows_the_columns_of_a_difference():
     before, after = make_report(), make_report(seed=1)
     piece = notebook_difference.render(before, after, report_diff.diff(before, after), 5)
-    titles = [column.title for column in TableView(notebook_difference.COLUMNS, ()).shown(NOTEBOOK)]
+    titles = [column.title for column in TableView(notebook_difference.COLUMNS, ()).columns_for(NOTEBOOK)]
     assert re.findall(r'<th scope="col"[^>]*>([^<]*)', piece) == titles
 
 

@@ -98,11 +98,17 @@ def test_budgets_are_even_steps_with_both_ends():
 
 
 def test_what_the_points_take_less_than_the_best_fixed_policies(points):
-    assert frontier.less(points) == {"seconds": pytest.approx(1 - 2.45 / 2.6), "flops": pytest.approx(1 - 0.35 / 0.6)}
-    assert frontier.less(points[:1]) == {"seconds": 0, "flops": 0} and frontier.less([])["seconds"] is None
+    assert frontier.saved_fractions(points) == {
+        "seconds": pytest.approx(1 - 2.45 / 2.6),
+        "flops": pytest.approx(1 - 0.35 / 0.6),
+    }
     assert (
-        frontier.less(points[2:])["flops"] == 1
-        and frontier.less([dataclasses.replace(points[0], fixed=None)])["flops"] is None
+        frontier.saved_fractions(points[:1]) == {"seconds": 0, "flops": 0}
+        and frontier.saved_fractions([])["seconds"] is None
+    )
+    assert (
+        frontier.saved_fractions(points[2:])["flops"] == 1
+        and frontier.saved_fractions([dataclasses.replace(points[0], fixed=None)])["flops"] is None
     )
     assert frontier.cheapest(points, "time") is points[1]  # the others do not fit
     assert [point.budget_bytes for point in frontier.plans_of(points)] == [20 * GIB, 30 * GIB, 80 * GIB]
@@ -201,10 +207,10 @@ def test_no_point_costs_more_than_a_fixed_policy_or_the_point_before(cost):
     )
     search.compile(search.fixed)
     assert [plan.ranges[0][0].policy for plan in search.fixed].count("same") == 0  # it is `some` again
-    budgets = frontier.budgets_of(*frontier.ends_of(search), 10)
+    budgets = frontier.budgets_of(*frontier.default_ends(search), 10)
     settled = {}
     outcomes = search.run_all(budgets, together=3, settled=settled.__setitem__)
-    found = frontier.chosen(search, budgets)
+    found = frontier.choose_plans(search, budgets)
     first = ["seconds", "flops"][cost == "flops"]
     costs = [getattr(tried.compiled, first) for tried in found]
     for budget, tried, paid in zip(budgets, found, costs):
@@ -258,7 +264,7 @@ def test_the_table(points, fixed):
     )
     assert "stopped" not in text and "least predicted time" in text
     assert "least recomputed FLOPs" in printed(points, fixed, cost="flops")
-    assert "none of these fits" in printed(points[2:], fixed)
+    assert "no plan fits the target" in printed(points[2:], fixed)
     nothing = printed([], [], missing=10)
     assert "stopped: 10 points left" in nothing and "budget  plan" not in nothing
 
@@ -351,8 +357,8 @@ def test_points_that_are_settled_outlive_a_stop():
     search, asked = hand_made("flops", {"some": ("a", "c")})
     search.compile(search.fixed)
     rounds = len(asked)
-    search.run_all(frontier.budgets_of(*frontier.ends_of(search), 10), together=2)
-    last, whole = len(asked), [frontier.chosen(search, frontier.budgets_of(*frontier.ends_of(search), 10))]
+    search.run_all(frontier.budgets_of(*frontier.default_ends(search), 10), together=2)
+    last, whole = len(asked), [frontier.choose_plans(search, frontier.budgets_of(*frontier.default_ends(search), 10))]
     assert last > rounds + 2
     search, asked = hand_made("flops", {"some": ("a", "c")})
     compile = search._compile

@@ -70,7 +70,7 @@ def levels():
 
 
 def test_every_level_has_all_before_it():
-    made, left_out = levers.climb(list(levers.DEFAULT), CONFIG, (), {})
+    made, left_out = levers.build_levels(list(levers.DEFAULT), CONFIG, (), {})
     assert [one.stage for one in made] == list(levers.DEFAULT) and not left_out
     assert made[0].keys == levers.BASELINE == made[0].adds
     last = {key: text for stage in levers.DEFAULT for key, text in levers.STAGES[stage].keys.items()}
@@ -80,14 +80,14 @@ def test_every_level_has_all_before_it():
 
 def test_stages_that_cannot_be_are_left_out_and_the_next_go_on_without_them():
     lacking = {key: "" for key in CONFIG if key != "optimizer.fused_backward"}
-    made, left_out = levers.climb(
+    made, left_out = levers.build_levels(
         ["bf16", "fused_backward", "full", "selective", "adamw_8bit"], lacking, ["optimizer.name"], {"full": "no room"}
     )
     assert [one.stage for one in made] == ["bf16", "selective"] and "optimizer.name" not in made[0].keys
     assert left_out == {
         "fused_backward": "the config has no key optimizer.fused_backward",
         "full": "no room",
-        "adamw_8bit": "--config.optimizer.name is given, and no stage changes it",
+        "adamw_8bit": "--config.optimizer.name is given, and no stage changes a given key",
     }
     assert made[0].keys["precision.preset"] == "bf16" and made[1].keys["remat.policy"] == "selective"
 
@@ -95,22 +95,22 @@ def test_stages_that_cannot_be_are_left_out_and_the_next_go_on_without_them():
 def test_the_config_of_the_trainer_knows_every_default_key_or_the_stage_is_left_out():
     """A key that is renamed would drop its stage in silence: only those still to come may be missing."""
     config = load_flat("tiny", ())
-    _, left_out = levers.climb(list(levers.STAGES), config, (), {})
+    _, left_out = levers.build_levels(list(levers.STAGES), config, (), {})
     assert set(left_out) <= {"fused_backward", "offload", "offload_params", "mlp_chunk"}
 
 
 @pytest.mark.parametrize("text", ["bf17", "bf16,", "full,full"])
 def test_a_list_of_stages_that_is_none(text):
     with pytest.raises(ReportError, match=f"--savings={text}"):
-        levers.choose(text)
+        levers.choose_stages(text)
 
 
 def test_changes_and_the_first_that_fits(levels):
-    assert levers.changes(levels) == [None, -400 * GIB, -110 * GIB, -50 * GIB]
+    assert levers.byte_changes(levels) == [None, -400 * GIB, -110 * GIB, -50 * GIB]
     assert levers.first_that_fits(levels) is levels[2] and levers.first_that_fits(levels[:2]) is None
     assert levels[3].moved_bytes == 5 * GIB
     assert (
-        levers.differing(
+        levers.changed_flags(
             {"a": "1", "b": "(x,y)", "c": "true"}, {"a": 1, "b": ("x", "y"), "c": True}, {"a": 1, "b": (), "c": False}
         )
         == "'--config.b=(x,y)' --config.c=true"
@@ -158,8 +158,8 @@ def test_the_staircase_on_the_terminal(levels):
     assert "limit 100.00 GiB" in text and "P params" in text and "optimizer" not in text
     assert "→ cudnn" in text and "-110.00" in text and "left out: loss: no such key" in text and "stopped" in text
     assert "first that fits (+ flash attention):\n  --config.here=attention" in text
-    assert text.rstrip().endswith("all of them (+ full remat):\n  --config.here=full")
-    assert "none of these fits" in printed(levels[:1])
+    assert text.rstrip().endswith("all stages (+ full remat):\n  --config.here=full")
+    assert "no stage fits" in printed(levels[:1])
 
 
 def test_bars_are_whole_numbers_that_add_up():
@@ -234,12 +234,12 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     ("words", "message"),
     [
         ([], "no config"),
-        (["--config=tiny", "--savings=bf17"], "no saving 'bf17': did you mean bf16? Else choose one of fp32"),
+        (["--config=tiny", "--savings=bf17"], "unknown saving 'bf17': did you mean bf16? Else choose one of fp32"),
         (["--config=tiny", "--target=h300"], "h300"),
         (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
         (
             ["--config=tiny", "--savings=full", "--config.remat.policy=none"],
-            "no stage is left: full: --config.remat.policy",
+            "no saving can be applied: full: --config.remat.policy",
         ),
         (["--config=tiny", "--json=/no/such/l.json"], "there is no folder /no/such"),
     ],

@@ -230,7 +230,7 @@ def test_nothing_is_recommended_across_tasks_and_nothing_that_exceeds_has_a_star
     assert any(not line["fits"] for line in lines) and any(line["pareto"] for line in lines)
     assert all(line["fits"] for line in lines if line["pareto"] or line["best"])
     none = compare_page.render(compared([row("none", 60, keys={"data.seq_len": n}) for n in (1, 2)]), ConfigRow)
-    assert "None of these fits" in words(none) and table(none, "each")[1][0][1] == "none of them fits"
+    assert "No combination fits" in words(none) and table(none, "each")[1][0][1] == "none fits"
 
 
 def test_the_first_stage_that_fits_is_named_and_every_command_is_whole():

@@ -9,7 +9,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.launch.failures import explained
 from bytescope.train.plan import refusal
-from bytescope.train.plan.open_levers import open_levers, together
+from bytescope.train.plan.open_levers import combine_levers, open_levers
 from bytescope.train.plan.remat_auto import with_keys
 from bytescope.train.program.checks import check
 from bytescope.train.program.program import build
@@ -120,7 +120,7 @@ def test_every_lever_that_is_advised_can_be_pulled(keys):
     found = dataclasses.replace(report(program), target={"platform": "cuda", "n_devices": 4})
     levers = open_levers(found)
     assert levers
-    for lever in (*levers, *filter(None, [together(levers, found)])):
+    for lever in (*levers, *filter(None, [combine_levers(levers, found)])):
         config = with_keys(program.config, dict(lever.keys))
         # The trace shows what an update layer by layer cannot be combined with.
         traced = any(key.startswith(("off", "opt")) for key in lever.keys)

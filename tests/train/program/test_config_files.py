@@ -70,10 +70,10 @@ def test_overrides_take_the_type_of_the_key(key, text, value):
         ("model.dmodel", "7", "did you mean model.d_model"),
         ("learning_rate", "1", "did you mean optimizer.learning_rate"),
         ("train", "7", "--config.train is a group"),
-        ("train.steps", "many", "int expected, such as"),
-        ("train.steps", "1.5", "int expected"),
-        ("model.scan", "maybe", "bool expected"),
-        ("optimizer.b1", "x", "float expected"),
+        ("train.steps", "many", "give a value of type int, such as"),
+        ("train.steps", "1.5", "give a value of type int"),
+        ("model.scan", "maybe", "give a value of type bool"),
+        ("optimizer.b1", "x", "give a value of type float"),
         ("zzz", "1", "unknown key"),
     ],
 )
@@ -120,7 +120,7 @@ def test_files_are_found_by_path_and_by_name(tmp_path):
             "from ml_collections import ConfigDict\n"
             + FROM_BASE
             + "    c.train = ConfigDict(c.train.to_dict() | {'steps': 'x'})\n    return c",
-            "int expected",
+            "give a value of type int",
         ),
     ],
 )

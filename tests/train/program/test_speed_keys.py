@@ -61,12 +61,15 @@ def test_what_is_recomputed_stays_recomputed():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"model.unroll": 3}, "model.unroll=3 does not divide the 4 layers .*: 2 does"),
-        ({"model.unroll": 2, "remat.layers": "0-3:full"}, "does not divide the 3 layers .*remat.policy=full.*: 1 does"),
+        ({"model.unroll": 3}, "model.unroll=3 does not divide the 4 layers .*: use 2, which does"),
+        (
+            {"model.unroll": 2, "remat.layers": "0-3:full"},
+            "does not divide the 3 layers .*remat.policy=full.*: use 1, which does",
+        ),
         ({"model.unroll": 0}, "model.unroll=0: give 1 or more"),
         ({"model.unroll": 2, "model.scan": False}, "model.unroll=2 with model.scan=false, which has no loop"),
         ({"xla.gemm": "cutlass"}, "did you mean cublas. Else choose one of cublas, triton, or leave it empty"),
-        ({"xla.command_buffers": "off"}, "xla.command_buffers=off is for XLA's GPU compiler, and the platform is cpu"),
+        ({"xla.command_buffers": "off"}, "xla.command_buffers=off is for XLA's GPU compiler, but the platform is cpu"),
     ],
 )
 def test_mistakes_in_one_line(overrides, message):

@@ -132,5 +132,5 @@ def test_experts_in_4_bits_are_refused(tmp_path):
         "quantization_config": LAYOUTS["awq"].config(32),
     }
     folder = weights.write(tmp_path / "mixture", config, weights.numbers({"model.norm.weight": (32,)}))
-    with pytest.raises(UserError, match="has experts in 4 bits, which are not read"):
+    with pytest.raises(UserError, match="has experts in 4 bits, which are not supported"):
         open_source(folder)

@@ -59,7 +59,7 @@ def test_choices_of_the_parsers_are_the_rows_of_the_tables():
 
 @pytest.mark.parametrize("base", [name for name in FORMATS if name not in BASES])
 def test_a_row_stores_what_it_says_and_reads_it_back(base):
-    from bytescope.model.placement import HERE
+    from bytescope.model.placement import ONE_DEVICE
     from bytescope.model.quantized.quantized_formats import Matrix, dequantize, parts_of, quantize_on_device
 
     matrix = Matrix((4, 32, 24), ("heads", "d_head", "d_model"), 2)
@@ -69,7 +69,7 @@ def test_a_row_stores_what_it_says_and_reads_it_back(base):
     assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
         name: (part.shape, np.dtype(part.dtype)) for name, part in parts.items()
     }
-    back = np.asarray(dequantize(base, matrix, arrays, np.float32, HERE))
+    back = np.asarray(dequantize(base, matrix, arrays, np.float32, ONE_DEVICE))
     codes = groups.encode(w.reshape(128, 24), FORMATS[base].block)
     np.testing.assert_array_equal(back, np.asarray(groups.decode(*codes)).reshape(matrix.shape))
     assert 0 < np.abs(back - w).max() < 0.5

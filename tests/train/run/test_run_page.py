@@ -130,7 +130,7 @@ def test_the_page_shows_the_run(folder):
             {"idle_experts": 3.0, "dropped_share": 0.0125},
             "3 idle, 1.25% of the rows dropped",
             (
-                "3 experts took no token at step 2",
+                "3 experts got no token at step 2",
                 "--config.loss.balance=0.01",
                 "1.25% of the choices found no room",
                 "--config.model.capacity_factor=1.875",
@@ -145,7 +145,7 @@ def test_a_mixture_tells_what_its_routers_did(tmp_path, routed, said, found):
     (place / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     words = words_of(run_page.render(run_directory.read(place)))
     assert f"busiest expert 3.00 x the mean at step 2; {said}" in words
-    assert all(line in words for line in found) and ("took no token" in words) == bool(found)
+    assert all(line in words for line in found) and ("got no token" in words) == bool(found)
 
 
 def test_a_run_under_way_says_how_far_it_is(tmp_path):
@@ -220,7 +220,9 @@ def test_folders_that_hold_no_run_are_one_line(tmp_path, capsys):
         assert main(["page", str(place)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     make_run(tmp_path / "one")
-    with pytest.raises(ReportError, match=f"holds no run.* it holds 1 run, the newest is {tmp_path / 'one'}"):
+    with pytest.raises(
+        ReportError, match=f"is not a run directory.* it contains 1 run, the newest is {tmp_path / 'one'}"
+    ):
         run_directory.read(tmp_path)
 
 

@@ -43,7 +43,7 @@ def test_ten_times_the_median_is_slow(turned):
     assert updates(turned, 1.9) == [None]
     (slow,) = updates(turned, 2.1)
     assert (slow.seconds, slow.median, slow.doing) == (pytest.approx(2.1), pytest.approx(0.2), ())
-    assert "2.1 s, the last ones took 0.2 s: the host waited for the devices" in str(slow)
+    assert "2.1 s, the last updates took 0.2 s: the host waited for the devices" in str(slow)
 
 
 def test_not_before_there_is_a_median_nor_for_a_blink(turned):

@@ -140,7 +140,7 @@ def test_no_speed_without_rates_and_no_limit_where_none_is_known():
     assert summary.speed(ReportRecord(1, 1, {})) == ""
     bound = summary.speed(dataclasses.replace(REPORT, prediction={}))
     assert bound.startswith("at least 1 s per update, at most 1,000,000 tokens/s, by data-sheet rates")
-    assert "limit is not known" in str(summary.memory(ReportRecord(1, 1, {})))
+    assert "limit is unknown" in str(summary.memory(ReportRecord(1, 1, {})))
     exceeds = summary.memory(ReportRecord(3 * GIB, 3 * GIB, {}, limit_bytes=2 * GIB, fits=False, verdict="exceeds"))
     assert "1.00 GiB TOO MUCH" in str(exceeds) and str(exceeds).startswith("█" * summary.BAR)
 
@@ -249,11 +249,11 @@ def test_memory_on_an_accelerator_is_compared_with_the_allocators():
     before = LiveMemory("H200", "allocator", in_use_bytes=GIB)
     text = end(report=ReportRecord(9 * GIB, 9 * GIB, {}), before=before, live=live)["memory"]
     assert text == (
-        "predicted 9.00 GiB, measured 10.00 GiB on H200 (prediction -10.0 %), 1.00 GiB of it held before "
+        "predicted 9.00 GiB, measured 10.00 GiB on H200 (prediction -10.0 %), 1.00 GiB of it in use before "
         "the first step, limit 130.00 GiB"
     )
-    assert "nothing measured" in end(live=None)["memory"]
-    assert "Python and its libraries included" in end(before=None)["memory"]
+    assert "not measured" in end(live=None)["memory"]
+    assert "including Python and its libraries" in end(before=None)["memory"]
 
 
 def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
@@ -271,7 +271,7 @@ def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
         "--process=0",
         "--coordinator=a:1",
     ]
-    command = Command.of(parse(words))
+    command = Command.from_args(parse(words))
     resumed = shlex.split(command.resume(tmp_path / "my run"))
     assert resumed[:2] == ["bytescope", "train"] and command.verbose
     again, before = parse(resumed[2:]), parse(words)

@@ -12,7 +12,7 @@ from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.data.packing import ExampleSource
 from bytescope.train.run.feed import put
 from bytescope.train.run.initial_state import start_state
-from bytescope.train.step.routing import ROUTING_METRICS, loads_by_layer, moved_biases
+from bytescope.train.step.routing import ROUTING_METRICS, loads_by_layer, move_router_biases
 from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, made_state, run_losses, small_program
 
@@ -134,10 +134,7 @@ def packed_step():
 @pytest.mark.parametrize(
     ("overrides", "devices"),
     [
-        ({"model.moe_kernel": "capacity", "model.capacity_factor": 1.0, "model.scan": False}, 1),
-        *exhaustive(
-            ({"mesh.context": 2, "mesh.fsdp": 1, "remat.policy": "full", "remat.granularity": "parts"}, 2),
-        ),
+        ({"model.moe_kernel": "capacity", "model.capacity_factor": 1.0, "mesh.context": 2, "mesh.fsdp": 1}, 2),
     ],
     ids=str,
 )
@@ -215,7 +212,7 @@ def test_biases_stay_where_adapters_alone_are_trained(biased):
 @pytest.mark.quick
 def test_biases_of_unrolled_layers_move_layer_by_layer():
     frozen = {"blocks": {1: {"experts": {"router_bias": jnp.zeros(2)}}, 3: {"experts": {"router_bias": jnp.ones(2)}}}}
-    moved = moved_biases(frozen, jnp.array([[1.0, 3.0], [2.0, 2.0]]), jnp.float32(0.5))["blocks"]
+    moved = move_router_biases(frozen, jnp.array([[1.0, 3.0], [2.0, 2.0]]), jnp.float32(0.5))["blocks"]
     assert moved[1]["experts"]["router_bias"].tolist() == [0.5, -0.5]
     assert moved[3]["experts"]["router_bias"].tolist() == [1.0, 1.0]
 
@@ -303,7 +300,7 @@ def test_layers_of_both_stacks_are_updated_one_by_one(plain):
         ({"model.experts_per_token": 9}, "model.experts_per_token=9 of model.experts=8"),
         ({"model.mlp_chunk": 8}, "model.mlp_chunk=8 with model.experts=8"),
         ({"model.bias": True}, "model.bias=true with model.experts"),
-        ({"model.dense_layers": 3}, "none of model.n_layers=3 has experts"),
+        ({"model.dense_layers": 3}, "none of the 3 layers (model.n_layers) has experts"),
     ],
     ids=str,
 )

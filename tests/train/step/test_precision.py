@@ -39,7 +39,7 @@ ROLES = ("param", "compute", "reduce", "accumulator", "norm", "logits")
     ],
 )
 def test_presets_are_rows_of_dtypes(preset, dtypes, rest):
-    precision = Precision.of(small_config({"precision.preset": preset}).precision)
+    precision = Precision.from_config(small_config({"precision.preset": preset}).precision)
     letters = {None: "-", jnp.float32: "f", jnp.bfloat16: "b", jnp.float16: "h"}
     assert [letters[getattr(precision, role)] for role in ROLES] == dtypes.split()
     assert (precision.rounding, precision.cast, precision.loss_scale) == rest
@@ -59,7 +59,7 @@ def test_every_role_has_a_key():
         "loss_scale": "dynamic",
     }
     config = small_config({f"precision.{role}": name for role, name in keys.items()})
-    precision = Precision.of(config.precision)
+    precision = Precision.from_config(config.precision)
     assert precision == Precision(
         jnp.bfloat16, jnp.float16, jnp.float16, jnp.bfloat16, jnp.bfloat16, jnp.float16, "stochastic", "step", "dynamic"
     )
@@ -71,7 +71,7 @@ def test_every_role_has_a_key():
         ({"preset": "bf61"}, r"did you mean bf16.? Else choose one of fp32, bf16, bf16_grads"),
         ({"compute": "int8"}, r"precision.compute='int8': choose one of float32, bfloat16, float16"),
         ({"rounding": "stochastic"}, r"set precision.param=bfloat16 or precision.rounding=nearest"),
-        ({"preset": "fp32", "cast": "step"}, r"nothing to cast; set precision.cast=layer"),
+        ({"preset": "fp32", "cast": "step"}, r"the same dtype; set precision.cast=layer"),
         ({"preset": "bf16", "reduce": "bfloat16"}, r"set precision.cast=step"),
         ({"loss_scale_growth_every": 0}, r"precision.loss_scale_growth_every=0: give 1 or more"),
     ],

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 from bytescope.model.quantized.quantized_formats import BASES, dequantize
 from bytescope.model.quantized.weight import quantized_weights
 from support.exhaustive import exhaustive
@@ -32,7 +32,7 @@ def wide(program, frozen):
         for folder in folders:
             node = node[folder]
         node[last] = jax.vmap(
-            lambda arrays, base=base, matrix=matrix: dequantize(base, matrix, arrays, jnp.float32, HERE)
+            lambda arrays, base=base, matrix=matrix: dequantize(base, matrix, arrays, jnp.float32, ONE_DEVICE)
         )(node[last])
     return found
 
@@ -124,14 +124,14 @@ def test_no_policy_keeps_what_is_dequantized(overrides):
 @pytest.mark.parametrize(
     ("devices", "overrides", "message"),
     [
-        (1, {"model.d_model": 96}, "the 96 inputs of w_[a-z]+ are not whole blocks of 64: change the size"),
+        (1, {"model.d_model": 96}, "the 96 inputs of w_[a-z]+ cannot be split into blocks of 64: change the size"),
         (
             8,
             {"mesh.fsdp": 8, "batch.micro": 1},
             "the 128 inputs of blocks.attention.w_k .* on each of 8 devices: change",
         ),
         (2, {"mesh.tensor": 2, "model.d_ff": 192}, "the 192 inputs of blocks.mlp.w_down .* on each of 2 devices"),
-        (1, {"lora.rank": 0, "optimizer.freeze": "blocks.attention.w_*"}, "=nf4 with trained blocks.mlp.w_down: "),
+        (1, {"lora.rank": 0, "optimizer.freeze": "blocks.attention.w_*"}, "=nf4 cannot train blocks.mlp.w_down, "),
         (1, {"lora.base": "nf5"}, "lora.base='nf5': did you mean nf4"),
     ],
     ids=str,

@@ -114,7 +114,6 @@ def test_multisteps_holds_one_more_tree_only_when_it_accumulates():
         *exhaustive(
             {"mesh.strategy": "zero1", "mesh.data": 2, "mesh.context": 4},
             {"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4},
-            {"mesh.fsdp": 4, "mesh.tensor": 2, "model.scan": False, "remat.policy": "full", "batch.accumulation": 2},
         ),
     ],
     ids=str,

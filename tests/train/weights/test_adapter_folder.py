@@ -102,7 +102,9 @@ def test_what_is_read_is_what_is_exported(folder, tmp_path):
     ]
     checkpoints.save(state, Position(1, 8))
     checkpoints.close()
-    identity = Identity.of(program.config, 8, "data", fingerprint_of_weights(program), fingerprint_of_adapter(program))
+    identity = Identity.from_config(
+        program.config, 8, "data", fingerprint_of_weights(program), fingerprint_of_adapter(program)
+    )
     (tmp_path / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     written = tensors(tmp_path / "out")
@@ -122,7 +124,7 @@ def test_what_is_read_is_what_is_exported(folder, tmp_path):
         ({}, {"lora.rank": 3, "lora.alpha": 5, "lora.targets": "q,v"}, "lora.targets=q,v, and .* have q,o,down"),
         ({}, {"init.folder": ""}, "without init.folder"),
         *(
-            ({"config": {key: value}}, {}, f"has {key}=.*: our adapters are plain LoRA")
+            ({"config": {key: value}}, {}, f"has {key}=.*: only plain LoRA")
             for key, value in {
                 "peft_type": "IA3",
                 "use_dora": True,
@@ -166,7 +168,7 @@ def test_what_does_not_agree_is_one_line(changes, keys, message, folder, tmp_pat
         (
             "hub/Llama-8B-Instruct",
             "models/Llama-8B",
-            ", trained over 'hub/Llama-8B-Instruct' by their adapter_config.json, here over models/Llama-8B",
+            ", trained with 'hub/Llama-8B-Instruct' according to adapter_config.json, used with models/Llama-8B",
         ),
     ],
 )
@@ -182,7 +184,7 @@ def test_a_base_of_another_name_is_told(theirs, folder, told, tmp_path):
         ({"drop": "1.mlp.down_proj.lora_B"}, "has no tensor .*layers.1.mlp.down_proj.lora_B.weight"),
         (
             {"shapes": {"base_model.model.model.layers.0.mlp.down_proj.lora_A.weight": (3, 64)}},
-            r"lora_A.weight has shape 3 x 64, and the model with lora.rank=3 asks for 3 x 128",
+            r"lora_A.weight has shape 3 x 64, and the model with lora.rank=3 needs 3 x 128",
         ),
         ({"dtype": "int8"}, "has dtype I8: give float32"),
     ],

@@ -272,7 +272,7 @@ def test_every_family_has_keys_of_ours_and_layouts_that_parse(name):
     family, known = FAMILIES[name], configs.load("tiny").model
     assert not {*family.fields, *family.fixed} - set(known)
     for row in family.rows.values():
-        pattern = Pattern.of(row.pattern)
+        pattern = Pattern.parse(row.pattern)
         assert not row.parts or pattern.axis_of(row.parts[row.part])
 
 
@@ -300,11 +300,11 @@ def test_both_spellings_of_rotary_positions():
         (SMOLLM2, {"model_type": "lama"}, "did you mean llama"),
         (SMOLLM2, {"model_type": None}, "model_type=None"),
         (SMOLLM2, {"model_type": ["llama"]}, "model_type=['llama']"),
-        (SMOLLM2, {"model_type": "olmoe"}, "not a family"),
+        (SMOLLM2, {"model_type": "olmoe"}, "not a supported family"),
         (SMOLLM2, {"num_local_experts": 8}, "experts"),
         (SMOLLM2, {"kv_lora_rank": 512}, "latent attention"),
         (SMOLLM2, {"quantization_config": {"bits": 4}}, "quantized weights"),
-        (SMOLLM2, {"auto_map": {"AutoModel": "m.M"}}, "not run"),
+        (SMOLLM2, {"auto_map": {"AutoModel": "m.M"}}, "never run"),
         (SMOLLM2, {"vision_config": {"x": 1}}, "modalities"),
         (SMOLLM2, {"alibi": True}, "ALiBi"),
         (SMOLLM2, {"peft_type": "LORA"}, "an adapter"),
@@ -318,12 +318,16 @@ def test_both_spellings_of_rotary_positions():
         (SMOLLM2, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0"),
         (SMOLLM2, {"rope_scaling": {"type": ["linear"]}}, "kind ['linear']"),
         (GEMMA3_4B, {"layer_types": ["full_attention", *["sliding_attention"] * 33]}, "layer_types"),
-        (GEMMA3_4B, {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}}, "alone"),
+        (
+            GEMMA3_4B,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}},
+            "only in layers without a sliding window",
+        ),
         (SMOLLM2, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "kind 'longrope'"),
         (SMOLLM2, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "kind 'dynamic'"),
         (SMOLLM2, {"rope_scaling": {"rope_type": "llama3"}}, "factor=None"),
-        (SMOLLM2, {"rope_scaling": 3}, "an object"),
-        (SMOLLM2, {"partial_rotary_factor": 0.5}, "whole heads"),
+        (SMOLLM2, {"rope_scaling": 3}, "give a JSON object"),
+        (SMOLLM2, {"partial_rotary_factor": 0.5}, "supports only the value 1"),
         (SMOLLM2, {"rope_theta": "x"}, "rope_theta='x'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
@@ -392,7 +396,7 @@ def test_a_home_and_a_relative_folder(tmp_path, monkeypatch):
     assert configs.load("hf:~/m").init.folder == str(tmp_path / "m")
     monkeypatch.chdir(tmp_path / "m")
     assert configs.load("hf:.").model.d_model == 576 and title_of("hf:.") == "m"
-    with pytest.raises(UserError, match="or hf:~/m for the weights there"):
+    with pytest.raises(UserError, match="or hf:~/m to use the weights in the folder"):
         configs.load("~/m")
 
 

@@ -226,7 +226,7 @@ def test_a_missing_a_surplus_a_misshapen_tensor_and_one_of_another_dtype(tmp_pat
         (
             (lambda t: t.pop(name), f"has no tensor {name}"),
             (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[name]}), "layers.2.mlp.up_proj.weight, which"),
-            (lambda t: t.update({name: t[name].T}), f"{name} has shape 32 x 48, and config.json asks for 48 x 32"),
+            (lambda t: t.update({name: t[name].T}), f"{name} has shape 32 x 48, and config.json describes 48 x 32"),
             (lambda t: t.update({name: t[name].astype("int8")}), f"{name} has dtype I8"),
             (lambda t: t.update({name: t[name].astype("float64")}), f"{name} has dtype F64"),
             (lambda t: t.pop("lm_head.weight"), "has no tensor lm_head.weight"),
@@ -308,7 +308,7 @@ def test_a_slice_of_a_leaf_is_that_slice(folder):
 @pytest.mark.parametrize("text", ["(h k) d -> d h k", "d (h k) -> h k d", "d f -> f d", "v d -> d v", "d -> d"])
 def test_a_layout_and_its_inverse(text):
     sizes = {"d": 6, "h": 2, "g": 1, "k": 4, "f": 5, "v": 7, "p": 3}
-    pattern = Pattern.of(text)
+    pattern = Pattern.parse(text)
     theirs = np.arange(np.prod(pattern.their_shape(sizes))).reshape(pattern.their_shape(sizes))
     ours = pattern.forward(theirs, [(0, sizes[letter]) for letter in pattern.ours], sizes)
     assert ours.shape == pattern.our_shape(sizes) and np.array_equal(pattern.back(ours), theirs)
@@ -318,7 +318,7 @@ def test_a_layout_and_its_inverse(text):
 @pytest.mark.parametrize("text", ["a b -> a", "a -> a a", "(a b) -> a c"])
 def test_a_layout_that_loses_something(text):
     with pytest.raises(ValueError, match="the same letters"):
-        Pattern.of(text)
+        Pattern.parse(text)
 
 
 @pytest.mark.quick

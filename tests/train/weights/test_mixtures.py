@@ -225,16 +225,16 @@ def test_dense_layers_both_ways(step, dense):
 @pytest.mark.parametrize(
     ("raw", "changes", "why"),
     [
-        (QWEN3_30B_A3B, {"mlp_only_layers": [5]}, "mlp_only_layers=[5]: our model has dense layers first"),
-        (QWEN3_30B_A3B, {"mlp_only_layers": ["0"]}, "a list of numbers"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": [5]}, "mlp_only_layers=[5]: our model supports only dense layers first"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": ["0"]}, "a list of layer numbers"),
         (QWEN3_30B_A3B, {"mlp_only_layers": 1}, "a list"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 64}, "decoder_sparse_step=64: our model"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
-        (QWEN3_30B_A3B, {"num_experts": "8"}, "num_experts='8': a whole number"),
+        (QWEN3_30B_A3B, {"num_experts": "8"}, "num_experts='8': give a whole number"),
         (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias=True"),
         (QWEN3_30B_A3B, {"n_routed_experts": 8}, "n_routed_experts asks for experts"),
-        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False: our model computes True alone"),
-        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: our model computes 1e-06"),
+        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False: our model supports only True"),
+        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: our model supports only 1e-06"),
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         (DEEPSEEK_V3, {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
         (
@@ -247,25 +247,29 @@ def test_dense_layers_both_ways(step, dense):
         (
             DEEPSEEK_V3,
             {"quantization_config": {"quant_method": "mxfp4"}},
-            "asks for quantized weights: give the folder",
+            "describes quantized weights: give the folder",
         ),
         (
             DEEPSEEK_V3,
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
-            "with weight_block_size=None, and fp8",
+            "with weight_block_size=None, and only fp8",
         ),
-        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "with fmt='e5m2', and fp8"),
+        (
+            DEEPSEEK_V3,
+            {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}},
+            "with fmt='e5m2', and only e4m3",
+        ),
         (
             {"model_type": "llama4", "text_config": {}},
             {},
-            "model_type=llama4 cannot be read: our model lacks layers without",
+            "model_type=llama4 is not supported: our model lacks layers without",
         ),
         (
             {"model_type": "gpt_oss", "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
             {},
-            "model_type=gpt_oss cannot be read: our model lacks attention sinks",
+            "model_type=gpt_oss is not supported: our model lacks attention sinks",
         ),
-        (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our model computes 0.0"),
+        (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our model supports only 0.0"),
         (MIXTRAL_8X7B, {"router_aux_loss_coef": "x"}, "router_aux_loss_coef='x'"),
         (MIXTRAL_8X7B, {"model_type": "qwen2_moe"}, "num_local_experts asks for experts, which are supported only for"),
     ],
@@ -376,12 +380,12 @@ def test_an_expert_that_is_missing_misshapen_or_too_many_is_named(folder, tmp_pa
         (
             (without, f"has no tensor {name}"),
             ({**theirs, eighth: theirs[name]}, f"has tensor {eighth}, which"),
-            ({**theirs, name: theirs[name].T}, f"{name} has shape 32 x 24, and config.json asks for 24 x 32"),
+            ({**theirs, name: theirs[name].T}, f"{name} has shape 32 x 24, and config.json describes 24 x 32"),
             (
                 {**theirs, "model.layers.0.mlp.gate.weight": theirs["model.layers.1.mlp.gate.weight"]},
                 "has tensor model.layers.0.mlp.gate.weight, which",
             ),
-            ({**plain, **fused}, "the experts of a layer in one tensor, model.layers.1.mlp.experts.gate_up_proj"),
+            ({**plain, **fused}, "all experts of a layer in one tensor, model.layers.1.mlp.experts.gate_up_proj"),
         )
     ):
         opened = Folder.open(weights.write(tmp_path / str(number), config, tensors))
@@ -468,7 +472,7 @@ def test_blocks_in_fp8_are_dequantized_piece_by_piece(deepseek, tmp_path, monkey
         ),
         (
             lambda tensors, name: tensors.update({name: tensors[name].astype(ml_dtypes.float8_e4m3fn)[:4]}),
-            "tensor {} has shape 4 x 32, and config.json asks for 24 x 32",
+            "tensor {} has shape 4 x 32, and config.json describes 24 x 32",
         ),
     ],
 )
@@ -489,12 +493,12 @@ def test_a_family_that_our_model_lacks_is_refused_by_the_command(name, tmp_path,
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "num_local_experts": 8}))
     assert cli.main(["report", f"hf:{tmp_path}", "h100"]) == 2
     out, err = capsys.readouterr()
-    assert not out and f"model_type={name} cannot be read: our model lacks" in err and len(err.splitlines()) == 1
+    assert not out and f"model_type={name} is not supported: our model lacks" in err and len(err.splitlines()) == 1
 
 
 def test_adapters_of_nothing_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
-    with pytest.raises(ValueError, match="lora.targets=gate,up of a model whose every MLP is a mixture"):
+    with pytest.raises(ValueError, match="lora.targets=gate,up of a model in which every MLP is a mixture"):
         program_of(tmp_path, 1, **{"lora.rank": 2, "lora.targets": "gate,up"})
 
 

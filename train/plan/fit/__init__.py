@@ -1,5 +1,6 @@
-"""Finds the configuration to run, from a budget and the batch of an update.
+"""Finds the fastest configuration that fits a memory budget and has a given number of tokens per update.
 
-Start with `fit_walk.Walk`, which goes from variant to variant. `fit_space` is what it may change, `fit_step` one
-variant that was tried, `fit_reach` the ranks and lengths that adapters go to, `fit_result` the JSON of all of it.
+Start with `fit_walk.Walk`, which tries one variant of a config after the other. `fit_space` says what the search may
+change, `fit_step` records one variant, `fit_reach` finds the adapter ranks and sequence lengths that fit, `fit_result`
+writes the JSON of the result.
 """

@@ -1,4 +1,4 @@
-"""The search of a fit on the terminal, line by line as it happens; `fit_view` shows the result."""
+"""Prints the search of a fit on the terminal while it runs. `fit_view` prints the result."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from bytescope.memory.units import human
 from bytescope.memory.view.console import make_console, put, safe
 from bytescope.memory.view.figures import rounded, seconds
 from bytescope.memory.view.prediction_text import within
-from bytescope.memory.view.text_layout import Items, Prose, ignoring, wrap
+from bytescope.memory.view.text_layout import Items, Prose, unwrapped, wrap
 from bytescope.train.plan.fit.fit_space import Space
 from bytescope.train.plan.fit.fit_step import Step
 
-# Stage -> what is done in it.
+# Stage of the search -> what the search tries in it.
 STAGES = {
-    "baseline": "the smallest micro-batch, nothing recomputed",
-    "mesh": "each mesh with everything recomputed: what fits, and how fast it can become",
+    "baseline": "the smallest micro-batch without recomputation",
+    "mesh": "each mesh with everything recomputed, to see which meshes fit and how fast each can become",
     "remat": "the least recomputation that fits",
     "micro": "larger micro-batches, as long as they are predicted to be faster",
-    "squeeze": "smaller state and activations, since recomputation is not enough",
-    "neighbour": "one more name kept",
+    "squeeze": "smaller state and activations, because recomputation is not enough",
+    "neighbour": "plans that save one more tensor than the best",
 }
-# What "2 x 4" stands for in the words of a variant.
+# Explains "2 x 4" in the words of a variant.
 BATCH_WORDS = '"2 x 4": micro-batches of 2 sequences on each rank, 4 of them accumulated per update'
-# Columns of a verdict, such as "fits, fastest so far".
+# Width in terminal columns of the longest verdict, such as "fits, fastest so far".
 _VERDICT = 20
 
 
 class Lines:
-    """Prints steps as they come, each in one line, or under its words where both do not fit."""
+    """Prints the variants of a fit as they are compiled, one per line. Long words are printed on a line of their
+    own."""
 
     def __init__(self, target: Target, space: Space, budget: int, console: Console | None = None):
         self._console = console or make_console()
@@ -55,8 +56,8 @@ class Lines:
                 ),
                 *limit_line(target.to_json(), budget),
                 Prose(
-                    "seconds are predicted, of an update; those of variants closer than "
-                    f"{TIE:.0%} are a tie: then the least recomputation is chosen, then the least memory",
+                    f"seconds per update are predicted; variants that differ by less than {TIE:.0%} are a tie: "
+                    "the least recomputation wins, then the least memory",
                     "dim",
                 ),
                 Prose(BATCH_WORDS, "dim"),
@@ -65,7 +66,7 @@ class Lines:
         )
 
     def show(self, step: Step) -> None:
-        """Prints one step, under a heading where a stage begins."""
+        """Prints one variant. The first variant of a stage is printed under a heading."""
         if step.stage != self._stage:
             self._stage = step.stage
             put(Prose(Text.assemble((step.stage, "bold"), (f"  {STAGES[step.stage]}", "dim"))), self._console)
@@ -73,7 +74,10 @@ class Lines:
 
 
 class Line:
-    """One step of the walk; `at`: seconds since the walk began."""
+    """One variant as a line of the terminal.
+
+    at: seconds since the search began.
+    """
 
     def __init__(self, step: Step, at: float) -> None:
         self._step, self._head = step, f"{at:6.1f} s  "
@@ -90,7 +94,7 @@ class Line:
         host = f" + {human(step.answer['host_bytes'])} host" if step.answer["host_bytes"] else ""
         figures = f"{human(step.allocated):>11}{host}  {seconds(step.seconds):>8}  "
         room = left - len(figures) - _VERDICT - 1
-        if what.cell_len > room:  # words that are too long for their column have lines of their own above the figures
+        if what.cell_len > room:  # long words are printed on lines of their own, above the figures
             lines, last = wrap(what, left, console), Text(" " * min(max(room, 0), 8))
         else:
             lines, last = [], Text.assemble(what, " " * (room - what.cell_len + 1))
@@ -98,9 +102,9 @@ class Line:
 
 
 def _indented(head: Text, lines: Sequence[Text]) -> list[Text]:
-    """The lines behind the head, and under each other."""
+    """Returns the lines indented by the width of the head. The first line begins with the head."""
     return [
-        ignoring(Text.assemble(head if not number else " " * head.cell_len, line)) for number, line in enumerate(lines)
+        unwrapped(Text.assemble(head if not number else " " * head.cell_len, line)) for number, line in enumerate(lines)
     ]
 
 
@@ -110,20 +114,20 @@ def _style(step: Step) -> str:
     return "green" if step.fits else "red"
 
 
-def said(seconds: float | None, low: float | None, high: float | None) -> str:
-    """Seconds of an update in words: "predicted 0.721 s (0.65 to 0.81)"."""
+def describe_prediction(seconds: float | None, low: float | None, high: float | None) -> str:
+    """Returns predicted seconds per update in words, such as "predicted 0.721 s (0.65 to 0.81)"."""
     if seconds is None or low is None or high is None:
         return "no time is predicted"
     return f"predicted {rounded(seconds)} s ({within(low, high)})"
 
 
-def show_measured(found: Sequence[tuple[Step, Mapping[str, Any]]], console: Console | None = None) -> None:
-    """Prints what the finalists took on the device at hand."""
+def show_measured(measurements: Sequence[tuple[Step, Mapping[str, Any]]], console: Console | None = None) -> None:
+    """Prints the measured speed of the fastest variants on this machine, beside their predictions."""
     lines = [
         Prose(
             f"{measured['step_seconds']:10.4g} s  {measured['tokens_per_s']:12,.0f} tokens/s  "
-            f"({said(step.seconds, *step.spread)})  {step.what}"
+            f"({describe_prediction(step.seconds, *step.spread)})  {step.what}"
         )
-        for step, measured in found
+        for step, measured in measurements
     ]
-    put(Group(Text("measured here", style="bold"), *lines), console)
+    put(Group(Text("measured on this machine", style="bold"), *lines), console)

@@ -1,12 +1,16 @@
-"""How far adapters go on a target: for each rank the longest sequences and the largest micro-batch that fit, compiled.
+"""Finds the limits of LoRA adapters on a target: for each rank, the longest sequence and the largest micro-batch that
+fit.
 
-Everything is recomputed, and the frozen weights are as small as the levers allow. Lengths are tried with one sequence
-at a time, with block inputs on the device and, if that lever is free, in host memory; micro-batches have the config's
-length and divide its update. Ranks are tried smallest first. A larger rank or length never needs fewer bytes: adapters,
-their moments, their gradients and the tensors that they keep per token are all linear in the rank
-(`memory.formulas.adapter_formulas`). So the length that fits a smaller rank bounds the next rank and is tried first; if
-it fits, one compile settles the next rank. Otherwise the compiled bytes per token lead to the length that fits, until
-the next longer one has been compiled and does not fit.
+Every answer is compiled, with all blocks recomputed and the frozen weights stored in the smallest format that the
+levers allow. Lengths are tried with one sequence at a time, with block inputs on the device and, if the lever
+`offload` is allowed, in host memory. Micro-batches have the config's sequence length and divide the batch of an
+update.
+
+Ranks are tried smallest first. A larger rank or length never needs fewer bytes: adapters, their moments, their
+gradients and the tensors that they save per token all grow linearly with the rank
+(`memory.formulas.adapter_formulas`). So the longest length of a smaller rank is an upper bound for the next rank and
+is tried first; if it fits, one compile is enough for the rank. Otherwise the compiled bytes per token predict the next
+length to try, until a length fits and the next longer one does not.
 """
 
 from __future__ import annotations
@@ -18,14 +22,14 @@ from typing import Any
 
 from bytescope.memory.remat.remat_search import FULL
 from bytescope.train.plan.config_grid import remat_keys
-from bytescope.train.plan.fit.fit_step import Step, judged
+from bytescope.train.plan.fit.fit_step import Step, judge_variant
 from bytescope.train.plan.fit.fit_walk import Walk
 from bytescope.train.plan.trials import Stopped
 
 # Ranks that are tried in addition to the config's.
 RANKS = (8, 16, 64, 256)
-# Lengths are multiples of this number of tokens, or of the config's length if that is shorter. Maximum number of
-# lengths that are tried for one answer.
+# GRAIN: lengths are multiples of this number of tokens, or of the config's sequence length if it is shorter.
+# MAX_TRIED: maximum number of lengths that are tried for one answer.
 GRAIN, MAX_TRIED = 1024, 12
 # The policy that keeps block inputs in host memory.
 OFFLOAD = "offload"
@@ -33,13 +37,18 @@ OFFLOAD = "offload"
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """The largest length or micro-batch that fits at a rank, and its figures; if none fits, the smallest.
+    """The largest length or micro-batch that fits at one rank. If nothing fits, the smallest one that was tried.
 
-    Fields:
-        rank: of the adapters. length: tokens of a sequence. micro: sequences at a time. base: how frozen weights are
-            stored. policy: of remat. most: which of "length" and "micro" was raised.
-        step: the variant as the walk judges it. tokens: of its update.
-        beyond: the smallest value that was tried and does not fit, 0 if the model or the update has no more.
+    Attributes:
+        rank: rank of the adapters.
+        length: tokens per sequence.
+        micro: sequences per micro-batch.
+        base: the storage format of the frozen weights (`lora.base`).
+        policy: the remat policy.
+        most: which of "length" and "micro" was maximized.
+        step: the variant and its verdict.
+        tokens: tokens per update.
+        beyond: the smallest value that was tried and does not fit; 0 if the maximum of the model or the update fits.
     """
 
     rank: int
@@ -59,15 +68,18 @@ class Reached:
 
     @property
     def verdict(self) -> str:
-        """The limit in a few words; the missing bytes if the variant does not fit."""
+        """The limit that was reached, in words. If the variant does not fit, its missing bytes."""
         if not self.step.fits:
             return self.step.verdict
         if self.most == "micro":
             return f"{self.beyond} at once do not fit" if self.beyond else "the whole update at once"
-        return f"{self.beyond:,} do not fit" if self.beyond else "the longest of the model"
+        return f"{self.beyond:,} do not fit" if self.beyond else "the model's maximum"
 
     def to_json(self, flags: str) -> dict[str, Any]:
-        """Returns the row as JSON values. flags: set its keys."""
+        """Returns the row as JSON values.
+
+        flags: the command-line flags that run the variant.
+        """
         step = self.step.to_json()
         own = ("rank", "length", "micro", "base", "policy", "most", "beyond", "tokens_per_s", "verdict")
         row = {name: getattr(self, name) for name in own}
@@ -79,12 +91,16 @@ class Reached:
 
 @dataclasses.dataclass
 class Bracket:
-    """The longest length that fits and the shortest that does not, in tokens, and the length to try next.
+    """The search for the longest length that fits, in tokens per sequence.
 
-    Fields:
-        fits, fails: these two lengths; before any trial 0, and one step beyond the model's maximum.
-        at: the length to try next, 0 if the two are neighbours. grain: the step. slope: bytes per token, 0 if unknown.
-        tried: length -> bytes.
+    Attributes:
+        fits: the longest length that fits so far; 0 before any length fits.
+        fails: the shortest length that does not fit so far; one grain above the model's maximum before any length
+            fails.
+        at: the length to try next; 0 if the search is finished.
+        grain: lengths are multiples of this number of tokens.
+        slope: allocated bytes per token; 0 if unknown.
+        tried: length -> allocated bytes on one device.
     """
 
     fits: int
@@ -95,11 +111,14 @@ class Bracket:
     tried: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def learn(self, step: Step, budget: int) -> None:
-        """Records the variant of length `at`, and sets `at` to the next length."""
+        """Records the compiled variant of length `at`, and sets `at` to the next length to try.
+
+        budget: the bytes available on one device.
+        """
         length, size = self.at, step.allocated
         if self.tried:
-            last, before = list(self.tried.items())[-1]
-            self.slope = (size - before) / (length - last)
+            last_length, last_size = list(self.tried.items())[-1]
+            self.slope = (size - last_size) / (length - last_length)
         self.tried[length] = size
         if step.fits:
             self.fits = length
@@ -109,27 +128,34 @@ class Bracket:
             self.at = 0
             return
         guess = 2 * length if step.fits else (self.fits + length) // 2
-        if self.slope > 0 and step.fits == (size <= budget):  # otherwise host memory is the limit
+        if self.slope > 0 and step.fits == (size <= budget):  # if they differ, host memory is the limit
             guess = length + int((budget - size) / self.slope)
         guess = guess // self.grain * self.grain
         self.at = min(max(guess, self.fits + self.grain), self.fails - self.grain)
 
     def larger(self) -> Bracket:
-        """Returns the start for a larger rank: the longest length that fits here."""
+        """Returns the search for a larger rank, which starts at the longest length that fits the current rank."""
         return Bracket(0, self.fails, self.fits, self.grain, self.slope)
 
 
 class Reach:
-    """Tries ranks, lengths and micro-batches after a walk: `found` has all compiled variants, `rows` the answers."""
+    """The search for the longest sequence and the largest micro-batch of each rank, after a walk.
+
+    Attributes:
+        variants: all variants that were compiled.
+        rows: the answers.
+        stopped: why the search ended early; "" if it did not.
+    """
 
     def __init__(self, walk: Walk):
         self.walk, self.trials, self.space = walk, walk.trials, walk.space
-        self.found: list[Reached] = []
+        self.variants: list[Reached] = []
         self.answers: list[Reached] = []
         self.stopped = ""
 
     def run(self) -> None:
-        """Tries as much as the limits on compiles and time allow."""
+        """Tries ranks, lengths and micro-batches until the maximum of each rank is known, or a limit on compiles or
+        time is reached."""
         if self.walk.stopped or self.walk.tightest is None:
             return
         own = self.space.flat["lora.rank"]
@@ -147,15 +173,19 @@ class Reach:
 
     @property
     def rows(self) -> list[Reached]:
-        """The answers by rank, variants that fit first, the fastest of them first."""
+        """The largest length or micro-batch of each rank, sorted by rank. Within a rank, variants that fit come first,
+        the fastest of them first."""
         return sorted(self.answers, key=lambda row: (row.rank, not row.step.fits, -row.tokens_per_s))
 
     def to_json(self, flags: Callable[[Mapping[str, str]], str]) -> list[dict[str, Any]]:
-        """Returns the rows as JSON values."""
+        """Returns `rows` as JSON values.
+
+        flags: returns the command-line flags that set the given config keys.
+        """
         return [row.to_json(flags(row.step.keys)) for row in self.rows]
 
     def _micros(self, ranks: Sequence[int]) -> None:
-        """Finds the largest micro-batch of each rank that divides the update."""
+        """Finds for each rank the largest micro-batch that fits and divides the update."""
         smallest = self._smallest()
         sizes, beyond = self.space.micros(smallest), 0
         for rank in ranks:
@@ -163,7 +193,7 @@ class Reach:
 
             def fails(micro: int, rank: int = rank, tried: dict[int, Reached] = tried) -> bool:
                 keys = {**smallest, "lora.rank": str(rank), **self.space.batch(smallest, micro), **remat_keys(FULL)}
-                row = self._compiled(keys, FULL, "micro")
+                row = self._compile(keys, FULL, "micro")
                 if row is not None:
                     tried[micro] = row
                 return row is None or not row.step.fits
@@ -171,13 +201,13 @@ class Reach:
             if sizes and fails(sizes[-1]):
                 first = bisect.bisect_left(sizes, True, hi=len(sizes) - 1, key=fails)
                 sizes, beyond = sizes[:first], sizes[first]
-            self._answer(tried, beyond)
+            self._add_answer(tried, beyond)
 
     def _lengths(self, ranks: Sequence[int], policy: str) -> None:
-        """Finds the longest sequences of each rank, one at a time."""
-        own, most = self.space.flat["data.seq_len"], self.space.flat["model.max_seq_len"]
+        """Finds for each rank the longest sequence that fits, with one sequence at a time."""
+        own, maximum = self.space.flat["data.seq_len"], self.space.flat["model.max_seq_len"]
         grain = min(GRAIN, own)
-        bracket = Bracket(0, most // grain * grain + grain, own // grain * grain, grain)
+        bracket = Bracket(0, maximum // grain * grain + grain, own // grain * grain, grain)
         keys = {
             **self._smallest(),
             "batch.micro": "1",
@@ -189,30 +219,33 @@ class Reach:
             tried = {}
             while bracket.at:
                 variant = {**keys, "lora.rank": str(rank), "data.seq_len": str(bracket.at)}
-                row = self._compiled(variant, policy, "length")
+                row = self._compile(variant, policy, "length")
                 if row is None:
                     return
                 tried[bracket.at] = row
                 bracket.learn(row.step, self.walk.budget)
-            self._answer(tried, bracket.fails if bracket.fails <= most else 0)
+            self._add_answer(tried, bracket.fails if bracket.fails <= maximum else 0)
             bracket = bracket.larger()
 
     def _smallest(self) -> dict[str, str]:
-        """Returns the keys, without remat, of the smallest variant that was tried with the smallest frozen weights, if
-        possible without stages, which need several micro-batches."""
+        """Returns the keys, without remat keys, of the smallest variant that ran with the smallest storage of frozen
+        weights.
+
+        Variants without pipeline stages are preferred, because stages need several micro-batches.
+        """
         ran = [step for step in self.walk.steps if step.ok]
         ran = [step for step in ran if not self.space.schedule(step.keys)] or ran
-        narrow = [step for step in ran if step.keys.get("lora.base") == "nf4"] or ran
-        keys = min(narrow, key=lambda step: step.allocated).keys
+        candidates = [step for step in ran if step.keys.get("lora.base") == "nf4"] or ran
+        keys = min(candidates, key=lambda step: step.allocated).keys
         return {key: text for key, text in keys.items() if not key.startswith("remat.")}
 
-    def _compiled(self, keys: Mapping[str, str], policy: str, most: str) -> Reached | None:
-        """Compiles a variant and returns its figures; None if it cannot run."""
+    def _compile(self, keys: Mapping[str, str], policy: str, most: str) -> Reached | None:
+        """Compiles a variant and returns its figures; None if the variant cannot run."""
         answer = self.trials.compile([keys])[0]
         if answer["status"] != "ok":
             return None
         flat = self.trials.flat(keys)
-        step = judged("reach", "", keys, answer, self.walk.budget, self.trials)
+        step = judge_variant("reach", "", keys, answer, self.walk.budget, self.trials)
         row = Reached(
             flat["lora.rank"],
             flat["data.seq_len"],
@@ -223,11 +256,11 @@ class Reach:
             step,
             answer["tokens_per_update"],
         )
-        self.found.append(row)
+        self.variants.append(row)
         return row
 
-    def _answer(self, tried: Mapping[int, Reached], beyond: int) -> None:
-        """Adds the largest size of a rank that fits; if none fits, the smallest that was tried."""
+    def _add_answer(self, tried: Mapping[int, Reached], beyond: int) -> None:
+        """Adds the largest of the tried sizes of a rank that fits. If no size fits, adds the smallest."""
         if not tried:
             return
         fitting = [size for size, row in tried.items() if row.step.fits]

@@ -1,25 +1,26 @@
-"""The result of a fit as JSON values.
+"""Writes the result of a fit as JSON values.
 
-Its keys (sizes are bytes on ONE device):
+The keys (sizes are bytes on ONE device):
 
-- `best`: a row of `memory.compare.compare_rows` with `flags`, what to add to the command line; null where nothing fits.
-- `walk`: what was tried, in order: `stage`, `what`, `keys`, `allocated_bytes`, `host_bytes`, `predicted_seconds` with
-  `predicted_seconds_low` and `predicted_seconds_high`, `recompute_flops_fraction`, `fits` and `verdict`; null where a
-  variant cannot run.
-- `ties`: the `what` of variants that fit and are predicted to be as fast as the best. `rates`: the source of the rates
-  behind the predicted seconds, in one line.
+- `best`: a row of `memory.compare.compare_rows` with `flags`, the flags to add to the command; null if nothing fits.
+- `walk`: the variants that were tried, in order: `stage`, `what`, `keys`, `allocated_bytes`, `host_bytes`,
+  `predicted_seconds` with `predicted_seconds_low` and `predicted_seconds_high`, `recompute_flops_fraction`, `fits` and
+  `verdict`. Figures are null if a variant cannot run.
+- `ties`: the `what` of the variants that fit and are predicted to be as fast as the best. `rates`: the source of the
+  rates behind the predicted seconds, in one line.
 - `certificate`: if nothing fits, the variant nearest to the budget: `keys`, `flags`, `what`, `allocated_bytes`,
   `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null if something fits.
-- `reach`: for adapters, the longest sequences and the largest micro-batches that fit at each rank: `rank`, `length`,
-  `micro`, `base`, `policy`, `most` (which one was raised: "length" or "micro"), `beyond` (its smallest value that was
-  tried and does not fit, 0 if the model or the update has no more), `allocated_bytes`, `host_bytes`,
+- `reach`: for adapters, the longest sequence and the largest micro-batch that fit at each rank: `rank`, `length`,
+  `micro`, `base`, `policy`, `most` (which one was maximized: "length" or "micro"), `beyond` (the smallest value of it
+  that was tried and does not fit; 0 if the maximum of the model or the update fits), `allocated_bytes`, `host_bytes`,
   `predicted_seconds`, `tokens_per_s`, `fits`, `verdict`, `flags`; [] without adapters.
-- `layouts`: each mesh that was tried, the choice's first: `layout`, and of its best variant `what`, `allocated_bytes`,
-  `predicted_seconds`, `fits`, `verdict`; `slower`: how much longer it takes than the choice, as a share of the choice's
-  seconds; if `least_seconds`, a lower bound for every variant of the mesh, is known, `slower` is a lower bound too.
-- `budget_bytes`, `host_budget_bytes`, `batch_tokens`. `config`, `given`, `target`, `versions`: as in a comparison; the
-  flags above include the given ones. `programs`: number of programs compiled, without those in the cache. `seconds`.
-  `stopped`: why the search ended early, "" if it did not.
+- `layouts`: each mesh that was tried, the choice's mesh first: `layout`, and for its best variant `what`,
+  `allocated_bytes`, `predicted_seconds`, `fits`, `verdict`; `slower`: the additional seconds compared with the choice,
+  as a fraction of the choice's seconds; `least_seconds`: a lower bound of the seconds of every variant of the mesh,
+  null if unknown. If `least_seconds` is known, `slower` is a lower bound too.
+- `budget_bytes`, `host_budget_bytes`, `batch_tokens`. `config`, `given`, `target`, `versions`: as in the JSON of a
+  comparison; the flags above include the given flags. `programs`: number of programs compiled, not counting programs
+  from the cache. `seconds`: duration of the search. `stopped`: why the search ended early; "" if it did not.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 
 from bytescope.train.plan.config_grid import ConfigRow, given_flags
 from bytescope.train.plan.fit.fit_reach import Reach
-from bytescope.train.plan.fit.fit_space import layout
+from bytescope.train.plan.fit.fit_space import describe_mesh
 from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.fit.fit_walk import Walk
 
@@ -43,10 +44,14 @@ def to_json(
     measured: Mapping[str, Any] | None = None,
     reach: Reach | None = None,
 ) -> dict[str, Any]:
-    """Returns a walk that has ended as JSON values; see the module for the keys.
+    """Returns a finished walk as JSON values. The docstring of the module lists the keys.
 
-    flags: config keys -> the flags that set them. measured: figures of the best variant, if it was run. reach: the
-    ranks and lengths that were tried for adapters.
+    Args:
+        walk: the walk.
+        flags: returns the command-line flags that set the given config keys.
+        versions: the versions of the libraries.
+        measured: the measured figures of the best variant; None if it was not run.
+        reach: the ranks and lengths that were tried for adapters; None without adapters.
     """
     best, certificate, host = None, None, walk.trials.host_budget
     if walk.best is not None:
@@ -73,66 +78,67 @@ def to_json(
         "seconds": walk.seconds,
         "stopped": walk.stopped or (reach.stopped if reach else ""),
         "reach": reach.to_json(flags) if reach else [],
-        "layouts": [standing.to_json() for standing in standings(walk)],
+        "layouts": [mesh.to_json() for mesh in mesh_results(walk)],
     }
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
-    """One mesh, and its best variant.
+class MeshResult:
+    """One mesh and its best variant.
 
-    Fields:
+    Attributes:
         layout: the mesh in words.
-        step: the fastest variant that fits; if none fits, the smallest; if none runs, one that cannot run.
-        least: lower bound of seconds per update for every variant of the mesh; 0 if the search tried more policies than
-            full recomputation, because then `step` has the seconds.
-        slower: how much longer the mesh takes than the choice, as a share of the choice's seconds; a lower bound if
-            `least` is one. None without a choice, or without seconds.
+        step: the fastest variant that fits. If none fits, the smallest one; if none runs, one that cannot run.
+        lower_bound: a lower bound of the seconds per update of every variant of the mesh. 0 if the search also tried
+            less than full recomputation, because then `step` has the seconds.
+        slower: the additional seconds compared with the choice, as a fraction of the choice's seconds. It is a lower
+            bound if `lower_bound` is known. None without a choice or without seconds.
     """
 
     layout: str
     step: Step
-    least: float = 0.0
+    lower_bound: float = 0.0
     slower: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the row of `layouts`."""
+        """Returns the mesh as a row of `layouts`."""
         step = self.step.to_json()
         return {
             "layout": self.layout,
-            "least_seconds": self.least or None,
+            "least_seconds": self.lower_bound or None,
             "slower": self.slower,
             **{key: step[key] for key in ("what", "allocated_bytes", "predicted_seconds", "fits", "verdict")},
         }
 
 
-def standings(walk: Walk) -> list[Standing]:
-    """Returns the meshes that a walk tried: the choice's first, then the fastest; those that do not fit come last."""
+def mesh_results(walk: Walk) -> list[MeshResult]:
+    """Returns the meshes that a walk tried: the mesh of the choice first, then the fastest ones. Meshes that do not
+    fit are last."""
     by_layout: dict[str, list[Step]] = {}
     for step in walk.steps:
-        by_layout.setdefault(layout(step.keys, walk.space), []).append(step)
+        by_layout.setdefault(describe_mesh(step.keys, walk.space), []).append(step)
 
-    def order(standing: Standing) -> tuple[bool, bool, bool, float]:
-        step = standing.step
-        size = (standing.slower or 0.0) if step.fits else step.allocated
+    def order(mesh: MeshResult) -> tuple[bool, bool, bool, float]:
+        step = mesh.step
+        size = (mesh.slower or 0.0) if step.fits else step.allocated
         return step is not walk.best, not step.ok, not step.fits, size
 
-    return sorted((_standing(words, steps, walk) for words, steps in by_layout.items()), key=order)
+    return sorted((_mesh_result(words, steps, walk) for words, steps in by_layout.items()), key=order)
 
 
-def _standing(words: str, steps: list[Step], walk: Walk) -> Standing:
+def _mesh_result(words: str, steps: list[Step], walk: Walk) -> MeshResult:
     ran = [step for step in steps if step.ok]
     fitting = [step for step in ran if step.fits]
     if not ran:
-        return Standing(words, steps[0])
+        return MeshResult(words, steps[0])
     if walk.best in fitting:
-        return Standing(words, walk.best, slower=0.0)
+        return MeshResult(words, walk.best, slower=0.0)
     if fitting:
         step = min(fitting, key=lambda step: step.seconds)
     else:
         step = min(ran, key=lambda step: step.allocated)
-    least = 0.0
+    lower_bound = 0.0
     if "remat" in walk.space.levers and not any(step.stage in ("remat", "neighbour") for step in ran):
-        least = min(walk.bound(step) for step in ran)
-    slower = (least or step.seconds) / walk.best.seconds - 1 if walk.best else None
-    return Standing(words, step, least, slower)
+        lower_bound = min(walk.bound(step) for step in ran)
+    slower = (lower_bound or step.seconds) / walk.best.seconds - 1 if walk.best else None
+    return MeshResult(words, step, lower_bound, slower)

@@ -1,4 +1,5 @@
-"""What a fit may change: meshes, micro-batches and squeezes of a config, as keys of its command line. Pure."""
+"""The variants of a config that a fit may try: meshes, micro-batches and memory savings, as config keys. Compiles
+nothing."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ from bytescope.train.plan.lever_catalogue import SAVINGS
 
 Keys = dict[str, str]
 
-# Lever -> what it changes.
+# Lever of `fit --levers` -> what the search may change.
 LEVERS: Mapping[str, str] = {
-    "remat": "what blocks keep (remat.*)",
+    "remat": "the tensors that blocks save (remat.*)",
     "micro": "sequences per rank and micro-batch (batch.micro)",
     "accumulation": "micro-batches per update, within one step (batch.tokens, batch.mode)",
     "offload": "activations, optimizer state and parameters in host memory",
-    "precision": "16-bit parameters, 8-bit moments, updates inside the backward pass: the arithmetic changes",
-    "sharding": "the mesh",
-    "base": "how weights frozen under LoRA adapters are stored (lora.base): 16 bits, 8 bits, NF4",
+    "precision": "16-bit parameters, 8-bit moments, updates inside the backward pass: these change the arithmetic",
+    "sharding": "the mesh (mesh.*, pipeline.*)",
+    "base": "the storage of weights frozen under LoRA adapters (lora.base): 16 bits, 8 bits, NF4",
 }
 
-# Start of a key -> the lever that changes it. If such a key is given, the lever is not used.
-HELD = {"remat.": "remat", "batch.micro": "micro", "batch.accumulation": "accumulation", "mesh.": "sharding"}
+# Prefix of a config key -> the lever that changes it. If the command line sets such a key, the lever is not used.
+LEVER_OF_KEY = {"remat.": "remat", "batch.micro": "micro", "batch.accumulation": "accumulation", "mesh.": "sharding"}
 
 AXES = ("stage", *BATCH_AXES, "context", "tensor")
 ONE_AXIS = {
@@ -37,29 +38,31 @@ ONE_AXIS = {
     "mesh.sequence_parallel": "false",
     "pipeline.virtual": "1",
 }
-# Numbers of pipeline stages that are tried in addition to one stage per host, and chunks of layers per stage. Several
-# chunks have the smallest bubble, the V schedule has the smallest stash (train/pipeline).
+# STAGES: numbers of pipeline stages that are tried in addition to one stage per host. CHUNKS: chunks of layers per
+# stage. Several chunks have the smallest bubble, the V schedule stores the fewest activations (train/pipeline).
 STAGES, CHUNKS = (2, 4, 8), 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Squeeze:
-    """Savings that make a step smaller in addition to recomputation.
+    """Memory savings that are tried together, in addition to recomputation.
 
-    Fields:
-        what: in words. savings: rows of the catalogue; later ones override keys of earlier ones.
-        blocks_to_host: whether tensors of blocks may go to host memory though no saving moves state there.
-        beside: whether it is tried even if an earlier one fits, because the memory that it frees may save time.
+    Attributes:
+        what: the savings in words.
+        savings: rows of the catalogue of savings. Later rows override keys of earlier rows.
+        blocks_to_host: whether tensors of blocks may be moved to host memory even if no saving moves state there.
+        always: whether the squeeze is tried even if an earlier one fits, because the memory that it frees may make the
+            step faster.
     """
 
     what: str
     savings: tuple[str, ...] = ()
     blocks_to_host: bool = False
-    beside: bool = False
+    always: bool = False
 
     @property
     def keys(self) -> dict[str, str]:
-        """What it sets, dotted key -> text."""
+        """The config keys that the savings set, dotted key -> text."""
         keys: dict[str, str] = {}
         for name in self.savings:
             keys |= SAVINGS[name].all_keys
@@ -67,7 +70,7 @@ class Squeeze:
 
     @property
     def levers(self) -> tuple[str, ...]:
-        """The levers that all have to be allowed."""
+        """The levers of `fit --levers` that all have to be allowed for this squeeze."""
         groups = [SAVINGS[name].group for name in self.savings]
         if self.blocks_to_host:
             groups.append("offload")
@@ -75,16 +78,16 @@ class Squeeze:
 
     @property
     def activations(self) -> bool:
-        """Whether tensors of blocks may go to host memory."""
+        """Returns whether tensors of blocks may be moved to host memory."""
         return "offload" in self.levers
 
     @property
-    def whole(self) -> bool:
-        """Whether the whole batch of an update has to be one micro-batch, without accumulation."""
+    def one_micro_batch(self) -> bool:
+        """Returns whether the batch of an update has to be one micro-batch, without accumulation."""
         return any(SAVINGS[name].one_micro_batch for name in self.savings)
 
 
-# In the order in which they are tried: transfers before changes of the arithmetic.
+# The squeezes in the order in which they are tried. Transfers to host memory come before changes of the arithmetic.
 SQUEEZES = (
     Squeeze("recomputation"),
     Squeeze("activations in host memory", blocks_to_host=True),
@@ -102,11 +105,11 @@ SQUEEZES = (
         ("bf16_params", "fused_backward", "adafactor"),
     ),
 )
-# With adapters, the frozen weights are the only large state to narrow or to move. Decoding them takes time.
+# With adapters, the frozen weights are the only large state to quantize or to move. Decoding them takes time.
 ADAPTER_SQUEEZES = (
     Squeeze("recomputation"),
-    Squeeze("frozen weights in 8 bits", ("int8_base",), beside=True),
-    Squeeze("frozen weights in NF4", ("nf4_base",), beside=True),
+    Squeeze("frozen weights in 8 bits", ("int8_base",), always=True),
+    Squeeze("frozen weights in NF4", ("nf4_base",), always=True),
     Squeeze("activations in host memory", blocks_to_host=True),
     Squeeze("frozen weights in NF4, activations in host memory", ("nf4_base",), blocks_to_host=True),
 )
@@ -116,10 +119,14 @@ ADAPTER_SQUEEZES = (
 class Space:
     """The variants of one config that a fit may try.
 
-    Fields:
-        flat: the config as given, dotted key -> value. given: keys of the command line; no variant changes them.
-        levers: names of LEVERS. n_devices, per_host: devices of the target, and of one of its hosts.
-        tokens: per update, over all devices. narrow: whether the target has units for 16-bit products.
+    Attributes:
+        flat: the config as given, dotted key -> value.
+        given: the keys that the command line sets. No variant changes them.
+        levers: the allowed levers, keys of LEVERS.
+        n_devices: number of devices of the target.
+        per_host: number of devices per host.
+        tokens: tokens per update, over all devices.
+        has_bf16: whether the target has compute units for 16-bit matmuls.
     """
 
     flat: Mapping[str, Any]
@@ -128,7 +135,7 @@ class Space:
     n_devices: int
     per_host: int
     tokens: int
-    narrow: bool = True
+    has_bf16: bool = True
 
     @property
     def sequences(self) -> int:
@@ -136,11 +143,11 @@ class Space:
         return self.tokens // self.flat["data.seq_len"]
 
     def meshes(self) -> list[Keys]:
-        """Returns the meshes to try, as keys, without those that cannot have the batch.
+        """Returns the meshes to try, as config keys, without the meshes over which the batch cannot be divided.
 
-        The config's own ({}) comes first, then ZeRO-3 over all devices, with hosts as replicas, the other strategies,
-        experts shared by all devices, by those of a host or by half of them, tensor parallelism within a host, and
-        pipeline stages.
+        The config's own mesh, {}, comes first. Then follow ZeRO-3 over all devices, ZeRO-3 within each host with hosts
+        as replicas, the other sharding strategies, experts sharded over all devices, over one host or over half a
+        host, tensor parallelism within a host, and pipeline stages.
         """
         if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
@@ -165,8 +172,11 @@ class Space:
         return [keys for keys in different.values() if self.micros(keys)]
 
     def axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the sizes of the mesh's axes without -1, its strategy ("ddp" if nothing is sharded), the schedule of
-        its stages, and whether sequences are sharded too."""
+        """Returns the properties of a mesh, given as config keys.
+
+        They are the sizes of the axes without -1, the strategy ("ddp" if nothing is sharded), the pipeline schedule,
+        and whether sequences are sharded over the tensor axis.
+        """
         mesh: dict[str, Any] = {}
         for name in (*AXES, "strategy", "sequence_parallel"):
             key = f"mesh.{name}"
@@ -183,39 +193,44 @@ class Space:
         }
 
     def schedule(self, mesh: Mapping[str, str]) -> str:
-        """Returns the schedule of a mesh, given as keys; "" without stages."""
+        """Returns the pipeline schedule of a mesh, given as config keys; "" without stages."""
         stages = mesh.get("mesh.stage") or self.flat["mesh.stage"]
         if int(stages) <= 1:
             return ""
         return mesh.get("pipeline.schedule") or self.flat["pipeline.schedule"]
 
     def ranks(self, mesh: Mapping[str, str]) -> int:
-        """Returns the number of data-parallel ranks of a mesh, given as keys."""
+        """Returns the number of data-parallel ranks of a mesh, given as config keys."""
         axes = self.axes(mesh)
         return math.prod(axes[axis] for axis in BATCH_AXES)
 
     def micros(self, mesh: Mapping[str, str]) -> list[int]:
-        """Returns the micro-batches that divide the update on a mesh, smallest first; [] if the mesh cannot have the
-        batch."""
+        """Returns the micro-batches, in sequences per rank, that divide the update on a mesh, smallest first.
+
+        The list is empty if the mesh cannot divide the batch.
+        """
         ranks, schedule = self.ranks(mesh), self.schedule(mesh)
         if self.sequences % ranks:
             return []
-        each = self.sequences // ranks
+        per_rank = self.sequences // ranks
         if "accumulation" not in self.levers:
             steps = self.flat["batch.accumulation"]
-            sizes = [each // steps] if each % steps == 0 else []
+            sizes = [per_rank // steps] if per_rank % steps == 0 else []
         else:
-            sizes = [size for size in range(1, each + 1) if each % size == 0]
+            sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
         if schedule and mesh:
             stages = self.axes(mesh)["stage"]
-            sizes = [size for size in sizes if runs_schedule(schedule, stages, each // size)]
+            sizes = [size for size in sizes if runs_schedule(schedule, stages, per_rank // size)]
         if "micro" in self.levers:
             return sizes
         return [size for size in sizes if size == self.flat["batch.micro"]]
 
     def batch(self, mesh: Mapping[str, str], micro: int) -> Keys:
-        """Returns the keys of a micro-batch on a mesh. It is accumulated within one step, which has one accumulator and
-        updates once."""
+        """Returns the config keys of a micro-batch on a mesh. Micro-batches are accumulated within one step, which
+        updates once.
+
+        micro: sequences per data-parallel rank.
+        """
         steps = self.sequences // (self.ranks(mesh) * micro)
         keys = {"batch.micro": str(micro), "batch.tokens": "0", "batch.accumulation": str(steps)}
         if "batch.mode" not in self.given and (steps > 1 or self.schedule(mesh)):
@@ -223,8 +238,8 @@ class Space:
         return keys
 
     def squeezes(self) -> list[Squeeze]:
-        """Returns the squeezes that the levers allow and no given key contradicts. Only AdamW is replaced by another
-        optimizer."""
+        """Returns the squeezes that the levers allow and that change no given key. Only AdamW may be replaced by
+        another optimizer."""
         adam = str(self.flat["optimizer.name"]).startswith("adamw")
         allowed = []
         for squeeze in ADAPTER_SQUEEZES if self.flat["lora.rank"] else SQUEEZES:
@@ -234,27 +249,30 @@ class Space:
         return allowed
 
     def baseline(self) -> Keys:
-        """Returns the keys of every variant: bf16 compute over float32 master parameters, if the config is float32
-        throughout and the lever `precision` is free; else none."""
+        """Returns the config keys that all variants share.
+
+        If the config is float32 throughout and the lever `precision` is allowed, the keys select bf16 compute with
+        float32 master parameters. Otherwise there are none.
+        """
         fp32 = self.flat["precision.preset"] == "fp32" and "precision.preset" not in self.given
-        return {"precision.preset": "bf16"} if fp32 and self.narrow and "precision" in self.levers else {}
+        return {"precision.preset": "bf16"} if fp32 and self.has_bf16 and "precision" in self.levers else {}
 
 
 def stage_meshes(
     flat: Mapping[str, Any], given: Collection[str], n_devices: int, per_host: int
 ) -> Iterator[dict[str, str]]:
-    """Yields the keys of each mesh with pipeline stages; none if the config, or a key of the command line, cannot be
-    combined with stages.
+    """Yields the config keys of each mesh with pipeline stages.
 
-    2, 4 and 8 stages are tried, and one on each host; on several hosts also one on each host with tensor parallelism
-    inside it.
+    The numbers of stages are 2, 4, 8 and the number of hosts. On several hosts, a mesh with one stage per host and
+    tensor parallelism within each host is added. Yields nothing if the config, or a key of the command line, cannot be
+    combined with stages.
     """
     scheduled = "pipeline.schedule" in given or "pipeline.virtual" in given
     if scheduled or ("batch.mode" in given and flat["batch.mode"] != "scan"):
         return
     some_layers_dense = flat["model.experts"] and flat["model.moe_every"] > 1
     if not flat["model.scan"] or flat["optimizer.fused_backward"] or flat["offload.params"] or some_layers_dense:
-        return  # the trainer refuses stages for these
+        return  # the trainer cannot combine stages with these settings
     hosts, layers = n_devices // per_host, flat["model.n_layers"]
     sizes = sorted(size for size in {*STAGES, hosts} - {1} if n_devices % size == 0 and size <= layers)
     for size in sizes:
@@ -280,28 +298,30 @@ def _stage_mesh(size: int, schedule: str, chunks: int) -> dict[str, str]:
 
 
 def runs_schedule(schedule: str, stages: int, micro_batches: int) -> bool:
-    """Returns whether a schedule runs so many micro-batches an update without being mostly idle."""
+    """Returns whether a pipeline schedule can run this number of micro-batches per update without being mostly
+    idle."""
     return micro_batches >= stages and (schedule != "interleaved" or micro_batches % stages == 0)
 
 
 def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
-    """Returns the number of data-parallel ranks of a config, dotted key -> value, on so many devices."""
+    """Returns the number of data-parallel ranks of a config (dotted key -> value) on `n_devices` devices."""
     return Space(flat, frozenset(), frozenset(), n_devices, n_devices, 0).ranks({})
 
 
 def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
-    """Returns the tokens per update of a config, dotted key -> value, over all devices."""
+    """Returns the tokens per update, over all devices, of a config (dotted key -> value) on `n_devices` devices."""
     if flat["batch.tokens"]:
         return flat["batch.tokens"]
     return flat["batch.micro"] * flat["batch.accumulation"] * ranks_of(flat, n_devices) * flat["data.seq_len"]
 
 
-def choose(text: str | None) -> frozenset[str]:
-    """Returns the levers named in `a,b,c`, all levers for None. Raises ReportError for one that does not exist."""
+def choose_levers(text: str | None) -> frozenset[str]:
+    """Returns the levers of `--levers=a,b,c`, or all levers if `text` is None. Raises ReportError for an unknown
+    lever."""
     names = list(LEVERS) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in LEVERS:
-            raise ReportError(f"--levers={text}: no lever {name!r}: {remedy_for(name, LEVERS)}")
+            raise ReportError(f"--levers={text}: unknown lever {name!r}: {remedy_for(name, LEVERS)}")
     return frozenset(names)
 
 
@@ -312,50 +332,57 @@ def space_of(
     n_devices: int,
     per_host: int,
     tokens: int | None,
-    narrow: bool = True,
+    has_bf16: bool = True,
 ) -> Space:
-    """Returns the space of a config on a target.
+    """Returns the space of variants of a config on a target.
 
     Args:
-        flat: the config, dotted key -> value. given: keys of the command line. levers: names of LEVERS.
-        n_devices, per_host: devices of the target, and of one of its hosts.
-        tokens: per update, None for the config's. narrow: whether the target has units for 16-bit products.
+        flat: the config, dotted key -> value.
+        given: the keys that the command line sets.
+        levers: the allowed levers, keys of LEVERS.
+        n_devices: number of devices of the target.
+        per_host: number of devices per host.
+        tokens: tokens per update; None for the tokens of the config.
+        has_bf16: whether the target has compute units for 16-bit matmuls.
 
-    Raises ReportError for a schedule of batches, and for a batch that no mesh can have.
+    Raises:
+        ReportError: the config has an accumulation schedule, or no mesh can divide the batch.
     """
     if flat["batch.accumulation_schedule"]:
         raise ReportError(
-            "batch.accumulation_schedule: a fit plans one batch size; fit the largest one with "
-            "--batch-tokens, and give the schedule when training"
+            "batch.accumulation_schedule cannot be fitted, because a fit plans one batch size: fit the largest batch "
+            "with --batch-tokens, and give the schedule when training"
         )
     length = flat["data.seq_len"]
     tokens = tokens or tokens_of(flat, n_devices)
     if tokens < length or tokens % length:
-        raise ReportError(f"--batch-tokens={tokens}: sequences have {length} tokens; give a multiple of that")
-    levers -= {lever for start, lever in HELD.items() if any(key.startswith(start) for key in given)}
-    space = Space(flat, frozenset(given), levers, n_devices, per_host, tokens, narrow)
+        raise ReportError(
+            f"--batch-tokens={tokens} is not a multiple of the sequence length {length}: give a multiple of {length}"
+        )
+    levers -= {lever for start, lever in LEVER_OF_KEY.items() if any(key.startswith(start) for key in given)}
+    space = Space(flat, frozenset(given), levers, n_devices, per_host, tokens, has_bf16)
     if not space.meshes() or not any(map(space.micros, space.meshes())):
         raise ReportError(_indivisible(space))
     return space
 
 
 def _indivisible(space: Space) -> str:
-    """Returns the error for a batch that no mesh can have, with the nearest batch that works."""
+    """Returns the error message for a batch that no mesh can divide, with a batch that works."""
     ranks = space.ranks({})
     fixed = {}
     for name in ("micro", "accumulation"):
         if name not in space.levers:
             fixed[f"batch.{name}"] = space.flat[f"batch.{name}"]
     works = ranks * space.flat["data.seq_len"] * math.prod(fixed.values())
-    text = f"{space.tokens} tokens are {space.sequences} sequences, which do not divide over {ranks} ranks"
+    text = f"{space.tokens} tokens are {space.sequences} sequences, which cannot be divided over {ranks} ranks"
     if fixed:
         text += f" with {' and '.join(f'{key}={value}' for key, value in fixed.items())}"
     text += f": give --batch-tokens={works}"
     return text if len(fixed) == 2 else f"{text} or a multiple"
 
 
-def layout(keys: Mapping[str, str], space: Space) -> str:
-    """Returns the mesh of a variant in a few words: its strategy, its axes, the schedule of its stages."""
+def describe_mesh(keys: Mapping[str, str], space: Space) -> str:
+    """Returns the mesh of a variant in words: its strategy, its axes and its pipeline schedule."""
     axes = space.axes(keys)
     split = [axis for axis in AXES if axes[axis] > 1]
     mesh = " x ".join(f"{axis} {axes[axis]}" for axis in split)
@@ -364,10 +391,10 @@ def layout(keys: Mapping[str, str], space: Space) -> str:
     return " ".join(filter(None, (mesh or "one device", axes["schedule"])))
 
 
-def words(keys: Mapping[str, str], space: Space) -> str:
-    """Returns a variant in a few words: mesh, batch as micro-batch x accumulation, squeezes."""
+def describe_variant(keys: Mapping[str, str], space: Space) -> str:
+    """Returns a variant in words: its mesh, its batch as micro-batch x accumulation, and its memory savings."""
     micro, accumulation = keys.get("batch.micro", space.flat["batch.micro"]), keys.get("batch.accumulation", "?")
-    parts = [layout(keys, space), f"{micro} x {accumulation}"]
+    parts = [describe_mesh(keys, space), f"{micro} x {accumulation}"]
     for key, value in keys.items():
         if key in ("precision.preset", "optimizer.name", "lora.base"):
             parts.append(f"{key.rpartition('.')[2]}={value}")

@@ -1,4 +1,4 @@
-"""One variant that a fit tried, and its result."""
+"""One variant of a config that a fit tried, and its figures."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from bytescope.train.plan.trials import Trials
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One variant of the walk.
+    """One variant that a fit tried.
 
-    Fields:
-        stage: a key of `train.plan.fit.fit_progress.STAGES`. what: the variant in words. keys: dotted key -> text.
-        answer: the worker's (`memory.compare.worker`); its `status` is "ok", or why the variant cannot run.
-        fits: whether it is within the budgets of device and host. verdict: the same, or the missing bytes, in words.
-        prediction: of its seconds; None for a variant that cannot run.
+    Attributes:
+        stage: the stage of the search, a key of `train.plan.fit.fit_progress.STAGES`.
+        what: the variant in words.
+        keys: the config keys of the variant, dotted key -> text.
+        answer: the worker's answer (`memory.compare.worker`). Its `status` is "ok", or the reason why the variant
+            cannot run.
+        fits: whether the variant is within the memory budgets of device and host.
+        verdict: whether the variant fits, or its missing bytes, in words.
+        prediction: the predicted seconds per update; None if the variant cannot run.
     """
 
     stage: str
@@ -35,32 +39,33 @@ class Step:
 
     @property
     def ok(self) -> bool:
-        """Returns whether the variant runs, and so has figures."""
+        """Returns whether the variant can run, and therefore has figures."""
         return self.answer["status"] == "ok"
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds per update; infinite for a variant that cannot run."""
+        """Predicted seconds per update; infinite if the variant cannot run."""
         return self.prediction.seconds if self.prediction else math.inf
 
     @property
     def spread(self) -> tuple[float | None, float | None]:
-        """The interval of the predicted seconds; (None, None) for a variant that cannot run."""
+        """The lower and the upper end of the interval of the predicted seconds; (None, None) if the variant cannot
+        run."""
         return (self.prediction.low, self.prediction.high) if self.prediction else (None, None)
 
     @property
     def thrift(self) -> tuple[float, int, bool]:
-        """The order of variants that are predicted to be equally fast, smallest first (`compare_rows.thrift`)."""
+        """The sort key by which variants of equal predicted speed are ordered, best first (`compare_rows.thrift`)."""
         names = ("recompute_flops_fraction", "allocated_bytes", "host_bytes")
         return thrift(ConfigRow.from_answer(self.keys, {name: self.answer.get(name) for name in names}))
 
     @property
     def allocated(self) -> int:
-        """Allocated bytes on one device; 0 for a variant that cannot run."""
+        """Allocated bytes on one device; 0 if the variant cannot run."""
         return self.answer.get("allocated_bytes", 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the step as a row of a fit's `walk` (see `train.plan.fit.fit_result`)."""
+        """Returns the variant as a row of `walk` in the JSON of a fit (see `train.plan.fit.fit_result`)."""
         low, high = self.spread
         return {
             "stage": self.stage,
@@ -75,9 +80,12 @@ class Step:
         }
 
     def certificate(self, flags: str, budget: int, host_budget: float) -> dict[str, Any]:
-        """Returns the step as a fit's `certificate`, which shows that nothing fits: its memory, and the missing bytes.
+        """Returns the variant as the `certificate` of a fit in which nothing fits: its memory and the missing bytes.
 
-        flags: run the step. budget, host_budget: bytes of one device and of its share of host memory.
+        Args:
+            flags: the command-line flags that run the variant.
+            budget: the bytes available on one device.
+            host_budget: the bytes of host memory available per device.
         """
         return {
             "keys": dict(self.keys),
@@ -91,10 +99,13 @@ class Step:
         }
 
 
-def judged(
+def judge_variant(
     stage: str, what: str, keys: Mapping[str, str], answer: Mapping[str, Any], budget: int, trials: Trials
 ) -> Step:
-    """Returns the step of a variant that runs, compared with the budgets of device and host."""
+    """Returns the step of a variant that can run, with its verdict on the memory budgets of device and host.
+
+    budget: the bytes available on one device.
+    """
     over, host_over = answer["allocated_bytes"] - budget, answer["host_bytes"] - trials.host_budget
     verdict = "fits"
     if over > 0:

@@ -1,4 +1,5 @@
-"""A fit on the terminal and as a page: what to run or what is missing, and tables of all that was tried.
+"""Shows the result of a fit on the terminal and as an HTML page: the command to run or the missing bytes, and all
+variants.
 
 Both show the JSON of a fit (`train.plan.fit.fit_result`). The page is one HTML file that opens offline;
 `static/fit.js` draws the picture of the search.
@@ -41,20 +42,20 @@ from bytescope.memory.view.frame import page
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.table_views import page_table, terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Prose
-from bytescope.train.plan.fit.fit_progress import STAGES, said
+from bytescope.train.plan.fit.fit_progress import STAGES, describe_prediction
 
-AT_LEAST = (
-    '"at least" and "at best" are of meshes compiled with everything recomputed alone: what they would lose '
-    "with nothing recomputed"
+LOWER_BOUND_NOTE = (
+    '"at least" and "at best": the mesh was compiled only with everything recomputed; the figure is how much slower it '
+    "would be without any recomputation"
 )
-# Variants that the table at the end lists at most.
-_FINISHED = 8
+# Maximum number of variants in the table at the end.
+_MAX_FINISHED = 8
 NOTES = (
     "Every variant is the trainer's own step, compiled for the target.",
-    "Allocated: what the runtime takes on one device, arguments and packed temporaries included.",
-    "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
-    "Meshes are compared with everything recomputed; the search goes on with those that could be faster than the best "
-    "so far if nothing were recomputed.",
+    "Allocated: the bytes that the runtime allocates on one device, including arguments and packed temporaries.",
+    "Recomputed: the FLOPs that jax.checkpoint executes again, divided by the model's FLOPs.",
+    "Meshes are compared with everything recomputed. The search continues on meshes that could be faster than the best "
+    "variant so far if nothing were recomputed.",
 )
 
 
@@ -62,7 +63,8 @@ NOTES = (
 
 
 def slower(row: Mapping[str, Any]) -> str:
-    """By how much a mesh loses: "12%", "at least 34%", "a tie"; "" of the choice, and where it does not fit."""
+    """Returns how much slower a mesh is than the chosen configuration: "12.0%", "at least 34.0%", "a tie". Returns ""
+    for the mesh of the choice, and for a mesh that does not fit."""
     if row["slower"] is None or not row["fits"]:
         return ""
     bounded = row["least_seconds"]
@@ -72,21 +74,22 @@ def slower(row: Mapping[str, Any]) -> str:
 
 
 def lost(row: Record) -> str:
-    """By how much a variant is slower than the choice, in words."""
+    """Returns how much slower a variant is than the chosen configuration, in words."""
     if row["is_chosen"]:
         return "chosen"
     return f"{row['lost']:.1%} slower" if row["lost"] >= TIE else "a tie"
 
 
 def failed(row: Record) -> str:
-    """Why a mesh does not fit, in a few words; "" of one that fits. What cannot run has its reason below the table."""
+    """Returns why a mesh does not fit, in a few words; "" if it fits. If it cannot run, the full reason is printed
+    below the table."""
     if row["fits"]:
         return ""
     return row["verdict"] if row["predicted_seconds"] is not None else "cannot run"
 
 
 def kind(step: Record) -> str:
-    """The verdict by which a cell is coloured."""
+    """Returns the verdict that determines the colour of a cell."""
     if step["fits"]:
         return "fits"
     return "tight" if step["allocated_bytes"] is None else "exceeds"
@@ -97,7 +100,7 @@ ALLOCATED = ColumnView("allocated_bytes", "allocated", "bytes")
 HOST = ColumnView("host_bytes", "host", "bytes", skip_zero=True)
 # Predicted seconds of an update.
 STEP = ColumnView("predicted_seconds", "step, predicted", "duration", short="update")
-# Every step of the search, in order: (its number, the step, tokens per second); the terminal prints them as they come.
+# Every variant of the search, in order. The page has this table; the terminal prints the variants during the search.
 WALK_COLUMNS = (
     ColumnView("number", "#", "number"),
     ColumnView("stage", "stage", "text"),
@@ -109,7 +112,7 @@ WALK_COLUMNS = (
     RECOMPUTED_SHARE,
     VERDICT,
 )
-# What each rank of adapters reaches.
+# The longest sequence and the largest micro-batch that fit at each rank of adapters.
 REACH_COLUMNS = (
     ColumnView("rank", "rank", "number"),
     ColumnView("length", "tokens of a sequence", "count", short="length"),
@@ -122,7 +125,7 @@ REACH_COLUMNS = (
     ColumnView("tokens_per_s", "tokens/s, predicted", "count", short="tokens/s"),
     VERDICT,
 )
-# Each mesh beside the choice.
+# The best variant of each mesh.
 LAYOUT_COLUMNS = (
     ColumnView("layout", "mesh"),
     ColumnView(
@@ -138,7 +141,7 @@ LAYOUT_COLUMNS = (
     ColumnView("slower", "slower by", "number", read=slower),
     ColumnView("verdict", "verdict", "text", terminal=failed, verdict=kind),
 )
-# The fastest variants that fit, each beside the choice: of the walk, whose table the page has.
+# The fastest variants that fit, compared with the choice. Only the terminal has this table.
 FINISHED_COLUMNS = (
     ColumnView("what", "variants that fit"),
     ALLOCATED,
@@ -151,24 +154,28 @@ FINISHED_COLUMNS = (
 
 
 def show(out: Mapping[str, Any], config: str, console: Console | None = None) -> None:
-    """Prints the result of a fit's JSON: the flags to run, or what is missing."""
+    """Prints the result of a fit on the console, by default standard output.
+
+    out: the JSON of the fit (`train.plan.fit.fit_result`).
+    """
     put(render_text(out, config), console)
 
 
 def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
-    """The choice with its flags, or the tightest configuration with what is missing (the certificate)."""
+    """Returns the choice with its flags. If nothing fits, returns the variant that misses the fewest bytes, with the
+    missing bytes."""
     effort = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
     stopped = f"; stopped early: {out['stopped']}" if out["stopped"] else ""
     if best := out["best"]:
         return _best_lines(best, out, config, f"{effort}{stopped}")
     certificate = out["certificate"]
     if certificate is None:
-        return Prose(Text.assemble(("nothing was found", "bold red"), f": no variant compiled; {effort}{stopped}"))
+        return Prose(Text.assemble(("no variant compiled", "bold red"), f"; {effort}{stopped}"))
     return Group(_certificate_lines(certificate, out, f"{effort}{stopped}"), *_reach_lines(out))
 
 
 def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
-    """The tightest configuration with what is missing."""
+    """Returns the variant that misses the fewest bytes, with its memory breakdown, its flags and the missing bytes."""
     large = ", ".join(
         f"{row} {human(certificate['breakdown'][row])}"
         for row in ROWS
@@ -190,29 +197,30 @@ def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], e
 
 
 def _reach_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """What each rank of adapters reaches, a line each; none for a fit without adapters."""
+    """Returns a table with a row for each answer per rank of adapters; [] for a fit without adapters."""
     rows = out.get("reach") or ()
     if not rows:
         return []
     table = TableView(REACH_COLUMNS, rows, emphasis=lambda row: "" if row["fits"] else "dim")
-    title = "what each rank reaches: the longest sequences, and the most at once"
+    title = "each rank: the longest sequences that fit, and the most sequences at once"
     return [Text(title, style="bold"), terminal_table(table)]
 
 
 def _speed_words(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
-    """What the choice is predicted to do: seconds, tokens/s with their spread and a device's share, MFU, the rates."""
-    taken, low, high = (best[key] for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high"))
-    if not taken:
-        return said(taken, low, high)
+    """Returns the predicted speed of the choice in words: seconds per update, tokens/s with their interval, tokens/s
+    per device, MFU, the lower bound from the data sheet, and the source of the rates."""
+    step, low, high = (best[key] for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high"))
+    if not step:
+        return describe_prediction(step, low, high)
     tokens, devices = out["batch_tokens"], (out.get("target") or {}).get("n_devices", 1)
     slow, fast = (f"{tokens / seconds:,.0f}" if seconds else "?" for seconds in (high, low))
-    each = f", {tokens / taken / devices:,.0f} on each device" if devices > 1 else ""
+    each = f", {tokens / step / devices:,.0f} on each device" if devices > 1 else ""
     mfu = f", MFU {best['predicted_mfu']:.1%}" if best.get("predicted_mfu") else ""
     bound = best.get("least_seconds")
-    least = f", at least {rounded(bound, 3)} s by the data sheet" if bound else ""
+    lower_bound = f", at least {rounded(bound, 3)} s by the data sheet" if bound else ""
     return (
-        f"{said(taken, low, high)} per update, {tokens / taken:,.0f} tokens/s ({slow} to {fast}){each}{mfu}"
-        f"{least}; {safe(best.get('rates') or '')}"
+        f"{describe_prediction(step, low, high)} per update, {tokens / step:,.0f} tokens/s ({slow} to {fast}){each}"
+        f"{mfu}{lower_bound}; {safe(best.get('rates') or '')}"
     )
 
 
@@ -236,7 +244,7 @@ def _best_lines(best: Mapping[str, Any], out: Mapping[str, Any], config: str, ef
 
 
 def _finished_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """The fastest variants that fit, each beside the choice; none where a single one fits."""
+    """Returns a table of the fastest variants that fit, compared with the choice; [] if only one variant fits."""
     best = out["best"]
     rows = {row["what"]: row for row in out["walk"] if row["fits"] and row["predicted_seconds"] is not None}
     ranked = sorted(rows.values(), key=lambda row: (row["what"] != best["what"], row["predicted_seconds"]))
@@ -248,16 +256,16 @@ def _finished_lines(out: Mapping[str, Any]) -> list[RenderableType]:
             "is_chosen": row["what"] == best["what"],
             "lost": row["predicted_seconds"] / best["predicted_seconds"] - 1,
         }
-        for row in ranked[:_FINISHED]
+        for row in ranked[:_MAX_FINISHED]
     ]
     table = TableView(FINISHED_COLUMNS, records, emphasis=lambda row: "winner" if row["is_chosen"] else "")
-    left = len(ranked) - _FINISHED
+    left = len(ranked) - _MAX_FINISHED
     more = [Text(f"and {left} slower ones", style="dim")] if left > 0 else []
     return [terminal_table(table), *more]
 
 
 def _layout_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """Each mesh beside the choice, a line each; none where one was tried."""
+    """Returns a table of the meshes, compared with the choice; [] if only one mesh was tried."""
     rows = out.get("layouts") or ()
     if len(rows) < 2:
         return []
@@ -266,10 +274,10 @@ def _layout_lines(out: Mapping[str, Any]) -> list[RenderableType]:
         Prose(f"{row['layout']}: {safe(row['verdict'])}", "dim") for row in rows if row["predicted_seconds"] is None
     ]
     return [
-        Text("each mesh, beside the choice", style="bold"),
+        Text("each mesh, compared with the choice", style="bold"),
         terminal_table(table),
         *reasons,
-        Prose(AT_LEAST, "dim"),
+        Prose(LOWER_BOUND_NOTE, "dim"),
     ]
 
 
@@ -277,7 +285,10 @@ def _layout_lines(out: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def render_page(out: Mapping[str, Any]) -> str:
-    """The page of a fit's JSON (`train.plan.fit.fit_result`), as text."""
+    """Returns the HTML page of a fit.
+
+    out: the JSON of the fit (`train.plan.fit.fit_result`).
+    """
     config, target = out["config"], out["target"]
     return page(
         "fit",
@@ -293,7 +304,7 @@ def render_page(out: Mapping[str, Any]) -> str:
         answer=_answer(out),
         walk=_walk(out),
         layouts=_layouts(out),
-        at_least=AT_LEAST,
+        at_least=LOWER_BOUND_NOTE,
         reach=_reach(out),
         notes=_notes(out),
         stages=_stages(out),
@@ -311,16 +322,16 @@ def _notes(out: Mapping[str, Any]) -> list[str]:
 
 
 def _subject(out: Mapping[str, Any]) -> dict[str, Any]:
-    """Batch and policy of the choice; where nothing fits, the batch that was asked for."""
+    """Returns the batch and the remat policy of the choice. If nothing fits, returns the requested batch."""
     best = out["best"] or {}
     return {"batch": best.get("batch") or f"{out['batch_tokens']:,} tokens per update", "policy": best.get("policy")}
 
 
 def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything the script draws, as JSON values: a point for each variant that could be compiled.
+    """Returns the JSON values that the page's script draws: a point for each variant that could be compiled.
 
-    `number`: its row in the table, from 1; `chosen`: whether it is the choice, or the tightest where nothing fits.
-    `unit`: (name, bytes) of the axis, gibibytes but for programs that have none.
+    `number` is the row of the variant in the table, from 1. `chosen` says whether the variant is the choice, or the
+    one that misses the fewest bytes if nothing fits. `unit` is (name, bytes) of the unit of the axis.
     """
     points = [
         {
@@ -340,12 +351,12 @@ def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
         if step["allocated_bytes"] is not None and step["predicted_seconds"] is not None
     ]
     used = [point["stage"] for point in points]
-    most = max([out["budget_bytes"], *(point["bytes"] for point in points)])
+    largest = max([out["budget_bytes"], *(point["bytes"] for point in points)])
     return {
         "points": points,
         "budget": out["budget_bytes"],
         "choice": "choice" if out["best"] else "tightest",
-        "unit": column_unit(most, 0.5),
+        "unit": column_unit(largest, 0.5),
         "cost": COST_AXES[PREDICTED]._asdict(),
         "stages": [stage for stage in STAGES if stage in used],
     }
@@ -364,25 +375,24 @@ def _verdict(out: Mapping[str, Any]) -> dict[str, str]:
         return {"kind": "fits", "words": "✓ fits"}
     if out["certificate"]:
         return {"kind": "exceeds", "words": "✕ does not fit"}
-    return {"kind": "unknown", "words": "? nothing was found"}
+    return {"kind": "unknown", "words": "? no variant compiled"}
 
 
 def _figures(out: Mapping[str, Any]) -> list[HeaderFigure]:
-    """What stands on top; figures that are not known are left out."""
+    """Returns the figures at the top of the page. Unknown figures are left out."""
+    figures: list[HeaderFigure] = []
     if out["best"]:
-        found = _figures_of_best(out, out["best"])
+        figures = _figures_of_best(out, out["best"])
     elif out["certificate"]:
         missing = out["certificate"]
-        found = [
+        figures = [
             figure("missing", missing[key], place) if missing[key] else HeaderFigure("missing", "")
             for key, place in (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))
         ]
-    else:
-        found = []
     search = HeaderFigure(
         "search took", f"{out['seconds']:,.0f} s", f"{out['programs']} programs compiled, {len(out['walk'])} tried"
     )
-    return [one for one in [*found, search] if one.value]
+    return [one for one in [*figures, search] if one.value]
 
 
 def _figures_of_best(out: Mapping[str, Any], best: Mapping[str, Any]) -> list[HeaderFigure]:
@@ -403,44 +413,45 @@ def _figures_of_best(out: Mapping[str, Any], best: Mapping[str, Any]) -> list[He
 
 
 def _speed(out: Mapping[str, Any], step: float | None) -> float | None:
-    """Tokens per second of a predicted step, over all devices."""
+    """Returns the tokens per second of a predicted step, over all devices."""
     return out["batch_tokens"] / step if step else None
 
 
 def _answer(out: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The command to run and what its bytes are; where nothing fits, what tells more of the tightest variant.
+    """Returns the command to run and the memory breakdown of the choice. If nothing fits, returns them for the variant
+    that misses the fewest bytes.
 
-    `limit`: where on the bar the budget ends, in percent, None where all is within it.
+    `limit` is the position of the budget on the bar in percent; None if the variant is within the budget.
     """
-    found = out["best"] or out["certificate"]
-    if not found:
+    variant = out["best"] or out["certificate"]
+    if not variant:
         return None
-    budget, total = out["budget_bytes"], max(found["allocated_bytes"], 1)
+    budget, total = out["budget_bytes"], max(variant["allocated_bytes"], 1)
     scale, over = max(budget, total), total > budget
     room = f"{human(abs(total - budget))} {'too much' if over else 'left'}"
     return {
         "title": "Run it" if out["best"] else "Does not fit: the tightest variant",
-        "what": found["what"],
-        "command": command(out["config"], out["target"], found["flags"], fits=bool(out["best"])),
-        "parts": parts(found["breakdown"], total, scale),
+        "what": variant["what"],
+        "command": command(out["config"], out["target"], variant["flags"], fits=bool(out["best"])),
+        "parts": parts(variant["breakdown"], total, scale),
         "over": over,
         "limit": 100 * budget / scale if over else None,
-        "room": f"{human(total)} of {human(budget)}, {room}{_host(out, found)}",
+        "room": f"{human(total)} of {human(budget)}, {room}{_host(out, variant)}",
     }
 
 
-def _host(out: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    if not found["host_bytes"]:
+def _host(out: Mapping[str, Any], variant: Mapping[str, Any]) -> str:
+    if not variant["host_bytes"]:
         return ""
-    most = f" of {human(out['host_budget_bytes'])}" if out["host_budget_bytes"] else ""
-    return f"; {human(found['host_bytes'])}{most} on the host"
+    budget = f" of {human(out['host_budget_bytes'])}" if out["host_budget_bytes"] else ""
+    return f"; {human(variant['host_bytes'])}{budget} on the host"
 
 
 # ---- the search -----------------------------------------------------------------------------------------------
 
 
 def _walk(out: Mapping[str, Any]) -> PageTable:
-    """A row for each step, with the command that makes it; the choice stands out."""
+    """Returns the table of all variants, each with the command that runs it. The choice is emphasized."""
 
     def run(step: Record) -> str:
         if step["allocated_bytes"] is None:
@@ -463,13 +474,14 @@ def _walk(out: Mapping[str, Any]) -> PageTable:
 
 
 def _reach(out: Mapping[str, Any]) -> PageTable | None:
-    """What each rank of adapters reaches, with the command of each; None for a fit without adapters."""
+    """Returns the table of the answers for each rank of adapters, each with its command; None for a fit without
+    adapters."""
     run = command_column(lambda row: command(out["config"], out["target"], row["flags"], fits=row["fits"]))
     return page_table(TableView((*REACH_COLUMNS, run), out["reach"])) if out.get("reach") else None
 
 
 def _layouts(out: Mapping[str, Any]) -> PageTable | None:
-    """Each mesh beside the choice; None where one was tried, or nothing fits."""
+    """Returns the table of the meshes, compared with the choice; None if only one mesh was tried, or nothing fits."""
     rows = out.get("layouts") or ()
     return page_table(TableView(LAYOUT_COLUMNS, rows)) if out["best"] and len(rows) > 1 else None
 

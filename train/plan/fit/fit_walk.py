@@ -1,11 +1,13 @@
-"""From a budget to the configuration to run: the usual tuning steps, each variant compiled.
+"""Searches for the fastest configuration that fits a memory budget. Every variant that it tries is compiled.
 
-The walk begins with a bf16 baseline. If that does not fit, it looks for the least recomputation that fits; if none
-does, it moves tensors and then state to host memory; last, if allowed, it narrows the arithmetic. It raises the
-micro-batch of a variant that fits while that is predicted to be faster, and accumulates micro-batches to the batch
-asked for. Meshes are compared by the step that recomputes everything: its predicted time without the recomputation is a
-lower bound for every plan on that mesh. Of variants that tie (`ranking.TIE`), the choice is the one that recomputes
-less, then the one that needs less memory.
+The walk starts from a bf16 baseline. If the baseline does not fit, the walk looks for the least recomputation that
+fits. If full recomputation does not fit, it moves activations and then state to host memory, and finally, if allowed,
+reduces the precision. While larger micro-batches are predicted to be faster, it raises the micro-batch of a variant
+that fits, and accumulates micro-batches to the requested batch.
+
+Meshes are compared by the step that recomputes everything. Its predicted time without the recomputation is a lower
+bound for every plan on the mesh. If predicted times tie (`ranking.TIE`), the variant that recomputes least is chosen,
+then the variant that needs the least memory.
 """
 
 from __future__ import annotations
@@ -24,29 +26,34 @@ from bytescope.memory.remat.remat_solver import pattern_keeping
 from bytescope.memory.seconds import ranking
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.train.plan.config_grid import plan_keys, remat_keys
-from bytescope.train.plan.fit.fit_space import Keys, Space, Squeeze, words
-from bytescope.train.plan.fit.fit_step import Step, judged
+from bytescope.train.plan.fit.fit_space import Keys, Space, Squeeze, describe_variant
+from bytescope.train.plan.fit.fit_step import Step, judge_variant
 from bytescope.train.plan.trials import Stopped, Trials
 
-# Maximum number of compiles in one search for a plan, and of plans with one more name than the choice.
+# MAX_PLANS: maximum number of compiles in one search for a plan. MAX_NEIGHBOURS: maximum number of plans that save one
+# more tensor than the best plan.
 MAX_PLANS, MAX_NEIGHBOURS = 6, 4
-# Maximum factor between meshes in the share of the recomputation's time that keeping tensors saves.
+# The fraction of recomputation time that a plan can save is assumed to differ between meshes by at most this factor.
 ALIKE = 1.05
-# Number of meshes that are squeezed further if recomputation is not enough on any.
+# Number of meshes on which further memory savings are tried if recomputation is not enough on any mesh.
 MAX_MESHES = 2
 
 
 class Walk:
-    """The search. `run` walks to the end or until it is stopped; `best` is then the choice.
+    """The search for the fastest configuration. `run` searches until it is finished or stopped.
 
     Args:
-        trials: compiles the variants. space: what may be tried. budget: bytes on one device.
-        show: called with each step as it is done.
+        trials: compiles the variants.
+        space: the variants that may be tried.
+        budget: the bytes available on one device.
+        show: called with each variant when it has been compiled.
 
     Attributes:
-        steps: the variants tried, in order. best: the fastest that fits, of ties the thriftiest; None if none fits.
-        tightest: the step nearest to the budgets. stopped: why the walk ended early, "" if it did not. seconds: its
-            duration.
+        steps: the variants that were tried, in order.
+        best: the fastest variant that fits; None if none fits.
+        tightest: the variant that misses the fewest bytes.
+        stopped: why the walk ended early; "" if it did not.
+        seconds: the duration of the walk.
     """
 
     def __init__(self, trials: Trials, space: Space, budget: int, show: Callable[[Step], None] = lambda step: None):
@@ -55,37 +62,42 @@ class Walk:
         self.best: Step | None = None
         self.tightest: Step | None = None
         self.stopped = ""
-        # Share of the recomputation's time that a plan without recomputation saves; the minimum so far.
-        self._saved_share = 1.0
+        # The smallest fraction of the recomputation time that a plan without recomputation has saved so far.
+        self._saved_fraction = 1.0
         self._search: RematSearch | None = None
         self._plan: LayerPlan | None = None
         self._began, self.seconds = time.monotonic(), 0.0
 
     def run(self) -> None:
-        """Walks to the end; `stopped` says why it ended early."""
+        """Searches until the walk is finished or stopped. `stopped` then has the reason."""
         try:
             self._walk()
         except Stopped as reason:
             self.stopped = str(reason)
-        except KeyboardInterrupt:  # between two compiles
+        except KeyboardInterrupt:  # Ctrl-C between two compiles
             self.stopped = "Ctrl-C"
         self.seconds = time.monotonic() - self._began
 
     # ---- one variant -------------------------------------------------------------------------------------------
 
     def record(self, stage: str, keys: Mapping[str, str], answer: Mapping[str, Any], plan: str = "") -> Step:
-        """Adds a variant to the walk, once, and updates `best` and `tightest`. Returns its step.
+        """Adds a compiled variant to the walk, updates `best` and `tightest`, and returns its step. A variant is added
+        only once.
 
-        answer: the worker's. plan: the tensors that it keeps, in words.
+        Args:
+            stage: the stage of the search.
+            keys: the config keys of the variant.
+            answer: the worker's answer.
+            plan: the tensors that the variant saves, in words.
         """
         known = next((step for step in self.steps if step.keys == keys), None)
         if known is not None:
             return known
-        what = ", ".join(filter(None, (words(keys, self.space), plan)))
+        what = ", ".join(filter(None, (describe_variant(keys, self.space), plan)))
         if answer["status"] != "ok":
             step = Step(stage, what, keys, answer, False, f"cannot run: {answer['status']}")
         else:
-            step = judged(stage, what, keys, answer, self.budget, self.trials)
+            step = judge_variant(stage, what, keys, answer, self.budget, self.trials)
             if step.fits:
                 step = self._compared_with_best(step)
             if self.tightest is None or self._missing(step) < self._missing(self.tightest):
@@ -95,7 +107,7 @@ class Walk:
         return step
 
     def _compared_with_best(self, step: Step) -> Step:
-        """Returns a step that fits with its verdict; it becomes the best if it is."""
+        """Returns a variant that fits with its final verdict, and makes it the best variant if it is preferred."""
         fitting = [*(other for other in self.steps if other.fits), step]
         tied, chosen = ranking.ties(fitting, _seconds), preferred(fitting)
         verdict = "fits, a tie" if len(tied) > 1 and any(other is step for other in tied) else "fits"
@@ -107,17 +119,20 @@ class Walk:
 
     @property
     def ties(self) -> list[Step]:
-        """The variants that fit and are predicted to be as fast as the choice, without the choice."""
+        """The variants that fit and are predicted to be as fast as the best, without the best."""
         fitting = [step for step in self.steps if step.fits]
         return [step for step in ranking.ties(fitting, _seconds) if step is not self.best]
 
     def _missing(self, step: Step) -> float:
-        """Returns the bytes that a step needs beyond the budgets of device and host."""
+        """Returns the bytes that a variant needs beyond the budgets of device and host."""
         return max(step.allocated - self.budget, 0) + max(step.answer["host_bytes"] - self.trials.host_budget, 0)
 
     def _try_all(self, tries: Sequence[tuple[str, Mapping[str, str], str]]) -> list[Step]:
-        """Compiles (stage, keys, plan in words) together, and records them; if the search is stopped, those that are
-        finished."""
+        """Compiles variants together, records them and returns their steps. If the search is stopped, the finished
+        ones are recorded.
+
+        tries: triples of stage, config keys, and the plan in words.
+        """
         steps = []
         try:
             self.trials.compile([keys for _, keys, _ in tries])
@@ -143,12 +158,12 @@ class Walk:
             tries.append(("mesh", {**smallest, **remat_keys(FULL)}, FULL))
         self._try_all(tries)
         for number, squeeze in enumerate(space.squeezes()):
-            if number and self.best is not None and not squeeze.beside:
+            if number and self.best is not None and not squeeze.always:
                 break
             self._squeezed(squeeze, base, meshes)
             if self.best is not None:
                 continue
-            # Only the smallest meshes are squeezed further: the others hold more.
+            # Further savings are tried only on the meshes that need the least memory.
             ran = [step for step in self.steps if step.ok and step.stage == "mesh"]
             small = sorted(ran, key=lambda step: step.allocated)[:MAX_MESHES]
             meshes = [mesh for mesh in meshes if any(mesh.items() <= step.keys.items() for step in small)] or meshes
@@ -156,7 +171,8 @@ class Walk:
             self._neighbours()
 
     def _squeezed(self, squeeze: Squeeze, base: Keys, meshes: Sequence[Keys]) -> None:
-        """Looks for plans under a squeeze on each mesh that can still be the fastest, the most promising first."""
+        """Looks for plans with some memory savings, on each mesh that can still become the fastest, the most promising
+        mesh first."""
         stage = "mesh" if squeeze is self.space.squeezes()[0] else "squeeze"
         starts = []
         for mesh in meshes:
@@ -168,7 +184,7 @@ class Walk:
         for number, step in enumerate(steps):
             if step.ok and self._can_fit(step, squeeze):
                 ranked.append((self.bound(step), number))
-        # Meshes are compared at their smallest micro-batch: a larger one pays on all of them.
+        # Meshes are compared at their smallest micro-batch, because a larger micro-batch is faster on every mesh.
         to_beat = math.inf if self.best is None else self.best.seconds
         for bound, number in sorted(ranked):
             mesh, start = starts[number]
@@ -176,8 +192,10 @@ class Walk:
                 to_beat = min(to_beat, self._grow_micro_batch(squeeze, base, mesh, to_beat))
 
     def _can_fit(self, step: Step, squeeze: Squeeze) -> bool:
-        """Returns whether a plan may fit on the mesh of `step`, which recomputes everything: the step fits, or it would
-        fit with its block inputs in host memory."""
+        """Returns whether some plan may fit on the mesh of `step`, which recomputes everything.
+
+        This is the case if the step fits, or if it would fit with its block inputs in host memory.
+        """
         if step.fits:
             return True
         over = step.allocated - self.budget
@@ -186,59 +204,62 @@ class Walk:
         return moves and over <= step.answer["residual_bytes"] and max(over, 0) <= room
 
     def _sizes(self, squeeze: Squeeze, mesh: Keys) -> list[int]:
-        """Returns the micro-batches to try on a mesh, smallest first."""
+        """Returns the micro-batches to try on a mesh, smallest first, in sequences per device."""
         sizes = self.space.micros(mesh)
         if self.space.schedule(mesh) and squeeze.activations and not squeeze.keys:
-            return []  # stages keep their stash on the device
-        if squeeze.whole:
+            return []  # pipeline stages cannot move their saved activations to host memory
+        if squeeze.one_micro_batch:
             sizes = [size for size in sizes if self.space.sequences == size * self.space.ranks(mesh)]
         return sizes
 
     def bound(self, step: Step) -> float:
-        """Returns a lower bound of the seconds per update of plans with the same mesh and micro-batch: those of `step`,
-        which recomputes everything, without its recomputation."""
-        return step.seconds - min(self._saved_share * ALIKE, 1.0) * self._recompute_seconds(step)
+        """Returns a lower bound of the seconds per update for all plans with the mesh and micro-batch of `step`.
+
+        `step` recomputes everything. The bound is its predicted time without the recomputation.
+        """
+        return step.seconds - min(self._saved_fraction * ALIKE, 1.0) * self._recompute_seconds(step)
 
     def _recompute_seconds(self, step: Step) -> float:
         return step.prediction.by_phase.get("recompute", 0.0) if step.prediction else 0.0
 
-    def _update_saved_share(self, full: Step, plan: Step) -> None:
-        """Learns from a plan without recomputation which share of `full`'s recomputation time it saves: keeping tensors
-        takes time too."""
+    def _update_saved_fraction(self, full: Step, plan: Step) -> None:
+        """Updates the fraction of `full`'s recomputation time that a plan without recomputation saves. It is less than
+        1, because saving tensors takes time too."""
         recompute = self._recompute_seconds(full)
         if recompute and not plan.answer["recompute_flops_fraction"]:
-            self._saved_share = min(self._saved_share, (full.seconds - plan.seconds) / recompute)
+            self._saved_fraction = min(self._saved_fraction, (full.seconds - plan.seconds) / recompute)
 
     def _grow_micro_batch(self, squeeze: Squeeze, base: Keys, mesh: Keys, to_beat: float) -> float:
-        """Finds the least recomputation for larger and larger micro-batches, while the larger one is faster.
+        """Finds the least recomputation for larger and larger micro-batches, as long as a larger one is faster.
 
-        to_beat: seconds per update that the smallest micro-batch has to beat. Returns the seconds of the smallest
-        micro-batch, infinity if it does not fit.
+        to_beat: the seconds per update that the smallest micro-batch has to beat.
+
+        Returns the seconds per update of the smallest micro-batch; infinity if it does not fit.
         """
-        found: list[float] = []  # seconds per update, one for each micro-batch
+        seconds_by_size: list[float] = []  # seconds per update of each micro-batch so far
         for size in self._sizes(squeeze, mesh):
             keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
             full = self._try_all([("micro", {**keys, **remat_keys(FULL)}, FULL)])[0]
             if not full.ok or not self._can_fit(full, squeeze):
                 break
             best = self.best
-            limit = best.seconds if found and best is not None else to_beat
+            limit = best.seconds if seconds_by_size and best is not None else to_beat
             if self.bound(full) < limit * (1 - TIE):
                 seconds = self._least_recomputation(keys, squeeze.activations)
-            elif best is not None and _same(best.keys, keys):  # the best has this very micro-batch already
+            elif best is not None and _same(best.keys, keys):  # the best variant already has this micro-batch
                 seconds = best.seconds
             else:
                 break
-            if seconds is None or (found and seconds >= found[-1] * (1 - TIE)):
+            if seconds is None or (seconds_by_size and seconds >= seconds_by_size[-1] * (1 - TIE)):
                 break
-            found.append(seconds)
-        return found[0] if found else math.inf
+            seconds_by_size.append(seconds)
+        return seconds_by_size[0] if seconds_by_size else math.inf
 
     def _least_recomputation(self, keys: Keys, activations: bool) -> float | None:
-        """Returns the predicted seconds per update of a variant with the least recomputation that fits; None if no plan
-        fits.
+        """Returns the predicted seconds per update of a variant with the least recomputation that fits; None if no
+        plan fits.
 
-        activations: whether tensors of blocks may go to host memory.
+        activations: whether tensors of blocks may be moved to host memory.
         """
 
         def record(tried: CompiledPlan) -> None:
@@ -248,13 +269,13 @@ class Walk:
         try:
             moves = activations and not self.space.schedule(keys)
             search = self.trials.search(keys, offload=moves, tell=record)
-        except ReportError as error:  # it compiles, but nothing is known of its blocks
-            self.record("remat", keys, {"status": str(error)}, "what to keep")
+        except ReportError as error:  # the variant compiles, but its blocks cannot be described
+            self.record("remat", keys, {"status": str(error)}, "search for a plan")
             return None
-        found = search.run(self.budget, most=MAX_PLANS, at_once=2).best
-        if found is None:
+        cheapest = search.run(self.budget, most=MAX_PLANS, at_once=2).best
+        if cheapest is None:
             return None
-        chosen = {**keys, **plan_keys(found.plan)}
+        chosen = {**keys, **plan_keys(cheapest.plan)}
         step = next(step for step in self.steps if step.keys == chosen)
         best = self.best.keys if self.best else None
         for tried in search.tried.values():
@@ -262,11 +283,11 @@ class Walk:
                 self._search, self._plan = search, tried.plan
                 break
         full = next(one for one in self.steps if one.keys == {**keys, **remat_keys(FULL)})
-        self._update_saved_share(full, step)
+        self._update_saved_fraction(full, step)
         return step.seconds
 
     def _without_remat(self, base: Keys, meshes: Sequence[Keys]) -> None:
-        """Walks without the lever `remat`: meshes and micro-batches, under the config's own policy."""
+        """Searches without the lever `remat`: tries meshes and micro-batches with the config's own remat policy."""
         for squeeze in self.space.squeezes():
             for mesh in meshes:
                 before: float | None = None
@@ -280,7 +301,8 @@ class Walk:
                 return
 
     def _neighbours(self) -> None:
-        """Tries plans that keep one more name than the best; continues from such a plan if it fits and is faster."""
+        """Tries plans that save one more tensor than the best plan. If one fits and is faster, the search continues
+        from it."""
         for _ in range(MAX_NEIGHBOURS):
             before, search, plan = self.best, self._search, self._plan
             if search is None or plan is None or before is None:
@@ -308,8 +330,8 @@ class Walk:
 
 
 def preferred(steps: Sequence[Step]) -> Step | None:
-    """Returns the fastest step; of ties, the one that recomputes and allocates less (`compare_rows.thrift`); None if
-    there is no step."""
+    """Returns the fastest variant; None if there is none. Ties are decided by `compare_rows.thrift`: less
+    recomputation, then less memory."""
     return ranking.preferred(steps, _seconds, lambda step: step.thrift)
 
 
@@ -318,12 +340,12 @@ def _seconds(step: Step) -> float:
 
 
 def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
-    """Returns whether `keys` without those of remat are the variant."""
+    """Returns whether `keys` without the remat keys equal `variant`."""
     return {key: text for key, text in keys.items() if not key.startswith("remat.")} == dict(variant)
 
 
 def _with_name(plan: LayerPlan, name: str, graph: LayerGraph, rates: RecomputeRates) -> LayerPlan:
-    """Returns the plan with one more name kept on the device by every layer. Ranges that offload tensors stay
+    """Returns the plan in which every layer saves one more tensor on the device. Ranges that offload tensors stay
     unchanged."""
     ranges: list[tuple[KeepPattern, int]] = []
     for pattern, count in plan.ranges:

@@ -1,6 +1,7 @@
-"""Our predictions against what real GPUs measured.
+"""Compares our predictions with published measurements on real GPUs.
 
-In: rows that other projects measured (`data/`, facts with their sources) and the configs of ours nearest to them
-(`setups_*`). Out: predicted and measured seconds and bytes with their scores. Start at `measured_rows`, which has the
-sets by name; `validation_runs` compiles them, one file a row; `validation_score` compares.
+Input: rows that other projects measured (`data/`, with their sources), and for each row the config that comes nearest
+to the measured program (`setups_*`). Output: predicted and measured seconds and bytes, with scores. Start at
+`measured_rows`, which lists the sets of rows; `validation_runs` compiles the rows, and `validation_score` compares
+them.
 """

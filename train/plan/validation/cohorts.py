@@ -1,7 +1,8 @@
-"""Scores over all models: of rows of one quality and vintage, or of one source. Pure.
+"""Scores over all models: for rows of one quality and age, or for rows of one source.
 
-Rows with the same program of ours (a run measured twice, or setups that our configs do not distinguish) share the
-weight of one row, so that a program that was measured often does not decide a share or a median.
+Rows that have the same program (a run that was measured twice, or setups that our configs do not distinguish) share
+the weight of one row, so that a program that was measured often does not dominate a fraction or a median. This module
+compiles nothing.
 """
 
 from __future__ import annotations
@@ -13,21 +14,25 @@ from collections.abc import Callable, Iterable, Sequence
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
 from bytescope.train.plan.validation.validation_score import WITHIN, ScoredRun
 
-# How far bytes may be from the measured ones, as ours/measured.
+# Name of a range -> minimum and maximum ratio of our bytes to the measured bytes.
 BYTES_WITHIN = {"within 10 %": (0.9, 1.1), "within 15 %": (0.85, 1.15)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Cohort:
-    """The scores of pooled rows.
+    """The scores of rows that are pooled over all models.
 
-    Fields:
-        name: of the cohort or the source. rows: number of rows with seconds. programs: number of their programs.
-        within: share of programs whose predicted/measured seconds are in `validation_score.WITHIN`. median, least,
-            most: of predicted/measured seconds; None without a row.
-        bytes_rows, bytes_programs: the same numbers for rows with bytes. bytes_are: what was measured. bytes_within:
-            share of programs for each range of `BYTES_WITHIN`. bytes_below: share of programs with ours/measured bytes
-            of at most 1. bytes_median, bytes_least, bytes_most: of ours/measured bytes.
+    Attributes:
+        name: the name of the cohort or the source.
+        rows: number of rows with measured seconds.
+        programs: number of different programs of these rows.
+        within: fraction of the programs whose predicted/measured seconds are in `validation_score.WITHIN`.
+        median, least, most: median, minimum and maximum of predicted/measured seconds; None without rows.
+        bytes_rows, bytes_programs: number of rows with measured bytes, and of their different programs.
+        bytes_are: what the measured bytes count.
+        bytes_within: for each range of `BYTES_WITHIN`, the fraction of programs in the range.
+        bytes_below: fraction of programs whose ratio of our bytes to the measured bytes is at most 1.
+        bytes_median, bytes_least, bytes_most: median, minimum and maximum of this ratio.
     """
 
     name: str
@@ -48,12 +53,12 @@ class Cohort:
 
 
 def by_cohort(scored: Iterable[ScoredRun]) -> list[Cohort]:
-    """Returns the scores by `MeasuredRow.cohort`, sorted by name, without the rows that have none."""
+    """Returns the scores for each `MeasuredRow.cohort`, sorted by name. Rows without a cohort are left out."""
     return _by(scored, lambda row: row.cohort)
 
 
 def by_source(scored: Iterable[ScoredRun]) -> list[Cohort]:
-    """Returns the scores by source, of rows that have a cohort."""
+    """Returns the scores for each source, sorted by name. Rows without a cohort are left out."""
     return _by(scored, lambda row: row.source_id if row.cohort else "")
 
 
@@ -68,7 +73,7 @@ def _by(scored: Iterable[ScoredRun], key: Callable[[MeasuredRow], str]) -> list[
 
 def _cohort(name: str, some: Sequence[ScoredRun]) -> Cohort:
     seconds = [(_program(one), one.ratio) for one in some if one.ratio]
-    held = [(_program(one), one.bytes_ratio) for one in some if one.bytes_ratio]
+    sizes = [(_program(one), one.bytes_ratio) for one in some if one.bytes_ratio]
     return Cohort(
         name,
         len(seconds),
@@ -76,13 +81,13 @@ def _cohort(name: str, some: Sequence[ScoredRun]) -> Cohort:
         share_within(seconds, WITHIN),
         median(seconds),
         *_ends(seconds),
-        len(held),
-        len(dict(held)),
+        len(sizes),
+        len(dict(sizes)),
         " or ".join(sorted({one.row.bytes_are for one in some if one.bytes_ratio} - {""})),
-        tuple(share_within(held, within) or 0.0 for within in BYTES_WITHIN.values()) if held else (),
-        share_within(held, (0.0, 1.0)),
-        median(held),
-        *_ends(held),
+        tuple(share_within(sizes, within) or 0.0 for within in BYTES_WITHIN.values()) if sizes else (),
+        share_within(sizes, (0.0, 1.0)),
+        median(sizes),
+        *_ends(sizes),
     )
 
 
@@ -96,13 +101,16 @@ def _ends(pairs: Sequence[tuple[str, float]]) -> tuple[float | None, float | Non
 
 
 def weights(programs: Sequence[str]) -> list[float]:
-    """Returns the weight of each row: one over the number of rows of its program."""
+    """Returns the weight of each row: 1 divided by the number of rows with the same program."""
     counts = Counter(programs)
     return [1 / counts[program] for program in programs]
 
 
 def share_within(pairs: Sequence[tuple[str, float]], within: tuple[float, float]) -> float | None:
-    """Returns the share of programs whose ratio is in a range, inclusive. pairs: (program, ratio); None without any."""
+    """Returns the fraction of programs whose ratio is in the range `within`, inclusive; None without pairs.
+
+    pairs: one (program, ratio) per row.
+    """
     if not pairs:
         return None
     parts = weights([program for program, _ in pairs])
@@ -111,24 +119,28 @@ def share_within(pairs: Sequence[tuple[str, float]], within: tuple[float, float]
 
 
 def median(pairs: Sequence[tuple[str, float]]) -> float | None:
-    """Returns the median of the ratios of (program, ratio), each program with weight one; None without one."""
+    """Returns the median ratio, in which each program has weight one; None without pairs.
+
+    pairs: one (program, ratio) per row.
+    """
     return quantile(pairs, 0.5)
 
 
 def quantile(pairs: Sequence[tuple[str, float]], at: float) -> float | None:
-    """Returns the ratio below which a share `at` of the programs is; None without a pair.
+    """Returns the quantile `at` (0 to 1) of the ratios, in which each program has weight one; None without pairs.
 
-    It is interpolated between the middles of their weights; with one row for each program this is numpy's `hazen`.
+    pairs: one (program, ratio) per row. The result is interpolated between the midpoints of the weights, which equals
+    numpy's method `hazen` if each program has one row.
     """
     if not pairs:
         return None
     rows = sorted(zip([ratio for _, ratio in pairs], weights([program for program, _ in pairs]), strict=True))
-    place, done, before = at * sum(part for _, part in rows), 0.0, None
+    position, done, before = at * sum(part for _, part in rows), 0.0, None
     for ratio, part in rows:
         middle = done + part / 2
-        if place <= middle:
+        if position <= middle:
             if before is None:
                 return ratio
-            return before[1] + (ratio - before[1]) * (place - before[0]) / (middle - before[0])
+            return before[1] + (ratio - before[1]) * (position - before[0]) / (middle - before[0])
         done, before = done + part, (middle, ratio)
     return rows[-1][0]

@@ -1,6 +1,7 @@
-"""Rows that other projects measured: one row, the sets of them by name, and how tables and decoders become rows.
+"""Rows that other projects measured: the record of one row, the sets of rows, and the conversion from tables.
 
-The tables are data/NAME.csv. `setups_NAME.py` says each row of set NAME as a config of ours, or why none does.
+The tables are data/NAME.csv. `setups_NAME.py` gives for each row of set NAME the nearest config, or the reason why
+there is none.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.units import GIB
 
-# A row of a table, and its setup: base config and overrides, or the reason why there is none.
+# A row of a table. A setup is the base config with its overrides, or the reason why no config can describe the row.
 Fact = Mapping[str, str]
 Setup = tuple[str, Mapping[str, str]] | str
-# Rows on more devices are not compiled: the compile time is out of proportion to what a row adds.
+# Rows on more devices are not compiled, because their compile time is too long.
 MAX_GPUS = 512
 
-# Set -> what it holds, in a line; `setups_NAME.py` has its rows.
+# Name of a set -> its content in one line. `setups_NAME.py` has its rows.
 SETS: Mapping[str, str] = {
     "playbook": "the Ultra-Scale Playbook's own runs of nanotron on 8, 32 and 64 H100",
     "jax": "MaxText, Pax, Alpa and UvA's tutorial on A5000, V100, A100, H100, H200 and B200",
@@ -32,26 +33,32 @@ SETS: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredRow:
-    """One run that somebody measured.
+    """One run that another project measured.
 
-    Fields:
-        set, id: name of the set and of the row in it. model, chip, gpus: what was trained, and on what.
-        config, overrides (dotted key -> text), target: what compiles our nearest program; empty if there is none.
-        measured_seconds: of an update. measured_bytes: of one device. None if the source does not state it.
-        quality: "A": read from a table, log or script with a known setup; "B": one or two facts are derived; "C": from
+    Attributes:
+        set, id: the name of the set, and the row's id in the set.
+        model, chip, gpus: the model that was trained, the type of GPU, and the number of GPUs.
+        config, overrides, target: the config, overrides (dotted key -> text) and target of our nearest program; empty
+            if there is none.
+        measured_seconds: seconds per update; None if the source does not state them.
+        measured_bytes: bytes on one device; None if the source does not state them.
+        quality: "A": read from a table, log or script with a known setup. "B": one or two facts are derived. "C": from
             prose.
-        source: where the figures were read. reason: why the row is not compiled or not scored; "" if it is.
+        source: where the figures were read.
+        reason: why the row is not compiled or not scored; "" if it is.
         setup: the differences from other rows of the model, in words.
-        tensor: size of the tensor-parallel group. stages: number of pipeline stages.
-        launch_seconds: minimum seconds that the measured framework's host needs to launch the update; 0 if launches
-            were not the bound, or are unknown. Our programs have no such minimum.
-        host_bound: whether launches set the pace, so that the row says nothing of the device; None if unknown.
-        network: a key of `seconds.achieved.NETWORKS` for the links between hosts; "" for the chip's own.
-        differs: known differences between the measured run and the predicted one, in words.
+        tensor: size of the tensor-parallel group.
+        stages: number of pipeline stages.
+        launch_seconds: minimum seconds that the measured framework's host needs to launch the kernels of an update; 0
+            if launches were not the limit, or are unknown. Our programs have no such minimum.
+        host_bound: whether kernel launches determine the seconds, so that the row says nothing about the device; None
+            if unknown.
+        network: a key of `seconds.achieved.NETWORKS` for the links between hosts; "" for the chip's default.
+        differs: known differences between the measured run and our program, in words.
         bytes_are: what `measured_bytes` counts: "reserved" (an upper bound of the bytes needed), "allocated" or "".
         bytes_reason: why our bytes are not compared with `measured_bytes`; "" if they are.
-        cohort: name of the rows, over all models, that are scored together, such as one quality and vintage; "" if the
-            row is scored with its model and number of GPUs only.
+        cohort: the name of the rows, over all models, that are scored together, for example by quality and age; "" if
+            the row is scored only with its model and number of GPUs.
     """
 
     set: str
@@ -80,26 +87,28 @@ class MeasuredRow:
 
     @property
     def source_id(self) -> str:
-        """The source's short name."""
+        """The short name of the source."""
         return self.source.partition(":")[0]
 
 
 def rows(name: str) -> tuple[MeasuredRow, ...]:
-    """Returns the rows of a set. Raises ReportError for a set that does not exist."""
+    """Returns the rows of a set. Raises ReportError for an unknown set."""
     if name not in SETS:
-        raise ReportError(f"no set {name!r}: {remedy_for(name, SETS)}")
+        raise ReportError(f"unknown set of measured rows {name!r}: {remedy_for(name, SETS)}")
     return importlib.import_module(f"bytescope.train.plan.validation.setups_{name}").rows()
 
 
 def facts(name: str) -> list[Fact]:
-    """Returns the rows of the table data/NAME.csv, in order; the id of a row is its number there."""
+    """Returns the rows of the table data/NAME.csv, in order. The id of a row is its index."""
     table = resources.files("bytescope.train.plan.validation") / "data" / f"{name}.csv"
     return list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline="")))
 
 
 def shape(fact: Fact) -> dict[str, str]:
-    """Returns the overrides for model, sequence and batch of a row. All logits are one array (`loss.kind=full`), as in
-    the measured programs."""
+    """Returns the config overrides for the model, sequence length and batch of a row.
+
+    `loss.kind=full` computes all logits as one array, as the measured programs do.
+    """
     heads, width = int(fact["heads"]), int(fact["hidden"])
     return {
         "model.n_layers": fact["layers"],
@@ -117,36 +126,42 @@ def shape(fact: Fact) -> dict[str, str]:
     }
 
 
-def refused(fact: Fact) -> str:
-    """Returns the reason why a row, of any source, is not compared; "" if there is none."""
+def reason_not_compared(fact: Fact) -> str:
+    """Returns the reason why a row of any source is not compared; "" if it is compared."""
     if fact["status"] != "ok":
         return f"nothing was measured: {fact['status']}"
     if not (fact["step_s"] or fact["mem_gib"]):
         return "neither time nor bytes are stated"
     if fact["quality"] == "C":
-        return "second hand, or a figure of a text: not to be scored against"
+        return "the figure is second-hand or from prose, too uncertain for a score"
     if "fp8" in fact["precision"]:
-        return "8-bit products of a library, one scale an array: ours scales tiles of 128, in a kernel of its own"
+        return "fp8 matmuls of a library with one scale per array; ours scale tiles of 128 in their own kernel"
     if not fact["n_gpus"].isdigit():
         return "the number of GPUs is not stated"
     if int(fact["n_gpus"]) > MAX_GPUS:
-        return f"over {MAX_GPUS} devices: smaller runs of the same are compared"
+        return f"more than {MAX_GPUS} devices; smaller runs of the same model are compared"
     return ""
 
 
 def target(chip: str, gpus: int, per_host: int) -> str:
-    """Returns the target of so many GPUs: part of a host, or several whole hosts."""
+    """Returns the name of the target with this number of GPUs: a part of one host, or several whole hosts."""
     return f"{chip}:{gpus}" if gpus <= per_host else f"{chip}:{gpus // per_host}x{per_host}"
 
 
 def row_of(
-    name: str, number: int, fact: Fact, said: Setup, chip: str, gpus: int, per_host: int, **more: Any
+    name: str, number: int, fact: Fact, nearest: Setup, chip: str, gpus: int, per_host: int, **more: Any
 ) -> MeasuredRow:
-    """Returns the row of a table as a measured run.
+    """Returns the measured row for a row of a table.
 
-    name: of the set. said: config and overrides, or the reason why there are none. more: other fields of the row.
+    Args:
+        name: the name of the set.
+        number: the index of the row in the table.
+        nearest: the config and overrides of our nearest program, or the reason why there is none.
+        chip: the type of GPU.
+        per_host: number of GPUs per host.
+        more: other fields of the measured row.
     """
-    config, overrides = ("", {}) if isinstance(said, str) else said
+    config, overrides = ("", {}) if isinstance(nearest, str) else nearest
     return MeasuredRow(
         set=name,
         id=str(number),
@@ -160,6 +175,6 @@ def row_of(
         measured_bytes=int(float(fact["mem_gib"]) * GIB) if fact["mem_gib"] else None,
         quality=fact["quality"],
         source=f"{fact['source_id']}: {fact['source_url']}",
-        reason=said if isinstance(said, str) else "",
+        reason=nearest if isinstance(nearest, str) else "",
         **more,
     )

@@ -1,9 +1,9 @@
-"""What JAX took on GPUs, measured by others, and the nearest that a config of ours says of each run.
+"""Published measurements of JAX on GPUs, each with the config that comes nearest to the measured program.
 
-The rows are those of `data/jax.csv`; a row's id is its number there. What a table leaves open was read in the code and
-the launch scripts of its project, which the functions below name. Beside what they say our programs share with the
-measured ones that masters and moments are float32, products and gradients narrow, the logits one array, and the update
-AdamW's. Other than ours: XLA is of the vintage of the run, and schedules of dgxc were guided by a profile.
+The rows are those of `data/jax.csv`; the id of a row is its index. Facts that a table does not state were read in the
+code and the launch scripts of its project, which the functions below name. In addition, the measured programs have in
+common with ours float32 master parameters and moments, 16-bit matmuls and gradients, logits in one array, and AdamW.
+They differ from ours in two ways: XLA is as old as the run, and the schedules of dgxc were guided by a profile.
 """
 
 from __future__ import annotations
@@ -11,10 +11,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from bytescope.train.plan.validation.measured_rows import Fact, MeasuredRow, Setup, facts, refused, row_of, shape
+from bytescope.train.plan.validation.measured_rows import (
+    Fact,
+    MeasuredRow,
+    Setup,
+    facts,
+    reason_not_compared,
+    row_of,
+    shape,
+)
 
 NAME = "jax"
-# The first of these words that the column `gpu` has -> chip, devices of a host.
+# The first of these words that the column `gpu` contains -> (chip, devices per host).
 _CHIPS = {
     "GB200": ("", 4),
     "B200": ("b200", 8),
@@ -26,21 +34,21 @@ _CHIPS = {
 }
 
 
-# Sources of which a later release was measured too.
+# Sources whose later release was measured too.
 OLDER = ("pax_2023-08", "pax_2023-07-oldest", "dgxc_l2_70b_old")
-# What is likely to part a prediction from what was measured -> whether it holds of a row and its chip.
+# Likely reason for a difference between prediction and measurement -> whether the reason applies to a row and its chip.
 DIFFERS: Mapping[str, Callable[[Fact, str], bool]] = {
     "an older release, which was up to 1.6 times slower than the next one": lambda fact, chip: (
         fact["source_id"] in OLDER
     ),
-    "Transformer Engine or not is one program of ours, since its attention is unfused either way": lambda fact, chip: (
-        fact["model"] == "gpt-126m"
+    "our program is the same with and without Transformer Engine, because attention is unfused in both": (
+        lambda fact, chip: fact["model"] == "gpt-126m"
     ),
-    "network: replicas over hosts of GCP's A3, whose links (GPUDirect-TCPX) nobody of our sources "
+    "network: replicas over hosts of GCP's A3, whose links (GPUDirect-TCPX) none of our sources "
     "measured": lambda fact, chip: fact["source_id"] == "maxtext_a3_l2_7b" and int(fact["n_gpus"]) > 8,
-    "in bfloat16 with whole recomputation it would have run at about 80 % of the data sheet: less "
-    "recomputed, or fp8": lambda fact, chip: chip == "b200",
-    "an A5000 in a notebook: its clock, and most rates, are carried over from other chips": lambda fact, chip: (
+    "in bfloat16 with full recomputation the run would have reached about 80 % of the data sheet's FLOP/s; it "
+    "probably recomputed less, or used fp8": lambda fact, chip: chip == "b200",
+    "an A5000 in a notebook: its clock rate and most other rates are taken from other chips": lambda fact, chip: (
         chip == "a5000"
     ),
 }
@@ -48,39 +56,45 @@ DIFFERS: Mapping[str, Callable[[Fact, str], bool]] = {
 
 @functools.cache
 def rows() -> tuple[MeasuredRow, ...]:
-    """Every row of the table, in its order."""
+    """Returns all rows of the table, in order."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
 def _row(number: int, fact: Fact) -> MeasuredRow:
-    chip, per_host = next((found for word, found in _CHIPS.items() if word in fact["gpu"]), ("", 8))
+    chip, per_host = next((entry for word, entry in _CHIPS.items() if word in fact["gpu"]), ("", 8))
     gpus = int(fact["n_gpus"] or 0)
-    said = refused(fact) or SETUPS.get(fact["source_id"], _because("no decoder of ours"))(fact)
+    unknown = _because("the model is not a decoder that a config can describe")
+    nearest = reason_not_compared(fact) or SETUPS.get(fact["source_id"], unknown)(fact)
     return row_of(
         NAME,
         number,
         fact,
-        said,
+        nearest,
         chip,
         gpus,
         per_host,
         setup=" ".join(filter(None, (fact["precision"], fact["parallelism"], fact["remat"]))),
-        tensor=int("1" if isinstance(said, str) else said[1].get("mesh.tensor", "1")),
+        tensor=int("1" if isinstance(nearest, str) else nearest[1].get("mesh.tensor", "1")),
         bytes_are="allocated" if fact["mem_gib"] else "",
-        bytes_reason=BYTES.get(fact["source_id"], _compared)(fact) if fact["mem_gib"] else "",
+        bytes_reason=BYTES.get(fact["source_id"], _no_reason)(fact) if fact["mem_gib"] else "",
         cohort=f"{fact['quality']}, {'older' if fact['source_id'] in OLDER else 'newest'}",
         differs=_differs(fact, chip),
     )
 
 
 def _differs(fact: Fact, chip: str) -> str:
-    """What is likely to part a prediction from the row, the first that holds."""
+    """Returns the first likely reason for a difference between prediction and measurement that applies to the row; ""
+    for none."""
     return next((why for why, holds in DIFFERS.items() if holds(fact, chip)), "")
 
 
 def _maxtext_7b(fact: Fact) -> Setup:
-    """JAX-Toolbox's and GCP's scripts: layers unrolled, sharded within a host, a replica on each. `minimal_flash` and
-    `minimal_with_context` keep products with weights and what attention made (MaxText, layers/decoders.py)."""
+    """Returns the config for MaxText 7B with the scripts of JAX-Toolbox and GCP.
+
+    Layers are unrolled, and parameters are sharded within a host, with one replica per host. The policies
+    `minimal_flash` and `minimal_with_context` save the outputs of matmuls with weights and the output of attention
+    (MaxText, layers/decoders.py).
+    """
     return "llama_8b", shape(fact) | {
         "remat.policy": "minimal",
         "model.scan": "False",
@@ -90,9 +104,10 @@ def _maxtext_7b(fact: Fact) -> Setup:
     }
 
 
-# What policies of MaxText keep (layers/decoders.py), by our names: queries and keys carry theirs after the rotation.
+# MaxText's remat policy (layers/decoders.py) -> our names of the tensors that it saves. MaxText names queries and keys
+# after the rotation.
 _PROJECTIONS = "'q_rot','k_rot','v','attn_out'"
-_KEPT = {
+_SAVED = {
     "save_dot_except_mlpwi": f"({_PROJECTIONS},'mlp_out')",
     "save_dot_except_mlp": f"({_PROJECTIONS})",
     "save_dot_with_context_except_mlp": f"({_PROJECTIONS},'context')",
@@ -100,15 +115,18 @@ _KEPT = {
 
 
 def _maxtext_70b(fact: Fact) -> Setup:
-    """dgxc-benchmarking (maxtext/configure.sh, README_70b.md) and gpu-recipes: layers scanned, and a loop whose
-    collectives XLA pipelines, so that a layer's parameters come while the one before it computes: `mesh.prefetch`."""
+    """Returns the config for MaxText 70B with dgxc-benchmarking (maxtext/configure.sh, README_70b.md) or gpu-recipes.
+
+    Layers are scanned. XLA pipelines the collectives of the loop, so that the parameters of a layer are gathered while
+    the layer before it computes; this is `mesh.prefetch`.
+    """
     replicas = next((part.removeprefix("dcn_dp") for part in fact["parallelism"].split(" x ") if "dcn_dp" in part), "1")
     policy = fact["remat"].partition(":")[0].split()[-1:]
-    if not policy or policy[0] not in _KEPT:
+    if not policy or policy[0] not in _SAVED:
         return _NO_REMAT
     return "llama_8b", shape(fact) | {
         "remat.policy": "custom",
-        "remat.save": _KEPT[policy[0]],
+        "remat.save": _SAVED[policy[0]],
         "xla.latency_hiding": "on",
         "mesh.prefetch": "1",
         "mesh.data": replicas,
@@ -117,21 +135,23 @@ def _maxtext_70b(fact: Fact) -> Setup:
 
 
 def _maxtext_b200(fact: Fact) -> Setup:
-    """gpu-recipes: fully sharded, layers scanned and recomputed."""
+    """Returns the config for MaxText on B200 with gpu-recipes: fully sharded, layers scanned and recomputed."""
     return "llama_8b", shape(fact) | {"remat.policy": "full", "xla.latency_hiding": "on", "mesh.prefetch": "1"}
 
 
-# Pax, paxml/contrib/gpu/scripts_gpu/configs.py. 126M has no repeated layers, and what is not repeated is not
-# checkpointed. GPT5B alone sets SAVE_DOT_WITH_NO_BATCH_DIM; GPT175B, derived from 126M, has the default of
-# tasks/lm/model_params.py, SAVE_NOTHING. The table's column is wrong there: what it says needs 264 GiB of a device.
+# Remat policies of Pax (paxml/contrib/gpu/scripts_gpu/configs.py). The layers of 126M are not repeated, and Pax
+# checkpoints only repeated layers. Only GPT5B sets SAVE_DOT_WITH_NO_BATCH_DIM. GPT175B is derived from 126M and has the
+# default of tasks/lm/model_params.py, SAVE_NOTHING. The policy that the table states for GPT175B is wrong: it would
+# need 264 GiB on a device.
 _PAX_REMAT = {"gpt-126m": "none", "gpt-5b": "dots_no_batch", "gpt-175b": "full"}
 _PAX_126M = {"mesh.strategy": "ddp", "model.scan": "False", "model.unroll": "1", "model.attention": "naive"}
 
 
 def _pax(fact: Fact) -> Setup:
-    """Scores exist in rows without Transformer Engine, and in those of 126M, which the table calls unfused."""
+    """Returns the config for Pax. Attention is unfused in rows without Transformer Engine, and in the rows of 126M,
+    which the table calls unfused."""
     if "tp2" in fact["parallelism"]:
-        return "the batch of its tensor groups is not stated"
+        return "the batch per tensor-parallel group is not stated"
     small = fact["model"] == "gpt-126m"
     unfused = {} if "TE" in fact["precision"] else {"model.attention": "naive"}
     return "gpt3_175b", shape(fact) | {
@@ -155,7 +175,7 @@ _ALPA = {
     "batch.mode": "scan",
     "model.attention": "naive",
 }
-# Alpa's solver may replace an all-reduce of gradients by reduce-scatter and all-gather, which is ZeRO-2.
+# Alpa's solver may replace the all-reduce of gradients by reduce-scatter and all-gather, which is ZeRO-2.
 _ALPA_STRATEGY = {
     "data_parallel": "ddp",
     "zero_2": "zero2",
@@ -166,11 +186,14 @@ _ALPA_STRATEGY = {
 
 
 def _alpa(fact: Fact) -> Setup:
-    """Alpa's GPT (benchmark/alpa/benchmark_one_case_gpt_bert.py): parameters, gradients and logits in float16 with
-    float32 masters, AdamW without clipping, no loss scale, a head of its own. Mesh A x B: A data, B tensor parallel."""
+    """Returns the config for Alpa's GPT (benchmark/alpa/benchmark_one_case_gpt_bert.py).
+
+    Parameters, gradients and logits are float16 with float32 master parameters. AdamW has no clipping and no loss
+    scale, and the head has its own matrix. On a mesh A x B, A devices are data-parallel and B are tensor-parallel.
+    """
     kind, _, mesh = fact["parallelism"].partition(" mesh ")
     if "gpt" not in fact["model"]:
-        return "experts or convolutions: no decoder of ours"
+        return "the model has experts or convolutions, which are not translated into a config"
     if kind not in _ALPA_STRATEGY:
         return _NO_MESH if kind == "heuristic" else _NO_STAGES
     data, tensor = mesh.split("x")
@@ -185,16 +208,23 @@ def _alpa(fact: Fact) -> Setup:
 
 
 def _alpa_bytes(fact: Fact) -> str:
-    """Alpa combines collectives without a limit (alpa/global_env.py: all_reduce_threshold of 1 << 60), so that whole
-    float16 gradients wait for one reduction over data parallel devices, beside float16 parameters that are part of its
-    state. XLA reduces ours as they are made, and frees a layer's copy of its parameters after its backward pass."""
+    """Returns why the bytes of a row of Alpa are not compared; "" if they are.
+
+    With data parallelism, Alpa combines collectives without a size limit (alpa/global_env.py: all_reduce_threshold of
+    1 << 60). So all float16 gradients exist until one combined reduction, in addition to float16 parameters that are
+    part of Alpa's state. Our program reduces each gradient when it is computed, and frees a layer's copy of its
+    parameters after the layer's backward pass.
+    """
     data = fact["parallelism"].rpartition(" mesh ")[2].split("x")[0]
     return "" if data == "1" else _WHOLE_GRADIENTS
 
 
 def _uva(fact: Fact) -> Setup:
-    """UvA's tutorial (single_gpu_transformer): dropout of 0.1, unfused attention, bias, Adam without clipping;
-    "MLP,Attn" checkpoints both halves of a block. It norms queries and keys too."""
+    """Returns the config for UvA's tutorial (single_gpu_transformer).
+
+    The model has dropout 0.1, unfused attention and biases, and Adam does not clip. "MLP,Attn" checkpoints both halves
+    of a block. The tutorial also normalizes queries and keys, which our config does not.
+    """
     return "gpt2_small", shape(fact) | {
         "model.dropout": "0.1",
         "model.attention": "naive",
@@ -211,35 +241,38 @@ def _uva(fact: Fact) -> Setup:
 
 
 def _uva_bytes(fact: Fact) -> str:
-    """What a batch of 256 takes is out of line with the other rows of its policy: 2.3 GiB for 48 sequences more."""
+    """Returns why the bytes of a row of UvA's tutorial are not compared; "" if they are.
+
+    The bytes for a batch of 256 do not fit the other rows with this remat policy.
+    """
+    if fact["gbs"] != "256":
+        return ""
     return (
-        ""
-        if fact["gbs"] != "256"
-        else (
-            "the rows beside it, 3.9 GiB with 16 sequences at once and 6.2 with 64, put its 15.0 GiB at some 250 "
-            "at once: "
-            "its micro-batch is not the 64 that is stated"
-        )
+        "the stated micro-batch of 64 sequences cannot be right: by the other rows, which take 3.9 GiB with 16 "
+        "sequences and 6.2 GiB with 64, its 15.0 GiB correspond to about 250 sequences"
     )
 
 
-_NO_REMAT, _NO_STAGES = "its remat policy is not stated", "pipeline stages, which our mesh does not have"
-_WHOLE_GRADIENTS = "Alpa holds all gradients whole for one combined reduction; ours are reduced as each is made"
-_NO_MESH = "the heuristic shards the largest dimension of every array: no mesh of ours"
+_NO_REMAT, _NO_STAGES = "its remat policy is not stated", "its pipeline stages are not translated into a config"
+_WHOLE_GRADIENTS = (
+    "Alpa keeps all gradients in memory for one combined reduction; our program reduces each gradient when it is "
+    "computed"
+)
+_NO_MESH = "its heuristic shards the largest dimension of every array, which no mesh of ours does"
 
 
 def _because(reason: str) -> Callable[[Fact], Setup]:
     return lambda _: reason
 
 
-def _compared(fact: Fact) -> str:
+def _no_reason(fact: Fact) -> str:
     del fact
     return ""
 
 
-# Source -> why the bytes of a row are not compared, "" where they are.
+# Source -> the function that returns why the bytes of a row are not compared; "" if they are.
 BYTES: Mapping[str, Callable[[Fact], str]] = {"alpa_intra": _alpa_bytes, "uva_single": _uva_bytes}
-# Source -> what says its rows, or why nothing does.
+# Source -> the function that returns the config of a row, or the reason why there is none.
 SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "jaxtoolbox_maxtext": _maxtext_7b,
     "maxtext_a3_l2_7b": _maxtext_7b,
@@ -259,9 +292,9 @@ SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "axlearn_fuji7b_v1": _because(_NO_REMAT),
     "axlearn_fuji7b_v2": _because(_NO_REMAT),
     "axlearn_fuji70b_v2": _because(_NO_REMAT),
-    "pax_llama2_7b_lora32": _because("low-rank adapters, which we do not have"),
+    "pax_llama2_7b_lora32": _because("its low-rank adapters are not translated into a config"),
     "xla_pr45753": _because("its batch and its remat policy are not stated"),
-    "t5x": _because("encoder and decoder: no model of ours"),
-    "t5x_vit": _because("a classifier of images: no decoder of ours"),
-    "marin_4312": _because("experts, which we do not have"),
+    "t5x": _because("the model has an encoder and a decoder, which no config describes"),
+    "t5x_vit": _because("the model classifies images, which no config describes"),
+    "marin_4312": _because("its experts are not translated into a config"),
 }

@@ -1,28 +1,29 @@
-"""The Ultra-Scale Playbook's own runs on 8, 32 and 64 H100 as configs of ours.
+"""The published runs of the Ultra-Scale Playbook on 8, 32 and 64 H100, as configs.
 
 The rows are those of the playbook's benchmark chart (huggingface.co/spaces/nanotron/ultrascale-playbook,
-assets/data/benchmarks/banner.html, February 2025): one iteration each of nanotron on 8 H100 a host, sequences of 4096,
-256 a batch.
+assets/data/benchmarks/banner.html, February 2025). Each row is one iteration of nanotron with 8 H100 per host, 256
+sequences of 4096 tokens per batch.
 
-Shapes, precision and the rest of the setup are those of nanotron's benchmark script (its branch nouamane/bench2:
+Shapes, precision and the rest of the setup are from nanotron's benchmark script (branch nouamane/bench2:
 scaling_benchmarks.py, examples/config_tiny_llama_bench.yaml): no grouped-query attention, a vocabulary of 131,072,
-parameters in bfloat16 with float32 sums of gradients and masters, ZeRO 0 or 1, no recomputation, sequence parallelism
-within the tensor split.
+parameters in bfloat16 with float32 gradient sums and master parameters, ZeRO 0 or 1, no recomputation, and sequence
+parallelism within the tensor-parallel group.
 
-No recomputation is `selective` here, not `none`. nanotron keeps what the gradients of its kernels read
-(src/nanotron/models/llama.py, flash-attn's layer_norm.py and flash_attn_interface.py): a norm's input, from which
-Triton computes the normed value again, and its result; rotated queries and keys, values, attention's output and the log
-of its denominator; gate, up and their product. `selective` keeps just these, 16h + 6f bytes a token and layer of width
-h and MLP width f. nanotron has 20h + 8f: silu(gate) besides, and the storage of all three projections, since the
-queries are a view of it. `none` is autodiff of every operation, 36h + 12f: six float32 tensors of the norms, three of
-silu.
+"No recomputation" corresponds to `remat.policy=selective`, not to `none`. nanotron saves what the backward passes of
+its kernels read (src/nanotron/models/llama.py, flash-attn's layer_norm.py and flash_attn_interface.py): the input of a
+norm, from which a Triton kernel computes the normalized value again, and its result; the rotated queries and keys, the
+values, the output of attention and the log of its softmax denominator; gate, up and their product. `selective` saves
+the same tensors: 16h + 6f bytes per token and layer of width h and MLP width f. nanotron has 20h + 8f: it also saves
+silu(gate), and the storage of all three projections, because the queries are a view of it. `none` saves the residuals
+of every operation, 36h + 12f, including six float32 tensors of the norms and three of silu.
 
-Stages are nanotron's 1F1B, a program for each: the last one alone has the head, whose vocabulary is a share of many
-layers in small models, and the first holds most. Ours are one program, in which all stages share embedding and head.
+Pipeline stages run nanotron's 1F1B schedule, with one program per stage: only the last stage has the head, whose
+vocabulary costs as much as many layers of a small model, and the first stage stores most activations. Our stages run
+one program, in which all stages share embedding and head.
 
-What differs from our program: the order of nanotron's collectives and its buckets, unfused norms and gates, and the
-slack of torch's allocator. Launches from Python are taken into account (`LAUNCH`), and the network is that of such
-instances, measured by others.
+The measured runs differ from our program in the order and buckets of nanotron's collectives, in unfused norms and
+gates, and in the slack of torch's allocator. Kernel launches from Python are included in the prediction (`LAUNCH`).
+The network is that of the same cloud instances, measured by others.
 """
 
 from __future__ import annotations
@@ -43,26 +44,28 @@ SHAPES = {
 }
 _SEQ_LEN, _VOCAB, _BATCH = 4096, 131072, 256
 _PER_HOST = 8
-# Tensor split -> seconds that a layer of one micro-batch, forward and backward, takes eager nanotron at least, whatever
-# its size; no program of JAX has such a floor. In a host it is the launches: rows of little work on 8 GPUs take 4.3 to
-# 4.6 ms. Over two and four hosts it is that of rows on 128 GPUs, which are not scored (1.34B to 80B, one sequence a
-# micro-batch: 8.1 to 10.6 and 15.4 to 18.8 ms); ten collectives of 32 MiB explain 2.4 and 3.9 ms of it.
+# Size of the tensor-parallel group -> minimum seconds that eager nanotron needs for one layer of one micro-batch,
+# forward and backward, whatever its size. Programs of JAX have no such minimum. Within a host it is the time of kernel
+# launches: small rows on 8 GPUs take 4.3 to 4.6 ms. Over two and four hosts it is read from rows on 128 GPUs, which are
+# not scored (1.34B to 80B, one sequence per micro-batch: 8.1 to 10.6 and 15.4 to 18.8 ms). Ten collectives of 32 MiB
+# explain 2.4 and 3.9 ms of it.
 LAUNCH = {8: 4.4e-3, 16: 8.1e-3, 32: 15.4e-3}
-# Launches bind a row that takes at most so many times that.
-_FREE = 1.25
-# What joins the hosts: the Playbook's cluster is of the instances that this network was measured on.
+# A row is bound by launches if it takes at most this multiple of the launch time.
+_MAX_LAUNCH_FACTOR = 1.25
+# The network between hosts: the Playbook's cluster consists of the instances on which this network was measured.
 _NETWORK = "efa"
-# A row that takes so many times the fastest one of its model, tensor split and micro-batch, on any number of GPUs.
-_SLOW = 1.3
-# Rows that took 1.9 to 4.9x the time of the same run with half the micro-batch, and reserved 10 to 51 GiB less than
-# what the other half adds by nanotron's source.
-_SQUEEZED = {"404", "450", "463", "464"}
-# The policy that keeps what nanotron's autograd does.
-_KEPT = "selective"
-# MeasuredRow -> why its measured bytes are not compared.
+# A row is slow if it takes this multiple of the fastest row with its model, tensor-parallel group and micro-batch, on
+# any number of GPUs.
+_SLOW_FACTOR = 1.3
+# Rows that took 1.9 to 4.9 times the seconds of the same run with half the micro-batch, and reserved 10 to 51 GiB less
+# than the second half of the micro-batch needs by nanotron's source code.
+_OUT_OF_MEMORY_ROWS = {"404", "450", "463", "464"}
+# The remat policy that saves the same tensors as nanotron's autograd.
+_POLICY = "selective"
+# Id of a row -> why its measured bytes are not compared.
 _BYTES_DOUBTED = {
-    "450": "25.6 GiB is less than the 60.7 that nanotron needs there by its source (what layers keep of 262,144 tokens "
-    "48.0, logits 8.0, parameters and their state 4.6), and half of what half the micro-batch took"
+    "450": "25.6 GiB is less than the 60.7 GiB that nanotron needs by its source code (activations of 262,144 tokens "
+    "48.0, logits 8.0, parameters and their state 4.6), and half of the bytes of half the micro-batch"
 }
 
 Fact = Mapping[str, str]
@@ -70,14 +73,14 @@ Fact = Mapping[str, str]
 
 @functools.cache
 def rows() -> tuple[MeasuredRow, ...]:
-    """Every row of the table, in its order; its id is its number."""
+    """Returns all rows of the table, in order. The id of a row is its index."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
 def _row(number: int, fact: Fact) -> MeasuredRow:
     gpus, reason = int(fact["gpus"]), _reason(fact)
     stages = int(fact["pp"])
-    slots = SHAPES[fact["model"]][0] / stages * (int(fact["ga"]) + stages - 1)  # of a stage, its bubble included
+    slots = SHAPES[fact["model"]][0] / stages * (int(fact["ga"]) + stages - 1)  # layers per stage, with the bubble
     launch = next(seconds for split, seconds in LAUNCH.items() if int(fact["tp"]) <= split)
     return MeasuredRow(
         set=NAME,
@@ -97,7 +100,7 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         tensor=int(fact["tp"]),
         stages=stages,
         launch_seconds=launch * slots,
-        host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _FREE * launch,
+        host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _MAX_LAUNCH_FACTOR * launch,
         network=_NETWORK if gpus > _PER_HOST else "",
         differs=_differs(number, fact),
         bytes_are="reserved",
@@ -106,24 +109,26 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
 
 
 def _reason(fact: Fact) -> str:
-    """Why a row is not compiled or not scored."""
+    """Returns why a row is not compiled or not scored; "" if it is."""
     if fact["suspect"] == "1":
-        return "suspect: runs that should take as long differ by 1.3x or more (network)"
+        return "suspect: runs that should take equally long differ by 1.3x or more (network)"
     if int(fact["gbs_seqs"]) != _BATCH:
-        return f"another batch than {_BATCH} sequences"
+        return f"the batch is not {_BATCH} sequences"
     return ""
 
 
 def _differs(number: int, fact: Fact) -> str:
-    """What is known of a run's memory, or of its network: the same slot (layers of one micro-batch) was faster
-    elsewhere."""
-    if f"{number}" in _SQUEEZED:
+    """Returns what is known about the memory or the network of a run, compared with the same work in other runs; "" if
+    nothing."""
+    if f"{number}" in _OUT_OF_MEMORY_ROWS:
         return (
-            "slower than with half the micro-batch, and less reserved than that adds: as where an allocator runs "
-            "out of memory"
+            "slower than with half the micro-batch, with less reserved memory than the other half needs: probably "
+            "the allocator ran out of memory"
         )
     slower = float(fact["slot_ratio"] or 1.0)
-    return f"a slot took {slower:.1f}x that of the same split on other GPUs: network" if slower >= _SLOW else ""
+    if slower < _SLOW_FACTOR:
+        return ""
+    return f"a layer took {slower:.1f}x as long as with the same tensor-parallel group on other GPUs: network"
 
 
 def _setup(fact: Fact) -> str:
@@ -148,7 +153,7 @@ def _overrides(fact: Fact) -> dict[str, str]:
         "data.seq_len": f"{_SEQ_LEN}",
         "loss.kind": "full",
         "precision.preset": "fp32_grads",
-        "remat.policy": _KEPT,
+        "remat.policy": _POLICY,
         "mesh.strategy": "zero1" if fact["zero_stage"] == "1" else "ddp",
         "mesh.tensor": f"{split}",
         "mesh.sequence_parallel": f"{split > 1}",

@@ -1,8 +1,8 @@
-"""What PyTorch took on GPUs, measured by others, and the nearest that a config of ours says of each run.
+"""Published measurements of PyTorch on GPUs, each with the config that comes nearest to the measured program.
 
-The rows are those of `data/torch.csv`; a row's id is its number there. PyTorch launches from Python, and most of these
-runs have no compiler: norms and gates are unfused there. So the levels say less than those of `setups_jax`, and nothing
-is fitted on them.
+The rows are those of `data/torch.csv`; the id of a row is its index. PyTorch launches kernels from Python, and most of
+these runs use no compiler, so norms and gates are not fused. Therefore their absolute seconds say less than the rows
+of `setups_jax`, and no constant is fitted on them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from bytescope.train.plan.validation.measured_rows import Fact, MeasuredRow, Setup, facts, refused, row_of, shape
+from bytescope.train.plan.validation.measured_rows import (
+    Fact,
+    MeasuredRow,
+    Setup,
+    facts,
+    reason_not_compared,
+    row_of,
+    shape,
+)
 
 NAME = "torch"
-# What the column `gpu` begins with -> chip.
+# Prefix of the column `gpu` -> chip.
 _CHIPS = {
     "h100_80gb": "h100",
     "H100 80GB": "h100",
@@ -25,30 +33,30 @@ _CHIPS = {
 _PER_HOST = 8
 # Sources that ran torch.compile; the others launch each kernel from Python.
 _COMPILED = ("fms_fsdp",)
-# What is likely to part a prediction from what was measured -> whether it holds of a row.
+# Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
 DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
     # Dao 2023 (arXiv 2307.08691) has up to 335 TFLOP/s on H100, Shah et al. 2024 (arXiv 2407.08608) 35 % of its peak.
-    "sequences of 8,192 and more: attention of that time (FlashAttention 2 or Triton) was slower than "
-    "cuDNN's now": lambda fact: fact["source_id"] == "llm_foundry" and int(fact["seq"]) >= 8192,
-    "eager: norms, GELU and dropout are kernels of their own": lambda fact: fact["source_id"] not in _COMPILED,
+    "sequences of 8,192 tokens or more: the attention kernels of 2023 (FlashAttention 2 or Triton) were slower than "
+    "cuDNN's today": lambda fact: fact["source_id"] == "llm_foundry" and int(fact["seq"]) >= 8192,
+    "eager PyTorch: norms, GELU and dropout are separate kernels": lambda fact: fact["source_id"] not in _COMPILED,
 }
 
 
 @functools.cache
 def rows() -> tuple[MeasuredRow, ...]:
-    """Every row of the table, in its order."""
+    """Returns all rows of the table, in order."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
 def _row(number: int, fact: Fact) -> MeasuredRow:
     chip = next((chip for word, chip in _CHIPS.items() if fact["gpu"].startswith(word)), "")
     gpus = int(fact["n_gpus"]) if fact["n_gpus"].isdigit() else 0
-    said = refused(fact) or SETUPS.get(fact["source_id"], _because("its setup is not stated"))(fact)
+    nearest = reason_not_compared(fact) or SETUPS.get(fact["source_id"], _because("its setup is not stated"))(fact)
     return row_of(
         NAME,
         number,
         fact,
-        said,
+        nearest,
         chip,
         gpus,
         _PER_HOST,
@@ -60,7 +68,8 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
 
 
 def _differs(fact: Fact) -> str:
-    """What is likely to part a prediction from the row, the first that holds."""
+    """Returns the first likely reason for a difference between prediction and measurement that applies to the row; ""
+    for none."""
     return next((why for why, holds in DIFFERS.items() if holds(fact)), "")
 
 
@@ -70,13 +79,14 @@ def _setup(fact: Fact) -> str:
     return " ".join(filter(None, (fact["precision"], fact["parallelism"], recomputed, micro, fact["seq"])))
 
 
-# What eager PyTorch keeps of a block without checkpointing, 34 sbh (Korthikanti et al. 2022, arXiv 2205.05198, section
-# 4.1): inputs of norms and of GELU in 16 bits, where plain autodiff (`none`) keeps their float32 insides; compiled
-# PyTorch keeps no more. Under flash attention that is `selective`, as for the Playbook's rows.
-_KEPT = "selective"
+# The remat policy that saves the same tensors as eager PyTorch without checkpointing: 34 sbh bytes per block
+# (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1). PyTorch saves the inputs of norms and of GELU in 16 bits,
+# while plain autodiff (`none`) saves their float32 intermediates. Compiled PyTorch saves no more. With flash attention
+# this is `selective`, as for the Playbook's rows.
+_POLICY = "selective"
 
 # Mixed precision of FSDP in llm-foundry (composer): DEFAULT gathers in bfloat16 and reduces in float32, PURE does both
-# in bfloat16; masters are float32 either way.
+# in bfloat16. Master parameters are float32 in both.
 _FOUNDRY_PRECISION = {
     "amp_bf16/DEFAULT": {"precision.preset": "bf16", "precision.reduce": "float32"},
     "bf16/PURE": {"precision.preset": "bf16"},
@@ -84,27 +94,31 @@ _FOUNDRY_PRECISION = {
 
 
 def _foundry(fact: Fact) -> Setup:
-    """MPT (llm-foundry, scripts/train/benchmarking): learned positions, layernorm, GELU of four widths, tied head,
-    flash attention, gradients summed over `ga` micro-batches; blocks recomputed where checkpointing is on."""
+    """Returns the config for MPT of llm-foundry (scripts/train/benchmarking).
+
+    MPT has learned positions, layernorm, GELU with an MLP four times as wide as the model, a tied head and flash
+    attention. Gradients are summed over `ga` micro-batches. Blocks are recomputed if checkpointing is on.
+    """
     return "gpt3_175b", shape(fact) | _FOUNDRY_PRECISION[fact["precision"]] | {
         "batch.accumulation": fact["ga"],
         "batch.mode": "scan",
         "xla.latency_hiding": "on",
         "mesh.strategy": "zero2" if "GRAD_OP" in fact["parallelism"] else "zero3",
-        "remat.policy": "full" if fact["act_ckpt"] == "True" else _KEPT,
+        "remat.policy": "full" if fact["act_ckpt"] == "True" else _POLICY,
     }
 
 
-# Llama 2 by its published shape (Touvron et al. 2023, arXiv 2307.09288): layers, width, heads, width of the MLP.
+# The published shapes of Llama 2 (Touvron et al. 2023, arXiv 2307.09288): layers, width, heads, width of the MLP.
 _LLAMA2 = {"llama2-7b": (32, 4096, 32, 11008), "llama2-13b": (40, 5120, 40, 13824)}
 
 
 def _fms(fact: Fact) -> Setup:
-    """IBM's fms-fsdp, compiled: HSDP is sharded within a host, with a replica on each."""
+    """Returns the config for IBM's fms-fsdp with torch.compile. HSDP shards within a host and has one replica per
+    host."""
     if fact["act_ckpt"] != "none":
-        return "which of its blocks it recomputes is not stated"
+        return "it is not stated which blocks are recomputed"
     if int(fact["n_gpus"]) % _PER_HOST:
-        return "part of a host"
+        return "the run uses only a part of a host"
     layers, width, heads, mlp = _LLAMA2[fact["model"]]
     stated = dict(fact) | {
         "layers": f"{layers}",
@@ -115,7 +129,7 @@ def _fms(fact: Fact) -> Setup:
         "vocab": "32000",
     }
     return "llama_8b", shape(stated) | {
-        "remat.policy": _KEPT,
+        "remat.policy": _POLICY,
         "xla.latency_hiding": "on",
         "mesh.fsdp": f"{_PER_HOST}",
         "mesh.data": f"{int(fact['n_gpus']) // _PER_HOST}",
@@ -126,8 +140,8 @@ def _because(reason: str) -> Callable[[Fact], Setup]:
     return lambda _: reason
 
 
-_TITAN = "an H100 of 96 GB, 2.4 TB/s and 500 W, which is none of our chips"
-# Source -> what says its rows, or why nothing does.
+_TITAN = "the GPU is an H100 with 96 GB, 2.4 TB/s and 500 W, which our table of chips does not have"
+# Source -> the function that returns the config of a row, or the reason why there is none.
 SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "llm_foundry": _foundry,
     "fms_fsdp": _fms,
@@ -137,6 +151,6 @@ SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "kempner_mfu": _because("the width of its MLP is not stated, and its hosts have 4 GPUs"),
     "nemo_2412": _because("its shape and micro-batches are not stated"),
     "nemo_launcher": _because("its shape and layout are not stated"),
-    "megatron_a100": _because("pipeline stages, which our mesh does not have"),
-    "modded_nanogpt": _because("Newton-Schulz spread over devices, and values added to attention: no config of ours"),
+    "megatron_a100": _because("its pipeline stages are not translated into a config"),
+    "modded_nanogpt": _because("no config has Newton-Schulz iterations spread over devices and value embeddings"),
 }

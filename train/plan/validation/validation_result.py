@@ -1,4 +1,4 @@
-"""The result of a validation, for the terminal, the page and JSON."""
+"""Builds the result of a validation, for the terminal, the page and JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bytescope.train.plan.validation.measured_rows import MeasuredRow
 from bytescope.train.plan.validation.validation_runs import Runs
 from bytescope.train.plan.validation.validation_score import Group, ScoredRun
 
-# What sets the pace where the measured framework launches more slowly than the device computes.
+# The value of `bound_by` if the measured framework's host launches kernels more slowly than the device runs them.
 HOST = "launches of the host"
 
 
@@ -22,15 +22,18 @@ HOST = "launches of the host"
 class ValidationResult:
     """One set of measured rows, compared with predictions.
 
-    Fields:
-        set: its name. scored: every row with a prediction. groups: their scores.
-        unsaid: (why, rows) of the rows that are not compiled or scored, most rows first.
-        left: rows that were not compiled before Ctrl-C. compiled: number of programs compiled in this run; the others
-            came from the folder.
-        rates: the source of the rates. versions: of the compilers.
-        cohorts, sources: scores over models, by quality and vintage or by framework, and by source; () if rows of
-            different models are never pooled.
-        elsewhere: (versions, number of rows) that another environment compiled.
+    Attributes:
+        set: the name of the set.
+        scored: the rows that have a prediction.
+        groups: the scores of these rows for each model and number of GPUs.
+        unsaid: pairs (reason, rows) of the rows that are not compiled or scored, most rows first.
+        left: ids of the rows that were not compiled before Ctrl-C.
+        compiled: number of programs compiled in this run. The other answers were read from files.
+        rates: the source of the rates.
+        versions: the versions of the libraries that compiled the programs.
+        cohorts, sources: scores over all models, for each quality and age or framework, and for each source; () if
+            rows of different models are never pooled.
+        elsewhere: pairs (versions, number of rows) of the answers that another environment compiled.
     """
 
     set: str
@@ -46,7 +49,7 @@ class ValidationResult:
     elsewhere: tuple[tuple[str, int], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values, every row with its source."""
+        """Returns the result as JSON values, in which every row has its source."""
         return {
             "set": self.set,
             "rates": self.rates,
@@ -62,22 +65,28 @@ class ValidationResult:
         }
 
 
-def of(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> ValidationResult:
-    """Returns the rows of a set beside their predictions, at the rates in use now."""
+def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> ValidationResult:
+    """Returns the rows of a set with their predictions, at the rates of this process (the table, or `--rates=FILE`).
+
+    Args:
+        name: the name of the set.
+        rows: the measured rows of the set.
+        runs: the compiled answers of the rows.
+    """
     scored, rates = [], []
     why = {row.id: row.reason for row in rows if row.reason} | dict(runs.failed)
     for row in rows:
         answer = runs.answers.get(row.id)
         if answer is None or row.id in why:
             continue
-        prediction = step_prediction.of_answer(answer, row.network)
+        prediction = step_prediction.predict_answer(answer, row.network)
         if prediction is None:
-            why[row.id] = "no rate of its chip is known"
+            why[row.id] = "the rates of its chip are unknown"
             continue
-        scored.append(scored_of(row, answer, prediction, runs.programs.get(row.id, "")))
+        scored.append(score_row(row, answer, prediction, runs.programs.get(row.id, "")))
         rates.append(prediction.rates)
-    here = (answer for key, answer in runs.answers.items() if key not in runs.elsewhere)
-    versions: Mapping[str, str] = next((answer.get("versions", {}) for answer in here), {})
+    own_answers = (answer for key, answer in runs.answers.items() if key not in runs.elsewhere)
+    versions: Mapping[str, str] = next((answer.get("versions", {}) for answer in own_answers), {})
     return ValidationResult(
         name,
         tuple(scored),
@@ -94,7 +103,7 @@ def of(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> ValidationResult:
 
 
 def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
-    """Returns (compilers, number of rows) of the answers that another environment compiled."""
+    """Returns (versions of the compilers, number of rows) of the answers that another environment compiled."""
     counts: collections.Counter[str] = collections.Counter()
     for key in runs.elsewhere:
         versions = runs.answers[key].get("versions", {})
@@ -103,17 +112,20 @@ def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
     return tuple(counts.items())
 
 
-def scored_of(
+def score_row(
     row: MeasuredRow, answer: Mapping[str, Any], prediction: step_prediction.StepPrediction, program: str = ""
 ) -> ScoredRun:
-    """Returns a row beside its prediction, including the launches of its framework. program: see `ScoredRun`."""
-    seconds = validation_score.launched(prediction.seconds, row)
+    """Returns a measured row with its prediction, which includes the kernel launches of the measured framework.
+
+    program: name of the compiled program (`ScoredRun.program`).
+    """
+    seconds = validation_score.with_launches(prediction.seconds, row)
     return ScoredRun(
         row,
         prediction.seconds,
         seconds,
-        validation_score.launched(prediction.low, row),
-        validation_score.launched(prediction.high, row),
+        validation_score.with_launches(prediction.low, row),
+        validation_score.with_launches(prediction.high, row),
         answer.get("allocated_bytes"),
         HOST if seconds > prediction.seconds else prediction.bound_by,
         prediction.by_term,
@@ -131,7 +143,7 @@ def _by_reason(rows: Sequence[MeasuredRow], why: Mapping[str, str]) -> tuple[tup
 
 
 def row_json(one: ScoredRun) -> dict[str, Any]:
-    """Returns a scored row as plain values; seconds of an update, bytes of one device."""
+    """Returns a scored row as JSON values. Seconds are per update, bytes are on one device."""
     return {
         **_facts(one.row),
         "config": one.row.config,

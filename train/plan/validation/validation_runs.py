@@ -1,8 +1,9 @@
-"""Compiles measured rows into one file a program, so that a run can be continued and new rates need no compile.
+"""Compiles measured rows and stores each program's answer in a file, so that a run can be continued and new rates need
+no compile.
 
-Rows with the same config share a program and its file. A file is named by the program and by the versions that compiled
-it. If this environment has no compiler for a chip (CUDA 13 dropped the V100), a file that another environment wrote
-into the same folder is used.
+Rows with the same config share a program and its file. The name of a file contains digests of the program and of the
+versions that compiled it. If this environment has no compiler for a chip (CUDA 13 dropped the V100), a file that
+another environment wrote into the same folder is used.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
-# Hex digits of a digest in a file's name: enough to tell programs and versions apart.
+# Hex digits of a digest in a file name: enough to distinguish programs and versions.
 _DIGITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """The results of measured rows, by row id.
+    """The compiled answers of measured rows, by row id.
 
-    Fields:
-        answers: row -> the worker's answer (`memory.compare.worker.answer_to`), with schedule and bytes of its program.
-        failed: row -> why it has no answer. left: rows that were not compiled before Ctrl-C, or were not asked for.
-        compiled: number of programs compiled in this run; the other answers come from the cache folder.
-        programs: row -> name of the answer's file; rows with the same file are the same program.
-        elsewhere: rows compiled in another environment, because this one has no compiler for their chip.
+    Attributes:
+        answers: row id -> the worker's answer (`memory.compare.worker.answer_to`), with the schedule and the bytes of
+            its program.
+        failed: row id -> why the row has no answer.
+        left: ids of the rows that were not compiled before Ctrl-C.
+        compiled: number of programs compiled in this run. The other answers were read from files.
+        programs: row id -> name of the answer's file. Rows with the same file have the same program.
+        elsewhere: ids of the rows whose answer another environment compiled, because this one has no compiler for
+            their chip.
     """
 
     answers: Mapping[str, Mapping[str, Any]]
@@ -43,10 +47,11 @@ class Runs:
 
 
 def jobs_of(rows: Sequence[MeasuredRow], factory: ProgramFactory) -> tuple[dict[str, worker_pool.Job], dict[str, str]]:
-    """Returns (jobs, reasons why a config is refused), both by row id, for the rows without a `reason`.
+    """Returns the jobs that compile the rows, and the reasons why configs are refused, both by row id. Rows with a
+    `reason` are left out.
 
-    The name of a job and its file is the set's with two digests: of the resolved config, the target and the sources
-    that make an answer, and of these with the versions.
+    The name of a job, and of its file, is the name of the set with two digests. The first covers the resolved config,
+    the target and the sources that determine an answer; the second also covers the versions of the libraries.
     """
     jobs, programs, refused = Jobs(factory), Jobs(factory, {}), {}
     by_row: dict[str, worker_pool.Job] = {}
@@ -75,12 +80,14 @@ def run(
     workers: int | None = None,
     progress: worker_pool.Progress = lambda labels, done: None,
 ) -> Runs:
-    """Compiles the rows whose files are not in the folder yet, in worker processes; Ctrl-C keeps what is finished.
+    """Compiles the rows that have no file yet, in worker processes. Ctrl-C keeps the finished rows.
 
     Args:
-        factory: makes the programs.
-        workers: number of processes; None: as many as cores and memory allow, at most two.
-        progress: called with the labels of the running rows and the number of finished ones.
+        rows: the measured rows.
+        factory: builds the programs.
+        folder: the folder of the files.
+        workers: number of processes; None for as many as cores and memory allow, at most two.
+        progress: called with the labels of the running rows and the number of finished rows.
     """
     jobs, refused = jobs_of(rows, factory)
     if not jobs:
@@ -124,7 +131,8 @@ def run(
 def finished(
     rows: Sequence[MeasuredRow], factory: ProgramFactory, folder: Path
 ) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
-    """Returns (names of the programs, answers), both by row id, of the files in the folder; nothing is compiled."""
+    """Returns the file names of the programs, and the answers that the folder contains, both by row id. Nothing is
+    compiled."""
     jobs, _ = jobs_of(rows, factory)
     answers: dict[str, Mapping[str, Any]] = {}
     for key, job in jobs.items():
@@ -135,13 +143,14 @@ def finished(
 
 
 def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
-    """Returns a sort key for the compile time of programs: layers that are compiled one by one, then devices."""
+    """Returns a sort key for the expected compile time: the number of layers that are compiled separately, then
+    devices."""
     layers = 1 if job.resolved.get("model.scan", True) else int(job.resolved["model.n_layers"])
     return layers, gpus
 
 
 def _elsewhere(folder: Path, name: str) -> Mapping[str, Any] | None:
-    """Returns the newest readable answer for a program that other versions compiled, None without one."""
+    """Returns the newest readable answer for a program that other versions compiled; None if there is none."""
     program = name.rpartition("-")[0]
     newest_first = sorted(folder.glob(f"{program}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for file in newest_first:

@@ -1,8 +1,10 @@
-"""Predictions against measured seconds and bytes: ratios, ranks and pairs, by model and number of GPUs. Pure.
+"""Scores predictions against measured seconds and bytes, for each model and number of GPUs: ratios, ranks and pairs.
 
-Pair accuracy is the share of pairs of runs, measured more than 5 % apart, that the prediction puts in the right order;
-a tie counts as half. It is compared with sorting by the tensor split (smaller first), because a high correlation by
-itself proves little. Models and numbers of GPUs are never pooled: more work takes longer under any prediction.
+Pair accuracy is the fraction of pairs of runs that the prediction puts in the right order. Only pairs whose measured
+seconds differ by more than 5 % count, and a tie counts as half. The accuracy is compared with sorting by the size of
+the tensor-parallel group (smaller first), because a high correlation alone proves little. Runs of different models or
+numbers of GPUs are never pooled, because any prediction puts a larger model after a smaller one. This module compiles
+nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +19,25 @@ import numpy as np
 
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
-# Minimum factor between the runs of a pair; pairs below the factor _NEAR are hard to order.
+# Minimum factor between the measured seconds of a pair. Pairs up to the factor _NEAR, which are hard to order, are also
+# counted separately.
 APART, _NEAR = 1.05, 1.5
-# The range of predicted/measured in which a prediction counts as right.
+# The range of predicted/measured seconds in which a prediction counts as right.
 WITHIN = (0.85, 1.15)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRun:
-    """A measured row beside our prediction.
+    """A measured row with our prediction.
 
-    Fields:
-        device_seconds: predicted for the device. predicted_seconds: the same, or the launches of the measured framework
-            if they take longer. low, high: the interval of `predicted_seconds`.
-        allocated_bytes: of our program on one device. bound_by: the longest term, or `validation_result.HOST`.
-        by_term: seconds of each term. program: name of the compiled program; rows with the same name share it, "" is a
-            program of its own.
+    Attributes:
+        device_seconds: predicted seconds per update on the device.
+        predicted_seconds: `device_seconds`, or the kernel launches of the measured framework if they take longer.
+        low, high: the interval of `predicted_seconds`.
+        allocated_bytes: the bytes that our program allocates on one device.
+        bound_by: the component of the prediction that takes longest, or `validation_result.HOST`.
+        by_term: component of the prediction -> seconds.
+        program: name of the compiled program. Rows with the same name share the program; "" means a separate program.
     """
 
     row: MeasuredRow
@@ -47,12 +52,12 @@ class ScoredRun:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over measured seconds."""
+        """Predicted divided by measured seconds; None without measured seconds."""
         return self.predicted_seconds / self.row.measured_seconds if self.row.measured_seconds else None
 
     @property
     def bytes_ratio(self) -> float | None:
-        """Our allocated bytes over the measured ones; None if they are not compared."""
+        """Our allocated bytes divided by the measured bytes; None if the two are not compared."""
         if not self.allocated_bytes or not self.row.measured_bytes or self.row.bytes_reason:
             return None
         return self.allocated_bytes / self.row.measured_bytes
@@ -60,11 +65,14 @@ class ScoredRun:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Pairs of runs that were measured apart.
+    """The pairs of runs whose measured seconds differ by more than 5 %.
 
-    Fields:
-        count: number of pairs. right, by_tensor: share in the right order by prediction and by the tensor split; None
-            without pairs. near_*: the same for pairs that are less than 1.5x apart.
+    Attributes:
+        count: number of pairs.
+        right: fraction of pairs that the prediction puts in the right order; None without pairs.
+        by_tensor: fraction of pairs that sorting by the tensor-parallel group puts in the right order; None without
+            pairs.
+        near_count, near_right, near_by_tensor: the same for pairs that differ by a factor of at most 1.5.
     """
 
     count: int
@@ -77,16 +85,21 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The scores of one model on one number of GPUs; runs with pipeline stages are a group of their own.
+    """The scores of one model on one number of GPUs. Runs with pipeline stages form their own group.
 
-    Fields:
-        staged: whether these are the runs with stages. pairs: of runs with equal numbers of stages. across: of runs
-            with different numbers of stages, including runs without; None in a group without stages.
-        ratios: quantiles 0, 0.1, 0.5, 0.9 and 1 of predicted/measured. within: share of the ratios in `WITHIN`.
-        free_median, free_rows: of the rows that are not bound by launches. spearman, spearman_by_tensor: None below
-            three rows, and if all values are equal.
-        bytes_rows: number of rows with measured bytes. bytes_below: share of them with ours/measured of at most 1.
-            bytes_median: of ours/measured.
+    Attributes:
+        staged: whether the group consists of the runs with pipeline stages.
+        pairs: the pairs of runs with equal numbers of stages.
+        across: the pairs of runs with different numbers of stages, including runs without stages; None for a group
+            without stages.
+        ratios: quantiles 0, 0.1, 0.5, 0.9 and 1 of predicted/measured seconds.
+        within: fraction of the ratios in `WITHIN`.
+        free_median, free_rows: the median ratio and the number of the rows that are not bound by kernel launches.
+        spearman, spearman_by_tensor: rank correlation of the measured seconds with the prediction, and with the size
+            of the tensor-parallel group. None for fewer than three rows, or if all values are equal.
+        bytes_rows: number of rows with measured bytes.
+        bytes_below: fraction of these rows whose ratio of our bytes to the measured bytes is at most 1.
+        bytes_median: median of this ratio.
     """
 
     model: str
@@ -107,19 +120,21 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The model, and whether its runs have stages, in words."""
+        """The name of the model, followed by "in stages" for a group with pipeline stages."""
         return f"{self.model} in stages" if self.staged else self.model
 
 
-def launched(seconds: float, row: MeasuredRow) -> float:
-    """Returns seconds including the launches of the measured framework: the host launches while the device computes, so
-    that the slower one sets the pace."""
+def with_launches(seconds: float, row: MeasuredRow) -> float:
+    """Returns the seconds per update if the measured framework's kernel launches are included.
+
+    The host launches kernels while the device computes, so the slower of the two determines the time.
+    """
     return max(seconds, row.launch_seconds)
 
 
 def groups(scored: Iterable[ScoredRun]) -> list[Group]:
-    """Returns the scores by model, number of GPUs and whether there are stages, sorted. Rows without measured seconds
-    count only for their bytes."""
+    """Returns the scores for each model, number of GPUs, and whether there are pipeline stages, sorted. Rows without
+    measured seconds contribute only their bytes."""
     runs: dict[tuple[str, int, bool], list[ScoredRun]] = {}
     for run in scored:
         runs.setdefault((run.row.model, run.row.gpus, run.row.stages > 1), []).append(run)
@@ -131,7 +146,11 @@ def groups(scored: Iterable[ScoredRun]) -> list[Group]:
 
 
 def _group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequence[ScoredRun]) -> Group:
-    """all_stages: for a group with stages, the runs of the model on as many GPUs with any number of stages."""
+    """Returns the scores of one group.
+
+    all_stages: for a group with pipeline stages, all runs of the model on this number of GPUs, with any number of
+    stages; otherwise empty.
+    """
     timed = [one for one in some if one.ratio]
     ratios = sorted(one.ratio or 0.0 for one in timed)
     free = [one.ratio or 0.0 for one in timed if not one.row.host_bound]
@@ -157,23 +176,23 @@ def _group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequenc
 
 
 def quantiles(ratios: Sequence[float], at: Sequence[float] = (0.0, 0.1, 0.5, 0.9, 1.0)) -> tuple[float, ...]:
-    """Returns the quantiles of values, interpolated; () without values."""
+    """Returns the interpolated quantiles of the ratios; () if there are no ratios."""
     if not ratios:
         return ()
     return tuple(map(float, np.quantile(ratios, at)))
 
 
 def share(values: Sequence[float], holds: Callable[[float], bool]) -> float | None:
-    """Returns the share of values for which a condition holds; None without values."""
+    """Returns the fraction of values for which `holds` returns true; None if there are no values."""
     return sum(map(holds, values)) / len(values) if values else None
 
 
 def pairs_of(timed: Sequence[ScoredRun], across: bool = False) -> Pairs:
-    """Returns the pairs of runs in the right order, by prediction and by the tensor split.
+    """Returns the fraction of pairs in the right order, by prediction and by the size of the tensor-parallel group.
 
-    across: pairs with different numbers of stages, instead of pairs with equal numbers.
+    across: whether to compare runs with different numbers of stages instead of runs with equal numbers of stages.
     """
-    apart: list[tuple[float, float, float]] = []  # (factor between them, by prediction, by tensor)
+    apart: list[tuple[float, float, float]] = []  # (factor of seconds, right by prediction, right by tensor group)
     for one, other in itertools.combinations(timed, 2):
         fast, slow = sorted((one, other), key=lambda each: each.row.measured_seconds or math.inf)
         factor = (slow.row.measured_seconds or math.inf) / (fast.row.measured_seconds or math.inf)
@@ -195,9 +214,10 @@ def _means(some: Sequence[tuple[float, float, float]]) -> tuple[float | None, fl
 
 
 def spearman(some: Sequence[float], others: Sequence[float]) -> float | None:
-    """Returns the rank correlation, with mean ranks for ties; None below three values, or if all are equal."""
+    """Returns the rank correlation of two sequences, with mean ranks for ties; None for fewer than three values, or if
+    all values of a sequence are equal."""
     if len(some) < 3 or len(set(some)) == 1 or len(set(others)) == 1:
         return None
-    from scipy.stats import rankdata  # here, since its import takes half a second
+    from scipy.stats import rankdata  # imported only if needed, because the import takes half a second
 
     return statistics.correlation(rankdata(some), rankdata(others))

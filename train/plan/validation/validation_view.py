@@ -1,7 +1,8 @@
-"""A validation on the terminal and as a page: predicted against measured, scores, and what is not compared.
+"""Shows a validation on the terminal and as an HTML page: predictions against measurements, scores, and rows not
+compared.
 
 Both show the JSON of a validation (`validation_result.ValidationResult.to_json`). The terminal shows the scores, the
-worst rows and the reasons; the page shows a mark for each run and every table. The page is one HTML file that opens
+worst rows and the reasons. The page shows a mark for each run and every table. The page is one HTML file that opens
 offline; `static/validation.js` draws its chart.
 """
 
@@ -27,49 +28,54 @@ from bytescope.train.plan.validation.validation_score import WITHIN
 
 Record = Mapping[str, Any]
 
-_WORST = 10
-# Pairs below which a share of them says nothing.
-_FEW = 5
+# Maximum number of rows in the table of the worst predictions.
+_MAX_WORST = 10
+# Minimum number of pairs for which a fraction of right pairs is meaningful.
+_MIN_PAIRS = 5
 NOTES = (
-    "Each measured run is compiled as nearly alike as a config of ours can say it, and its compiled schedule is walked "
-    "at the rates that the chip reaches.",
-    "Pairs: of two runs that were measured more than 5 % apart (near: less than 1.5x), whether the faster one is "
-    "predicted to be faster; a tie counts as half. Beside it what sorting by the tensor split alone gives. Models and "
-    "numbers of GPUs are never pooled.",
-    "Where the measured framework launches kernels more slowly than the device runs them, its launches are the "
-    "prediction: a term that was read off runs of this very set. A compiled step of ours has no such floor; the "
-    "device's own seconds are shown too.",
-    "Bytes: what our program allocates over what was measured. A reserved maximum is an upper bound of what was "
-    "needed.",
-    "Over models, where they are pooled: runs that are one program of ours (measured twice, or told apart by nothing "
-    "that a config of ours says) weigh one together.",
+    "For each measured run, the config that comes nearest to it is compiled. Its seconds are predicted from the "
+    "compiled schedule at the rates that the chip reaches.",
+    "Pairs: two runs whose measured seconds differ by more than 5 % (near: by less than 1.5x). A pair is right if "
+    "the faster run is predicted to be faster; a tie counts as half. The columns by tensor split show the fraction "
+    "that sorting by the size of the tensor-parallel group gets right. Runs of different models or numbers of GPUs "
+    "are never pooled.",
+    "If the measured framework launches kernels more slowly than the device runs them, the time of its launches is "
+    "the prediction. The time per launch was read from runs of this set. Our compiled step has no such minimum; the "
+    "seconds of the device are shown too.",
+    "Bytes: the bytes that our program allocates, divided by the measured bytes. A reserved maximum is an upper "
+    "bound of the bytes that were needed.",
+    "Scores over all models: runs that have the same program (measured twice, or with differences that no config "
+    "expresses) have the weight of one run.",
 )
-# Characters of a line under the heading.
-_LINE = 160
+# Maximum number of characters in the line under the heading.
+_MAX_LINE = 160
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------
 
 
-def between(least: float, most: float) -> str:
-    """The ends of a spread of ratios: "0.97 to 2.00"."""
-    return f"{least:.2f} to {most:.2f}"
+def between(lowest: float, highest: float) -> str:
+    """Returns a range of ratios in words, such as "0.97 to 2.00"."""
+    return f"{lowest:.2f} to {highest:.2f}"
 
 
 def is_off(row: Record) -> str:
-    """The verdict that colours a ratio outside of `WITHIN`."""
+    """Returns the verdict that colours a ratio outside `WITHIN`; "" for a ratio inside."""
     return "" if WITHIN[0] <= row["ratio"] <= WITHIN[1] else "exceeds"
 
 
 def ratio(key: str, title: str, **more: Any) -> ColumnView:
-    """A column of ratios in two digits after the point."""
+    """Returns a column of ratios with two digits after the decimal point."""
     return ColumnView(key, title, "ratio", digits=2, **more)
 
 
 def cohort_columns(title: str) -> tuple[ColumnView, ...]:
-    """The columns of the seconds of pooled rows. title: of the column that names them."""
+    """Returns the columns for the seconds of pooled rows.
+
+    title: the title of the column that names the cohorts.
+    """
     return (
-        ColumnView("name", title, least=18),
+        ColumnView("name", title, min_width=18),
         ColumnView("rows", "runs", "number", skip_zero=True),
         ColumnView("programs", "programs", "number", skip_zero=True),
         ColumnView("within", "within 15 %", "share"),
@@ -100,7 +106,7 @@ COHORT_BYTES = (
     ratio("bytes_most", "most", only=TERMINAL),
 )
 
-# The scores of a model on a number of GPUs: one table of the page, four of the terminal.
+# The scores of a model on a number of GPUs. The page has one table, the terminal has four.
 GROUP = (ColumnView("name", "model"), ColumnView("gpus", "GPUs", "number"))
 GROUP_SECONDS = (
     ColumnView("rows", "runs", "number"),
@@ -162,7 +168,7 @@ GROUP_COLUMNS = (
     *GROUP_BYTES,
 )
 
-# A measured run beside its prediction; the terminal has those predicted worst.
+# A measured run and its prediction. The page lists all runs, the terminal those with the worst predictions.
 ROW_COLUMNS = (
     ColumnView("model", "model", short="predicted worst"),
     ColumnView("gpus", "GPUs", "number"),
@@ -178,7 +184,7 @@ ROW_COLUMNS = (
     ColumnView("quality", "source", "text", hover=lambda row: row["source"], only=PAGE, rank=2),
     ColumnView("differs", "differs", "text", only=PAGE, rank=2),
 )
-UNSAID_COLUMNS = (
+NOT_COMPARED_COLUMNS = (
     ColumnView("reason", "why"),
     ColumnView("rows", "runs", "number", read=lambda group: len(group["rows"])),
     ColumnView("which", "which", "text", read=lambda group: ", ".join(named(group["rows"]))),
@@ -186,51 +192,55 @@ UNSAID_COLUMNS = (
 
 
 def named(rows: Sequence[Record]) -> list[str]:
-    """The models of rows with their numbers of GPUs, each once."""
+    """Returns "MODEL on GPUS" for each different model and number of GPUs of the rows, sorted."""
     return sorted({f"{row['model']} on {row['gpus']}" for row in rows})
 
 
 def worst_first(rows: Sequence[Record]) -> list[Record]:
-    """The rows whose prediction is furthest from what was measured first, by the logarithm of the ratio."""
+    """Returns the rows sorted by the absolute logarithm of predicted/measured seconds, largest first."""
     return sorted(rows, key=lambda row: -abs(math.log(row["ratio"])) if row["ratio"] else 0.0)
 
 
 # ---- the terminal ---------------------------------------------------------------------------------------------
 
 
-def show(found: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Prints a validation, to stdout when no console is given."""
-    put(render_text(found), console)
+def show(validation: Mapping[str, Any], *, console: Console | None = None) -> None:
+    """Prints a validation on the console, by default standard output.
+
+    validation: the JSON of the validation (`ValidationResult.to_json`).
+    """
+    put(render_text(validation), console)
 
 
-def render_text(found: Mapping[str, Any]) -> RenderableType:
-    """Head, scores over models where they are pooled, seconds and order by model and GPUs, bytes, the worst rows, rows
-    that are known to differ, and what is not compared, with the reasons."""
-    pooled = bool(found["cohorts"])
+def render_text(validation: Mapping[str, Any]) -> RenderableType:
+    """Returns the text for the terminal: a heading, scores over all models if they are pooled, seconds and order by
+    model and GPUs, bytes, the worst rows, rows with known differences, and the rows that are not compared with their
+    reasons."""
+    pooled = bool(validation["cohorts"])
     return blocks(
-        _head(found),
-        _cohorts(found["cohorts"], "rows"),
-        _cohorts(found["sources"], "source"),
-        _cohort_bytes(found),
-        _seconds(found) if found["groups"] else None,
-        _order(found),
-        _across(found),
-        None if pooled else _bytes(found),
-        _worst(found),
-        _reasons(found) if pooled else _differing(found),
-        _unsaid(found),
+        _head(validation),
+        _cohorts(validation["cohorts"], "rows"),
+        _cohorts(validation["sources"], "source"),
+        _cohort_bytes(validation),
+        _seconds(validation) if validation["groups"] else None,
+        _order(validation),
+        _across(validation),
+        None if pooled else _bytes(validation),
+        _worst(validation),
+        _reasons(validation) if pooled else _differing(validation),
+        _not_compared(validation),
     )
 
 
-def _head(found: Mapping[str, Any]) -> RenderableType:
-    counts = (f"{found['set']}: {len(found['rows'])} measured runs", "bold")
-    lines: list[RenderableType] = [Text.assemble(counts, f", {found['compiled']} compiled now")]
-    if found["rates"]:
-        lines.append(Prose(f"rates: {one_line(found['rates'])}", "dim"))
-    for compiler, rows in found["elsewhere"]:
+def _head(validation: Mapping[str, Any]) -> RenderableType:
+    counts = (f"{validation['set']}: {len(validation['rows'])} measured runs", "bold")
+    lines: list[RenderableType] = [Text.assemble(counts, f", {validation['compiled']} compiled now")]
+    if validation["rates"]:
+        lines.append(Prose(f"rates: {one_line(validation['rates'])}", "dim"))
+    for compiler, rows in validation["elsewhere"]:
         lines.append(Prose(f"{rows} rows were compiled by another environment ({compiler})", "dim"))
-    if found["left"]:
-        lines.append(Prose(f"stopped: {len(found['left'])} rows left; run the same command to continue", "yellow"))
+    if validation["left"]:
+        lines.append(Prose(f"stopped: {len(validation['left'])} rows left; run the same command to continue", "yellow"))
     return Group(*lines)
 
 
@@ -239,75 +249,79 @@ def _cohorts(cohorts: Sequence[Record], title: str) -> RenderableType | None:
     if not timed:
         return None
     words = Prose(
-        "predicted seconds over measured ones, over all models; runs that are one program of ours weigh one together:"
+        "predicted over measured seconds, for all models; runs that have the same program have the weight of one run:"
     )
     heading = words if title == "rows" else Text("by source:")
     return Group(heading, terminal_table(TableView(cohort_columns(title), timed)))
 
 
-def _cohort_bytes(found: Mapping[str, Any]) -> RenderableType | None:
-    sized = [source for source in found["sources"] if source["bytes_rows"]]
+def _cohort_bytes(validation: Mapping[str, Any]) -> RenderableType | None:
+    sized = [source for source in validation["sources"] if source["bytes_rows"]]
     if not sized:
         return None
     name, *_ = cohort_columns("source")
     return Group(
-        Prose("our allocated bytes over the measured ones, by source:"),
+        Prose("our allocated bytes over the measured bytes, by source:"),
         terminal_table(TableView((name, *COHORT_BYTES), sized)),
-        *_doubted(found),
+        *_doubted(validation),
     )
 
 
-def _seconds(found: Mapping[str, Any]) -> RenderableType:
-    hosts = any(row["host_bound"] for row in found["rows"])
-    free = "; free of host: the median of runs that launches do not bind:" if hosts else ", by model and GPUs:"
+def _seconds(validation: Mapping[str, Any]) -> RenderableType:
+    hosts = any(row["host_bound"] for row in validation["rows"])
+    free = "; free of host: the median of runs that are not bound by launches:" if hosts else ", by model and GPUs:"
     columns = (*GROUP, *GROUP_SECONDS, *(GROUP_FREE_OF_HOST if hosts else ()))
     return Group(
-        Prose(f"predicted seconds over measured ones{free}"), terminal_table(TableView(columns, found["groups"]))
+        Prose(f"predicted over measured seconds{free}"), terminal_table(TableView(columns, validation["groups"]))
     )
 
 
-def _order(found: Mapping[str, Any]) -> RenderableType | None:
-    """Of groups with pairs; where models are pooled, of those with a few of them."""
-    groups = [group for group in found["groups"] if group["pairs"]["count"] >= (_FEW if found["cohorts"] else 0)]
+def _order(validation: Mapping[str, Any]) -> RenderableType | None:
+    """Returns the pair scores of the groups. If models are pooled, only groups with at least `_MIN_PAIRS` pairs are
+    included."""
+    groups = [
+        group
+        for group in validation["groups"]
+        if group["pairs"]["count"] >= (_MIN_PAIRS if validation["cohorts"] else 0)
+    ]
     if not groups:
         return None
     return Group(
         Prose(
-            "order: pairs of runs that differ by more than 5 % (near: by less than 1.5x) and the share in "
-            "the right order, of runs with as many stages, beside what sorting by the tensor split "
-            "gives:"
+            "order: pairs of runs with equal numbers of stages that differ by more than 5 % (near: by less than 1.5x), "
+            "the share that is predicted in the right order, and the share in the right order by tensor split:"
         ),
         terminal_table(TableView((*GROUP, *GROUP_PAIRS, *GROUP_RANKS), groups)),
     )
 
 
-def _across(found: Mapping[str, Any]) -> RenderableType | None:
-    """The order of runs that differ in their stages."""
-    groups = [group for group in found["groups"] if group["across"] and group["across"]["count"]]
+def _across(validation: Mapping[str, Any]) -> RenderableType | None:
+    """Returns the pair scores of runs that differ in their number of pipeline stages."""
+    groups = [group for group in validation["groups"] if group["across"] and group["across"]["count"]]
     if not groups:
         return None
     return Group(
-        Prose("order across numbers of stages, none among them:"),
+        Prose("order of runs with different numbers of stages, including runs without stages:"),
         terminal_table(TableView((*GROUP, *GROUP_PAIRS_ACROSS), groups)),
     )
 
 
-def _bytes(found: Mapping[str, Any]) -> RenderableType | None:
-    groups = [group for group in found["groups"] if group["bytes_rows"]]
+def _bytes(validation: Mapping[str, Any]) -> RenderableType | None:
+    groups = [group for group in validation["groups"] if group["bytes_rows"]]
     if not groups:
         return None
-    kinds = {row["bytes_are"] for row in found["rows"] if row["bytes_ratio"]} - {""}
+    kinds = {row["bytes_are"] for row in validation["rows"] if row["bytes_ratio"]} - {""}
     what = f" ({' or '.join(sorted(kinds))})" if kinds else ""
     return Group(
-        Prose(f"our allocated bytes over the measured ones{what}:"),
+        Prose(f"our allocated bytes over the measured bytes{what}:"),
         terminal_table(TableView((*GROUP, *GROUP_BYTES), groups)),
-        *_doubted(found),
+        *_doubted(validation),
     )
 
 
-def _doubted(found: Mapping[str, Any]) -> list[Prose]:
-    """Bytes that are not compared, and why."""
-    apart = _by(found["rows"], lambda row: row["bytes_reason"])
+def _doubted(validation: Mapping[str, Any]) -> list[Prose]:
+    """Returns the rows whose bytes are not compared, one line per reason."""
+    apart = _by(validation["rows"], lambda row: row["bytes_reason"])
     return [
         Prose(f"{len(rows)} not compared: {one_line(reason)} ({'; '.join(map(_named_bytes, rows))})")
         for reason, rows in apart.items()
@@ -315,44 +329,44 @@ def _doubted(found: Mapping[str, Any]) -> list[Prose]:
 
 
 def _by(rows: Sequence[Record], reason: Callable[[Record], str]) -> dict[str, list[Record]]:
-    """Reason -> its rows, in their order; rows without a reason are left out."""
-    found: dict[str, list[Record]] = {}
+    """Returns reason -> its rows, in order. Rows without a reason are left out."""
+    by_reason: dict[str, list[Record]] = {}
     for row in rows:
         if reason(row):
-            found.setdefault(reason(row), []).append(row)
-    return found
+            by_reason.setdefault(reason(row), []).append(row)
+    return by_reason
 
 
 def _named_bytes(row: Record) -> str:
-    held, measured = (human(count) if count else "unknown" for count in (row["allocated_bytes"], row["measured_bytes"]))
-    return f"{row['model']} on {row['gpus']}, {row['setup']}: {held} for {measured}"
+    ours, measured = (human(count) if count else "unknown" for count in (row["allocated_bytes"], row["measured_bytes"]))
+    return f"{row['model']} on {row['gpus']}, {row['setup']}: ours {ours}, measured {measured}"
 
 
-def _worst(found: Mapping[str, Any]) -> RenderableType | None:
-    rows = [row for row in worst_first(found["rows"]) if row["ratio"]][:_WORST]
+def _worst(validation: Mapping[str, Any]) -> RenderableType | None:
+    rows = [row for row in worst_first(validation["rows"]) if row["ratio"]][:_MAX_WORST]
     return terminal_table(TableView(ROW_COLUMNS, rows)) if rows else None
 
 
-def _differing(found: Mapping[str, Any]) -> RenderableType | None:
-    """Rows by what is known to set them apart."""
+def _differing(validation: Mapping[str, Any]) -> RenderableType | None:
+    """Returns the rows that are known to differ from our program, by reason."""
     lines = [
         Prose(
             f"{one_line(reason)}: "
             + "; ".join(f"{row['model']} on {row['gpus']}, {row['setup']} ({row['ratio']:.2f})" for row in rows)
         )
-        for reason, rows in _by(found["rows"], lambda row: row["differs"] if row["ratio"] else "").items()
+        for reason, rows in _by(validation["rows"], lambda row: row["differs"] if row["ratio"] else "").items()
     ]
-    title = Text("known to differ from what is predicted (predicted over measured)", style="bold")
+    title = Text("runs that are known to differ from our program (predicted over measured seconds)", style="bold")
     return Group(title, *lines) if lines else None
 
 
-def _reasons(found: Mapping[str, Any]) -> RenderableType | None:
-    """What is likely to part the rows predicted worst, outside `WITHIN`, from what was measured."""
-    off = [row for row in worst_first(found["rows"]) if row["ratio"] and is_off(row)]
+def _reasons(validation: Mapping[str, Any]) -> RenderableType | None:
+    """Returns the likely reasons for the rows whose prediction is outside `WITHIN`, one line per reason."""
+    off = [row for row in worst_first(validation["rows"]) if row["ratio"] and is_off(row)]
     by_reason = _by(off, lambda row: row["differs"] or "no reason is known")
     if not by_reason:
         return None
-    lines: list[RenderableType] = [Text("likely reasons of what is more than 15 % away", style="bold")]
+    lines: list[RenderableType] = [Text("likely reasons for errors of more than 15 %", style="bold")]
     for why, some in sorted(by_reason.items(), key=lambda each: -len(each[1])):
         ratios = [row["ratio"] for row in some]
         spread = between(min(ratios), max(ratios)) if len(some) > 1 else f"{ratios[0]:.2f}"
@@ -360,11 +374,11 @@ def _reasons(found: Mapping[str, Any]) -> RenderableType | None:
     return Group(*lines)
 
 
-def _unsaid(found: Mapping[str, Any]) -> RenderableType | None:
-    if not found["unsaid"]:
+def _not_compared(validation: Mapping[str, Any]) -> RenderableType | None:
+    if not validation["unsaid"]:
         return None
     lines: list[RenderableType] = [Text("not compared", style="bold")]
-    for group in found["unsaid"]:
+    for group in validation["unsaid"]:
         models = named(group["rows"])
         more = ", ..." if len(models) > 6 else ""
         lines.append(Prose(f"{len(group['rows'])}: {one_line(group['reason'])} ({', '.join(models[:6])}{more})"))
@@ -374,33 +388,37 @@ def _unsaid(found: Mapping[str, Any]) -> RenderableType | None:
 # ---- the page -------------------------------------------------------------------------------------------------
 
 
-def render_page(found: Mapping[str, Any]) -> str:
-    """The page of a validation's JSON (`validation_result.ValidationResult.to_json`), as text."""
-    rates = f"rates: {found['rates']}" if found["rates"] else ""
-    long = len(rates) > _LINE  # of several chips
+def render_page(validation: Mapping[str, Any]) -> str:
+    """Returns the HTML page of a validation.
+
+    validation: the JSON of the validation (`ValidationResult.to_json`).
+    """
+    rates = f"rates: {validation['rates']}" if validation["rates"] else ""
+    long = len(rates) > _MAX_LINE  # the rates of several chips
     return page(
         "validation",
-        f"{found['set']} · validate",
-        page_data(found),
-        heading=f"{found['set']}: predicted and measured",
+        f"{validation['set']} · validate",
+        page_data(validation),
+        heading=f"{validation['set']}: predicted and measured",
         where="" if long else rates,
         facts=[],
-        versions=versions(found["versions"]),
-        figures=_figures(found),
-        left=len(found["left"]),
-        cohorts=page_table(TableView((*cohort_columns("rows"), *COHORT_BYTES), found["cohorts"])),
-        sources=page_table(TableView((*cohort_columns("source"), *COHORT_BYTES), found["sources"])),
-        groups=page_table(TableView(GROUP_COLUMNS, found["groups"])),
-        rows=page_table(TableView(ROW_COLUMNS, worst_first(found["rows"]))),
-        unsaid=page_table(TableView(UNSAID_COLUMNS, found["unsaid"])),
+        versions=versions(validation["versions"]),
+        figures=_figures(validation),
+        left=len(validation["left"]),
+        cohorts=page_table(TableView((*cohort_columns("rows"), *COHORT_BYTES), validation["cohorts"])),
+        sources=page_table(TableView((*cohort_columns("source"), *COHORT_BYTES), validation["sources"])),
+        groups=page_table(TableView(GROUP_COLUMNS, validation["groups"])),
+        rows=page_table(TableView(ROW_COLUMNS, worst_first(validation["rows"]))),
+        unsaid=page_table(TableView(NOT_COMPARED_COLUMNS, validation["unsaid"])),
         notes=(*NOTES, rates) if long else NOTES,
     )
 
 
-def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script draws: for each model and number of GPUs its runs, seconds measured and predicted, and tips."""
+def page_data(validation: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the JSON values that the page's script draws: measured and predicted seconds for each model and number
+    of GPUs, and tooltips."""
     series: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for row in found["rows"]:
+    for row in validation["rows"]:
         if row["measured_seconds"]:
             series.setdefault((row["model"], row["gpus"]), []).append(row)
     return {
@@ -417,7 +435,7 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tip(row: Mapping[str, Any]) -> list[str]:
-    bytes_of = (
+    sizes = (
         f"{row['allocated_bytes'] / 2**30:.2f} GiB allocated, {row['measured_bytes'] / 2**30:.2f} measured"
         if row["allocated_bytes"] and row["measured_bytes"]
         else ""
@@ -428,8 +446,8 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
             f"{row['model']} on {row['gpus']}: {row['setup'] or row['id']}",
             f"measured {seconds(row['measured_seconds'])}",
             f"predicted {seconds(row['predicted_seconds'])} ({row['ratio']:.2f}), bound by {row['bound_by']}",
-            f"device alone {seconds(row['device_seconds'])}" if row["launch_seconds"] else "",
-            bytes_of,
+            f"device only {seconds(row['device_seconds'])}" if row["launch_seconds"] else "",
+            sizes,
             row["differs"],
             row["bytes_reason"],
         )
@@ -437,10 +455,11 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _figures(found: Mapping[str, Any]) -> list[HeaderFigure]:
-    """No score: those of different models and numbers of GPUs are never pooled."""
-    unsaid = sum(len(group["rows"]) for group in found["unsaid"])
+def _figures(validation: Mapping[str, Any]) -> list[HeaderFigure]:
+    """Returns the figures at the top of the page. There is no overall score, because different models are never
+    pooled."""
+    unsaid = sum(len(group["rows"]) for group in validation["unsaid"])
     return [
-        HeaderFigure("runs", str(len(found["rows"])), "measured and predicted"),
+        HeaderFigure("runs", str(len(validation["rows"])), "measured and predicted"),
         HeaderFigure("not compared", str(unsaid), "with the reason below"),
     ]

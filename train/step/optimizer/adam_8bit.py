@@ -1,15 +1,15 @@
-"""AdamW with 8-bit block-wise moments, after Dettmers et al. 2022 (arXiv 2110.02861); optax has none.
+"""AdamW with 8-bit block-wise moments, after Dettmers et al. 2022 (arXiv 2110.02861). optax has none.
 
-A moment is one byte per parameter, in the parameter's own shape and so sharded like it, and one float32 scale, the
-largest magnitude, per block. What differs from the paper:
+A moment is stored as one byte per parameter, in the parameter's shape and with its sharding, and one float32 scale per
+block: the largest magnitude. Differences from the paper:
 
-- blocks are 128 numbers along one axis of a matrix, not 2048 of the flattened array: they do not depend on the mesh,
-  and along the axes chosen in train/step/optimizer/param_matrices.py devices seldom share one;
-- codes are at the ends of the paper's dynamic intervals, not in their middles, so a block's largest value is exact;
-- the second moment is kept as its square root, which is what the update divides by and has half the orders of
-  magnitude; one that is not zero never becomes zero;
-- tables are 8-bit too: blocks along the width keep tokens apart. As in the paper, matrices of fewer than 4096
-  elements, and norms and biases, stay float32.
+- Blocks are 128 elements along one axis of a matrix, not 2048 of the flattened array. They do not depend on the mesh,
+  and along the axes chosen in train/step/optimizer/param_matrices.py devices seldom share a block.
+- Codes are at the ends of the paper's dynamic intervals, not at their centers, so a block's largest value is exact.
+- The second moment is stored as its square root, which the update divides by and which has half the orders of
+  magnitude. A nonzero value is never stored as zero.
+- Embedding tables are 8-bit too, because blocks along the width do not mix tokens. As in the paper, matrices of fewer
+  than 4096 elements, norms and biases stay float32.
 """
 
 import math
@@ -22,10 +22,10 @@ import optax
 
 from bytescope.train.step.optimizer.param_matrices import by_layer, matrix_of
 
-BLOCK, SHORT_BLOCK, LEAST_SIZE = 128, 64, 4096
+BLOCK, SHORT_BLOCK, MIN_SIZE = 128, 64, 4096  # numbers of elements
 
-# The dynamic map: seven decades up to 1, each with twice the codes of the one below, and zero. Magnitudes of a signed
-# code end at 127 and an unsigned code at 255; between the points both are linear.
+# The dynamic map: zero and seven decades up to 1, each with twice the codes of the decade below. Magnitudes of signed
+# codes end at 127, unsigned codes at 255. Between the decades' ends the map is linear.
 _DECADES = (0.0, *(10.0 ** (k - 6) for k in range(7)))
 _SIGNED = (0.0, *(2.0 ** (k + 1) - 1 for k in range(7)))
 _UNSIGNED = (0.0, *(2.0 ** (k + 2) - 1 for k in range(7)))
@@ -34,11 +34,14 @@ _UNSIGNED = (0.0, *(2.0 ** (k + 2) - 1 for k in range(7)))
 class EightBitState(NamedTuple):
     """The moments of Adam in 8 bits.
 
-    count: updates, int32. mu, root_nu: trees like the parameters, of int8 and uint8 codes, or of float32 where nothing
-    is quantized. mu_scale, nu_scale: float32, one per block; `MaskedNode` where nothing is quantized.
+    Fields:
+      count: number of updates, int32.
+      mu, root_nu: first moment and root of the second moment, trees with the structure of the parameters: int8 and
+        uint8 codes, or float32 for parameters that are not quantized.
+      mu_scale, nu_scale: float32, one per block; `MaskedNode` for parameters that are not quantized.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # optax names it so; it hides tuple.count
+    count: jax.Array  # type: ignore[assignment]  # the name that optax uses; it hides tuple.count
     mu: Any
     root_nu: Any
     mu_scale: Any
@@ -46,43 +49,43 @@ class EightBitState(NamedTuple):
 
 
 def _through(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
-    """Evaluates at `x` the polygon through the points (xs, ys), as a sum of ramps: compilers fuse it, unlike a table
-    look-up.
-    """
+    """Evaluates the polygon through the points (xs, ys) at `x`, as a sum of ramps, which compilers can fuse, unlike a
+    table look-up."""
     ramps = [(y1 - y0) / (x1 - x0) * jnp.clip(x - x0, 0.0, x1 - x0) for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:])]
     return sum(ramps[1:], ramps[0])
 
 
 def encode_signed(x: jax.Array) -> jax.Array:
-    """The nearest int8 code of each number in [-1, 1]."""
+    """Returns the nearest int8 code of each number in [-1, 1]."""
     return jnp.copysign(jnp.round(_through(jnp.abs(x), _DECADES, _SIGNED)), x).astype(jnp.int8)
 
 
 def decode_signed(codes: jax.Array) -> jax.Array:
-    """The float32 numbers in [-1, 1] of int8 codes."""
+    """Returns the float32 numbers in [-1, 1] of int8 codes."""
     x = codes.astype(jnp.float32)
     return jnp.copysign(_through(jnp.abs(x), _SIGNED, _DECADES), x)
 
 
 def encode_unsigned(x: jax.Array) -> jax.Array:
-    """The nearest uint8 code of each number in [0, 1]; never 0 for a number above 0."""
+    """Returns the nearest uint8 code of each number in [0, 1]. Numbers above 0 never get code 0."""
     code = jnp.round(_through(x, _DECADES, _UNSIGNED))
     return jnp.where(x > 0, jnp.maximum(code, 1.0), 0.0).astype(jnp.uint8)
 
 
 def decode_unsigned(codes: jax.Array) -> jax.Array:
-    """The float32 numbers in [0, 1] of uint8 codes."""
+    """Returns the float32 numbers in [0, 1] of uint8 codes."""
     return _through(codes.astype(jnp.float32), _UNSIGNED, _DECADES)
 
 
 def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of a block of a parameter's moments, with as many axes as the parameter; None where they stay float32.
+    """Returns the shape of a block of a parameter's moments, with as many axes as the parameter. None if the moments
+    stay float32.
 
-    It divides `shape`: up to 128 along the first of the matrix' block axes; the axes after the first are used only
-    where that gives fewer than 64 elements.
+    The block shape divides `shape`. It has up to 128 elements along the first of the matrix' block axes. Further block
+    axes are used only if the first gives fewer than 64 elements.
     """
     matrix = matrix_of(path)
-    if matrix is None or math.prod(shape[len(shape) - matrix.inputs - matrix.outputs :]) < LEAST_SIZE:
+    if matrix is None or math.prod(shape[len(shape) - matrix.inputs - matrix.outputs :]) < MIN_SIZE:
         return None
     block = [1] * len(shape)
     for limit, axis in zip((BLOCK, *[SHORT_BLOCK] * len(matrix.block)), matrix.block):
@@ -91,19 +94,21 @@ def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _blocks(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """`x` with every axis split in two: [blocks, elements of a block, blocks, ...]."""
+    """Splits every axis of `x` in two: [blocks, elements of a block, blocks, ...]."""
     return x.reshape([n for size, own in zip(x.shape, block) for n in (size // own, own)])
 
 
 def _spread(scale: jax.Array) -> jax.Array:
-    """The scales of blocks in a shape that broadcasts against `_blocks`."""
+    """Reshapes the scales of blocks so that they broadcast against the result of `_blocks`."""
     return scale.reshape([n for size in scale.shape for n in (size, 1)])
 
 
 def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, jax.Array]:
-    """Returns (codes in the shape of `x`, float32 scales). The scale of a block is its largest magnitude.
+    """Quantizes `x`. Returns codes in the shape of `x` and float32 scales, one per block: its largest magnitude.
 
-    block: shape of a block, which divides the shape of `x`. encode: `encode_signed` or `encode_unsigned`.
+    Args:
+      block: shape of a block, which divides the shape of `x`.
+      encode: `encode_signed` or `encode_unsigned`.
     """
     blocks = _blocks(x, block)
     scale = jnp.max(jnp.abs(blocks), axis=range(1, blocks.ndim, 2))
@@ -112,12 +117,12 @@ def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, j
 
 
 def dequantize(codes: jax.Array, scale: jax.Array, block: tuple[int, ...], decode) -> jax.Array:
-    """The float32 numbers of `codes`, in their shape: the inverse of `quantize`, with the matching `decode`."""
+    """Returns the float32 numbers of `codes`, in their shape. `decode` must match the `encode` of `quantize`."""
     return (decode(_blocks(codes, block)) * _spread(scale)).reshape(codes.shape)
 
 
 def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """`optax.scale_by_adam` with moments that are kept in 8 bits.
+    """Returns `optax.scale_by_adam` with moments stored in 8 bits.
 
     The update is computed from the new moments before they are quantized.
     """
@@ -162,14 +167,14 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
             root_nu, nu_scale = quantize(root_nu, block, encode_unsigned)
             return step, mu, root_nu, mu_scale, nu_scale
 
-        def of_parameter(path, grad, mu, root_nu, mu_scale, nu_scale):
+        def update_parameter(path, grad, mu, root_nu, mu_scale, nu_scale):
             if block_shape(path, grad.shape):
                 return by_layer(quantized, path, grad, mu, root_nu, mu_scale, nu_scale)
             return *one(grad, mu, root_nu), mu_scale, nu_scale
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         columns = [tree.flatten_up_to(kept) for kept in state[1:]]
-        rows = [of_parameter(path, grad, *own) for (path, grad), *own in zip(leaves, *columns)]
+        rows = [update_parameter(path, grad, *own) for (path, grad), *own in zip(leaves, *columns)]
         step, *kept = [tree.unflatten([row[place] for row in rows]) for place in range(len(state))]
         return step, EightBitState(count, *kept)
 

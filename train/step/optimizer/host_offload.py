@@ -1,8 +1,8 @@
-"""Training state in pinned host memory: in which memory a leaf is, and how it gets to the device and back.
+"""Training state in pinned host memory: which leaves are there, and how they move to the device and back.
 
-The sharding of a leaf alone says its memory, for present and for described devices. A program takes such leaves in
-host memory and returns them there, in place. Inside a step their types say so (`jax.typeof`): nothing computes on them,
-they are fetched first.
+The sharding of a leaf includes its memory kind, on present and on described devices. A program takes leaves in host
+memory and returns them there, in place. Inside a step the type of a leaf includes its memory (`jax.typeof`). Leaves in
+host memory must be fetched before the step computes with them.
 """
 
 import dataclasses
@@ -14,36 +14,38 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from bytescope.model.remat.offload import HOST, here, stored_like
+from bytescope.model.remat.offload import HOST, stored_like, to_device
 
 KIND = "pinned_host"
-AT_ONCE = 2**30  # bytes that are initialized together on the way to host memory
+AT_ONCE = 2**30  # bytes that are initialized in one program on the way to host memory
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
     """Returns the same sharding over the mesh, in pinned host memory."""
     moved = sharding.with_memory_kind(KIND)
-    # Devices that are only described list no memories, and their shardings silently drop the kind. A mesh without
-    # devices keeps it; the program takes its devices from its other arguments.
+    # Devices that are only described list no memories, and their shardings silently drop the memory kind. A mesh
+    # without devices keeps the kind; the program takes its devices from its other arguments.
     return moved if moved.memory_kind else NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=KIND)
 
 
 def has_host_memory(device: jax.Device) -> bool:
-    """Whether programs for this device can hold arrays in pinned host memory."""
+    """Returns True if programs for this device can have arrays in pinned host memory. Described devices count as
+    True."""
     try:
         memories = device.addressable_memories()
     except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
         return True
-    return not memories or KIND in {memory.kind for memory in memories}  # a described device lists none
+    return not memories or KIND in {memory.kind for memory in memories}  # a described device lists no memories
 
 
 def device_bytes(tree: Any) -> int:
-    """Returns bytes on one device of a tree of arrays or shapes with shardings, without arrays in host memory."""
+    """Returns the bytes on one device of a tree of arrays or of shapes with shardings, without arrays in host
+    memory."""
     return sum(device_sizes(tree))
 
 
 def device_sizes(tree: Any) -> list[int]:
-    """Returns bytes on one device of each leaf that is not in host memory."""
+    """Returns the bytes on one device of each leaf that is not in host memory."""
     return [
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -52,7 +54,7 @@ def device_sizes(tree: Any) -> list[int]:
 
 
 def is_hosted(leaf: Any) -> bool:
-    """Whether an array, traced or abstract, is in host memory."""
+    """Returns True if an array, traced or abstract, is in host memory."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding.memory_kind == KIND
     return jax.typeof(leaf).memory_space == HOST
@@ -60,7 +62,7 @@ def is_hosted(leaf: Any) -> bool:
 
 def fetch(tree: Any) -> Any:
     """Moves every leaf of the tree to device memory."""
-    return jax.tree.map(here, tree)
+    return jax.tree.map(to_device, tree)
 
 
 def stow(tree: Any, like: Any) -> Any:
@@ -68,31 +70,32 @@ def stow(tree: Any, like: Any) -> Any:
     return jax.tree.map(stored_like, tree, like)
 
 
-def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The abstract array `leaf`, in host memory."""
+def move_to_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the abstract array `leaf` placed in host memory."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
 
 
 def hosted_state(state: Any, *, hosts_params: bool, hosts_optimizer: bool) -> Any:
-    """Returns the abstract state with arrays of the parameters or the optimizer in host memory; counters stay."""
+    """Returns the abstract state with the arrays of the parameters or the optimizer in host memory. Counters stay on
+    the device."""
 
     def move(leaf):
-        return described(leaf) if leaf.ndim else leaf
+        return move_to_host(leaf) if leaf.ndim else leaf
 
     params, opt_state = state.params, state.opt_state
     if hosts_params:
         params = jax.tree.map(move, params)
-    if hosts_optimizer and isinstance(opt_state, optax.MultiStepsState):  # its sums are read in every call
+    if hosts_optimizer and isinstance(opt_state, optax.MultiStepsState):  # its gradient sums are read in every call
         opt_state = opt_state._replace(inner_opt_state=jax.tree.map(move, opt_state.inner_opt_state))
     elif hosts_optimizer:
         opt_state = jax.tree.map(move, opt_state)
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
-def turns(like: Any) -> list[list[int]]:
-    """Returns the numbers of the leaves of the abstract `like`, in the groups in which `in_turns` makes them.
+def leaf_groups(like: Any) -> list[list[int]]:
+    """Returns the indices of the leaves of the abstract tree `like`, grouped as in `compute_in_groups`.
 
-    The first group stays on the device; the others go to host memory, about a GiB each.
+    The first group stays on the device. The other groups go to host memory and have about a GiB each.
     """
     leaves = jax.tree.leaves(like)
     out: list[list[int]] = [[place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]]
@@ -108,32 +111,30 @@ def turns(like: Any) -> list[list[int]]:
     return [places for places in out if places]
 
 
-def chosen(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> Any:
-    """Returns `make`, jitted: only the leaves `places` of its result, placed as the abstract `leaves`.
-
-    The other leaves are never computed.
-    """
+def jit_leaves(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> Any:
+    """Returns a jitted function that computes only the leaves `places` (indices) of the result of `make`, placed like
+    `leaves`."""
 
     def some(*args):
         everything = jax.tree.leaves(make(*args))
         return [everything[place] for place in places]
 
-    # Unused arguments stay, as for moments of zeros: described devices are known by the arguments.
+    # Unused arguments are kept, because programs for described devices take their devices from the arguments.
     return jax.jit(some, out_shardings=[leaves[place].sharding for place in places], keep_unused=True)
 
 
-def in_turns(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
-    """Returns `make`, jitted, with results placed as the abstract `like`. Results in host memory are made a GiB at a
-    time.
+def compute_in_groups(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
+    """Returns a function that computes `make` in several programs, with results placed like the abstract tree `like`.
 
-    So they need not fit the device together, on which every array is made.
+    Results for host memory are computed about a GiB at a time, because every array is first computed on the device and
+    all of them together may not fit there.
     """
     leaves, tree = jax.tree.flatten(like)
 
-    def made(*args):
+    def run_groups(*args):
         out = {}
-        for places in turns(like):
-            out |= zip(places, jax.block_until_ready(chosen(make, leaves, places)(*args)))
+        for places in leaf_groups(like):
+            out |= zip(places, jax.block_until_ready(jit_leaves(make, leaves, places)(*args)))
         return tree.unflatten([out[place] for place in range(len(leaves))])
 
-    return made
+    return run_groups

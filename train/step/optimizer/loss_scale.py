@@ -1,8 +1,8 @@
-"""Dynamic loss scaling: gradients stay within float16's exponents, and an update that overflows is skipped.
+"""Dynamic loss scaling: keeps gradients within the exponent range of float16, and skips updates that overflow.
 
 Micikevicius et al. 2018 (arXiv 1710.03740), section 3.2: the loss is multiplied by a scale before the backward pass
-and the gradients are divided by it in float32. Where one is not finite, the update is skipped and the scale halved;
-after so many updates without overflow it doubles.
+and the gradients are divided by it in float32. If a gradient is not finite, the update is skipped and the scale is
+halved. After `growth_every` updates without overflow the scale doubles.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ import optax
 
 from bytescope.train.step.optimizer.rules import grad_norm
 
-# Below MIN_SCALE, halving again does not help: the overflow is not in the gradient. MAX_SCALE is far within float32.
+# Below MIN_SCALE another halving does not help: the overflow is not in the gradient. MAX_SCALE is far below the
+# maximum of float32.
 MIN_SCALE, MAX_SCALE = 2.0**-14, 2.0**64
 SCALED_REMEDY = "compute in bfloat16 (--config.precision.preset=bf16), "
 
@@ -25,7 +26,13 @@ SCALED_REMEDY = "compute in bfloat16 (--config.precision.preset=bf16), "
 @partial(jax.tree_util.register_dataclass, data_fields=["scale", "good", "skipped"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """Part of TrainState: the scale (float32), good updates since it last changed, and all skipped updates (int32)."""
+    """The loss scale of a TrainState.
+
+    Fields:
+      scale: float32.
+      good: updates without overflow since the scale last changed, int32.
+      skipped: number of all skipped updates, int32.
+    """
 
     scale: jax.Array
     good: jax.Array
@@ -36,9 +43,12 @@ class LossScale:
 class Scaling:
     """The rule of the loss scale.
 
-    initial: scale of the mean loss at the start. growth_every: updates without overflow after which it doubles.
-    positions: of a micro-batch over all devices. The loss is a sum over positions, so it is multiplied by the scale
-    over their number, rounded up to a power of two: a product with a power of two changes only exponents.
+    Fields:
+      initial: scale of the mean loss at the start.
+      growth_every: number of updates without overflow after which the scale doubles.
+      positions: number of positions of a micro-batch over all devices. The loss is a sum over positions, so its factor
+        is the scale divided by this number, rounded up to a power of two: products with powers of two change only
+        exponents.
     """
 
     initial: float
@@ -46,7 +56,7 @@ class Scaling:
     positions: int
 
     def init(self) -> LossScale:
-        """The loss scale before the first update."""
+        """Returns the loss scale before the first update."""
         return LossScale(jnp.float32(self.initial), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def factor(self, state: LossScale) -> jax.Array:
@@ -54,7 +64,7 @@ class Scaling:
         return state.scale / 2.0 ** math.ceil(math.log2(self.positions))
 
     def after(self, state: LossScale, finite: jax.Array) -> LossScale:
-        """Returns the state after an update whose gradients were `finite` or not (a boolean scalar)."""
+        """Returns the state after an update. `finite`: a boolean scalar, False if a gradient overflowed."""
         good = jnp.where(finite, state.good + 1, 0)
         grown = good >= self.growth_every
         scale = jnp.where(
@@ -64,7 +74,7 @@ class Scaling:
 
 
 def scale_metrics(values: Mapping[str, Any]) -> dict[str, float | int]:
-    """Returns the loss scale's entries of a row of the log, from a step's metrics; {} without a loss scale."""
+    """Returns the loss scale's columns of a log row, from a step's metrics; {} without a loss scale."""
     if "loss_scale" not in values:
         return {}
     return {"loss_scale": float(values["loss_scale"]), "skipped_steps": int(values["skipped_steps"])}
@@ -75,12 +85,14 @@ def keep_if(done: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda one, other: jnp.where(done, one, other), new, old)
 
 
-def guard(scaling: Scaling, scale: LossScale, new: tuple[Any, Any], old: tuple[Any, Any]) -> tuple[Any, Any, LossScale]:
+def undo_overflow(
+    scaling: Scaling, scale: LossScale, new: tuple[Any, Any], old: tuple[Any, Any]
+) -> tuple[Any, Any, LossScale]:
     """Returns (params, optimizer state, loss scale) after an update that may have overflowed.
 
-    new, old: (params, optimizer state) with and without the update. After an overflow the result is `old`, except for
-    the gradient norm, which shows the overflow. Under `optax.MultiSteps` the sum over micro-batches decides: an
-    overflow stays in it until the last micro-batch.
+    `new` and `old` are (params, optimizer state) with and without the update. After an overflow the result is `old`,
+    except for the gradient norm, which shows the overflow. Under `optax.MultiSteps` the sum over micro-batches
+    decides: an overflow stays in the sum until the last micro-batch.
     """
     params, opt_state = new
     multi = isinstance(opt_state, optax.MultiStepsState)

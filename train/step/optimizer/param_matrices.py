@@ -1,6 +1,6 @@
-"""Parameters as matrices, by name: for optimizers that work on rows, columns or blocks of a matrix.
+"""Parameters as matrices, by name, for optimizers that work on rows, columns or blocks of a matrix.
 
-Leading axes (stacked layers) are a batch of matrices, so that scanned and unrolled layers are updated alike.
+Leading axes (stacked layers) are a batch of matrices, so that scanned and unrolled layers get the same update.
 """
 
 import math
@@ -17,10 +17,11 @@ from bytescope.model.adapters import TARGETS
 class MatrixAxes(NamedTuple):
     """The axes of a parameter as a matrix.
 
-    inputs, outputs: how many of the last axes are the rows and the columns.
-    block: axes along which blocks of 8-bit state extend, in order. They are axes that ZeRO does not shard; in a table
-    the axis is the width, so that a rare token does not share a block with a frequent one.
-    hidden: whether the matrix is between embedding and head; muon updates only hidden matrices.
+    Fields:
+      inputs, outputs: the numbers of trailing axes that are the rows and the columns of the matrix.
+      block: axes along which blocks of 8-bit state extend, in order. ZeRO does not shard these axes. The axis of a
+        token table is its width, so that a rare token does not share a block with a frequent one.
+      hidden: True if the matrix is between embedding and head. muon updates only hidden matrices.
     """
 
     inputs: int
@@ -47,13 +48,13 @@ MATRICES = {
     "w_position": MatrixAxes(1, 1, (-1,), hidden=False),
     "w_head": MatrixAxes(1, 1, (-2,), hidden=False),
     "w_router": MatrixAxes(1, 1, (-1, -2), hidden=False),
-    # Adapters: inputs by rank, rank by outputs.
+    # Adapters: [inputs, rank] and [rank, outputs].
     **{f"w_{target}_a": MatrixAxes(inputs, 1, (-1,)) for target, inputs in TARGETS.items()},
     **{f"w_{target}_b": _PROJECTION if target in ("q", "k", "v") else _UP for target in TARGETS},
 }
-# Vectors of more than one axis: how many of the last axes they have.
+# Parameters that are vectors but have several axes -> the number of their trailing axes.
 VECTORS = {"b_q": 2, "b_k": 2, "b_v": 2}
-# Parameter -> the axis of its vocabulary, which may be padded.
+# Parameter -> the index of its vocabulary axis, which may be padded.
 VOCABULARY = {"w_token": 0, "w_head": 1}
 
 
@@ -62,13 +63,17 @@ def _name(path: tuple) -> str:
 
 
 def matrix_of(path: tuple) -> MatrixAxes | None:
-    """The row of MATRICES for the parameter at `path`; None for norms, biases and whatever else is not a matrix."""
+    """Returns the row of MATRICES for the parameter at `path`; None for norms, biases and other parameters that are
+    not matrices."""
     return MATRICES.get(_name(path))
 
 
 def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter as a batch of matrices [N, rows, columns], of experts [N, E, rows, columns], or of
-    vectors [N, size]. Experts keep an axis of their own: in one with the layers a device's would not lie together."""
+    """Returns the shape of a parameter as a batch of matrices [N, rows, columns] or of vectors [N, size].
+
+    Expert matrices become [N, E, rows, columns]. The experts keep a separate axis, because merged with the layers'
+    axis the experts of one device would not be adjacent.
+    """
     matrix = matrix_of(path)
     if matrix is None:
         first = len(shape) - VECTORS.get(_name(path), 1)
@@ -76,23 +81,24 @@ def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     outputs = len(shape) - matrix.outputs
     inputs = outputs - matrix.inputs
     matrix_shape = (math.prod(shape[inputs:outputs]), math.prod(shape[outputs:]))
-    if _of_experts(path):
+    if _is_expert_matrix(path):
         return (math.prod(shape[: inputs - 1]), shape[inputs - 1], *matrix_shape)
     return (math.prod(shape[:inputs]), *matrix_shape)
 
 
 def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """`function(*arrays)`, with results of the shapes of its arguments, layer by layer where the parameter is stacked.
+    """Applies `function(*arrays)` to a parameter, layer by layer if it is stacked. Results have the shapes of the
+    arguments.
 
-    `path`: of the parameter, which must be a row of MATRICES. The loop works in place, so what `function` allocates
-    exists for one layer at a time. The experts of a layer have their turn together: devices share them out, and a loop
-    over them would gather each.
+    `path` is the path of the parameter, whose name must be in MATRICES. The loop works in place, so memory that
+    `function` allocates exists for one layer at a time. The experts of a layer are computed together: they are sharded
+    over devices, and a loop over experts would gather each of them.
     """
     matrix = MATRICES[_name(path)]
     stacked = arrays[0].ndim - matrix.inputs - matrix.outputs
     if not stacked:
         return function(*arrays)
-    if stacked == 1 and _of_experts(path):
+    if stacked == 1 and _is_expert_matrix(path):
         return jax.vmap(function)(*arrays)
 
     def layer(index, stacks):
@@ -103,8 +109,8 @@ def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) ->
     return jax.lax.fori_loop(0, arrays[0].shape[0], layer, arrays)
 
 
-def _of_experts(path: tuple) -> bool:
-    """Whether the parameter at `path` is a matrix of each expert."""
+def _is_expert_matrix(path: tuple) -> bool:
+    """Returns True if the parameter at `path` has a matrix for each expert."""
     keys = [str(getattr(key, "key", "")) for key in path]
     return "experts" in keys and keys[-1] != "w_router"
 
@@ -112,12 +118,14 @@ def _of_experts(path: tuple) -> bool:
 def each_matrix(
     inner: Callable[[int], optax.GradientTransformation], vocabulary: int | None = None
 ) -> optax.GradientTransformation:
-    """`inner(elements)` applied to every matrix and vector by itself; its state is a tree like the parameters, batched
-    on a first axis, of experts on two (`as_matrices`).
+    """Applies `inner(elements)` to every matrix and vector separately.
+
+    The state is a tree with the structure of the parameters. Its leaves have one leading batch axis, or two for
+    experts (see `as_matrices`).
 
     Args:
-      inner: from the elements of a matrix, without the padding of a vocabulary, to the transformation of it.
-      vocabulary: tokens of it; None where no table is padded.
+      inner: number of elements of a matrix, without vocabulary padding -> the transformation of that matrix.
+      vocabulary: number of tokens, None if no table is padded.
     """
 
     def rule(path, shape):
@@ -138,7 +146,7 @@ def each_matrix(
 
     def update(updates, state, params=None):
         def one(path, grad, own, param):
-            if isinstance(grad, optax.MaskedNode):  # left out of this update
+            if isinstance(grad, optax.MaskedNode):  # not part of this update
                 return grad, own
             inner, batched, batches = rule(path, grad.shape)
             new, own = _batched(inner.update, batches)(grad.reshape(batched), own, param.reshape(batched))
@@ -157,12 +165,12 @@ def each_matrix(
 
 
 def _batched(function: Callable, batches: int) -> Callable:
-    """`function` over that many leading axes of its arguments."""
+    """Maps `function` over `batches` leading axes of its arguments."""
     return _batched(jax.vmap(function), batches - 1) if batches else function
 
 
 def _clip_rms(elements: int) -> optax.GradientTransformation:
-    """Scales an update down to an RMS of 1 over `elements`, all others being zeros (padding)."""
+    """Scales an update down to an RMS of at most 1 over `elements`. All other elements are zeros (padding)."""
 
     def update(updates, state, params=None):
         del params
@@ -173,11 +181,11 @@ def _clip_rms(elements: int) -> optax.GradientTransformation:
 
 
 def adafactor(vocabulary: int | None = None) -> optax.GradientTransformation:
-    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum.
+    """Returns Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum.
 
-    The second moment is kept by rows and columns of each matrix, and in full for vectors, with decay 1 - t^-0.8; the
-    update of each has an RMS of at most 1, in which the padding of a table of `vocabulary` tokens does not count. Left
-    out is the paper's scaling by the parameter's own RMS: the learning rate is absolute, as for all rows.
+    The second moment of a matrix is stored by rows and columns, the one of a vector in full, with decay 1 - t^-0.8.
+    The update of each has an RMS of at most 1; padding of a table of `vocabulary` tokens does not count. The paper's
+    scaling by the parameter's own RMS is left out, so that the learning rate is absolute, as in all other optimizers.
     """
 
     def inner(elements):
@@ -186,12 +194,13 @@ def adafactor(vocabulary: int | None = None) -> optax.GradientTransformation:
     return each_matrix(inner, vocabulary)
 
 
-# Jordan et al. 2024: a x + b x^3 + c x^5 takes singular values from (0, 1] to about 1 in five rounds.
+# Jordan et al. 2024: a x + b x^3 + c x^5 moves singular values from (0, 1] to about 1 in five iterations.
 _NEWTON_SCHULZ, _ROUNDS = (3.4445, -4.7750, 2.0315), 5
 
 
 def orthogonalized(x_RC: jax.Array) -> jax.Array:
-    """About U V^T of a matrix U S V^T [rows, columns]: singular values between 0.7 and 1.2, by Newton-Schulz rounds."""
+    """Returns approximately U V^T for a matrix U S V^T [rows, columns], by Newton-Schulz iterations. Singular values
+    are between 0.7 and 1.2."""
     a, b, c = _NEWTON_SCHULZ
     x = x_RC.T if x_RC.shape[0] > x_RC.shape[1] else x_RC
     x = x / (jnp.linalg.norm(x) + 1e-8)
@@ -205,10 +214,12 @@ def orthogonalized(x_RC: jax.Array) -> jax.Array:
 
 
 def scale_by_muon(momentum: float) -> optax.GradientTransformation:
-    """The Nesterov momentum of each matrix, orthogonalized and scaled by 0.2 sqrt(max(rows, columns)).
+    """Returns the update of muon: the Nesterov momentum of each matrix, orthogonalized and scaled by 0.2
+    sqrt(max(rows, columns)).
 
-    That is the RMS of an AdamW update, so that both share a learning rate and a decay (Liu et al. 2025, arXiv
-    2502.16982). All parameters must be rows of MATRICES. Layers take turns, so that devices gather one layer at a time.
+    The scale gives the RMS of an AdamW update, so that both share a learning rate and a decay (Liu et al. 2025, arXiv
+    2502.16982). All parameters must be in MATRICES. Layers are computed one after the other, so that devices gather
+    one layer at a time.
     """
 
     def direction(path, mean):
@@ -229,7 +240,8 @@ def scale_by_muon(momentum: float) -> optax.GradientTransformation:
 
 
 def muon(momentum: float, rest: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024, github.com/KellerJordan/Muon) for hidden matrices, `rest` for all other parameters."""
+    """Returns muon (Jordan et al. 2024, github.com/KellerJordan/Muon) for hidden matrices and `rest` for all other
+    parameters."""
 
     def label(path, _):
         matrix = matrix_of(path)

@@ -1,8 +1,8 @@
-"""The update part by part: each layer of the stacked blocks in turn, then every other parameter by itself.
+"""The update by parts: each layer of the stacked blocks, one after the other, then every other parameter separately.
 
-What an optimizer of this project computes for a parameter depends on that parameter alone, except for the norm by which
-gradients are clipped; so the result equals that of one update of everything. In turns it needs the state of one layer
-on the device at a time: state in host memory is fetched, updated and written back in place, layer by layer.
+Every optimizer of this project computes the update of a parameter only from that parameter, except for the clipping
+norm. The result therefore equals one update of all parameters. Only one layer's state is on the device at a time:
+state in host memory is fetched, updated and written back in place, layer by layer.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from bytescope.train.step.optimizer.rules import ROW_BY_ROW, ClipState, Optimize
 
 Leaves = list[jax.Array]
 STACKS = (BLOCKS, DENSE)
-PIECE = 2**28  # bytes, about a layer's largest parameter
+PIECE = 2**28  # maximum bytes of a piece of a table, about the size of a layer's largest parameter
 HOLE = optax.MaskedNode()  # optax ignores it, and it has no leaves
 
 
@@ -31,10 +31,13 @@ HOLE = optax.MaskedNode()  # optax ignores it, and it has no leaves
 class Part:
     """Parameters that are updated together.
 
-    params, kept: indices of their leaves among all parameters, and of their state among all leaves of the rule's state.
-    turns: pieces of equal size along the first axis that are updated one after the other: the layers of a stack, rows
-    of a large table in host memory; 0 for all at once. stacked: whether the pieces are layers. group: parts of the same
-    group share a norm where clipping is by layer.
+    Fields:
+      params: indices of the leaves among all parameters.
+      kept: indices of their optimizer state among all leaves of the rule's state.
+      turns: number of equal pieces along the first axis that are updated one after the other: the layers of a stack,
+        or rows of a large table in host memory. 0 to update everything at once.
+      stacked: True if the pieces are layers.
+      group: parts of the same group share a norm if clipping is by layer.
     """
 
     params: tuple[int, ...]
@@ -45,13 +48,17 @@ class Part:
 
 
 def owner(path: tuple, known: set[tuple]) -> tuple | None:
-    """The path, one of `known`, of the parameter to which a leaf of optimizer state belongs; None for counters."""
+    """Returns the path of the parameter, one of `known`, to which a leaf of optimizer state belongs; None for
+    counters."""
     spans = (path[start:stop] for start in range(len(path)) for stop in range(len(path), start, -1))
     return next((span for span in spans if span in known), None)
 
 
 def rows_of_table(leaf: jax.ShapeDtypeStruct) -> int:
-    """Pieces of the rows of a table, each of at most PIECE bytes; 0 where it is small or its rows are sharded."""
+    """Returns the number of pieces into which a table's rows are split so that each has at most PIECE bytes.
+
+    Returns 0 if the table is small or its rows are sharded.
+    """
     if _rows_sharded(leaf.sharding):
         return 0
     size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -62,17 +69,20 @@ def rows_of_table(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _rows_sharded(sharding: jax.sharding.NamedSharding) -> bool:
-    """Whether the first axis is sharded over more than one device."""
+    """Returns True if the first axis is sharded over more than one device."""
     first = sharding.spec[0] if len(sharding.spec) else None
     axes = first if isinstance(first, tuple) else (first,)
     return any(sharding.mesh.shape[axis] > 1 for axis in axes if axis)
 
 
 def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list[Part], list[int]]:
-    """(parts, indices of the state that belongs to no parameter) of abstract or concrete trees.
+    """Returns the parts and the indices of the optimizer state that belongs to no parameter, from abstract or concrete
+    trees.
 
-    `stacked`: whether the first axis of the leaves of STACKS is the layers; otherwise each entry of `blocks` is a
-    layer, and a part. `in_rows`: whether large tables may be updated some rows at a time.
+    Args:
+      stacked: True if the first axis of the leaves of STACKS is the layers. Otherwise each entry of `blocks` is a
+        layer, and a part.
+      in_rows: True if large tables may be updated some rows at a time.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     leaves, kept_leaves, known = jax.tree.leaves(params), jax.tree.leaves(kept), set(paths)
@@ -95,7 +105,8 @@ def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list
 
 
 def _part_path(path: tuple, stacked: bool) -> tuple:
-    """The path of the part to which the parameter at `path` belongs: a stack if `stacked`, a block, or itself."""
+    """Returns the path of the part that contains the parameter at `path`: a stack if `stacked`, a block, or the
+    parameter itself."""
     if path[0].key not in STACKS:
         return path
     return path[:1] if stacked else path[:2]
@@ -103,16 +114,17 @@ def _part_path(path: tuple, stacked: bool) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class PartwiseUpdate:
-    """`optax.chain(mean_and_clip(max_norm), rule)` on the same state, part by part; MultiSteps' if `every` is above 1.
+    """Computes `optax.chain(mean_and_clip(max_norm), rule)` on the same state, part by part, in MultiSteps if `every`
+    is above 1.
 
-    Args:
-      rule: what follows the clipping.
-      max_norm: to which the norm of the mean gradient is clipped, 0 for no clipping.
-      by_layer: whether each layer's norm is clipped by itself, and that of all other parameters together.
-      every: calls whose gradients are summed before an update.
-      stacked: whether the first axis of the blocks' leaves is the layers.
-      in_rows: whether the rule may update some rows of a table at a time.
-      precision: how updated parameters are rounded; each bit as in an update of everything.
+    Fields:
+      rule: the transformation after clipping.
+      max_norm: maximum norm of the mean gradient, 0 for no clipping.
+      by_layer: True to clip each layer by its own norm, and all other parameters by their common norm.
+      every: number of calls whose gradients are summed before an update.
+      stacked: True if the first axis of the blocks' leaves is the layers.
+      in_rows: True if the rule may update some rows of a table at a time.
+      precision: sets the rounding of updated parameters. Rounding is bit-equal to an update of everything at once.
       params, opt_state: abstract trees.
     """
 
@@ -138,9 +150,10 @@ class PartwiseUpdate:
         return parts_of(self.params, inner[1], self.stacked, self.in_rows)
 
     def __call__(self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-        """(new params, new opt_state) from gradients summed over `tokens`; leaves stay in the memory that they are in.
+        """Returns the new params and opt_state from gradients summed over `tokens`. Each leaf stays in its memory
+        (device or host).
 
-        `key`: of the rounding of updated parameters.
+        `key`: random key for the rounding of updated parameters.
         """
         if self.every == 1:
             return self._update(params, grads, opt_state, tokens, key, None)
@@ -159,7 +172,7 @@ class PartwiseUpdate:
     def _update(
         self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array, when: jax.Array | None
     ) -> tuple[Any, Any]:
-        """The update; nothing changes where `when` is False: then the loops over parts take no turn."""
+        """Computes the update. If `when` is False, nothing changes, because the loops over parts have no iterations."""
         p, g, s = jax.tree.leaves(params), jax.tree.leaves(grads), jax.tree.leaves(opt_state[1])
         scales, norm = self.scales(g, tokens)
         shared = self.shared(s)
@@ -177,20 +190,21 @@ class PartwiseUpdate:
         key: jax.Array,
         when: jax.Array | None = None,
     ) -> None:
-        """Updates `parts` in the lists of all parameters `p` and state `s`, from gradients `g` at the same places."""
+        """Updates `parts` in place in the lists of all parameters `p` and all state `s`, from gradients `g` in the
+        order of `p`."""
         after = None
         for part in parts:
             params, kept = self._after(([p[i] for i in part.params], [s[i] for i in part.kept]), after)
             new = self._part(part, params, kept, [g[i] for i in part.params], shared, scales[part.group], key, when)
-            for places_of, leaves, values in ((part.params, p, new[0]), (part.kept, s, new[1])):
-                for place, value in zip(places_of, values):
+            for indices, leaves, values in ((part.params, p, new[0]), (part.kept, s, new[1])):
+                for place, value in zip(indices, values):
                     leaves[place] = value
             after = new[0][0]
 
     def result(
         self, p: Leaves, s: Leaves, shared: Leaves, norm: jax.Array, clip: ClipState, when: jax.Array | None = None
     ) -> tuple[Any, Any]:
-        """The lists of leaves as (params, opt_state), with the counters advanced."""
+        """Returns the lists of leaves as (params, opt_state), with the counters advanced."""
         for place, value in zip(self.parts[1], self.counted(shared)):
             s[place] = value if when is None else jnp.where(when, value, s[place])
         norm = norm if when is None else jnp.where(when, norm, clip.grad_norm)
@@ -199,11 +213,13 @@ class PartwiseUpdate:
 
     @staticmethod
     def _after(own: Any, before: jax.Array | None) -> Any:
-        """`own` behind a barrier until `before` is computed: else the compiler fetches all parts' state at once."""
+        """Returns `own` behind a barrier until `before` is computed. Otherwise the compiler fetches the state of all
+        parts at once."""
         return own if before is None else jax.lax.optimization_barrier((own, before))[0]
 
     def scales(self, grads: Leaves, tokens: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-        """(group -> factor from summed to mean, clipped gradients, the global norm of the mean gradient), float32.
+        """Returns the factors from summed to mean, clipped gradients by group, and the global norm of the mean
+        gradient, float32.
 
         A factor is [N], one per layer, for a stack that is clipped by layer.
         """
@@ -229,18 +245,19 @@ class PartwiseUpdate:
         return scales, norm
 
     def _squares(self, part: Part, grads: Leaves) -> jax.Array:
-        """Sum of squares of a part's gradients, [N] of stacked ones; computed in turns."""
+        """Returns the sum of squares of a part's gradients, computed piece by piece: [N] for a stack of N layers, else
+        a scalar."""
         if not part.turns:
             return squares(fetch(grads))
         each = jax.lax.map(lambda i: squares(fetch([_piece(part, leaf, i) for leaf in grads])), jnp.arange(part.turns))
         return each if part.stacked else each.sum()
 
     def shared(self, kept: Leaves) -> Leaves:
-        """The leaves of state that belong to no parameter, which `turn` and `counted` take."""
+        """Returns the leaves of the state that belong to no parameter, the `shared` argument of other methods."""
         return [kept[place] for place in self.parts[1]]
 
     def counted(self, shared: Leaves) -> Leaves:
-        """`shared` after the update."""
+        """Returns the leaves `shared` after the update."""
         return self._rule(Part((), (), 0, False, ""), [], [], [], shared)[2]
 
     def _part(
@@ -281,7 +298,8 @@ class PartwiseUpdate:
         scale: jax.Array,
         key: jax.Array,
     ) -> tuple[Leaves, Leaves]:
-        """(params, kept) of the part, piece `index` updated in place; `grads`: of that piece, [1, ...] of a layer."""
+        """Updates piece `index` of a part in place. Returns (params, kept). `grads`: gradients of that piece, [1, ...]
+        for a layer."""
         old = [_piece(part, leaf, index) for leaf in params], [_piece(part, leaf, index) for leaf in kept]
         new_params, new_kept = self.turn(part, *old, grads, shared, scale, key, index)
 
@@ -304,20 +322,21 @@ class PartwiseUpdate:
         key: jax.Array,
         index: jax.Array | int = 0,
     ) -> tuple[Leaves, Leaves]:
-        """New (params, kept) of one part or of its piece `index`; each leaf stays in its memory."""
+        """Returns the new (params, kept) of one part or of its piece `index`. Each leaf stays in its memory."""
         mean = [grad.astype(jnp.float32) * scale for grad in fetch(grads)]
-        here = fetch(params)
-        updates, new_kept, _ = self._rule(part, here, fetch(kept), mean, shared)
+        on_device = fetch(params)
+        updates, new_kept, _ = self._rule(part, on_device, fetch(kept), mean, shared)
         new = [
             apply_update(param, update, self.precision, key, number, index * param.shape[0] if param.ndim else 0)
-            for number, param, update in zip(part.params, here, updates)
+            for number, param, update in zip(part.params, on_device, updates)
         ]
         return stow(new, params), stow(new_kept, kept)
 
     def _rule(
         self, part: Part, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves
     ) -> tuple[Leaves, Leaves, Leaves]:
-        """The rule on one part: what is added to its parameters, and (kept, shared) after it."""
+        """Applies the rule to one part. Returns the updates of its parameters, its new state and the new shared
+        state."""
         tree, kept_tree = self._trees
         params, grads = (tree.unflatten(_spread(part.params, leaves, tree.num_leaves)) for leaves in (params, grads))
         places = [*part.kept, *self.parts[1]]
@@ -337,9 +356,12 @@ def make_partwise(
     vocabulary: int,
     stacked: bool,
 ) -> PartwiseUpdate:
-    """Returns the update by parts of a config, for state in host memory, clipping by layer or a fused backward pass.
+    """Returns the update by parts for state in host memory, clipping by layer or a fused backward pass.
 
-    every, stacked: as of PartwiseUpdate. state: the abstract TrainState. vocabulary: tokens of it.
+    Args:
+      every, stacked: as in `PartwiseUpdate`.
+      state: the abstract TrainState.
+      vocabulary: number of tokens in the vocabulary.
     """
     return PartwiseUpdate(
         make_rule(config, schedule, vocabulary),
@@ -355,13 +377,14 @@ def make_partwise(
 
 
 def _piece(part: Part, leaf: jax.Array, index: jax.Array) -> jax.Array:
-    """Piece `index` of a leaf; of a stack [1, ...], a stack of one layer, which every rule takes like the full one."""
+    """Returns piece `index` of a leaf. A piece of a stack is [1, ...], a stack of one layer, so that rules treat it
+    like the full stack."""
     size = leaf.shape[0] // part.turns
     return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, 0)
 
 
 def _spread(places: Sequence[int], leaves: Leaves, count: int) -> list[Any]:
-    """A list of `count` with `leaves` at the indices `places` and HOLE elsewhere."""
+    """Returns a list of `count` elements with `leaves` at the indices `places` and HOLE elsewhere."""
     out: list[Any] = [HOLE] * count
     for place, leaf in zip(places, leaves):
         out[place] = leaf

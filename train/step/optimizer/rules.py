@@ -1,4 +1,4 @@
-"""Optimizers as rows of a table, clipping, schedules and accumulation; gradients arrive as sums over tokens."""
+"""Optimizers as rows of a table, clipping, schedules and accumulation. Gradients arrive as sums over tokens."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,13 +13,13 @@ from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.step.optimizer.adam_8bit import scale_by_adam_8bit
 from bytescope.train.step.optimizer.param_matrices import adafactor, muon
 
-# Whose norm is clipped: that of all gradients, or that of each layer's and that of all others together.
+# The norm that is clipped: of all gradients together, or of each layer and of all other parameters together.
 CLIPS = ("global", "layer")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The group `optimizer` of a config; configs/base.py says what each key means."""
+    """The group `optimizer` of a config. configs/base.py explains each key."""
 
     name: str
     learning_rate: float
@@ -40,17 +40,22 @@ class OptimizerConfig:
 
 
 class ClipState(NamedTuple):
-    """The state of clipping. grad_norm: global L2 norm of the mean gradient before clipping, a float32 scalar."""
+    """The state of clipping.
+
+    Fields:
+      grad_norm: global L2 norm of the mean gradient before clipping, a float32 scalar.
+    """
 
     grad_norm: jax.Array
 
 
 def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Divides summed gradients by the `tokens` they were summed over, then clips their global norm, in float32.
+    """Returns a transformation that divides summed gradients by their number of `tokens` and clips the global norm, in
+    float32.
 
-    The division happens here, after accumulation, so that micro-batches count by their unmasked tokens and not equally.
-    `factor`: what the loss was multiplied by (train/step/optimizer/loss_scale.py). `max_norm`: 0 for no clipping. The
-    norm is kept in the state, for the metrics.
+    The division happens after accumulation, so that micro-batches are weighted by their unmasked tokens. The update
+    function takes `tokens` and `factor`, by which the loss was multiplied (train/step/optimizer/loss_scale.py).
+    `max_norm`: 0 for no clipping. The norm is stored in the state for the metrics.
     """
 
     def init(params):
@@ -74,12 +79,13 @@ def _float32(tree: Any) -> Any:
 
 
 def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `rule` for parameters of any dtype as if they were float32. Its state is float32 too, except where the
-    rule narrows it.
+    """Returns `rule` for parameters of any dtype, computed as if they were float32.
+
+    Its state is float32 too, unless the rule itself chooses a smaller dtype.
     """
 
     def init(params):
-        # Of zeros: parameters may be abstract here.
+        # Initialized from zeros, because parameters may be abstract here.
         return rule.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params))
 
     def update(updates, state, params=None):
@@ -91,19 +97,21 @@ def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformati
 def clip_scale(norm: jax.Array, inverse: jax.Array, max_norm: float) -> jax.Array:
     """Returns the factor from a summed gradient to the clipped mean gradient.
 
-    inverse: the factor to the mean, whose norm is `norm`. max_norm: 0 for no clipping.
+    `norm`: norm of the mean gradient. `inverse`: factor from the sum to the mean. `max_norm`: 0 for no clipping.
     """
     return inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
 
 
 def squares(leaves: Any) -> jax.Array:
-    """The float32 sum of squares of all leaves."""
+    """Returns the float32 sum of squares of all leaves."""
     return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(leaves)), jnp.float32(0.0))
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns number of the update -> learning rate: linear warm-up, then a cosine to `end_fraction` of the peak at
+    """Returns a function from the update's index to the learning rate: linear warm-up, then cosine decay until
     `steps`.
+
+    The final rate is `end_fraction` of the peak.
     """
     peak, warmup = config.learning_rate, min(config.warmup_steps, max(steps - 1, 0))
     return optax.schedules.warmup_cosine_decay_schedule(
@@ -111,16 +119,16 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-# How a learning rate follows the batch, as a power of its tokens: linear for SGD (Goyal et al. 2017, arXiv
-# 1706.02677), the root for Adam and RMSprop (Malladi et al. 2022, arXiv 2205.10287; Krizhevsky 2014, arXiv 1404.5997).
+# Exponents of the batch size (in tokens) in the learning rate: 1 for SGD (Goyal et al. 2017, arXiv 1706.02677), 1/2
+# for Adam and RMSprop (Malladi et al. 2022, arXiv 2205.10287; Krizhevsky 2014, arXiv 1404.5997).
 SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def scale_by_batch(schedule: optax.Schedule, config: OptimizerConfig, batch: BatchAlgebra) -> optax.Schedule:
-    """The schedule times (tokens of the update / `base_batch_tokens`) to the power of `batch_scaling`.
+    """Returns the schedule times (tokens of the update / `base_batch_tokens`) to the power that `batch_scaling` sets.
 
     Raises:
-      ValueError: scaling without the batch for which the learning rate was found.
+      ValueError: `batch_scaling` is set without `base_batch_tokens`.
     """
     power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
     if not power:
@@ -128,27 +136,28 @@ def scale_by_batch(schedule: optax.Schedule, config: OptimizerConfig, batch: Bat
     if base < 1:
         raise ValueError(
             f"optimizer.batch_scaling={config.batch_scaling} with optimizer.base_batch_tokens={base}: "
-            "give the tokens of the batch that optimizer.learning_rate was found for"
+            "give the tokens of the batch that optimizer.learning_rate was tuned for"
         )
     unit = batch.rows * batch.seq_len / base
     return lambda update: schedule(update) * (batch.traced_at(jnp.asarray(update)) * unit) ** power
 
 
 def describe_scaling(config: OptimizerConfig, batch: BatchAlgebra) -> str:
-    """The scaling of the learning rate in one line for the user, "" for none."""
+    """Returns one line that describes the scaling of the learning rate, "" without scaling."""
     power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
     if not power:
         return ""
     sizes = [batch.tokens_at(start) for start, _ in batch.schedule or ((0, batch.accumulation),)]
     factors = [(size / base) ** power for size in sizes]
-    shown = " then ".join(f"{factor:.4g}" for factor in factors)
+    factors_text = " then ".join(f"{factor:.4g}" for factor in factors)
     rates = " then ".join(f"{config.learning_rate * factor:.4g}" for factor in factors)
     tokens = " then ".join(f"{size:,}" for size in sizes)
-    return f"{config.learning_rate:g} x {shown} = {rates} ({config.batch_scaling}, {tokens} / {base:,} tokens)"
+    return f"{config.learning_rate:g} x {factors_text} = {rates} ({config.batch_scaling}, {tokens} / {base:,} tokens)"
 
 
 def decayed(params: Any) -> Any:
-    """True for matrices: leaves named `w_*`. Biases `b_*`, norm scales and their biases are not decayed."""
+    """Returns a tree of bools: True for matrices (leaves named `w_*`), which get weight decay. Biases `b_*` and norms
+    do not."""
     return jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1].key).startswith("w_"), params)
 
 
@@ -157,21 +166,22 @@ def _adam(config: OptimizerConfig, mu_dtype: str | None = None) -> optax.Gradien
 
 
 def _adagrad(eps: float) -> optax.GradientTransformation:
-    """Adagrad with eps beside the root, as PyTorch has it; optax puts it inside, where 1e-8 is a floor of 1e-4."""
+    """Returns Adagrad with eps added outside the root, as in PyTorch. optax adds it inside, where 1e-8 is a floor of
+    1e-4."""
 
     def update(updates, state, params=None):
         del params
         sums = jax.tree.map(lambda g, t: jnp.square(g) + t, updates, state.sum_of_squares)
-        # A gradient that was always 0 has no direction, with eps=0 either.
+        # A gradient that was always 0 has no direction, even if eps is 0.
         directions = jax.tree.map(lambda g, t: jnp.where(t > 0, g / (jnp.sqrt(t) + eps), 0.0), updates, sums)
         return directions, optax.ScaleByRssState(sums)
 
     return optax.GradientTransformation(optax.scale_by_rss(0.0).init, update)
 
 
-# name -> how mean gradients become a direction, from the group `optimizer` and the tokens of the vocabulary; decay and
-# learning rate follow in the same way for every row. AdamW is Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad
-# Duchi et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
+# name -> the transformation from mean gradients to a direction, given the group `optimizer` and the vocabulary size.
+# Weight decay and learning rate follow in the same way for every row. AdamW is Loshchilov & Hutter 2019 (arXiv
+# 1711.05101), Adagrad Duchi et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
 OPTIMIZERS: Mapping[str, Callable[[OptimizerConfig, int | None], optax.GradientTransformation]] = {
     "adamw": lambda config, _: _adam(config),
     "adamw_bf16": lambda config, _: _adam(config, "bfloat16"),
@@ -185,7 +195,7 @@ OPTIMIZERS: Mapping[str, Callable[[OptimizerConfig, int | None], optax.GradientT
 }
 
 
-# Optimizers whose update of a row of a table reads no other row; muon leaves tables to AdamW.
+# Optimizers that update each row of a table without reading other rows. muon leaves tables to AdamW.
 ROW_BY_ROW = ("adamw", "adamw_bf16", "adagrad", "rmsprop", "momentum", "lion", "muon")
 
 
@@ -194,7 +204,7 @@ def make_rule(
 ) -> optax.GradientTransformation:
     """Returns the transformation from the mean, clipped gradient to the update of the parameters, in float32.
 
-    config: the group `optimizer`. vocabulary: tokens of the vocabulary, None if no table is padded.
+    `config`: the group `optimizer`. `vocabulary`: number of tokens, None if no table is padded.
     """
     return in_float32(
         optax.chain(
@@ -213,12 +223,12 @@ def make_optimizer(
     multisteps: int | Callable[[jax.Array], jax.Array],
     accumulator: DTypeLike = jnp.float32,
 ) -> Any:
-    """The optimizer of `config`, the group `optimizer`; its update takes `tokens`, the unmasked tokens of the update.
+    """Returns the optimizer of `config`, the group `optimizer`. Its update takes `tokens`, the unmasked tokens of the
+    update.
 
-    `vocabulary`: as of `make_rule`.
-    With `multisteps` above 1, or a function of the number of the update, it is wrapped in `optax.MultiSteps`, which
-    sums the gradients of that many calls in a tree of its own, of dtype `accumulator`. For 1 that tree would be wasted,
-    so it is not wrapped.
+    If `multisteps` is above 1, or a function of the update's index, the optimizer is wrapped in `optax.MultiSteps`,
+    which sums the gradients of that many calls in a separate tree of dtype `accumulator`. For 1 it is not wrapped,
+    because that tree would waste memory. `vocabulary`: as in `make_rule`.
     """
     chain = optax.chain(mean_and_clip(config.clip_norm), make_rule(config, schedule, vocabulary))
     if multisteps == 1:
@@ -227,6 +237,6 @@ def make_optimizer(
 
 
 def grad_norm(opt_state: Any) -> jax.Array:
-    """The norm before clipping that `mean_and_clip` kept last, a float32 scalar."""
+    """Returns the norm before clipping that `mean_and_clip` stored last, a float32 scalar."""
     inner = opt_state.inner_opt_state if isinstance(opt_state, optax.MultiStepsState) else opt_state
     return inner[0].grad_norm

@@ -1,4 +1,4 @@
-"""Which parameters a run trains: the patterns of `optimizer.freeze`, and how what they freeze is stored."""
+"""The parameters that a run trains: the patterns of `optimizer.freeze`, and the storage of frozen parameters."""
 
 import math
 import re
@@ -17,29 +17,29 @@ from bytescope.train.parallel.layout import Layout
 def frozen_names(names: Collection[str], patterns: Sequence[str], scan: bool) -> frozenset[str]:
     """Returns the dotted paths among `names` that the patterns of `optimizer.freeze` match.
 
-    A pattern is a shell pattern: `blocks.attention.w_q`, `w_token`, `blocks.*norm*`. In unrolled layers the number of
-    the layer may be left out, which means all layers. scan: whether the layers are one stack, and so frozen together.
+    A pattern is a shell pattern: `blocks.attention.w_q`, `w_token`, `blocks.*norm*`. For unrolled layers the layer
+    index may be left out, which means all layers. `scan`: True if the layers are one stack, and so frozen together.
 
     Raises:
-      ValueError: a pattern that matches nothing, or everything.
+      ValueError: a pattern matches no parameter, or the patterns match all parameters.
     """
-    found: set[str] = set()
+    frozen: set[str] = set()
     for pattern in patterns:
         own = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(_of_any_layer(name), pattern)}
         if not own and scan and re.match(r"blocks\.[\d\[]", pattern):
             raise ValueError(
-                f"optimizer.freeze={pattern!r} names some layers, and with model.scan=true all layers are "
-                "one stack: set model.scan=false, or leave out the number"
+                f"optimizer.freeze={pattern!r} selects some layers, but with model.scan=true all layers are "
+                "one stack: set model.scan=false, or leave out the layer number"
             )
         if not own:
             remedy = remedy_for(pattern, tuple(dict.fromkeys(map(_of_any_layer, sorted(names)))))
             raise ValueError(f"optimizer.freeze={pattern!r} matches no parameter: {remedy}")
-        found |= own
-    if found and len(found) == len(names):
+        frozen |= own
+    if frozen and len(frozen) == len(names):
         raise ValueError(
-            f"optimizer.freeze={','.join(patterns)} freezes every parameter: leave out what is to be trained"
+            f"optimizer.freeze={','.join(patterns)} freezes every parameter: leave out the parameters to train"
         )
-    return frozenset(found)
+    return frozenset(frozen)
 
 
 def _of_any_layer(name: str) -> str:
@@ -47,11 +47,11 @@ def _of_any_layer(name: str) -> str:
 
 
 def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> NamedSharding:
-    """Returns the sharding of a frozen parameter: the sharding in which a step computes with it.
+    """Returns the sharding in which a frozen parameter is stored: the one in which a step computes with it.
 
-    Under zero3 it is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2 a step gathers
-    trained parameters into a copy; a frozen parameter is stored only as this copy. The token table and vectors, which
-    zero2 keeps sharded, stay sharded.
+    Under zero3 it is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2 a step
+    gathers trained parameters into a copy; a frozen parameter is stored only as this copy. The token table and
+    vectors, which are sharded under zero2, stay sharded.
     """
     strategy = layout.strategy
     sharded = strategy.by_layer or (strategy.gradients and not contracted)
@@ -59,12 +59,12 @@ def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> Name
 
 
 def check_quantized(model: Transformer, layout: Layout, frozen: Collection[str]) -> None:
-    """Raises ValueError for a quantized weight that is not in `frozen`, or whose blocks would be split over devices."""
+    """Raises ValueError if a quantized weight is not in `frozen`, or if its blocks would be split over devices."""
     strategy = layout.strategy
     for name, (base, matrix) in quantized_weights(model).items():
         if f"{name}.codes" not in frozen:
             raise ValueError(
-                f"lora.base={base} with trained {name}: quantized weights are frozen; set lora.rank=16 "
+                f"lora.base={base} cannot train {name}, because quantized weights are frozen: set lora.rank=16 "
                 "for adapters, or lora.base=bf16"
             )
         over = layout.mesh_axes(matrix.axes[0], state=strategy.by_layer or strategy.gradients)

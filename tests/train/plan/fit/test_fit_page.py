@@ -39,7 +39,7 @@ def test_the_page_is_one_file_with_the_answer_on_top(fits):
     page = one_file(fit_view.render_page({**fits, "config": "configs/x.py"}))
     words, best = text_of(page), fits["best"]
     run = f"bytescope train --config=configs/x.py {best['flags']}"
-    assert run in words and words.index(run) < words.index("What was tried")
+    assert run in words and words.index(run) < words.index("Tried variants")
     for expected in (
         "✓ fits",
         "configs/x.py within 24.00 GiB",
@@ -111,7 +111,7 @@ def test_the_table_is_the_walk(fits):
 def test_a_stop_is_said(fits):
     assert "Stopped early: Ctrl-C. This is the best so far." in visible({**fits, "stopped": "Ctrl-C"})
     nothing = visible(as_json(walk(24, broken=lambda flat: "no <GPU>")) | {"stopped": "60 s are over"})
-    assert "Nothing was found" in nothing and "60 s are over. Something may fit yet." in nothing
+    assert "No result" in nothing and "60 s are over. Something may fit yet." in nothing
     assert "cannot run: no <GPU>" in nothing
 
 

@@ -70,8 +70,8 @@ def test_the_longest_of_a_rank(budget, tokens):
     found = reached(fitted(budget, given=[("lora.rank", "16")]))
     (answer,) = (row for row in found.rows if row.most == "length")
     assert answer.length == tokens * SEQ and answer.beyond == ((tokens + 1) * SEQ if tokens < 8 else 0)
-    assert all((row.base, row.micro) == ("nf4", 1) for row in found.found if row.most == "length")
-    tried = [row.length for row in found.found if row.most == "length" and not row.step.fits]
+    assert all((row.base, row.micro) == ("nf4", 1) for row in found.variants if row.most == "length")
+    tried = [row.length for row in found.variants if row.most == "length" and not row.step.fits]
     assert answer.beyond == min(tried, default=0)
 
 
@@ -81,7 +81,8 @@ def test_the_longest_of_each_rank_from_few_compiles():
     assert longest(done) == {8: 7 * SEQ, 16: 6 * SEQ, 64: 6 * SEQ, 256: 3 * SEQ}
     found = reached(done)
     tried = {
-        rank: [row.length // SEQ for row in found.found if row.rank == rank and row.most == "length"] for rank in RANKS
+        rank: [row.length // SEQ for row in found.variants if row.rank == rank and row.most == "length"]
+        for rank in RANKS
     }
     # Rank 64 fits at once where rank 16 does: neither its neighbour nor anything shorter is compiled.
     assert tried[64] == [6] and all(len(lengths) <= 3 for rank, lengths in tried.items() if rank != 8)
@@ -100,7 +101,7 @@ def test_the_largest_micro_batch_of_each_rank():
     found = reached(fitted(11))
     answers = {row.rank: (row.micro, row.beyond) for row in found.rows if row.most == "micro"}
     assert answers == {8: (4, 8), 16: (4, 8), 64: (4, 8), 256: (2, 4)}
-    tried = [(row.rank, row.micro) for row in found.found if row.most == "micro"]
+    tried = [(row.rank, row.micro) for row in found.variants if row.most == "micro"]
     assert (64, 8) not in tried and len(set(tried)) == len(tried)
     held = reached(fitted(11, given=[("batch.micro", "1")]))
     assert not [row for row in held.rows if row.most == "micro"]
@@ -139,7 +140,7 @@ def test_rows_are_ordered_and_printed():
     out = as_json(done, found)
     assert [(row["length"], row["beyond"]) for row in out["reach"]] == [(row.length, row.beyond) for row in rows]
     text = printed(out)
-    assert "what each rank reaches" in text and "5,120 do not fit" in text
+    assert "each rank: the longest sequences" in text and "5,120 do not fit" in text
     assert max(map(len, text.splitlines())) <= 100 and "each rank" not in printed(as_json(done))
 
 
@@ -147,4 +148,4 @@ def test_limits_hold_for_what_is_tried_besides():
     compiles = fitted(30).trials.compiles
     found = reached(fitted(30, most=compiles + 1))
     assert found.stopped.startswith("the limit on compiles") and as_json(found.walk, found)["stopped"] == found.stopped
-    assert not reached(fitted(30, most=2)).found
+    assert not reached(fitted(30, most=2)).variants

@@ -66,7 +66,9 @@ def test_experts_are_shared_by_a_host_or_half_of_it():
     assert shared(space(16, 8, 32, model_experts=8)) == ["zero3 f2 e8", "zero3 f4 e4"]
     own = space(model_experts=8, mesh_expert=8, mesh_fsdp=1)
     assert names(own)[0] == "zero3 e8" and own.ranks({}) == 8 and names(own).count("zero3 e8") == 1
-    assert fit_space.words({"mesh.expert": "4", "mesh.fsdp": "-1"}, own).startswith("zero3 fsdp 2 x expert 4")
+    assert fit_space.describe_variant({"mesh.expert": "4", "mesh.fsdp": "-1"}, own).startswith(
+        "zero3 fsdp 2 x expert 4"
+    )
 
 
 def staged(one):
@@ -186,10 +188,13 @@ def test_the_batch_is_the_configs_unless_it_is_given(flat, sequences):
     [
         (
             {"sequences": 3, "given": ["mesh.fsdp"]},
-            "3072 tokens are 3 sequences, which do not divide over 8 ranks: give --batch-tokens=8192 or a multiple",
+            "3072 tokens are 3 sequences, which cannot be divided over 8 ranks: give --batch-tokens=8192 or a multiple",
         ),
         ({"sequences": 1, "n_devices": 6, "per_host": 3}, "over 6 ranks"),
-        ({"sequences": 0.5}, "--batch-tokens=512: sequences have 1024 tokens; give a multiple of that"),
+        (
+            {"sequences": 0.5},
+            "--batch-tokens=512 is not a multiple of the sequence length 1024: give a multiple of 1024",
+        ),
         ({"sequences": 1.5}, "--batch-tokens=1536"),
         (
             {"levers": ALL - {"micro", "sharding"}, "batch_micro": 3},
@@ -277,29 +282,29 @@ def test_the_baseline_computes_in_bf16(more, keys):
     ],
 )
 def test_a_variant_in_words(keys, text):
-    assert fit_space.words(keys, space()) == text
+    assert fit_space.describe_variant(keys, space()) == text
 
 
 def test_one_device_in_words():
-    assert fit_space.words({"batch.accumulation": "1"}, space(1, 1)) == "one device, 1 x 1"
+    assert fit_space.describe_variant({"batch.accumulation": "1"}, space(1, 1)) == "one device, 1 x 1"
 
 
 @pytest.mark.parametrize(("text", "found"), [(None, ALL), ("remat, micro", {"remat", "micro"})])
 def test_levers_by_name(text, found):
-    assert fit_space.choose(text) == found
+    assert fit_space.choose_levers(text) == found
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("remat,rmat", "--levers=remat,rmat: no lever 'rmat': did you mean remat?"),
-        ("", "--levers=: no lever '': choose one of remat, micro"),
-        ("remat,", "no lever ''"),
+        ("remat,rmat", "--levers=remat,rmat: unknown lever 'rmat': did you mean remat?"),
+        ("", "--levers=: unknown lever '': choose one of remat, micro"),
+        ("remat,", "unknown lever ''"),
     ],
 )
 def test_a_lever_that_does_not_exist(text, message):
     with pytest.raises(ReportError, match=re.escape(message)):
-        fit_space.choose(text)
+        fit_space.choose_levers(text)
 
 
 def test_adapters_have_squeezes_of_their_own():

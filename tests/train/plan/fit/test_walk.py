@@ -79,7 +79,7 @@ def test_the_first_squeeze_that_helps_is_taken(budget, levers, squeeze, keys):
     assert asked == SQUEEZES[squeeze].keys
     assert ("@host" in remat(done.best)) == SQUEEZES[squeeze].activations
     assert done.best.answer["host_bytes"] > 0 or not SQUEEZES[squeeze].activations
-    if SQUEEZES[squeeze].whole:
+    if SQUEEZES[squeeze].one_micro_batch:
         assert done.best.keys["batch.accumulation"] == "1"
 
 

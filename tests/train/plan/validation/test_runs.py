@@ -135,7 +135,7 @@ def test_another_environment_answers_where_this_one_has_no_compiler(tmp_path, mo
     # Both are compiled again, for the versions are others; the one that fails is answered by the other file.
     assert sorted(Pool.asked) == ["breaks", "tiny"] and found.compiled == 1
     assert found.elsewhere == ("1",) and sorted(found.answers) == ["1", "2"] and found.failed == {}
-    told = validation_result.of("s", rows, found)
+    told = validation_result.validate_rows("s", rows, found)
     assert told.elsewhere == (("jax 1", 1),)
 
 
@@ -149,7 +149,7 @@ def test_what_ctrl_c_leaves_is_told(tmp_path, monkeypatch):
 
 def test_the_result_holds_every_row_with_its_reason(tmp_path):
     rows = [row(1), row(2, "breaks"), row(3, reason="suspect"), row(4, "small", launch_seconds=9.0, host_bound=True)]
-    found = validation_result.of("s", rows, validation_runs.run(rows, Factory(), tmp_path))
+    found = validation_result.validate_rows("s", rows, validation_runs.run(rows, Factory(), tmp_path))
     assert [one.row.id for one in found.scored] == ["1", "4"]
     assert {why: [each.id for each in some] for why, some in found.unsaid} == {"too large": ["2"], "suspect": ["3"]}
     plain, bound = found.scored

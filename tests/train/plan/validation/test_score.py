@@ -30,7 +30,7 @@ def scored(measured, predicted, *, tensor=1, model="m", gpus=8, held=None, ours=
         launch_seconds=launch,
         host_bound=bound,
     )
-    return ScoredRun(row, predicted, validation_score.launched(predicted, row), predicted, predicted, ours)
+    return ScoredRun(row, predicted, validation_score.with_launches(predicted, row), predicted, predicted, ours)
 
 
 def test_pairs_count_those_apart_and_ties_by_half():

@@ -41,7 +41,7 @@ def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
         bytes_are="reserved",
         differs=differs,
     )
-    seconds = validation_score.launched(predicted, row)
+    seconds = validation_score.with_launches(predicted, row)
     return ScoredRun(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
 
 
@@ -85,7 +85,7 @@ def test_bytes_that_are_not_compared_have_their_reason():
     doubted = dataclasses.replace(runs.scored[1], row=row)
     runs = dataclasses.replace(runs, scored=(runs.scored[0], doubted))
     out = plain_text(view.render_text(runs.to_json()), 140)
-    assert f"1 not compared: of {EVIL} (llama on 8, dp8 tp2 2: 10.00 GiB for 20.00 GiB)" in out
+    assert f"1 not compared: of {EVIL} (llama on 8, dp8 tp2 2: ours 10.00 GiB, measured 20.00 GiB)" in out
     assert Page(view.render_page(runs.to_json())).data["series"][0]["tips"][1][-1] == f"of {EVIL}"
 
 
@@ -121,7 +121,7 @@ def test_the_terminal_has_scores_over_models_and_likely_reasons():
     assert ["B,", "older", "1", "1", "100.0%", "1.01", "1.01", "1.01"] in lines
     assert ["pax", "allocated", "4", "4", "100.0%", "0.0%", "0.0%", "0.50", "0.50", "0.50"] in lines
     assert f"1: scales {EVIL} (2.00; llama on 8)" in out and "known to differ" not in out
-    assert "1 not compared: another micro-batch (llama on 8, dp8 tp4 4: 10.00 GiB for 20.00 GiB)" in out
+    assert "1 not compared: another micro-batch (llama on 8, dp8 tp4 4: ours 10.00 GiB, measured 20.00 GiB)" in out
     assert "2 rows were compiled by another environment (jax-cuda12-plugin 1)" in out
     assert "over all models" not in plain_text(view.render_text(found().to_json()), 140)
 
@@ -157,7 +157,7 @@ def test_the_page_has_a_mark_for_each_run():
         "llama on 8: dp8 tp4 4",
         "measured 3.000 s",
         "predicted 2.900 s (0.97), bound by products",
-        "device alone 1.000 s",
+        "device only 1.000 s",
         "10.00 GiB allocated, 20.00 measured",
     ]
     assert drawn["series"][1]["tips"][0][-1] == "its network\nwas slow"

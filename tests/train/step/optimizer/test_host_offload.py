@@ -94,7 +94,7 @@ def test_sums_of_multisteps_stay_on_the_device():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"batch.accumulation": 2}, "nothing can sum them there"),
+        ({"batch.accumulation": 2}, "cannot be summed there"),
         ({"mesh.strategy": "zero1"}, "choose zero3 or ddp"),
         ({"mesh.strategy": "zero2"}, "choose zero3 or ddp"),
     ],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bytescope.memory.cost import flops
-from bytescope.model.frozen import dotted, joined, parted
+from bytescope.model.frozen import dotted, merge_parameters, split_parameters
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, portable
 from bytescope.train.program.program import build
 from bytescope.train.step.optimizer.trainable import frozen_names
@@ -50,7 +50,7 @@ def test_patterns_choose_parameters(patterns, found):
         ({"optimizer.freeze": "blocks.0.*"}, "set model.scan=false"),
         ({"optimizer.freeze": "*"}, "every parameter"),
         ({"optimizer.freeze": "w_head", "offload.params": "true"}, "set offload.params=false"),
-        ({"optimizer.freeze": "*w_q", "precision.preset": "fp8"}, "blocks.attention.w_q too; .*preset=bf16"),
+        ({"optimizer.freeze": "*w_q", "precision.preset": "fp8"}, "frozen blocks.attention.w_q; .*preset=bf16"),
         (
             {"optimizer.freeze": "blocks.*", "optimizer.fused_backward": "true", "optimizer.clip_norm": "0"},
             "all blocks frozen",
@@ -66,9 +66,13 @@ def test_what_cannot_be_frozen_is_refused(overrides, message, monkeypatch):
 @pytest.mark.quick
 def test_a_tree_is_parted_and_joined():
     tree = {"a": {0: {"w": 1, "v": 2}, 1: {"w": 3, "v": 4}}, "b": {"w": 5}}
-    trained, frozen = parted(tree, {"a.0.w", "a.1.w", "b.w"})
+    trained, frozen = split_parameters(tree, {"a.0.w", "a.1.w", "b.w"})
     assert trained == {"a": {0: {"v": 2}, 1: {"v": 4}}} and frozen == {"a": {0: {"w": 1}, 1: {"w": 3}}, "b": {"w": 5}}
-    assert joined(trained, frozen) == tree and parted(tree, ()) == (tree, None) and joined(tree, None) is tree
+    assert (
+        merge_parameters(trained, frozen) == tree
+        and split_parameters(tree, ()) == (tree, None)
+        and merge_parameters(tree, None) is tree
+    )
 
 
 @pytest.mark.quick
