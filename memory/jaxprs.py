@@ -1,8 +1,8 @@
 """Finds the jaxprs inside the equations of a jaxpr, and recognizes checkpoints and checkpoint names. Imports no jax.
 
-`jax.checkpoint` and `checkpoint_name` make equations of two kinds. By default the equations have the primitives `remat2`
-and `name`. With `jax_remat3` they have the primitive `call_hi_primitive`, and an object `RematTraced` or `CheckpointName`
-in the parameter `_prim` holds their parameters. Only this module distinguishes the two kinds.
+`jax.checkpoint` and `checkpoint_name` make equations of two kinds. By default the equations have the primitives
+`remat2` and `name`. With `jax_remat3` they have the primitive `call_hi_primitive`, and an object `RematTraced` or
+`CheckpointName` in the parameter `_prim` holds their parameters. Only this module distinguishes the two kinds.
 """
 
 from __future__ import annotations

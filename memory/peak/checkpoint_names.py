@@ -190,7 +190,7 @@ def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPla
 
 
 def _keeps_all_bits(equation: Any) -> bool:
-    """Returns whether a `reduce_precision` keeps the precision of its operand, so that it is a mark and does not round."""
+    """Returns whether a `reduce_precision` keeps the precision of its operand: then it is a mark and does not round."""
     from jax import numpy as jnp
 
     known = jnp.finfo(equation.outvars[0].aval.dtype)

@@ -15,18 +15,18 @@ policies can be exchanged. `memory/report/remat_planning.py` uses them.
 To give the search more choices, name another value of the block with `checkpoint_name`; the search reads the names
 from the jaxpr.
 
-With `jax.config.jax_remat3` layers, plans and reports are the same, except for what jax itself does differently. Measured
-with jax 0.10.2 and 0.12.0.1:
+With `jax.config.jax_remat3`, jax has another implementation of `jax.checkpoint`. Layers, plans and reports are the same
+with it, except for these differences of jax, measured with jax 0.10.2 and 0.12.0.1:
 
-- Only named values and results of products can be kept; other values are recomputed whatever the policy. So is a value
-  that the forward rule of a custom gradient names: of `remat.policy=megatron`, `probs`, which costs 2.1 of 65 MFLOP of a
-  small step and saves its bytes.
-- jax 0.10.2 asks no policy except its own: `save_only_these_names` and `save_anything_except_these_names` for names,
-  `dots_saveable` and `dots_with_no_batch_dims_saveable` for products. Plans choose among names, and their policy is a
-  `save_only_these_names`. Other policies recompute everything, also those that offload, and a `RematPolicy`, whose
-  `check` then raises. jax 0.12 asks every policy, and a plan is the same as without `jax_remat3`.
-- `everything_saveable` keeps only named values with jax 0.10.2; with jax 0.12 it keeps everything, as without a
-  checkpoint, and its workspace is smaller or larger than without `jax_remat3`.
-- jax 0.10.2 ignores `prevent_cse=False`, and gives the marks of saved values the position of the `jax.checkpoint`: their
-  names are found by the number of their elements, and by the operations that made them.
+- Only named values and the results of products can be kept; all other values are recomputed, whatever the policy. A
+  name given in the forward rule of a custom gradient has no effect: `remat.policy=megatron` recomputes `probs`.
+- jax 0.10.2 ignores every policy except `save_only_these_names`, `save_any_names_but_these`, `dots_saveable`,
+  `dots_with_no_batch_dims_saveable` and `everything_saveable`, and recomputes everything instead. It ignores policies
+  that offload (`remat.policy=offload`, `offload_dots`), and `RematPolicy`, whose `check` then raises an error. Plans
+  choose among names, and their policy is a `save_only_these_names`. jax 0.12 calls every policy.
+- `everything_saveable` keeps only named values with jax 0.10.2. With jax 0.12 it keeps what plain autodiff keeps, and
+  the step has another workspace.
+- jax 0.10.2 ignores `prevent_cse=False`.
+- jax 0.10.2 gives the marks of all saved values the position of the `jax.checkpoint`. `memory/peak` finds their names
+  by the number of their elements and by the operations that made them.
 """

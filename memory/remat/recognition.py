@@ -133,7 +133,7 @@ def asks_any_policy() -> bool:
 
 
 def policy_keeping(wanted: Wanted) -> Any:
-    """Returns a policy that keeps these values: a RematPolicy, or `save_only_these_names` if jax ignores a RematPolicy."""
+    """Returns a policy that keeps these values: a RematPolicy, or `save_only_these_names` if jax ignores others."""
     import jax
 
     if asks_any_policy():
@@ -157,8 +157,11 @@ class NamesRead:
         """Returns a `save_only_these_names` that looks its names up in this object."""
         import jax
 
-        policy = jax.checkpoint_policies.save_only_these_names()
-        return type(policy)(self) if dataclasses.is_dataclass(policy) else policy
+        policy: Any = jax.checkpoint_policies.save_only_these_names()
+        if not dataclasses.is_dataclass(policy):
+            return policy
+        kind: Any = type(policy)
+        return kind(self)
 
     def __contains__(self, name: str) -> bool:
         self.names.add(name)

@@ -60,8 +60,9 @@ class RematPlan:
     """The values that a model's layers keep for their backward pass; shows its account at a prompt and in a notebook.
 
     Fields:
-        policy: for `jax.checkpoint`: a RematPolicy, or one of `jax.checkpoint_policies` if that is best.
-        name: the name of the policy of `jax.checkpoint_policies`, "" for a RematPolicy.
+        policy: for `jax.checkpoint`: a RematPolicy (with `jax_remat3` and jax before 0.12 a `save_only_these_names`),
+            or one of `jax.checkpoint_policies` if that is best.
+        name: the name of the policy of `jax.checkpoint_policies`, "" for a policy that keeps chosen values.
         kept: values that the policy keeps by choice, largest first; the inputs of a layer are always kept.
         allocated_bytes: bytes that the compiled gradient takes on one device; at most budget_bytes.
         recomputed_flops, model_flops: of one step over all devices; the two have no FLOPs in common.

@@ -14,8 +14,8 @@ from bytescope.memory.cost import flops
 from bytescope.memory.cost.named_tensors import named_tensors
 from bytescope.memory.jaxprs import bodies, checkpoint_name_of, checkpoint_names_in, checkpoint_of, with_parameters
 from bytescope.memory.program import callbacks
-from bytescope.memory.remat.layer_discovery import layers_of
-from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.layer_discovery import find_layers
+from bytescope.memory.remat.layer_values import find_values
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy, asks_any_policy, policy_keeping
 from support.toy import run_losses, small_program
@@ -163,7 +163,7 @@ def test_a_plans_policy_keeps_its_names(flag):
     """With the flag, jax before 0.12 calls no policy except its own; a RematPolicy then reports what it missed."""
     with remat3(flag):
         loss = Loss(loss_of(layer), ARGUMENTS, {})
-        wanted = values_of(layers_of(loss.jaxpr, loss.active)).wanted(["up"])
+        wanted = find_values(find_layers(loss.jaxpr, loss.active)).wanted(["up"])
         policy = policy_keeping(wanted)
         assert isinstance(policy, RematPolicy) == asks_any_policy() and (flag or asks_any_policy())
         assert asks_any_policy() == (not flag or jax.__version_info__ >= (0, 12))
@@ -176,7 +176,7 @@ def test_a_plans_policy_keeps_its_names(flag):
 
 @BOTH
 @pytest.mark.quick
-def test_the_values_of_a_layer_are_those_that_jax_can_keep(flag):
+def test_the_find_values_a_layer_are_those_that_jax_can_keep(flag):
     """With the flag these are named values, and from jax 0.12 on also products."""
 
     def mixed(x, own):
@@ -184,7 +184,7 @@ def test_the_values_of_a_layer_are_those_that_jax_can_keep(flag):
 
     with remat3(flag):
         loss = Loss(loss_of(mixed), ARGUMENTS, {})
-        values = values_of(layers_of(loss.jaxpr, loss.active), loss.shards)
+        values = find_values(find_layers(loss.jaxpr, loss.active), loss.shards)
     named = {value.name for value in values.values.values() if value.name}
     products = [label for label, value in values.values.items() if not value.name]
     assert named == {"hidden"}
