@@ -176,7 +176,7 @@ def test_a_plans_policy_keeps_its_names(flag):
 
 @BOTH
 @pytest.mark.quick
-def test_the_find_values_a_layer_are_those_that_jax_can_keep(flag):
+def test_the_values_of_a_layer_are_those_that_jax_can_keep(flag):
     """With the flag these are named values, and from jax 0.12 on also products."""
 
     def mixed(x, own):
