@@ -27,7 +27,7 @@ with it, except for these differences of jax, measured with jax 0.10.2 and 0.12.
 - `everything_saveable` keeps only named values with jax 0.10.2. With jax 0.12 it keeps what plain autodiff keeps, and
   the step has another workspace.
 - jax 0.10.2 ignores `prevent_cse=False`, and puts optimization barriers around other values. The workspace can differ:
-  4 of 112 KiB on two CPU devices, 0.25 of 113 KiB on two H100, in a layer with one product kept.
+  4 of 112 KiB on two CPU devices, and 0.25 of 113 KiB compiled for two H100, with one product kept per layer.
 - jax 0.10.2 gives the marks of all saved values the position of the `jax.checkpoint`. `memory/peak` finds their names
   by the number of their elements and by the operations that made them.
 """
