@@ -174,7 +174,7 @@ def _not_found_message(name: str | Path, kinds: tuple[type[SourcePath], ...]) ->
     text, is_folder = str(name), os.path.isdir(_expand(name))
     if ConfigPath not in kinds:
         if WeightsPath not in kinds:
-            return f"{text} holds no run: give the folder that bytescope train wrote, with its config.json"
+            return f"{text} is not a run directory: give the folder that bytescope train wrote, with its config.json"
         return (
             f"{text} is neither a run nor a folder of weights: give the folder that bytescope train wrote, "
             "or a folder with a config.json in the format of transformers"

@@ -23,15 +23,19 @@ class LiveMemory:
 
     Fields:
         device: jax's device_kind.
-        source: "allocator" (memory_stats) or "host". "host" is a CPU device, whose bytes in use, peak and limit are
-            for the whole process, because simulated devices share it.
+        source: "allocator" if the figures are from `memory_stats`; "host" for a CPU device, whose bytes in use, peak
+            and limit are the figures of the whole process, because simulated devices share it.
         sharing: number of local devices that share the figures; 1 on an accelerator.
-        in_use_bytes, peak_bytes: bytes in use now, and their maximum since the process started.
-        limit_bytes: bytes available to programs. largest_free_block_bytes: the largest buffer that still fits.
+        in_use_bytes: bytes in use now.
+        peak_bytes: maximum of the bytes in use since the process started.
+        limit_bytes: bytes available to programs.
+        largest_free_block_bytes: size of the largest buffer that can still be allocated.
         fragmentation: 1 - largest free block / free bytes of the pool, a fraction from 0.0 to 1.0.
-        card_used_bytes, card_total_bytes: memory of the whole GPU by NVML, including the CUDA context and other
+        card_used_bytes: used memory of the whole GPU according to NVML, including the CUDA context and other
             processes.
-        host_rss_bytes, host_peak_rss_bytes: resident host memory of this process, now and its maximum.
+        card_total_bytes: total memory of the GPU according to NVML.
+        host_rss_bytes: resident host memory of this process.
+        host_peak_rss_bytes: maximum of the resident host memory since the process started.
     """
 
     device: str

@@ -57,12 +57,18 @@ class Target:
     empty.
 
     Fields:
-        name: the name given by the user. platform: "cpu", "cuda", "rocm" or "tpu". kind: jax's device_kind.
+        name: the name given by the user.
+        platform: "cpu", "cuda", "rocm" or "tpu".
+        kind: jax's device_kind.
         shape: (hosts, devices per host) of GPUs, chips along each axis of a TPU slice, otherwise (devices,).
-        device_memory_bytes: memory of one device. reserved_bytes: the part of it that the runtime takes.
+        n_devices: number of devices.
+        devices_per_host: number of devices on one host.
+        device_memory_bytes: memory of one device.
+        reserved_bytes: the part of the device's memory that the runtime takes.
         host_memory_bytes: memory of one host, in proportion to its devices in the target: an eighth for one GPU of a
             host with eight.
-        hbm_bytes_per_s: bandwidth of the device's memory. host_link_bytes_per_s: bandwidth between device and host.
+        hbm_bytes_per_s: bandwidth of the device's memory.
+        host_link_bytes_per_s: bandwidth between device and host.
         interconnect_bytes_per_s: bandwidths between devices, under "in_host" and "between_hosts".
         peak_flops: dtype (fp32, tf32, bf16, fp16, fp8) -> dense FLOP/s. A dtype without a compute unit is missing.
         sources: figure -> its source.

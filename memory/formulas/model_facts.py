@@ -65,7 +65,8 @@ class Pipeline:
     Fields:
         ticks: iterations of the schedule's loop in one step.
         bends: whether virtual stages turn back at the last stage, as in a V schedule.
-        slots: for each stage, the number of micro-batches of one chunk whose residuals it holds at the same time.
+        slots: for each stage, the number of micro-batches of one chunk whose residuals the stage holds at the same
+            time.
         bubble: the fraction of time that a stage is idle.
         v_share: residuals per stage with two chunks placed as a V / residuals per stage of this schedule. None if this
             schedule is that V, or if there are too few layers.
@@ -88,25 +89,24 @@ class ModelFacts:
         question: shapes, layout, precision and optimizer of the step, for the formulas. `batch` counts whole
             sequences, even if devices share a sequence. None if a part of the step has no formula.
         no_formula: the reason why the step has no formula, in one line; "" if it has one.
-        mesh: axis -> number of devices. Neighbouring devices are along the last axis. roles: axis -> its role in
-            AXIS_ROLES.
-        micro_steps: maximum number of micro-batches per update. accumulates_inside: whether one call of the step
-            processes all of them.
-        segments: all layers in order, grouped by remat policy. policy: the policy of layers outside any specific
-            range.
+        mesh: axis -> number of devices. Neighbouring devices are along the last axis.
+        roles: axis of the mesh -> its role, one of AXIS_ROLES.
+        micro_steps: maximum number of micro-batches per update.
+        accumulates_inside: whether one call of the step processes all micro-batches of an update.
+        segments: all layers in order, grouped by remat policy.
+        policy: the policy of layers for which no other policy is set.
         kernel_outside: whether the attention kernel is outside a block's checkpoint, and keeps the inputs of its
             gradient.
         halves: whether attention and MLP of a block have separate checkpoints.
         skips_masked: whether the attention kernel skips blocks of scores that the mask hides.
-        sent_parameter, sent_gradient: bytes per element of parameters and gradients in collectives. If sent_parameter
-            is 0, the collectives have no formula. If sent_gradient is 0, gradients are sent in the dtype in which they
-            are computed.
+        sent_parameter: bytes per element of parameters in collectives. 0 if the collectives have no formula.
+        sent_gradient: bytes per element of gradients in collectives. 0 if gradients are sent in the dtype in which
+            they are computed.
         exchange: key of `communication_volume.EXCHANGES` by which tokens reach their experts, "" if it has no formula.
         expert_rows: whether the number of rows that experts compute is static, independent of the tokens.
         pipeline: the schedule of the pipeline, None for one stage.
         compute: dtype of the matrix products, such as "bfloat16".
-        asked_of_host: settings by which the trainer was asked to keep something in host memory, as the trainer writes
-            them.
+        asked_of_host: settings that ask the trainer to keep something in host memory, as the trainer writes them.
     """
 
     question: Question | None

@@ -64,12 +64,11 @@ def targets() -> Table:
 
 
 def target(name: str) -> Target:
-    """Returns the target of a name such as "h100:8", which programs can be compiled for even if the devices are not
-    present.
+    """Returns the target with a name such as "h100:8". Programs can be compiled for it without having the devices.
 
     `memory.target("h100:8").mesh(data=2, model=4)` is a mesh over which the arguments of a step can be sharded.
 
-    Raises ReportError for an unknown name (with the nearest known name), or a shape that does not exist.
+    Raises ReportError for an unknown name (with the nearest known name), or for a shape that does not exist.
     """
     if not isinstance(name, str):
         raise ReportError(f'target {name!r:.60}: give a name such as "h200:8"; memory.targets() lists them')
@@ -77,11 +76,11 @@ def target(name: str) -> Target:
 
 
 def live() -> Table:
-    """Returns a table of the memory that each device of this process holds now: bytes from the allocator, and from
-    NVML for NVIDIA GPUs.
+    """Returns a table of the memory that each device of this process holds now, in bytes.
 
-    Keys of a row: the fields of `memory.LiveMemory`, and `id`, the number of the device. Simulated CPU devices share
-    one process, so they have one row. Does not wait for running computations.
+    Keys of a row: the fields of `memory.LiveMemory`, and `id`, the number of the device. The figures come from the
+    allocator, and from NVML for NVIDIA GPUs. Simulated CPU devices share one process, so they have one row. The call
+    does not wait for running computations.
     """
     import jax
 

@@ -51,7 +51,7 @@ class Statics:
 
 
 class Executable:
-    """A compiled step, called with the arguments of the step.
+    """A compiled step. It is called with the arguments of the step.
 
     Static arguments are passed too, with the values that the step was compiled for. Donated arguments are donated. An
     executable for devices that this process does not have cannot be called. All other attributes are read from

@@ -1,86 +1,135 @@
-"""The picture of the front page: the top of the HTML report of Llama 8B over eight H100, in a headless browser.
+"""Draws the pictures of the README pages: a report in a headless browser, as a page and as a notebook shows it.
 
-    python tests/bench/picture.py                          # writes memory/report.png
-    python tests/bench/picture.py --out=FILE --config=llama_70b --target=h100:8x8
-    python tests/bench/picture.py --notebook --size=900,460 --out=memory/notebook.png    # what a notebook shows of it
+    python tests/bench/picture.py                # writes memory/report.png and memory/notebook.png
+    python tests/bench/picture.py --out=FILE --config=llama_70b --target=h100:8x8 [--notebook] [--size=900,580]
 
-Needs the `cuda` extra and Chromium on the path; no GPU. Where Pillow is installed the PNG gets a palette of 256
-colours, a third of the size. Run it when the report's page or its figures change. Exit code 1 where a step of it
-fails, or the file has more than --limit bytes: a front page loads at once.
+A picture contains the text that it shows, as a text chunk of the PNG. `stale_pictures` compares that text with a report
+of today, so a test notices a picture whose figures or words have changed; `python tests/bench/excerpts.py` draws stale
+ones again.
+
+Needs the `cuda` extra and Chromium on the path; no GPU. With Pillow the PNG gets a palette of 256 colors, which is a
+third of the size. The exit code is 1 if a step fails, or if a file has more than --limit bytes: a front page must load
+at once.
 """
 
 import argparse
+import dataclasses
+import re
+import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+
+from outputs import Page
 
 from bytescope import memory
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-PICTURE = Path(__file__).parents[2] / "memory" / "report.png"
-# Seconds of the page's own clock after which it is drawn, and of ours after which the browser hangs.
-SETTLED_S, HANGS_S = 10, 120
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "bytescope report llama_8b h100:8"
+# What the command writes beside its text: the report and its page.
+JSON, HTML = "report.json", "report.html"
+# Seconds of the page's own clock after which it is drawn, and of ours after which the browser is ended.
+SETTLED_S, TIMEOUT_S = 10, 120
+PNG_HEAD = b"\x89PNG\r\n\x1a\n"
+TEXT_KEY = b"Description"
+# Versions of packages: they change without a change of what is shown.
+VERSIONS = re.compile(r"\b(python|[a-z][\w-]*) \d+\.\d[\w.]*(?= ·|$)|\b(jax|jaxlib) \d[\w.]*")
+# How Page writes the text of an attribute, which a picture does not show.
+TOOLTIP = re.compile(r"\[[a-z]+ [a-z-]+: [^\]]*\]")
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", default="llama_8b", help="a config file or shipped name (default: llama_8b)")
-    parser.add_argument("--target", default="h100:8", help="what to compile for (default: h100:8)")
-    parser.add_argument("--out", type=Path, default=PICTURE, help="the PNG to write (default: memory/report.png)")
-    parser.add_argument("--size", default="1180,1060", metavar="W,H", help="of the window, in pixels")
-    parser.add_argument("--notebook", action="store_true", help="the piece for a notebook in the place of the page")
-    parser.add_argument("--limit", type=int, default=150_000, metavar="BYTES", help="of the file (default: 150000)")
-    return parser.parse_args()
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How a picture shows the report: the size of the window as W,H in pixels, and the first line of text that the
+    picture does not have to show."""
+
+    size: str
+    is_notebook: bool
+    end: str
 
 
-def browser() -> str:
-    """The path of a browser that can take a screenshot. Exits with code 1 where there is none."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    return found or sys.exit(f"none of {', '.join(BROWSERS)} is on the path: apt install chromium")
+PAGE_VIEW = View("1180,1440", False, "One step, point by point")
+NOTEBOOK_VIEW = View("900,580", True, "the largest buffers")
+PICTURES = {ROOT / "memory" / "report.png": PAGE_VIEW, ROOT / "memory" / "notebook.png": NOTEBOOK_VIEW}
 
 
-def report(config: str, target: str, page: Path) -> None:
-    """Writes the HTML page of a config's report. Raises CalledProcessError when it cannot be compiled."""
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "bytescope.memory",
-            "report",
-            f"--config={config}",
-            f"--target={target}",
-            f"--html={page}",
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+def stale_pictures(folder: Path) -> list[Path]:
+    """Returns the pictures that show another text than the report of COMMAND in `folder`, which has JSON and HTML."""
+    return [path for path, view in PICTURES.items() if recorded_text(path) != visible_text(html_of(folder, view), view)]
 
 
-def piece(config: str, target: str, page: Path) -> None:
-    """Writes a page with what a notebook shows of a config's report. Raises CalledProcessError as `report` does."""
-    saved = page.with_suffix(".json")
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "bytescope.memory",
-            "report",
-            f"--config={config}",
-            f"--target={target}",
-            f"--json={saved}",
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    text = memory.load(saved)._repr_html_()
-    page.write_text(f'<!doctype html><meta charset="utf-8"><body data-jp-theme-light="true">{text}</body>')
+def html_of(folder: Path, view: View) -> str:
+    """Returns the HTML that a picture shows, of the report in `folder`."""
+    if not view.is_notebook:
+        return (folder / HTML).read_text(encoding="utf-8")
+    piece = memory.load(folder / JSON)._repr_html_()
+    return f'<!doctype html><meta charset="utf-8"><body data-jp-theme-light="true">{piece}</body>'
 
 
-def screenshot(program: str, page: Path, size: str, out: Path, profile: Path) -> None:
-    """Writes the top left `size` pixels of a page as PNG. Raises CalledProcessError or TimeoutExpired."""
+def visible_text(html: str, view: View) -> str:
+    """Returns the text at the top of a page, without versions and tooltips."""
+    lines = []
+    for line in Page.read(html).lines:
+        if line.startswith(view.end):
+            break
+        if text := VERSIONS.sub("#", TOOLTIP.sub("", line)).strip():
+            lines.append(text)
+    return "\n".join(lines)
+
+
+def recorded_text(path: Path) -> str:
+    """Returns the text that a picture says it shows; "" if it says nothing."""
+    for kind, data in chunks(path.read_bytes()):
+        if kind == b"iTXt" and data.startswith(TEXT_KEY + b"\0"):
+            return data[len(TEXT_KEY) + 5 :].decode()
+    return ""
+
+
+def record_text(path: Path, text: str) -> None:
+    """Writes the text into a PNG as an iTXt chunk (PNG 1.2, section 4.2.3) behind its header."""
+    out = PNG_HEAD
+    for kind, data in chunks(path.read_bytes()):
+        out += chunk(kind, data)
+        if kind == b"IHDR":
+            out += chunk(b"iTXt", TEXT_KEY + b"\0\0\0\0\0" + text.encode())
+    path.write_bytes(out)
+
+
+def chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the kind and the data of each chunk of a PNG."""
+    at = len(PNG_HEAD)
+    while at < len(png):
+        size, kind = struct.unpack_from(">I4s", png, at)
+        yield kind, png[at + 8 : at + 8 + size]
+        at += 12 + size
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def draw(path: Path, folder: Path, view: View | None = None) -> None:
+    """Draws the report in `folder`. Raises CalledProcessError or TimeoutExpired if the browser fails."""
+    view = view or PICTURES[path]
+    html = html_of(folder, view)
+    page = folder / "pictured.html"
+    page.write_text(html, encoding="utf-8")
+    screenshot(page, view.size, path, folder / "profile")
+    reduce_colors(path)
+    record_text(path, visible_text(html, view))
+
+
+def screenshot(page: Path, size: str, out: Path, profile: Path) -> None:
+    """Writes the top left `size` pixels of a page as PNG. Exits with code 1 if there is no browser."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        sys.exit(f"none of {', '.join(BROWSERS)} is on the path: apt install chromium")
     subprocess.run(
         [
             program,
@@ -95,16 +144,16 @@ def screenshot(program: str, page: Path, size: str, out: Path, profile: Path) ->
             f"--window-size={size}",
             f"--virtual-time-budget={SETTLED_S * 1000}",
             f"--screenshot={out.resolve()}",
-            page.as_uri(),
+            page.resolve().as_uri(),
         ],
         check=True,
-        timeout=HANGS_S,
+        timeout=TIMEOUT_S,
         capture_output=True,
     )
 
 
-def reduce_colours(out: Path) -> None:
-    """Rewrites a PNG with a palette of 256 colours; without Pillow it stays as it is."""
+def reduce_colors(out: Path) -> None:
+    """Rewrites a PNG with a palette of 256 colors; without Pillow the file stays as it is."""
     try:
         from PIL import Image
     except ImportError:
@@ -114,21 +163,42 @@ def reduce_colours(out: Path) -> None:
     reduced.save(out, optimize=True)
 
 
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", default="llama_8b", help="a config file or shipped name (default: llama_8b)")
+    parser.add_argument("--target", default="h100:8", help="what to compile for (default: h100:8)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="PNG to write (default: the pictures of the READMEs)")
+    parser.add_argument(
+        "--size", metavar="W,H", help="size of the window in pixels, with --out (default: 1180,1440 or 900,580)"
+    )
+    parser.add_argument("--notebook", action="store_true", help="draw the output of a notebook, with --out")
+    parser.add_argument("--limit", type=int, default=150_000, metavar="BYTES", help="maximum size (default: 150000)")
+    return parser.parse_args()
+
+
 def main() -> int:
-    """Compiles, draws, and judges the size of the file."""
-    args = arguments()
-    program = browser()
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "report.html"
-        (piece if args.notebook else report)(args.config, args.target, page)
-        screenshot(program, page, args.size, args.out, Path(folder) / "profile")
-    reduce_colours(args.out)
-    size = args.out.stat().st_size
-    print(f"{args.out}: {size:,} bytes")
-    if size > args.limit:
-        print(f"more than {args.limit:,} bytes: install Pillow, or choose a smaller --size", file=sys.stderr)
-        return 1
-    return 0
+    """Compiles the report, draws it, and checks the sizes of the files."""
+    args = parse_arguments()
+    views = PICTURES
+    if args.out:
+        view = NOTEBOOK_VIEW if args.notebook else PAGE_VIEW
+        views = {args.out: dataclasses.replace(view, size=args.size or view.size)}
+    _, command, *_ = shlex.split(COMMAND)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        argv = [f"--config={args.config}", f"--target={args.target}", f"--html={folder / HTML}"]
+        argv = [sys.executable, "-m", "bytescope.memory", command, *argv, f"--json={folder / JSON}"]
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+        for path, view in views.items():
+            draw(path, folder, view)
+    too_large = False
+    for path in views:
+        size = path.stat().st_size
+        print(f"{path}: {size:,} bytes")
+        if size > args.limit:
+            print(f"more than {args.limit:,} bytes: install Pillow, or choose a smaller --size", file=sys.stderr)
+            too_large = True
+    return 1 if too_large else 0
 
 
 if __name__ == "__main__":

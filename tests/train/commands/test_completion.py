@@ -78,7 +78,7 @@ MEANINGS = {
     "--out": "write|append|new or empty",
     "--program": "your own (step|programs) instead of a config",
     "--step": "the checkpoint of step N",
-    "--verbose": "(why|the reason for) each choice",
+    "--verbose": "the reason for each (automatic )?choice",
     "--tensor": "number of tensor-parallel devices, which divide heads, MLP width and vocabulary",
 }
 

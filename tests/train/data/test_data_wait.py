@@ -16,7 +16,7 @@ from rich.console import Console
 from bytescope.train.data.batches import TokenSource
 from bytescope.train.program.config_files import load
 from bytescope.train.run import loop, step_timer
-from bytescope.train.run.display import TOLD_WAIT
+from bytescope.train.run.display import MIN_NOTED_WAIT
 from bytescope.train.run.step_timer import Clock
 
 STEPS, ROWS, DELAY = 12, 8, 0.02  # seconds of one window
@@ -64,7 +64,7 @@ def one_device(monkeypatch):
 @pytest.mark.exhaustive
 def test_waiting_for_a_slow_source_is_told_and_readers_ahead_hide_it(tmp_path, monkeypatch, one_device):
     share, _, said = train(tmp_path / "quick")
-    assert share < 0.3 and ("raise data.workers" in said) == (share >= TOLD_WAIT)
+    assert share < 0.3 and ("raise data.workers" in said) == (share >= MIN_NOTED_WAIT)
     read = TokenSource.__getitem__
 
     calls = itertools.count(1)

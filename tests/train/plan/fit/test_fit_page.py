@@ -111,7 +111,7 @@ def test_the_table_is_the_walk(fits):
 def test_a_stop_is_said(fits):
     assert "Stopped early: Ctrl-C. This is the best so far." in visible({**fits, "stopped": "Ctrl-C"})
     nothing = visible(as_json(walk(24, broken=lambda flat: "no <GPU>")) | {"stopped": "60 s are over"})
-    assert "No result" in nothing and "60 s are over. Something may fit yet." in nothing
+    assert "No result" in nothing and "60 s are over. A variant that was not tried may still fit." in nothing
     assert "cannot run: no <GPU>" in nothing
 
 
