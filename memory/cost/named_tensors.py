@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from bytescope.memory.cost import flops
-from bytescope.memory.jaxprs import bodies
+from bytescope.memory.jaxprs import bodies, checkpoint_name_of
 from bytescope.memory.units import human
 
 # Equations whose result has the same elements as their operand.
-_FORMS = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy", "name", "sharding_constraint"))
+_FORMS = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy", "sharding_constraint"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +96,14 @@ def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Ite
         for variable in _variables(equation.invars):
             readers.setdefault(variable, []).append(equation)
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "name":
+        if name := checkpoint_name_of(equation):
             variable = equation.outvars[0]
             dtype = variable.aval.dtype
             same, read = _onward(variable, readers)
             narrow = None if same & outputs else _narrow_dtype(dtype, read)
             in_backward = any("transpose(" in str(reader.source_info.name_stack) for reader in read)
             yield NamedTensor(
-                name=equation.params["name"],
+                name=name,
                 shape=tuple(variable.aval.shape),
                 dtype=dtype.name,
                 itemsize=dtype.itemsize,
@@ -134,7 +134,7 @@ def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset[Any
     same, read, todo = {variable}, [], [variable]
     while todo:
         for equation in readers.get(todo.pop(), ()):
-            if equation.primitive.name in _FORMS:
+            if equation.primitive.name in _FORMS or checkpoint_name_of(equation):
                 same.add(equation.outvars[0])
                 todo.append(equation.outvars[0])
             else:
@@ -164,7 +164,7 @@ def _cost(variable: Any, makers: dict[Any, Any]) -> int:
     while todo:
         wanted = todo.pop()
         equation = makers.get(wanted)
-        if equation is None or equation.primitive.name == "name":
+        if equation is None or checkpoint_name_of(equation):
             continue
         if id(equation) in needed:
             needed[id(equation)][1].add(wanted)

@@ -325,8 +325,11 @@ def _described_buffer(
         blocks = next((word for word in scope.path if word.lower() in CONTAINERS), outermost)
         checkpoint_name = f"({blocks} input)"
     elif category == "residuals":
-        makers = (*fact.origin.chain, instruction)
-        checkpoint_name = attribution.names.find(attribution.module.metadata(maker) for maker in makers)
+        marked = attribution.naming.marked(instruction, index)
+        makers = (*fact.origin.chain, instruction, *((marked,) if marked else ()))
+        made = fact.origin.instruction
+        elements = attribution.flow.shape(made).elements if marked and made else 0
+        checkpoint_name = attribution.names.find((attribution.module.metadata(maker) for maker in makers), elements)
 
     is_gradient = category == "gradients" or stretch.held == "output"
     parameter = attribution.gradient_of(instruction, index) if is_gradient else ""

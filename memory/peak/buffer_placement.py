@@ -19,7 +19,7 @@ from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.buffers import Allocation, HloProgram
 from bytescope.memory.hlo.mesh import ArgumentLayout, Axes
 from bytescope.memory.hlo.module import Module
-from bytescope.memory.jaxprs import bodies
+from bytescope.memory.jaxprs import bodies, checkpoint_name_of
 from bytescope.memory.peak.checkpoint_names import Place
 from bytescope.memory.program.program_arguments import Arguments
 
@@ -158,7 +158,7 @@ def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activati
                 dims=tuple(result.aval.shape),
                 dtype=result.aval.dtype.name,
                 labels=known[result],
-                name=equation.params.get("name", ""),
+                name=checkpoint_name_of(equation),
             )
 
 

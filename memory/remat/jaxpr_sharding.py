@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.jaxprs import parameters
+
 # For each dimension of a value, the axes of the mesh over which it is sharded.
 Spec = tuple[tuple[str, ...], ...]
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -88,7 +90,8 @@ class JaxprSharding:
 
     def _equation(self, equation: Any, ins: list[Spec]) -> list[Spec]:
         name = equation.primitive.name
-        body = next((equation.params[key] for key in _BODIES if key in equation.params), None)
+        given = parameters(equation)
+        body = next((given[key] for key in _BODIES if key in given), None)
         inner = getattr(body, "jaxpr", body)
         if name == "scan":
             return self._loop(equation, inner, ins)

@@ -66,8 +66,9 @@ class RematPlan:
     account.
 
     Fields:
-        policy: the argument for `jax.checkpoint`: a RematPolicy, or one of `jax.checkpoint_policies` if that is best.
-        name: the name of the policy of `jax.checkpoint_policies`, "" for a RematPolicy.
+        policy: the argument for `jax.checkpoint`: a RematPolicy (with `jax_remat3` and jax before 0.12 a
+            `save_only_these_names`), or one of `jax.checkpoint_policies` if that is best.
+        name: the name of the policy of `jax.checkpoint_policies`, "" for a policy that keeps chosen values.
         kept: values that the policy keeps by choice, largest first. The inputs of a layer are always kept.
         allocated_bytes: bytes that the compiled gradient takes on one device; at most budget_bytes.
         budget_bytes: the budget in bytes on one device.

@@ -21,7 +21,7 @@ from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.remat.layer_discovery import find_layers
 from bytescope.memory.remat.layer_values import LayerValues, find_values
 from bytescope.memory.remat.loss_gradient import Loss
-from bytescope.memory.remat.recognition import RematPolicy
+from bytescope.memory.remat.recognition import RematPolicy, policy_keeping
 from bytescope.memory.remat.remat_problem import (
     CompiledPlan,
     LayerPlan,
@@ -180,7 +180,7 @@ class PolicyCompiler:
         name = policy_name(plan)
         if name:
             return getattr(jax.checkpoint_policies, BUILT_IN[name])
-        return RematPolicy(self.values.wanted(plan.ranges[0][0].save))
+        return policy_keeping(self.values.wanted(plan.ranges[0][0].save))
 
     def _build(self, policy: Any) -> Built:
         traced = self.loss.step(self.layers, policy, self.optimizer)
