@@ -167,7 +167,7 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
     code, _, err = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--method=rounding")
     assert code == 2 and "1 layers that were quantized with method=awq" in err
     code, _, err = quantize(capsys, "wide", "again", *SHORT)
-    assert code == 2 and "unfinished folder with text=" in err  # perplexity would be of another text
+    assert code == 2 and "quantized with text=" in err  # perplexity would be of another text
     calls.clear()
     monkeypatch.setattr(
         quantize_work.Quantization, "_round", lambda self, *args: calls.append(args) or whole(self, *args)
