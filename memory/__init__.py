@@ -107,5 +107,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Returns the names that an editor or a prompt completes."""
+    """Returns the public names, for completion in an editor or at a prompt."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

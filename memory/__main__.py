@@ -13,7 +13,7 @@ WORKER = "worker"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a command line and returns the exit code."""
+    """Runs the command given by the command-line arguments and returns its exit code."""
     if list(argv) == [WORKER]:
         from bytescope.memory.compare import worker
 

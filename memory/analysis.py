@@ -73,17 +73,17 @@ def report_of(
     seconds: bool = False,
     measure: bool = False,
 ) -> ReportRecord:
-    """Returns the report of a finished compilation (`memory.devices.compiler`), without compiling anything.
+    """Returns the memory report of a program that is already compiled (`memory.devices.compiler.Compilation`).
 
     Args:
         config, facts, roles, names: the arguments of `memory.analyze` with these names.
-        loop: arrays that the loop around the program keeps on the device.
+        loop: arrays that the training loop keeps on the device while the program runs.
         subject: the trainer's description of the program; its calls, tokens and model FLOPs are used for the predicted
             seconds.
         seconds: whether to predict the seconds of an update.
-        measure: whether to measure the rates of a CPU for this prediction (see `with_seconds`).
+        measure: whether to measure the speed of this machine for the prediction, if the target is a CPU.
 
-    Raises ReportError for a damaged program.
+    Raises ReportError if the compiled program is damaged.
     """
     per_host = target.devices_per_host if target else 0
     read = _read_program(compilation, facts, checked_roles(roles), names, per_host)
@@ -132,10 +132,10 @@ class ReadProgram:
 
     Fields:
         placed: the module with its mesh.
-        roles: number of an entry parameter -> its role.
+        roles: number of a parameter of the compiled program -> its role.
         account: the bytes at the peak and the live range of every buffer.
         collectives: every collective of the step.
-        kernel_bytes: phase -> bytes that kernels move in device memory (`cost.kernel_costs`).
+        kernel_bytes: phase -> bytes that kernels read and write in device memory (`cost.kernel_costs`).
         counted: FLOPs of the jaxpr; None for a program that was not traced.
         schedule: the kernels, collectives and transfers that one device runs, in order.
     """
@@ -151,8 +151,9 @@ class ReadProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The verdict of a report: the limit in bytes of one device, whether the program fits, and the verdict as a
-    word."""
+    """The memory limit of one device in bytes, whether the program fits, and the verdict as a word ("fits", "tight",
+    "exceeds" or "unknown").
+    """
 
     limit_bytes: int | None = None
     fits: bool | None = None
@@ -161,8 +162,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class FormulaRows:
-    """Parameter counts, and published formulas for collectives and training state compared with the compiled
-    program."""
+    """Parameter counts, and the collectives and the training state of the compiled program beside published formulas."""
 
     parameters: Mapping[str, int]
     communication: tuple[Communication, ...]
@@ -221,10 +221,11 @@ def _formula_rows(account: PeakAccount, read: ReadProgram) -> FormulaRows:
 
 
 def _work(read: ReadProgram, transfers: Iterable[Transfer], per_host: int) -> Mapping[str, Any]:
-    """Returns the work of a program for the roofline, by phase; {} if the program was not traced, because a compiled
-    module does not contain the FLOPs of foreign kernels.
+    """Returns the inputs of the roofline model, phase -> FLOPs and bytes of one device; {} if the program was not
+    traced, because a compiled module does not contain the FLOPs of custom kernels.
 
-    FLOPs are those of the scheduled kernels. Without a schedule, each device is assumed to compute an equal share.
+    The FLOPs are those of the compiled kernels. If the schedule is unknown, each device is assumed to compute an equal
+    share.
     """
     if read.counted is None:
         return {}
@@ -242,7 +243,7 @@ def _runtime_facts(
     target: Target | None,
     loop: runtime_overheads.LoopOverhead | None,
 ) -> runtime_overheads.Facts:
-    """Returns the inputs of the formulas of runtime overheads. Without a target, no allocator is assumed."""
+    """Returns the inputs of the formulas for memory that the runtime takes. Without a target, no allocator is assumed."""
     module = read.placed.module
     arguments = [b.bytes for b in account.buffers if b.phase == "argument" and b.memory == "device"]
     outputs = [b for b in account.buffers if b.phase == "output" and b.category == "outputs"]
@@ -266,7 +267,7 @@ def _runtime_facts(
 
 
 def _untuned_product(module: Module) -> int:
-    """Returns the operand bytes of the largest matrix product; 0 if the program calls cuBLAS."""
+    """Returns the bytes of the operands of the largest matrix product; 0 if the program calls cuBLAS."""
     if any("cublas" in instruction.target for instruction in module.instructions.values()):
         return 0
     products = (i for i in module.instructions.values() if i.opcode in kernel_costs.PRODUCTS)
@@ -285,8 +286,8 @@ def _untuned_product(module: Module) -> int:
 
 
 def judge(report: ReportRecord, limit: int | None) -> ReportRecord:
-    """Returns the report with the verdict on its predicted bytes: fits, tight (above 95 % of the limit) or exceeds. If
-    the limit is None, returns the report unchanged.
+    """Returns the report with a verdict on its predicted bytes: fits, tight (more than 95 % of the limit) or exceeds.
+    If the limit is None, returns the report unchanged.
 
     `limit`: bytes that are available on one device.
     """
@@ -307,11 +308,13 @@ def _verdict(predicted: int, limit: int | None) -> Verdict:
 
 
 def with_seconds(report: ReportRecord, measure: bool = False) -> ReportRecord:
-    """Returns the report with the predicted seconds of an update and the roofline bound, if its target and program are
-    known well enough. The report's `subject` gives the calls and tokens of an update.
+    """Returns the report with the predicted seconds of an update and their lower bound by the roofline model. Each is
+    left out if the target or the program is not known well enough. The report's `subject` gives the calls and tokens
+    of an update.
 
-    `measure`: whether to measure the rates of a CPU. This takes time and differs between processes. If False, the
-    seconds of a CPU are predicted only from a measured rates file (`rates.use`), and without a bound.
+    `measure`: whether to measure the speed of this machine, if the target is a CPU. Measuring takes time, and the
+    result differs between processes. If False, the seconds of a CPU are predicted only from a measured rates file of
+    `bytescope calibrate`, and without a lower bound.
     """
     if not _has_rates(report.target, measure):
         return report
@@ -337,8 +340,12 @@ def _seconds(
 
 
 def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Mapping[str, Any]) -> tuple[float, ...]:
-    """Returns `ReportRecord.point_seconds`. If the instruction of a point takes no time or is not in the schedule, the
-    point begins at the same time as the point before it."""
+    """Returns the seconds from the start of the step at which each point of the memory timeline begins, and the
+    seconds of the whole step as the last item; () if the rates of the target are unknown.
+
+    If the instruction of a point takes no time or is not in the schedule, the point begins together with the point
+    before it.
+    """
     device_rates = rates.select(target)
     if device_rates is None:
         return ()
@@ -351,15 +358,16 @@ def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Map
 
 
 def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:
-    """Returns whether the allocations give every live range without a heap trace, because no temporary allocation is
-    shared by several values."""
+    """Returns whether the live range of every value is known without a heap trace, because no two temporary values
+    share memory.
+    """
     return bool(program.allocations) and all(
         a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations
     )
 
 
 def _stats_from_allocations(program: hlo_buffers.HloProgram) -> XlaStats:
-    """Returns the statistics that follow from the allocations of a proto, for a proto without an executable."""
+    """Returns the memory statistics of a program from its buffer allocations, for an HloProto without an executable."""
     main = [a for a in program.allocations if not a.thread_local and a.color == 0]
     alias = sum(a.size for a in main if a.entry_parameter and a.live_out)
     return XlaStats(
@@ -374,10 +382,10 @@ def _stats_from_allocations(program: hlo_buffers.HloProgram) -> XlaStats:
 
 
 def _with_xla_totals(account: PeakAccount, program: hlo_buffers.HloProgram, stats: XlaStats) -> PeakAccount:
-    """Returns an account whose totals are XLA's, from an account with derived live ranges.
+    """Returns the account of the peak with XLA's totals instead of the totals by derived live ranges.
 
-    If the derived peak is too low, the missing bytes are the unattributed row. If it is too high, because XLA lets
-    several values share memory, the excess is subtracted from rows in the order of `_DOUBTFUL`.
+    If the derived peak is too low, the missing bytes become the row "unattributed". If it is too high, because XLA
+    lets several values share memory, the excess is subtracted from the rows in the order of `_DOUBTFUL`.
     """
     allocated = sum(a.size for a in program.allocations if not a.thread_local and a.color == 0)
     if not allocated and stats.argument_bytes is not None:

@@ -28,20 +28,25 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff
 
 
 class ReportError(ValueError):
-    """A mistake that the user can fix. Commands print it without a traceback and exit with `exit_code`."""
+    """Raised for a mistake that the user can fix, such as an invalid argument or a damaged file. The commands print
+    its message without a traceback and exit with `exit_code`.
+    """
 
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """Returns the lines that IPython shows instead of a traceback: the message, and the user's line that called
-        this package."""
+        """Returns the lines that IPython shows instead of a traceback: the message, and the line of the user's code
+        that called bytescope.
+        """
         return [f"{type(self).__name__}: {self}", *_called_from(self)]
 
 
 class GuardError(ReportError, AssertionError):
-    """Raised if a program needs more memory than its guard allows; pytest shows it as a failed assertion.
+    """Raised by `assert_fits` and other memory guards if a program needs more memory than is allowed. pytest shows it
+    as a failed assertion.
 
-    `report`: the report of the program.
+    Attributes:
+        report: the report of the program.
     """
 
     exit_code = 1
@@ -49,7 +54,9 @@ class GuardError(ReportError, AssertionError):
 
 
 def _called_from(error: BaseException) -> list[str]:
-    """Returns the last line of code before this package was called; [] if the traceback does not contain it."""
+    """Returns the line of code that called bytescope, with its place, from the error's traceback; [] if the traceback
+    does not contain it.
+    """
     import traceback
 
     own = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -64,11 +71,11 @@ def _called_from(error: BaseException) -> list[str]:
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:
-    """Returns the names that a misspelt `word` may stand for, nearest first, at most `MAX_SUGGESTIONS`; [] if no name
-    is near.
+    """Returns the valid `names` that a misspelt `word` may stand for, most similar first, at most `MAX_SUGGESTIONS`;
+    [] if no name is similar.
 
-    Names with the same letters and digits in any order are preferred to names that begin with `word`, and these to
-    names with a similar spelling.
+    If some names have the same letters and digits in any order, only these are returned. Otherwise, names that begin
+    with `word` are preferred to names with a similar spelling.
     """
     wanted, plain = _plain(word), {name: _plain(name) for name in names}
     if not wanted or len(wanted) > _MAX_WORD:
@@ -89,7 +96,7 @@ def _plain(name: str) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Returns a question such as "did you mean llama_1b or llama_8b?" for a misspelt `word`; "" if no name is near."""
+    """Returns a question such as "did you mean llama_1b or llama_8b?" for a misspelt `word`; "" if no name is similar."""
     return suggestion(nearest(word, names))
 
 
@@ -101,20 +108,24 @@ def suggestion(near: Sequence[str]) -> str:
 
 
 def remedy_for(word: str, names: Iterable[str]) -> str:
-    """Returns the remedy for an unknown name: the names that were probably meant, then all valid names."""
+    """Returns the remedy for an unknown name: a question with the most similar names, then the list of all valid
+    names.
+    """
     names = list(names)
     near = did_you_mean(word, names)
     return f"{near} Else choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
 
 
 def type_phrase(value: Any) -> str:
-    """Returns the type of a value with its article for an error message: "an int", "a tuple"; "None" for None."""
+    """Returns the type of a value with its article, for an error message: "an int", "a tuple". For None, returns
+    "None".
+    """
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def check_readable(path: str | os.PathLike[str], pipes: bool = False) -> None:
-    """Raises OSError if the path is a device or a socket, or is a pipe and `pipes` is False.
+    """Raises OSError if the path is a device or a socket. A pipe is allowed only if `pipes` is True.
 
     Reading a device may never end, and reading a pipe without a writer blocks.
     """
@@ -125,15 +136,16 @@ def check_readable(path: str | os.PathLike[str], pipes: bool = False) -> None:
 
 
 def disk_remedy(error: OSError) -> str:
-    """Returns the beginning of a remedy for a file that cannot be written, such as "make room, or "; "" if only
-    another path helps."""
+    """Returns the first words of a remedy for a file that cannot be written, such as "make room, or " for a full disk;
+    "" if the only remedy is another path.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room, or "
     return "make that writable, or " if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else ""
 
 
 def message_of(error: BaseException) -> str:
-    """Returns str(error). If str(error) raises, returns the placeholder that a traceback shows."""
+    """Returns str(error); if that raises, returns the placeholder that Python shows in a traceback."""
     try:
         return str(error)
     except BaseException:  # a user's __str__ may raise anything
@@ -143,7 +155,7 @@ def message_of(error: BaseException) -> str:
 def in_one_line(text: str) -> str:
     """Returns the text as one line that is safe to print on a terminal.
 
-    Line ends become spaces, control characters become Python escapes, and the middle of a very long word is left out.
+    Line ends become spaces, control characters become Python escapes, and a very long word is shortened in the middle.
     """
     text = _LONG_WORD.sub(lambda match: f"{match[1]}...{match[2]}", " ".join(text.splitlines()))
     return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
@@ -161,10 +173,10 @@ def one_line(error: BaseException | str, most: int = 120) -> str:
 
 
 def exit_code_of(error: BaseException) -> int | None:
-    """Prints `error: ...` to stderr for an error that a user can fix, and returns the exit code.
+    """Prints `error: ...` to stderr if the error is one that a user can fix, and returns the exit code; otherwise
+    prints nothing and returns None.
 
-    These are errors with an `exit_code`, and files that the operating system refuses. For any other error, prints
-    nothing and returns None.
+    A user can fix errors with an `exit_code`, and errors of the operating system about files.
     """
     if isinstance(error, OSError) and error.strerror:
         about = f"{error.filename}: " if error.filename is not None else ""

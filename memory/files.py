@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes `text` to a temporary file beside `path` and renames it, so that a reader sees the old file or the new
+    """Writes `text` to a temporary file beside `path` and renames it to `path`, so that readers never see a partial
     file.
 
-    Devices and pipes, such as /dev/null, are written to directly. Raises OSError with the path, and leaves no partial
-    file.
+    Devices and pipes, such as /dev/null, are written to directly. If writing fails, the temporary file is removed.
+    Raises OSError with the path.
     """
     if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
         path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -17,11 +17,11 @@ _HIGH = "call_hi_primitive"
 
 
 class Checkpoint(NamedTuple):
-    """A `jax.checkpoint` in a jaxpr.
+    """A call of `jax.checkpoint` in a jaxpr.
 
     Fields:
-        jaxpr: the Jaxpr or ClosedJaxpr that it runs.
-        policy: its remat policy; None if nothing is saveable.
+        jaxpr: the Jaxpr or ClosedJaxpr of the checkpointed function.
+        policy: the remat policy; None if all values are recomputed.
     """
 
     jaxpr: Any
@@ -29,22 +29,21 @@ class Checkpoint(NamedTuple):
 
 
 def inner_jaxpr(jaxpr: Any) -> Any:
-    """Returns the Jaxpr of a ClosedJaxpr; a Jaxpr is returned unchanged.
+    """Returns the Jaxpr inside a ClosedJaxpr. A Jaxpr is returned unchanged.
 
-    From jax 0.12 on, both are one type whose `jaxpr` is itself.
+    From jax 0.12 on, both are one type whose attribute `jaxpr` is the object itself.
     """
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def parameters(equation: Any) -> Mapping[str, Any]:
-    """Returns the parameters of an equation of either kind."""
+    """Returns the parameters of an equation, for equations with and without the flag `jax_remat3`."""
     high = _high(equation)
     return equation.params if high is None else high.params
 
 
 def bodies(equation: Any) -> Iterator[Any]:
-    """Yields the jaxprs that an equation runs, in the order of its parameters, including every branch of a
-    conditional."""
+    """Yields the inner jaxprs of an equation in the order of its parameters, including every branch of a conditional."""
     for value in parameters(equation).values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(item, "eqns"):
@@ -52,7 +51,7 @@ def bodies(equation: Any) -> Iterator[Any]:
 
 
 def checkpoint_of(equation: Any) -> Checkpoint | None:
-    """Returns the checkpoint of an equation that is a `jax.checkpoint`, None for other equations."""
+    """Returns the checkpoint that an equation runs; None if the equation is not a `jax.checkpoint`."""
     given = parameters(equation)
     if "jaxpr" not in given or "policy" not in given or ("prevent_cse" not in given and _high(equation) is None):
         return None
@@ -60,14 +59,14 @@ def checkpoint_of(equation: Any) -> Checkpoint | None:
 
 
 def checkpoint_name_of(equation: Any) -> str:
-    """Returns the name that an equation gives a value with `checkpoint_name`, "" for other equations."""
+    """Returns the name that the equation of a `checkpoint_name` call gives to a value; "" for other equations."""
     high = _high(equation)
     named = equation.primitive.name == NAME if high is None else type(high).__name__.startswith("CheckpointName")
     return str(parameters(equation)["name"]) if named else ""
 
 
 def checkpoint_names_in(jaxpr: Any) -> set[str]:
-    """Returns the checkpoint names in a Jaxpr or ClosedJaxpr and its inner jaxprs."""
+    """Returns all names given by `checkpoint_name` in a Jaxpr or ClosedJaxpr and its inner jaxprs."""
     names, seen, pending = set(), {}, [inner_jaxpr(jaxpr)]
     while pending:
         inside = pending.pop()
@@ -83,11 +82,12 @@ def checkpoint_names_in(jaxpr: Any) -> set[str]:
 def with_parameters(
     equation: Any, change: Callable[[str, Any], Any], change_type: Callable[[Any], Any] = lambda aval: aval
 ) -> dict[str, Any]:
-    """Returns changed parameters of an equation of either kind, for `equation.replace(params=...)`.
+    """Returns the parameters of an equation with changed values, to be passed to `equation.replace(params=...)`.
 
     Args:
-        change: returns the new value of a parameter, from its key and its value.
-        change_type: returns the new type of an operand or result, for equations whose parameters include these types.
+        change: function (key, value) -> new value of a parameter.
+        change_type: function old type -> new type of an operand or result, for equations whose parameters list these
+            types.
     """
     high = _high(equation)
     changed = {key: change(key, value) for key, value in parameters(equation).items()}
@@ -103,7 +103,9 @@ def with_parameters(
 
 
 def _high(equation: Any) -> Any:
-    """Returns the object with the parameters of an equation of `jax_remat3`; None for other equations."""
+    """Returns the object that contains the parameters of an equation under the flag `jax_remat3`; None for other
+    equations.
+    """
     return equation.params.get("_prim") if equation.primitive.name == _HIGH else None
 
 

@@ -37,19 +37,19 @@ def human(count: float | None) -> str:
 
 
 def column_unit(figure: float, share: float = 0.1) -> tuple[str, int]:
-    """Returns (name, bytes) of the unit for a column of figures.
+    """Returns (name, bytes) of the unit in which a table column is shown.
 
-    It is the largest unit in which `smallest`, the smallest figure of the column in bytes, is at least `share`.
+    This is the largest unit in which `figure`, a size in bytes, is at least `share`.
     """
     return next(((name, scale) for name, scale in COLUMN if figure >= scale * share), COLUMN[-1])
 
 
 def parse_bytes(size: int | str) -> int:
-    """Returns the number of bytes of a size such as "512 MB", "72GiB", or a plain number of bytes from 1 MiB up.
+    """Returns a size in bytes. `size` is text such as "512 MB" or "72GiB", or a number of bytes of at least 1 MiB.
 
     Raises:
-      ReportError: the size is not valid; the message has the value and the valid forms. A plain number below 1 MiB is
-          refused because its unit was most likely forgotten (72 for 72GiB).
+      ReportError: the size is not valid. A number below 1 MiB is refused because its unit was probably forgotten (72
+          for 72GiB).
     """
     unit = ""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
@@ -72,6 +72,6 @@ def parse_bytes(size: int | str) -> int:
 
 
 def reads_as_size(text: str) -> bool:
-    """Returns whether a text can only mean a size above 0, with or without a unit."""
+    """Returns whether a text can only be a size above 0 (with or without a unit), and not the name of something."""
     match = _SIZE.match(text)
     return bool(match and match[2].lower() in _SCALES and float(match[1]) > 0)

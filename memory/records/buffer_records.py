@@ -48,10 +48,11 @@ class Buffer:
         dtype: dtype of the array, as in HLO; "" if the buffer holds no array.
         category: a row of `CATEGORIES`.
         phase: one of `PHASES`.
-        component: the part of the model (attention, mlp, embed, ...) by the named scopes around the value, else the
-            innermost module. Without scopes, the caller: a class, a function as "attend()", or "file.py:line". "" if
-            nothing is known.
-        module: the named scopes around the value, or without scopes the classes of its callers, joined by "/".
+        component: the part of the model (attention, mlp, embed, ...) according to the named scopes around the value,
+            or else the innermost module. If there are no scopes, it is the calling class, the calling function as
+            "attend()", or "file.py:line". "" if unknown.
+        module: the named scopes around the value, joined by "/". If there are no scopes, it is the classes of the
+            callers.
         op_name: JAX's name of the operation.
         source: "file.py:line" of the user's code, "" if unknown.
         checkpoint_name: the `checkpoint_name` of a residual, "" if it has none.
@@ -81,7 +82,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class TimelinePoint:
-    """A point of the timeline: the live bytes in device memory while one instruction runs.
+    """A point of the memory timeline: the live bytes in device memory while one instruction runs.
 
     Fields:
         index: position in the timeline, from 0.
@@ -100,9 +101,9 @@ class TimelinePoint:
 
 @dataclasses.dataclass(frozen=True)
 class LedgerRow:
-    """The training state of one role and dtype on one device.
+    """The bytes on one device of the training state with one role and dtype.
 
-    The last row has role "total" and dtype "", and excludes frozen parameters.
+    The last row of a report has the role "total" and the dtype "". It excludes frozen parameters.
 
     Fields:
         role: params, copies, gradients, accumulator, optimizer, frozen, or total.
@@ -121,7 +122,7 @@ class LedgerRow:
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeOverhead:
-    """Memory of one device that the runtime takes and the compiler's report does not contain.
+    """Memory that the runtime takes on one device and that the compiler's report does not contain.
 
     Fields:
         name: the name of the item, such as "NCCL".
@@ -137,15 +138,18 @@ class RuntimeOverhead:
 
 
 def overhead_bytes(rows: Iterable[RuntimeOverhead], where: str) -> int:
-    """Returns the sum of the overheads in one place, `POOL` or `CARD`, in bytes."""
+    """Returns the sum in bytes of the runtime overheads in one place: `POOL` (in the allocator's pool) or `CARD` (on
+    the GPU outside of the pool).
+    """
     return sum(row.bytes for row in rows if row.where == where)
 
 
 @dataclasses.dataclass(frozen=True)
 class PeakAccount:
-    """The peak of a program with its parts and timeline, computed from the program's buffers only.
+    """The content of device memory when memory use is highest (at the peak), and the memory timeline. All fields are
+    computed from the program's buffers.
 
-    Each field is the JSON key of the same name, which `report_record` explains.
+    Each field is the JSON key of the same name, which the docstring of `report_record` explains.
     """
 
     peak_bytes: int
@@ -165,7 +169,7 @@ class PeakAccount:
 
     @property
     def unplaced_bytes(self) -> int:
-        """Bytes at the peak, without arguments, of buffers that have neither a source line nor a module path."""
+        """Bytes at the peak of buffers, other than arguments, whose source line and module path are both unknown."""
         live = self.alive_at(self.peak_index)
         return sum(b.bytes for b in live if b.phase != "argument" and not (b.source or b.module))
 

@@ -7,11 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ZeroRow:
-    """Bytes per parameter of one part of the training state on one device, by ZeRO's accounting and as compiled.
+    """Bytes per parameter of one part of the training state on one device: as the ZeRO paper predicts them and as
+    compiled.
 
     Fields:
         role: a role of `LedgerRow`, "gathered" or "total".
-        classic: bytes per parameter by ZeRO's accounting (Rajbhandari et al. 2020, arXiv 1910.02054).
+        classic: bytes per parameter according to the ZeRO paper (Rajbhandari et al. 2020, arXiv 1910.02054).
         held: bytes per parameter in the compiled program, at the peak.
         reason: the reason for the difference between the two, "" if they agree.
     """
@@ -24,7 +25,7 @@ class ZeroRow:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective operation. Bytes are those of one device and one execution.
+    """One collective operation of the compiled program. All byte counts are for one device and one execution.
 
     Fields:
         name: the name of the HLO instruction.
@@ -33,12 +34,12 @@ class Collective:
         group: number of devices that exchange data with each other.
         dtype: dtype of the data; "bfloat16+float32" for several combined arrays, the dtype with the most bytes first.
         times: executions in one step, the product of the trip counts of the loops around the collective.
-        bytes: the payload, which is the unsharded array: the result of an all-gather, the operands of any other kind.
-        wire_bytes: bytes that the device sends by the ring algorithm over N devices: (N-1)/N of the payload, and twice
-            this amount for an all-reduce.
+        bytes: the payload in bytes. It is the result of an all-gather, and the operands of any other kind.
+        wire_bytes: bytes that the device sends by the ring algorithm. Over N devices, this is (N-1)/N of the payload,
+            or twice as much for an all-reduce.
         phase, component, module, op_name: the fields of `Buffer` with these names.
         asynchronous: whether the collective has a start and a done instruction.
-        overlapped: number of compute operations between start and done.
+        overlapped: number of compute operations that run between start and done.
         overlapped_flops: FLOPs of the matrix products of these operations.
         in_flight_bytes: bytes of operands and results, which stay in memory from start to done.
         hosts: maximum number of hosts that one group of devices spans; 1 if unknown.
@@ -64,13 +65,13 @@ class Collective:
 
     @property
     def exposed(self) -> bool:
-        """True if nothing is computed while the collective runs."""
+        """True if no computation overlaps the collective."""
         return not self.asynchronous or not self.overlapped
 
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """The sum of all collectives of one kind over the same mesh axes. Bytes are those of one device and one step.
+    """The sum of all collectives of one kind over the same mesh axes. All byte counts are for one device and one step.
 
     Fields:
         kind: all-gather, all-reduce, reduce-scatter, all-to-all, collective-permute ...

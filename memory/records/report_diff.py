@@ -10,11 +10,11 @@ from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Bytes that two reports have under the same name.
+    """A size in bytes that is compared between two reports.
 
     Fields:
         kind: total, category, residual, workspace or buffer.
-        name: the row, checkpoint name, scope or buffer.
+        name: the name of the total, breakdown row, checkpoint name, scope or buffer.
         before, after: bytes in the first and in the second report.
     """
 
@@ -25,7 +25,7 @@ class Change:
 
     @property
     def growth(self) -> int:
-        """Bytes gained from the first to the second report; negative if bytes were saved."""
+        """Bytes that were added from the first to the second report; negative if memory was saved."""
         return self.after - self.before
 
     @property
@@ -37,8 +37,9 @@ class Change:
 
     @property
     def percent_text(self) -> str:
-        """The growth in per cent as text: "+6.1"; "new" if the first report has no such bytes; ">999" from 1,000 %
-        on."""
+        """The growth in per cent as text, such as "+6.1". It is "new" if the first report has no such bytes, and
+        ">999" above 999 %.
+        """
         if self.percent == float("inf"):
             return "new"
         return f"{self.percent:+.1f}" if self.percent < 1000 else ">999"
@@ -69,12 +70,12 @@ def diff(before: ReportRecord, after: ReportRecord) -> tuple[Change, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A figure of two reports that is not a size of memory.
+    """A quantity other than memory that is compared between two reports: seconds, FLOPs or bytes sent.
 
     Fields:
         name: what was measured or predicted, in words.
         unit: "seconds", "FLOPs", or "bytes" for bytes sent.
-        before, after: the figure in the first and in the second report.
+        before, after: the value in the first and in the second report.
     """
 
     name: str
@@ -84,11 +85,11 @@ class Measure:
 
 
 def measures(before: ReportRecord, after: ReportRecord) -> tuple[Measure, ...]:
-    """Returns the seconds, FLOPs and traffic of two reports, without figures that one report lacks or that are 0 in
-    both.
+    """Returns the seconds, FLOPs and sent bytes that both reports have and that are not 0 in both.
 
-    Seconds are predicted for an update, in total and by term. FLOPs are those of one device and one call of the step,
-    including recomputed FLOPs. Bytes are those that one device sends in one call, by kind of collective and mesh axes.
+    The seconds are the predicted seconds of an update, in total and by term. The FLOPs and the bytes are those of one
+    device in one call of the step. FLOPs include recomputed ones. Bytes are summed by kind of collective and mesh
+    axes.
     """
     rows: list[tuple[str, str, float, float]] = []
     if before.prediction and after.prediction:
@@ -106,13 +107,14 @@ def measures(before: ReportRecord, after: ReportRecord) -> tuple[Measure, ...]:
 
 
 def _is_figure(value: object) -> bool:
-    """Returns whether a value of a possibly damaged report file is a finite number of 0 or more."""
+    """Returns whether a value is a finite number of 0 or more. A damaged report file may contain other values."""
     return isinstance(value, int | float) and 0 <= value < 1e300
 
 
 def _flops(report: ReportRecord, phase: str = "") -> float:
-    """Returns the FLOPs of one phase, or of all phases if `phase` is "". Values of a damaged report that are not
-    numbers count as 0."""
+    """Returns the FLOPs of one phase, or of all phases if `phase` is "". Values that are not numbers, as in a damaged
+    report, count as 0.
+    """
     phases = [report.work.get(phase, {})] if phase else report.work.values()
     counts = [work.get("flops") for work in phases if isinstance(work, Mapping)]
     numbers = [number for count in counts if isinstance(count, Mapping) for number in count.values()]
@@ -120,8 +122,7 @@ def _flops(report: ReportRecord, phase: str = "") -> float:
 
 
 def _sent(report: ReportRecord) -> dict[str, int]:
-    """Returns a mapping from a text with kind and mesh axes of a collective to the bytes that one device sends in a
-    call."""
+    """Returns "kind over mesh axes" of the collectives -> bytes that one device sends in a call."""
     out: dict[str, int] = {}
     for row in report.communication:
         name = f"sent by {row.kind} over {' x '.join(row.axes) or f'groups of {row.group}'}"
@@ -130,7 +131,7 @@ def _sent(report: ReportRecord) -> dict[str, int]:
 
 
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
-    """Returns the changes of total peak and allocated bytes that are larger than `percent` per cent."""
+    """Returns the changes of the peak and of the allocated bytes that exceed `percent` per cent."""
     return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
 
 
@@ -169,13 +170,12 @@ def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
 
 
 def grown_buffers(changes: Iterable[Change]) -> list[Change]:
-    """Returns the changes of buffers at the peak that grew, largest growth first."""
+    """Returns the changes of buffers at the peak that became larger, largest growth first."""
     return sorted((c for c in changes if c.kind == "buffer" and c.growth > 0), key=lambda c: -c.growth)
 
 
 def sources(report: ReportRecord) -> dict[str, str]:
-    """Returns a mapping from the name of a buffer's `Change` to the source of the largest buffer with that name at the
-    peak, as "file.py:line"."""
+    """Returns the name of each buffer change -> "file.py:line" of the largest buffer with this name at the peak."""
     lines: dict[str, str] = {}
     for b in report.alive_at(report.peak_index):  # the largest first
         if b.source:
@@ -189,8 +189,9 @@ def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], nam
 
 
 def _matched_buffers(before: ReportRecord, after: ReportRecord) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns name -> bytes at the peak for each report. A buffer that is matched in both reports has the second
-    report's name in both."""
+    """Returns name -> bytes at the peak for each of the two reports. If a buffer is in both reports, both use its name
+    in the second report.
+    """
     (old, old_roles), (new, new_roles) = _by_identity(before), _by_identity(after)
     only_new: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for name in sorted(new.keys() - old.keys()):
@@ -203,7 +204,7 @@ def _matched_buffers(before: ReportRecord, after: ReportRecord) -> tuple[dict[st
 
 
 def _by_identity(report: ReportRecord) -> tuple[dict[str, int], dict[str, tuple[str, str, tuple[int, ...]]]]:
-    """Returns identity -> bytes at the peak, and identity -> role. A role is (category, dtype, shape)."""
+    """Returns (identity of a buffer -> bytes at the peak, identity -> (category, dtype, shape))."""
     sizes: dict[str, int] = {}
     roles: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     for b in report.alive_at(report.peak_index):
@@ -214,7 +215,7 @@ def _by_identity(report: ReportRecord) -> tuple[dict[str, int], dict[str, tuple[
 
 
 def _identity(b: Buffer) -> str:
-    """Returns a name for a buffer that stays the same from one compile to the next."""
+    """Returns a text that identifies a buffer and stays the same from one compile to the next."""
     if b.phase == "argument":
         words: tuple[str, ...] = (b.category, b.name)
     else:

@@ -18,8 +18,9 @@ LARGEST = 2**80
 
 
 def is_count(value: Any) -> bool:
-    """Returns whether a JSON value is an integer in the range of bytes, FLOPs and element counts, including negative
-    ones."""
+    """Returns whether a JSON value is an integer, possibly negative, within the range of byte, FLOP and element
+    counts.
+    """
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
@@ -45,10 +46,10 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def parse(text: str | bytes) -> Any:
-    """Parses JSON.
+    """Parses JSON text.
 
-    Raises ValueError for text that is not JSON, for NaN and Infinity (which Python's parser accepts), and for nesting
-    beyond the recursion limit.
+    Raises ValueError if the text is not JSON, contains NaN or Infinity (which Python's parser accepts), or is nested
+    too deeply.
     """
     try:
         return json.loads(text, parse_float=_finite, parse_constant=_finite)
@@ -75,7 +76,7 @@ def plain(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Returns plain JSON values in which NaN and infinite numbers are replaced by None."""
+    """Returns the JSON values with NaN and infinite numbers replaced by None."""
     if isinstance(value, Mapping):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -84,10 +85,10 @@ def finite(value: Any) -> Any:
 
 
 def read_item(record: type[Record], value: Any) -> Record:
-    """Returns a record of class `record` with the fields of a JSON object. Unknown keys are ignored.
+    """Returns a record of class `record` whose fields are the values of a JSON object. Unknown keys are ignored.
 
     Raises:
-      TypeError: the value is not a JSON object, or a field does not have the type of its annotation. The message has
+      TypeError: the value is not a JSON object, or a field does not have the type of its annotation. The message names
           the field and the value.
     """
     if not isinstance(value, dict):

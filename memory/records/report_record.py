@@ -127,15 +127,15 @@ VERDICTS = ("fits", "tight", "exceeds", "unknown")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A problem of a program that costs memory or time, with a remedy.
+    """A problem that costs the program memory or time, with its remedy.
 
     Fields:
-        kind: the rule that reported the finding.
-        bytes: bytes that the problem concerns.
+        kind: the name of the rule that found the problem.
+        bytes: bytes of device memory that the problem wastes or affects.
         message: the problem in words.
         remedy: the remedy in words.
-        flags: the remedy as flags of `bytescope train`, to copy; "" if there are none, and then the remedy names
-            functions of JAX.
+        flags: command-line flags of `bytescope train` that apply the remedy. If it is "", the remedy names functions
+            of JAX instead.
     """
 
     kind: str
@@ -147,14 +147,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Bytes that one step moves over a device's host link in one direction and one phase.
+    """Bytes that one step copies between one device and its host in one direction and one phase.
 
     Fields:
         phase: one of `STEP_PHASES`.
         direction: "to device" or "to host".
         bytes: bytes of one step.
-        seconds: seconds at the target's `host_link_bytes_per_s`, without regard to overlap with compute; 0.0 if the
-            rate is unknown.
+        seconds: seconds of the copies at the target's `host_link_bytes_per_s`, even if computation hides them; 0.0 if
+            the rate is unknown.
     """
 
     phase: str
@@ -165,12 +165,12 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The trainer's description of the program that a report is about.
+    """The trainer's description of the program of a report.
 
     Fields:
-        name: the name of the config, "llama_8b".
-        changes: config keys that were changed for this report, "batch.micro=2".
-        batch: the composition of the batch, in words.
+        name: the name of the config, such as "llama_8b".
+        changes: config keys that were changed for this report, such as "batch.micro=2".
+        batch: the sizes that make up the batch, in words.
         policy: the remat policy of the layers, in words.
         tokens: tokens of one update, over all devices.
         calls: number of calls of the program per update.
@@ -188,7 +188,9 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class XlaStats:
-    """The compiler's statistics of device memory, in bytes; a field is None if the backend does not give it."""
+    """The compiler's memory statistics of a program on one device, in bytes. A field is None if the backend does not
+    report it.
+    """
 
     argument_bytes: int | None = None
     output_bytes: int | None = None
@@ -200,14 +202,16 @@ class XlaStats:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of temporaries, and of results that alias no argument."""
+        """Bytes that the step allocates besides its arguments: temporaries, and results that do not reuse the memory
+        of an argument.
+        """
         return (self.temp_bytes or 0) + (self.output_bytes or 0) - (self.alias_bytes or 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgedProgram(PeakAccount):
-    """The account of a program's peak with its traffic, its work and the verdict. The rules of findings read this
-    record.
+    """The memory of a program with its collectives, its work and the verdict on whether it fits. The rules that find
+    problems read this record.
 
     Each field is the JSON key of the same name, which the module's docstring explains.
     """
@@ -222,8 +226,9 @@ class JudgedProgram(PeakAccount):
 
     @property
     def predicted_bytes(self) -> int:
-        """Maximum number of bytes that the allocator will count: allocated bytes and the runtime overheads in its
-        pool."""
+        """Highest number of bytes that the allocator is predicted to count: XLA's allocations and the runtime's memory
+        in the allocator's pool.
+        """
         return self.allocated_bytes + self.overhead(POOL)
 
     @property
@@ -233,14 +238,15 @@ class JudgedProgram(PeakAccount):
         return self.runtime_overheads
 
     def overhead(self, where: str) -> int:
-        """Returns the sum of the runtime overheads in the allocator's pool (`POOL`) or outside of it (`CARD`), in
-        bytes."""
+        """Returns the bytes that the runtime takes in the allocator's pool (`POOL`) or outside of it (`CARD`)."""
         return overhead_bytes(self.runtime_overheads, where)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportRecord(JudgedProgram):
-    """The report of a program. Each field is the JSON key of the same name, which the module's docstring explains."""
+    """The memory report of a program. Each field is the JSON key of the same name, which the module's docstring
+    explains.
+    """
 
     findings: tuple[Finding, ...] = ()
     communication: tuple[Communication, ...] = ()
@@ -261,16 +267,17 @@ class ReportRecord(JudgedProgram):
 
     @property
     def title(self) -> str:
-        """The name of the program's config; without a config, the compiler's name of the program."""
+        """The name of the program's config, or else the compiler's name of the program."""
         return self.subject.name or self.program or "program"
 
     def moved(self, direction: str) -> int:
-        """Returns the bytes that one step moves over a device's host link in one direction, "to device" or "to
-        host"."""
+        """Returns the bytes that one step copies between one device and its host. `direction`: "to device" or "to
+        host".
+        """
         return sum(row.bytes for row in self.transfers if row.direction == direction)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as plain JSON values, with keys in a stable order."""
+        """Returns the report as plain JSON values. The order of the keys is always the same."""
         out = {}
         for key in KEYS:
             out[key] = schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key))
@@ -282,7 +289,7 @@ class ReportRecord(JudgedProgram):
         return out
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_json()` to a file. Raises OSError if the file cannot be written."""
+        """Writes the report to a JSON file. Raises OSError if the file cannot be written."""
         whole = Path(path)
         partial = whole.with_name(f".{whole.name}.{os.getpid()}")
         try:
@@ -293,8 +300,9 @@ class ReportRecord(JudgedProgram):
 
     @classmethod
     def from_json(cls, value: Any) -> ReportRecord:
-        """Returns the report of a JSON object. Raises ReportError if the object is not a report or has another
-        schema."""
+        """Returns the report that a JSON object contains. Raises ReportError if the object is not a report or has
+        another schema version.
+        """
         if not isinstance(value, dict) or "peak_bytes" not in value:
             raise ReportError("not a memory report: write one with bytescope report --json=FILE")
         if value.get("schema") != SCHEMA:
@@ -389,7 +397,9 @@ def load(path: str | Path) -> ReportRecord:
 
 
 def _read(key: str, value: Any) -> Any:
-    """Returns the record's value for a JSON key. Raises TypeError or ValueError if the value has the wrong type."""
+    """Converts the value of a JSON key to the value of the record's field. Raises TypeError or ValueError if it has
+    the wrong type.
+    """
     if key in _ITEMS:
         return tuple(read_item(_ITEMS[key], item) for item in value)
     if key in _RECORDS:
@@ -406,7 +416,7 @@ def _read(key: str, value: Any) -> Any:
 
 
 def _is_prediction(value: Mapping[str, Any]) -> bool:
-    """Returns whether an object has the form of `seconds.step_prediction.StepPrediction.to_json`."""
+    """Returns whether a JSON object has the fields of a prediction (`seconds.step_prediction.StepPrediction.to_json`)."""
     amounts = [value.get(key) for key in ("seconds", "seconds_low", "seconds_high")]
     amounts += [value[key] for key in ("tokens_per_s", "mfu") if value.get(key) is not None]
     parts = [value.get(key) for key in ("by_phase", "by_term")]

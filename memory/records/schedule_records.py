@@ -33,17 +33,17 @@ TO_HOST, TO_DEVICE = "to-host", "to-device"
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledKernel:
-    """A kernel and its number of consecutive runs.
+    """A kernel of the compiled schedule, which runs one or more times in a row.
 
     Fields:
         kind: one of `KERNELS`.
         phase: one of `records.STEP_PHASES`.
         bytes: bytes of device memory that one run reads and writes.
         flops: FLOPs of one run; causal attention counts only FLOPs below the diagonal.
-        dtype: dtype of the operands of a matrix product, as in HLO ("bfloat16", "float8_e4m3fn"). A float32 product
-            whose operands may be rounded has "tf32".
+        dtype: dtype of the operands of a matrix product, as in HLO ("bfloat16", "float8_e4m3fn"). It is "tf32" for a
+            float32 product whose operands may be rounded.
         size: (batch, m, n, k) of a matrix product, (batch x heads, queries, keys, head dimension) of attention, () for
-            other kernels.
+            all other kernels.
         causal: whether the kernel is causal attention.
         times: number of consecutive runs.
     """
@@ -63,7 +63,7 @@ class Start:
     """The start of a collective, or of a copy over the host link, on its own stream.
 
     Fields:
-        name: the name of the instruction, to which a `Wait` refers; "" if compute waits at once.
+        name: the name of the instruction, to which a `Wait` refers; "" if the computation waits immediately.
         kind: a key of `cost.collectives.WIRE`, TO_HOST or TO_DEVICE.
         phase: one of `records.STEP_PHASES`.
         bytes: for a collective, the payload (`Collective.bytes`); for a copy, the bytes copied.
@@ -83,14 +83,14 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """The point at which compute waits for the `Start` with this name."""
+    """The position in the schedule at which the computation waits for the `Start` with this name."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop that runs `steps` `trips` times."""
+    """A loop that runs the list `steps` `trips` times."""
 
     trips: int
     steps: Steps
@@ -102,12 +102,12 @@ Steps = tuple[Step, ...]
 
 @dataclasses.dataclass(frozen=True)
 class InstructionSteps:
-    """The steps of one instruction of a compiled schedule. This record is not part of a report's JSON.
+    """One instruction of a compiled schedule with its steps. It is not part of a report's JSON.
 
     Fields:
         name: the name of the instruction.
         steps: the steps that it runs; a loop is one step.
-        inside: for one run, the instructions of the computation that it calls, such as the body of a loop.
+        inside: the instructions of one run of the computation that it calls, such as the body of a loop.
     """
 
     name: str
@@ -122,7 +122,7 @@ _MAX_DEPTH = 32
 
 
 def to_json(steps: Steps) -> list[Any]:
-    """Returns the steps as lists: ["k", kind, phase, bytes, ...]."""
+    """Returns the steps of a schedule as JSON lists, such as ["k", kind, phase, bytes, ...] for a kernel."""
     return [_row(step) for step in steps]
 
 

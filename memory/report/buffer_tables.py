@@ -39,7 +39,9 @@ TABLE_COLUMNS = (
 
 
 def render(report: ReportRecord, n: int = SHOWN) -> RenderableType | None:
-    """Returns the `n` largest buffers at the peak, with equal buffers in one line; None if there are no buffers."""
+    """Returns a table of the `n` largest buffers at the peak, as a rich renderable. Equal buffers are one line.
+    Returns None if there are no buffers.
+    """
     groups = largest(report, n)
     if not groups:
         return None
@@ -59,13 +61,13 @@ def render(report: ReportRecord, n: int = SHOWN) -> RenderableType | None:
 
 
 def largest_table(report: ReportRecord, n: int = 10) -> Table:
-    """Returns the `n` largest buffers at the peak as a table. Buffers that differ only in the number of the layer are
-    one row.
+    """Returns the `n` largest buffers at the peak as a table. Buffers that differ only in the layer number are one
+    row.
 
     Keys of a row: what (path of an argument, or scopes and operation), times (number of buffers), bytes (of one
-    buffer), dtype, shape, type (dtype and shape as text), row (of the breakdown), phase, scope (the named scopes),
-    checkpoint_name, line ("file.py:line", shortened), source (the source as the compiler has it), name (the compiler's
-    name).
+    buffer), dtype, shape, type (dtype and shape as text), row (of the memory breakdown), phase, scope (the named
+    scopes), checkpoint_name, line ("file.py:line", shortened), source (the unshortened source line), name (the
+    compiler's name).
 
     Raises ReportError if `n` is not an integer of 1 or more.
     """
@@ -95,10 +97,10 @@ def _cells(alike: Alike) -> dict[str, Any]:
 
 
 class Alike(NamedTuple):
-    """Buffers with equal cells in every column.
+    """A group of buffers that have the same text in every column of the table.
 
     Fields:
-        name: their common name.
+        name: the common name of the buffers.
         times: number of buffers.
         one: one of the buffers.
     """
@@ -109,14 +111,14 @@ class Alike(NamedTuple):
 
     @property
     def times_text(self) -> str:
-        """The number of buffers as text, "6 x"; "" for one buffer."""
+        """The number of buffers as text, such as "6 x"; "" for a single buffer."""
         return f"{self.times:,} x" if self.times > 1 else ""
 
 
 def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
-    """Returns the `n` largest buffers in device memory at the peak.
+    """Returns the `n` largest buffers in device memory at the peak, largest first.
 
-    Buffers of unrolled layers whose names differ only in the number of the layer are one entry.
+    Buffers of unrolled layers whose names differ only in the layer number are one group.
     """
     groups: dict[tuple[object, ...], list[Buffer]] = {}
     for buffer in report.alive_at(report.peak_index):
@@ -127,13 +129,13 @@ def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
 
 
 def _common(names: list[str]) -> str:
-    """Returns one name for names that differ only in numbers, with a star for each number that differs."""
+    """Returns a common name for names that differ only in numbers. Each number that differs becomes "*"."""
     parts = zip(*(_NUMBER.split(name) for name in names))
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def listed_share(report: ReportRecord, groups: Iterable[Alike]) -> str:
-    """Returns the number of listed buffers and their share of the peak, in words."""
+    """Returns a sentence with the number of listed buffers and their percentage of the peak."""
     groups = tuple(groups)
     count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in groups)
     share = sum(alike.times * alike.one.bytes for alike in groups) / max(report.peak_bytes, 1)
@@ -141,10 +143,8 @@ def listed_share(report: ReportRecord, groups: Iterable[Alike]) -> str:
 
 
 def what(buffer: Buffer) -> str:
-    """Returns a readable name of a buffer: the path of an argument, the parameter of a gradient, else scopes and
-    operation, else the compiler's name.
-
-    The compiler's names are `while.3` or `fusion.12`; `blocks/mlp · mul` shows the place in the model.
+    """Returns a readable name of a buffer: the path of an argument, the parameter of a gradient, or the scopes and the
+    operation, such as `blocks/mlp · mul`. If none of these is known, returns the compiler's name, such as `fusion.12`.
     """
     if buffer.phase == "argument":
         return buffer.name
@@ -156,20 +156,22 @@ def what(buffer: Buffer) -> str:
 
 
 def array_type(buffer: Buffer) -> str:
-    """Returns the type of a buffer's array, `bf16[8,4096,1024]`; "" if the buffer holds no array."""
+    """Returns the dtype and shape of a buffer's array as text, such as `bf16[8,4096,1024]`; "" if the buffer holds no
+    array.
+    """
     if not buffer.dtype:
         return ""
     return f"{_DTYPE.sub(_short, buffer.dtype, count=1)}[{','.join(map(str, buffer.shape))}]"
 
 
 def _short(dtype: re.Match[str]) -> str:
-    """Returns a dtype in jax's short form: bf16, f32, i8."""
     return f"{_KINDS[dtype[1]]}{dtype[2]}"
 
 
 def line(source: str) -> str:
-    """Returns a source as `file.py:line`. The path is relative to the working directory; outside of it, it has one
-    folder. A notebook cell is `In[3]:line`."""
+    """Returns a source place as `file.py:line`. The path is relative to the working directory; for a file outside of
+    it, only the last folder is shown. A line of a notebook cell becomes `In[3]:line`.
+    """
     path, colon, number = source.rpartition(":")
     if not colon or not os.path.isabs(path):
         return source

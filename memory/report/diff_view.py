@@ -40,15 +40,16 @@ NOTES = (
 
 
 def verdict_of_growth(growth: float) -> str:
-    """Returns the verdict whose colour marks a growth."""
+    """Returns the verdict ("exceeds", "fits" or "dim") in whose colour a change in bytes is shown."""
     if growth > 0:
         return "exceeds"
     return "fits" if growth < 0 else "dim"
 
 
 def change_columns(title: str, name: Callable[[Change], str]) -> tuple[ColumnView, ...]:
-    """Returns the columns of changes in bytes. The first column has the given title, and `name` returns the text of
-    its cells."""
+    """Returns the columns of a table of changes in bytes. `title` is the title of the first column, and `name` returns
+    the text of its cells.
+    """
     return (
         ColumnView("name", title, "path", read=name),
         ColumnView("kind", "kind", "text", only=PAGE),
@@ -80,14 +81,15 @@ UNITS: Mapping[str, Callable[[float], str]] = {
 
 
 def measured_change(row: Measure) -> float:
-    """Returns the change of a measure; 0 for a change so small that it comes from adding the same seconds in another
-    order."""
+    """Returns the difference between the second and the first value; 0 if it is so small that it is only a rounding
+    error.
+    """
     change = row.after - row.before
     return 0 if abs(change) < _SAME * row.before else change
 
 
 def measured_growth(row: Measure) -> str:
-    """Returns the change of a measure as text: "+1.00 s"."""
+    """Returns the difference between two seconds, FLOPs or byte counts as text, such as "+1.00 s"."""
     change = measured_change(row)
     if not change:
         return "unchanged"
@@ -95,7 +97,7 @@ def measured_growth(row: Measure) -> str:
 
 
 def measured_percent(row: Measure) -> str:
-    """Returns the change of a measure in per cent as text; "new" if it was 0 before, "" if it did not change."""
+    """Returns the difference in per cent as text; "new" if the first value is 0, "" if the values are equal."""
     if not row.before:
         return "new"
     change = measured_change(row)
@@ -114,7 +116,9 @@ MEASURE_COLUMNS = (
 
 
 def differing(row: tuple[str, str, str]) -> str:
-    """Returns the verdict whose colour marks a fact that differs between two programs."""
+    """Returns the verdict in whose colour a table row (name, first value, second value) is shown if the two values
+    differ.
+    """
     return "tight" if row[1] != row[2] and row[0] != "report" else ""
 
 
@@ -132,8 +136,9 @@ PROGRAM_COLUMNS = (
 def render_text(
     before: ReportRecord, after: ReportRecord, changes: Iterable[Change], max_buffers: int = _SHOWN
 ) -> RenderableType:
-    """Returns the warnings, the totals with changed categories and residuals, then seconds, FLOPs and traffic, then
-    the `max_buffers` buffers with the largest changes, then versions."""
+    """Returns the comparison of two reports as a rich renderable: warnings; totals, categories and residuals; seconds,
+    FLOPs and traffic; the `max_buffers` buffers with the largest changes; versions.
+    """
     sizes = [change for change in changes if change.kind != "buffer"]
     buffers = [change for change in changes if change.kind == "buffer"]
     more = len(buffers) - max_buffers
@@ -160,7 +165,9 @@ def _kind_and_name(change: Change) -> str:
 
 
 def render_page(before: ReportRecord, after: ReportRecord, names: tuple[str, str] = ("before", "after")) -> str:
-    """Returns the page of two reports as text. `names`: the titles of the two reports, such as their files."""
+    """Returns the HTML page that compares two reports. `names`: the titles of the two reports, such as their file
+    names.
+    """
     changes = diff(before, after)
     parts = [change for change in changes if change.kind != "total"]
     return page(
@@ -183,7 +190,7 @@ def render_page(before: ReportRecord, after: ReportRecord, names: tuple[str, str
 
 
 def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the JSON values that the script draws. Bytes are those of one device."""
+    """Returns the JSON values that the script of the page draws. All byte counts are for one device."""
     both = (before, after)
     places = min(max(len(before.timeline), len(after.timeline)), MAX_PLACES)
     most = max((report.peak_bytes for report in both), default=0)
@@ -198,8 +205,9 @@ def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -
 
 
 def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]]:
-    """Returns bytes, phase and instruction of the highest point in each of `places` equal stretches; empty lists
-    without a timeline."""
+    """Returns a thinned memory timeline: bytes, phase and instruction of the highest point in each of `places` equal
+    stretches. The lists are empty if there is no timeline.
+    """
     highest = (
         [
             max(
@@ -223,10 +231,10 @@ def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]
 
 
 def waterfall(before: ReportRecord, after: ReportRecord) -> list[dict[str, Any]]:
-    """Returns the bars from the allocated bytes before to the allocated bytes after.
+    """Returns the bars of the waterfall chart from the allocated bytes of the first report to those of the second.
 
-    Keys of a bar: `row` of the breakdown ("" for the two totals), `name`, `from` (bytes) and `bytes`, which are
-    negative if the row shrank. Rows that did not change are left out.
+    Keys of a bar: `row` (a row of the memory breakdown, "" for the two totals), `name`, `from` (bytes) and `bytes`
+    (negative if the row became smaller). Rows that did not change have no bar.
     """
     reached, bars = before.allocated_bytes, [_bar("", "before", 0, before.allocated_bytes)]
     changed = sorted(
@@ -282,7 +290,7 @@ def _seconds(before: ReportRecord, after: ReportRecord) -> list[HeaderFigure]:
 
 
 def _growth(before: int, after: int) -> str:
-    """Returns a change as text: "+1.20 GiB (+6.1 %)"."""
+    """Returns a change in bytes as text, such as "+1.20 GiB (+6.1 %)"."""
     change = after - before
     if not change:
         return "unchanged"
@@ -304,8 +312,7 @@ _FACTS = (
 
 
 def _programs(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> TableView:
-    """Returns a table of the two programs: the facts that identify them, then every version and config key that
-    differs."""
+    """Returns a table of the two programs: their names and targets, then every version and config key that differs."""
     rows = [("report", *names), *((name, read(before), read(after)) for name, read in _FACTS)]
     rows += [row for row in _different(before.versions, after.versions) if row[0] != "jax"]
     rows += _config(before, after)

@@ -18,12 +18,12 @@ _BUFFERS = 5
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Difference:
-    """The changes from one report to another.
+    """The changes from one memory report to another. At a prompt and in a notebook, it is shown as a table.
 
     Fields:
-        before, after: the reports.
-        changes: the totals, then the changes of categories, residuals, workspace and buffers, each kind with its
-            largest change first. Bytes are those of one device.
+        before, after: the two reports.
+        changes: changed sizes in bytes of one device: first the totals, then categories, residuals by name, workspace
+            by scope, and buffers. Within each of these kinds, the largest change comes first.
     """
 
     before: ReportRecord
@@ -32,8 +32,9 @@ class Difference:
 
     @property
     def rows(self) -> tuple[Mapping[str, Any], ...]:
-        """The changes as plain data: kind, name, before, after, growth (bytes), percent (infinite if there were no
-        bytes before)."""
+        """The changes as mappings with the keys kind, name, before, after (bytes), growth (bytes) and percent. The
+        percentage is infinite if the first report has no bytes of that name.
+        """
         return tuple(
             {**dataclasses.asdict(change), "growth": change.growth, "percent": change.percent}
             for change in self.changes
@@ -41,12 +42,15 @@ class Difference:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A sentence for each reason why the two reports are hard to compare: other targets, other versions of jax."""
+        """A sentence for each reason why the two reports are hard to compare, such as different targets or versions of
+        jax.
+        """
         return plan_diff.warnings(self.before, self.after)
 
     def grew_above(self, percent: float) -> tuple[Change, ...]:
-        """Returns the changes of total peak and allocated bytes that are larger than `percent` per cent, for a test to
-        check."""
+        """Returns the changes of the peak and of the allocated bytes that exceed `percent` per cent, for use in a
+        test.
+        """
         return plan_diff.grew_above(self.changes, percent)
 
     def __repr__(self) -> str:
@@ -61,15 +65,17 @@ class Difference:
         return notebook_difference.render(self.before, self.after, self.changes, _BUFFERS)
 
     def show(self) -> None:
-        """Prints the output of `bytescope diff`, as wide as the terminal. In a notebook, displays it."""
+        """Prints the changes, like the command `bytescope diff`, in the width of the terminal. In a notebook, displays
+        them.
+        """
         from bytescope.memory.report import diff_view
         from bytescope.memory.view.output_file import put_or_display
 
         put_or_display(self, diff_view.render_text(self.before, self.after, self.changes))
 
     def to_html(self, path: str | Path) -> None:
-        """Writes the page that `bytescope diff --html` writes: both timelines, a waterfall of the changes, and a table
-        of every change.
+        """Writes the changes as an HTML page, like `bytescope diff --html`: the two memory timelines, a waterfall
+        chart, and a table of every change.
 
         Raises ReportError if the page cannot be written.
         """
@@ -80,9 +86,11 @@ class Difference:
 
 
 def diff(before: ReportRecord | str | Path, after: ReportRecord | str | Path) -> Difference:
-    """Returns the difference from one report to another. Each may be the path of a saved report.
+    """Returns the changes in device memory from the report `before` to the report `after`.
 
-    Raises ReportError if an argument is neither a report nor a path, or if a file cannot be read.
+    Each argument is a report, or the path of a saved report.
+
+    Raises ReportError if an argument is neither, or if a file cannot be read.
     """
     before, after = _report(before), _report(after)
     return Difference(before, after, plan_diff.diff(before, after))

@@ -28,7 +28,9 @@ COLUMNS = change_columns("", _name)
 
 
 def render(before: ReportRecord, after: ReportRecord, changes: Iterable[Change], max_buffers: int) -> str:
-    """Returns the HTML of a difference, with at most `max_buffers` buffers, those with the largest changes."""
+    """Returns the HTML that a notebook shows for two compared reports. At most `max_buffers` buffers are listed, those
+    with the largest changes.
+    """
     changes = list(changes)
     buffers = [change for change in changes if change.kind == "buffer"]
     rest = [change for change in changes if change.kind not in ("buffer", "total")]

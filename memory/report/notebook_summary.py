@@ -34,7 +34,7 @@ _NEAR = 1.5
 
 
 def render(report: ReportRecord) -> str:
-    """Returns the HTML of a report, under 300 KB for any program."""
+    """Returns the HTML that a notebook shows for a report; less than 300 KB for any program."""
     groups = largest(report, BUFFERS)
     cells = [
         [
@@ -69,7 +69,6 @@ def render(report: ReportRecord) -> str:
 
 
 def _finding(finding: Finding) -> tuple[str, str, str]:
-    """Returns (message, remedy, flags to copy) of a finding."""
     return cut(finding.message, _SENTENCE), cut(finding.remedy, _SENTENCE), cut(finding.flags, _SENTENCE)
 
 
@@ -82,7 +81,9 @@ def _figures(report: ReportRecord) -> list[HeaderFigure]:
 
 @dataclasses.dataclass(frozen=True)
 class Area:
-    """The area of a category: the row that gives its colour, its text on hover, and its SVG path."""
+    """The area of one category in the timeline chart: the breakdown row that gives its colour, its tooltip, and its
+    SVG path.
+    """
 
     row: str
     title: str
@@ -91,11 +92,11 @@ class Area:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The drawing of the timeline for the template, in units of its box.
+    """The timeline chart as values for the HTML template. Coordinates are SVG units.
 
     Fields:
-        areas: the areas of the categories.
-        bands: (x, width, phase) of each stretch of one phase.
+        areas: one area for each category of buffers.
+        bands: (x, width, phase) of each stretch of the step that belongs to one phase.
         phases: phases of the bands, in the order of a step.
         peak: (x, y) of the peak.
         limit: y of the line at the limit, None if no limit is drawn.
@@ -109,7 +110,7 @@ class Timeline:
 
 
 def timeline(report: ReportRecord) -> Timeline | None:
-    """Returns the drawing of a report's timeline; None for fewer than two points."""
+    """Returns the chart of a report's memory timeline; None if the timeline has fewer than two points."""
     points = report.timeline
     if len(points) < 2:
         return None
@@ -143,7 +144,7 @@ def timeline(report: ReportRecord) -> Timeline | None:
 
 
 def _stacked(series: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the cumulative sums of the series at each point, zeros first."""
+    """Returns the cumulative sums of the series at each point, beginning with a series of zeros."""
     stacks = [[0] * len(series[0])]
     for sizes in series:
         stacks.append([below + size for below, size in zip(stacks[-1], sizes)])

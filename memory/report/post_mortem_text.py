@@ -23,8 +23,9 @@ _ALLOCATOR = (
 
 
 def render(post_mortem: PostMortem, files: tuple[str, ...] = ()) -> RenderableType:
-    """Returns the post-mortem of a step that ran out of memory, as a rich renderable. `files`: paths of the files with
-    more details."""
+    """Returns the explanation of why a step ran out of memory, as a rich renderable. `files`: paths of the files with
+    more details.
+    """
     return blocks(
         _head(post_mortem),
         _held(post_mortem),
@@ -55,7 +56,9 @@ def _head(post_mortem: PostMortem) -> RenderableType:
 
 
 def memory_sum(post_mortem: PostMortem) -> str:
-    """Returns the sum of the step and other arrays, compared with the available bytes, in one line."""
+    """Returns one line with the bytes of the step and of the other arrays on the device, their sum, and the available
+    bytes.
+    """
     report, limit = post_mortem.report, post_mortem.limit_bytes
     parts = f"the step takes {human(report.predicted_bytes if report else None)}"
     if post_mortem.other_bytes:
@@ -102,7 +105,7 @@ def _held(post_mortem: PostMortem) -> RenderableType | None:
 
 
 def _peak(post_mortem: PostMortem) -> RenderableType | None:
-    """Returns the largest rows of the peak, and the largest residuals by name."""
+    """Returns the largest rows of the memory breakdown at the peak, and the largest residuals by name."""
     report = post_mortem.report
     if report is None or not any(report.breakdown.values()):
         return None

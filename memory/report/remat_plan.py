@@ -45,10 +45,10 @@ _HOW = {
 
 @dataclasses.dataclass(frozen=True)
 class PolicyFigures:
-    """The compiler's figures of a policy.
+    """The memory and recomputation of the program compiled under one of jax's remat policies.
 
     Fields:
-        name: the name of the policy.
+        name: the name of the policy in `jax.checkpoint_policies`.
         allocated_bytes: bytes allocated on one device.
         recomputed_flops: FLOPs recomputed in one step, over all devices.
         status: "ok", or an error message if the policy could not be compiled.
@@ -62,21 +62,23 @@ class PolicyFigures:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RematPlan:
-    """The values that a model's layers keep for their backward pass. At a prompt and in a notebook, it shows its
-    account.
+    """A choice of the values that the layers of a model keep for the backward pass, instead of recomputing them. At a
+    prompt and in a notebook, it is shown as a table.
 
     Fields:
-        policy: the argument for `jax.checkpoint`: a RematPolicy (with `jax_remat3` and jax before 0.12 a
-            `save_only_these_names`), or one of `jax.checkpoint_policies` if that is best.
-        name: the name of the policy of `jax.checkpoint_policies`, "" for a policy that keeps chosen values.
-        kept: values that the policy keeps by choice, largest first. The inputs of a layer are always kept.
-        allocated_bytes: bytes that the compiled gradient takes on one device; at most budget_bytes.
+        policy: the value to pass to `jax.checkpoint` as `policy`. It is a RematPolicy, or one of
+            `jax.checkpoint_policies` if that is best. With the flag `jax_remat3` and jax before 0.12, it is a
+            `save_only_these_names`.
+        name: the name in `jax.checkpoint_policies` if one of jax's own policies is best; "" for a RematPolicy.
+        kept: the values that the policy keeps, largest first. The inputs of a layer are always kept and are not
+            listed.
+        allocated_bytes: bytes that the compiled gradient takes on one device, at most `budget_bytes`.
         budget_bytes: the budget in bytes on one device.
-        recomputed_flops, model_flops: FLOPs of one step over all devices, recomputed and without recomputation.
-        built_in: the figures of jax's own policies.
-        compiled: number of compiled programs.
-        layers: the layers that were planned for (`remat.layer_discovery`).
-        report: the report of the program under the plan.
+        recomputed_flops, model_flops: FLOPs of one step over all devices: the recomputed ones, and all others.
+        built_in: bytes and recomputed FLOPs under each of jax's own policies, for comparison.
+        compiled: number of programs that were compiled to find the plan.
+        layers: the kinds of layers to which the plan applies.
+        report: the memory report of the program under the plan.
         target: the target's name.
     """
 
@@ -94,10 +96,10 @@ class RematPlan:
     report: Report
 
     def apply(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the loss with this policy in the checkpoints of its layers, without a change to its code.
+        """Returns the loss function with this plan's policy applied to its layers, so that its code need not change.
 
-        Layers without a checkpoint are put under one. The returned function can be differentiated, jitted and sharded
-        like the loss.
+        Layers that are not under `jax.checkpoint` are put under it. The returned function can be differentiated,
+        jitted and sharded like `loss`.
         """
 
         @functools.wraps(loss)
@@ -107,17 +109,22 @@ class RematPlan:
         return planned
 
     def check(self) -> None:
-        """Raises ReportError if the traces so far lack a value that the policy keeps. This happens with another
-        version of jax, other shapes or another block. A policy of jax's own needs no check."""
+        """Raises ReportError if a value that the policy should keep was missing in the programs traced with it so far.
+
+        A value is missing if jax has another version, or if the shapes or the layer's code changed since the plan was
+        made. There is nothing to check if the policy is one of jax's own.
+        """
         if isinstance(self.policy, RematPolicy):
             self.policy.check()
 
     def __repr__(self) -> str:
-        """Returns the account as text, as wide as the environment variable COLUMNS says, or else 100 columns."""
+        """Returns the plan as text. The width is the environment variable COLUMNS, or else 100 columns."""
         return plain_text(_account(self), columns())
 
     def _repr_html_(self) -> str:
-        """Returns the HTML for a notebook: the figures, the kept values, and jax's own policies beside the plan."""
+        """Returns the HTML for a notebook: the plan's bytes and FLOPs, the kept values, and jax's own policies for
+        comparison.
+        """
         return _account_html(self)
 
 
@@ -183,7 +190,7 @@ def _nothing_kept(plan: RematPlan) -> str:
 
 
 def _kept(plan: RematPlan) -> list[list[str]]:
-    """Returns the cells of each value that is kept by choice; [] if one of jax's own policies is best."""
+    """Returns a list of table cells for each value that the plan keeps; [] if the best policy is one of jax's own."""
     rows = []
     for value in () if plan.name else plan.kept:
         several = value.count // sum(plan.layers[kind].times for kind in value.kinds)
@@ -193,7 +200,9 @@ def _kept(plan: RematPlan) -> list[list[str]]:
 
 
 def _policies(plan: RematPlan) -> list[list[str]]:
-    """Returns the cells of this plan and of each of jax's own policies. A failed policy has only its status."""
+    """Returns a list of table cells for this plan and for each of jax's own policies. A policy that could not be
+    compiled has only its error message.
+    """
     rows = []
     if not plan.name:
         rows.append([THIS_PLAN, human(plan.allocated_bytes), _share(plan.recomputed_flops, plan), "fits"])
@@ -207,7 +216,7 @@ def _policies(plan: RematPlan) -> list[list[str]]:
 
 
 def _share(flops: int, plan: RematPlan) -> str:
-    """Returns FLOPs with their share of the model's FLOPs, as text."""
+    """Returns a number of FLOPs as text, with the percentage of the model's FLOPs."""
     if not flops:
         return "0 FLOP"
     scale, unit = next(((scale, unit) for scale, unit in _SCALES if flops >= scale), (1, "FLOP"))
@@ -215,8 +224,9 @@ def _share(flops: int, plan: RematPlan) -> str:
 
 
 def _short(where: str) -> str:
-    """Returns a place with its path from the current directory, or from the installed package on. A line of a notebook
-    cell becomes "In[3]:7"."""
+    """Returns a source place with its path relative to the current directory, or to the folder of the installed
+    package. A line of a notebook cell becomes "In[3]:7".
+    """
     if notebook_cell(where.rpartition(":")[0]):
         return short_place(where)
     if "/site-packages/" in where:

@@ -56,23 +56,25 @@ def plan_remat(
     blocks: Collection[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> RematPlan:
-    """Returns the plan of least recomputation within a memory budget: the values that the layers of a model keep for
-    their backward pass.
+    """Finds the values to keep for the backward pass, so that the gradient fits a memory budget with the least
+    recomputation.
 
-    Layers are the functions that the loss has under `jax.checkpoint` (flax.linen.remat, equinox.filter_checkpoint), in
-    a scan, or called one after the other. Their present policy does not matter. The gradient by the first argument is
-    compiled for the target with every plan that is tried.
+    The layers of the model are the functions that the loss runs under `jax.checkpoint` (also flax.linen.remat and
+    equinox.filter_checkpoint), the body of a scan, or equal functions called one after the other. Remat policies that
+    the layers already have are ignored. The search compiles the gradient of the loss for the target, once for each
+    plan that it tries, and runs nothing.
 
     Args:
-        loss: function (params, ...) -> a scalar, or (scalar, anything); plain or jitted.
-        args: arrays, ShapeDtypeStructs, or pytrees of them. Their shardings are used.
-        target: the target, as in `memory.analyze`.
-        budget: bytes on one device, as a number or text such as "72GiB". None: all bytes that are available on the
-            target.
-        optimizer: object with `init` and `update`, such as an optax optimizer. With it, the program includes the
-            optimizer's state and update.
+        loss: function (params, ...) -> scalar or (scalar, auxiliary result), plain or jitted. It is differentiated by
+            its first argument.
+        args: arguments of the loss: arrays, ShapeDtypeStructs, or pytrees of either. Their shardings are used.
+        target: the devices to compile for, as in `memory.analyze`.
+        budget: bytes that the program may take on one device, as a number or as text such as "72GiB". None: all bytes
+            that are available on a device of the target.
+        optimizer: object with `init` and `update`, such as an optax optimizer. If it is given, the compiled program is
+            a whole update, which includes the optimizer's state.
         kwargs: keyword arguments of the loss.
-        blocks: names of functions under `jax.checkpoint` to plan for, if not all of them are layers.
+        blocks: names of the checkpointed functions that are layers; () if all of them are.
         tell: called with a line of text for each program that is compiled.
 
     Raises ReportError if no layers are found, the budget is not a valid size, or no plan fits the budget.
@@ -91,7 +93,8 @@ def plan_remats(
     blocks: Collection[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[RematPlan]:
-    """Returns a plan for each budget. The searches share their compiled programs.
+    """Returns a `plan_remat` plan for each of several memory budgets. Programs that are compiled for one budget are
+    reused for the others.
 
     Raises ReportError for the same reasons as `plan_remat`.
     """
@@ -112,7 +115,7 @@ def plan_remats(
 
 
 def make_plan(compiler: PolicyCompiler, search: RematSearch, outcome: SearchOutcome, budget: int) -> RematPlan:
-    """Returns the plan that a search found for a budget. Raises ReportError if no plan fits the budget."""
+    """Returns the plan that a search found for a budget in bytes. Raises ReportError if no plan fits the budget."""
     report = compiler.full.report
     if outcome.best is None:
         raise _nothing_fits(outcome, budget)
@@ -157,7 +160,7 @@ def _nothing_fits(outcome: SearchOutcome, budget: int) -> ReportError:
 
 
 class PolicyCompiler:
-    """Compiles the step of a loss under the policies that a search proposes."""
+    """Compiles the gradient or the update of a loss under the remat policies that a search proposes."""
 
     def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):
         self.loss, self.optimizer, self._target = loss, optimizer, target
@@ -174,7 +177,9 @@ class PolicyCompiler:
             self.values = find_values(self.layers, loss.shards, ordered=False)
 
     def policy(self, plan: LayerPlan) -> Any:
-        """Returns jax's own policy if the plan is one, or else a policy that keeps the plan's values."""
+        """Returns the jax policy of a search's plan: one of jax's own if the plan names it, or else a policy that
+        keeps the plan's values.
+        """
         import jax
 
         name = policy_name(plan)
@@ -188,7 +193,7 @@ class PolicyCompiler:
         return Built(policy, Report.of(report_of(compilation, target=target)), flops.count(traced.jaxpr))
 
     def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
-        """Returns the compiler's figures of each plan."""
+        """Compiles each plan and returns its bytes and FLOPs."""
         return [self._one(plan) for plan in plans]
 
     def _one(self, plan: LayerPlan) -> PlanFigures:
@@ -210,8 +215,9 @@ class PolicyCompiler:
         return PlanFigures(built.report.allocated_bytes, built.report.host_bytes, 0.0, built.counted.recomputed)
 
     def budget(self, budget: str | float | None) -> int:
-        """Returns the bytes that the program may allocate: the budget, but at most the target's limit minus the
-        runtime overheads."""
+        """Returns the bytes that the compiled program may allocate: the budget, but at most the target's limit minus
+        the memory that the runtime takes.
+        """
         report = self.full.report
         if report.limit_bytes is None:
             raise ReportError('the memory of the device is not known: give a target, such as target="h100"')
@@ -219,7 +225,7 @@ class PolicyCompiler:
         return limits.budget_of(written(budget), limit, "budget")
 
     def problem(self) -> RematProblem:
-        """Returns the problem for the search: to recompute the fewest FLOPs."""
+        """Returns the problem that the search solves: to recompute the fewest FLOPs."""
         rates = RecomputeRates(dict.fromkeys(roofline.UNITS, 1.0), 1.0)
         policies = {name: None for name in BUILT_IN if name not in (FULL, NONE)}
         return RematProblem(self.values.graph, rates, PassSeconds(), "flops", policies=policies)
@@ -227,7 +233,7 @@ class PolicyCompiler:
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A policy, the report of the program under this policy, and the FLOPs of the program."""
+    """A remat policy, the memory report of the program compiled under it, and the FLOPs of the program."""
 
     policy: Any
     report: Report
@@ -235,12 +241,12 @@ class Built:
 
 
 def written(budget: str | float | None) -> str:
-    """Returns a budget as the text that `limits.budget_of` reads."""
+    """Returns a budget as text that `limits.budget_of` can parse."""
     if budget is None:
         return ""
     return budget if isinstance(budget, str) else f"{budget:.0f}"
 
 
 def policy_name(plan: LayerPlan) -> str:
-    """Returns the search's name of jax's own policy if the plan is one; "" if the plan is a choice of values."""
+    """Returns the name of the jax policy that a plan uses; "" if the plan is a choice of values."""
     return plan.ranges[0][0].policy

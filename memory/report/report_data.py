@@ -28,7 +28,9 @@ Tile = tuple[str, str, str, int, str, int]
 
 
 class Strings:
-    """Distinct strings in the order of their first use. Calling it with a string returns the string's index."""
+    """A list of distinct strings in the order of their first use. Calling it with a string returns the index of the
+    string.
+    """
 
     def __init__(self) -> None:
         self.all: dict[str, int] = {}
@@ -38,7 +40,7 @@ class Strings:
 
 
 def page_data(report: ReportRecord) -> dict[str, Any]:
-    """Returns the JSON values that static/report.js draws."""
+    """Returns the JSON values that the script static/report.js draws on the page of a report."""
     strings = Strings()
     indices = thin(report.timeline, report.peak_index)
     device = [b for b in report.buffers if b.memory == "device"]
@@ -72,11 +74,10 @@ def page_data(report: ReportRecord) -> dict[str, Any]:
 
 
 def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -> list[int]:
-    """Returns the indices of the timeline's points to draw.
+    """Returns the indices of the timeline points to draw, at most about `most`.
 
-    If there are at most `most` points, all are drawn. Otherwise, the timeline is divided into `most / 2` stretches,
-    and the lowest and the highest point of each stretch are drawn, and the peak. So the drawn curve has every maximum
-    of the full curve.
+    A longer timeline is divided into `most / 2` stretches. The lowest and the highest point of each stretch are drawn,
+    and the peak, so that no maximum is lost.
     """
     n = len(timeline)
     if n <= most:
@@ -91,7 +92,9 @@ def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -
 
 
 def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]) -> dict[str, list[int]]:
-    """Returns category -> live bytes at each of the points `indices`, without categories that are always empty."""
+    """Returns category of buffers -> live bytes at each of the timeline points `indices`. Categories that are always
+    empty are left out.
+    """
     steps = {category: [0] * (n_points + 1) for category in CATEGORIES}
     for buffer in buffers:
         if buffer.category not in steps or buffer.start >= n_points or buffer.end < buffer.start:
@@ -108,9 +111,9 @@ def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]
 
 
 def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> list[tuple[int, int, str]]:
-    """Returns (first point, last point, phase) of each stretch of one phase.
+    """Returns (first point, last point, phase) of each stretch of the timeline that belongs to one phase.
 
-    If there are more than `most` stretches, the timeline is cut into `most` equal stretches, each with the phase of
+    If there are more than `most` stretches, the timeline is cut into `most` equal stretches. Each gets the phase of
     most of its points.
     """
     runs = _runs([p.phase for p in timeline])
@@ -126,10 +129,11 @@ def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> lis
 def time_axis(
     report: ReportRecord, indices: Sequence[int], bands: Sequence[tuple[int, int, str]]
 ) -> dict[str, Any] | None:
-    """Returns the times of the drawn points and of the phases' first and last points, in one unit; None if no seconds
-    are known.
+    """Returns the times of the drawn timeline points and phase stretches, all in the same unit; None if no seconds are
+    known.
 
-    Keys: unit ("s", "ms" or "µs"), points, bands ([from, to] each), end (of the step).
+    Keys: unit ("s", "ms" or "µs"), points (time of each point), bands ([start, end] of each stretch), end (of the
+    step).
     """
     seconds = report.point_seconds
     if len(seconds) != len(report.timeline) + 1 or not seconds[-1]:
@@ -151,7 +155,7 @@ def _runs(values: Sequence[str]) -> list[tuple[int, int, str]]:
 
 
 def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]]:
-    """Returns the columns of the buffer table, with strings as indices."""
+    """Returns the columns of the buffer table. Strings are replaced by their indices in `strings`."""
     text = {
         "what": what,
         "name": lambda b: b.name,
@@ -173,13 +177,13 @@ def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]
 def tiles(
     report: ReportRecord, buffers: Iterable[Buffer], rows: Mapping[int, int], most: int = MAX_TILES
 ) -> list[Tile]:
-    """Returns (id, parent, label, bytes, category, row) of each tile of the treemap at the peak: category > group >
-    buffer.
+    """Returns (id, parent, label, bytes, category, row) of each tile of the treemap of memory at the peak. Its levels
+    are category, group and buffer.
 
-    Only leaves have bytes, so that levels cannot disagree. Buffers beyond the `most` largest are merged into one leaf
-    per group. Bytes of the breakdown that are in no buffer are a leaf of their own.
+    Only tiles without children have bytes. Buffers beyond the `most` largest are merged into one tile per group. Bytes
+    of the memory breakdown that belong to no buffer are a tile too.
 
-    `rows`: `id` of a buffer -> its row in the table; other tiles have row -1.
+    `rows`: `id` of a buffer -> its row in the buffer table. Tiles of other things have row -1.
     """
     alive = sorted((b for b in buffers if b.at_peak and b.bytes), key=lambda b: -b.bytes)
     out: list[Tile] = []
@@ -212,14 +216,14 @@ def tiles(
 
 
 def _tile_label(buffer: Buffer, group: str) -> str:
-    """Returns the part of a buffer's name that is not in the name of the enclosing tile."""
+    """Returns the label of a buffer's tile: its name without the parts that the enclosing tile already shows."""
     if buffer.phase == "argument":
         return buffer.name.removeprefix(group) or buffer.name
     return what(buffer).rsplit("/", 1)[-1]
 
 
 def group_of(buffer: Buffer) -> str:
-    """Returns the group of a buffer within its category."""
+    """Returns the group of a buffer within its category, such as a component of the model."""
     if buffer.category == "residuals":
         return buffer.checkpoint_name or buffer.component or "unnamed"
     if buffer.category == "workspace":

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 
 class Report(report_record.ReportRecord):
-    """The report of a program: what every byte of device memory holds at the peak. A `ReportRecord` with methods that
-    draw it.
+    """The memory report of a compiled program: what every byte of device memory holds when memory use is highest (at
+    the peak). It has the fields of `ReportRecord`, and methods that print, draw, save and compare them.
 
     Two reports are equal if their records are equal. Pickling, `dataclasses.replace` and `from_json` return a
     `Report`.
@@ -49,7 +49,7 @@ class Report(report_record.ReportRecord):
 
     @classmethod
     def of(cls, record: report_record.ReportRecord) -> Report:
-        """Returns the report of a record. A `Report` is returned unchanged."""
+        """Returns the record as a `Report`. A `Report` is returned unchanged."""
         if isinstance(record, cls):
             return record
         return cls(**{field.name: getattr(record, field.name) for field in dataclasses.fields(record)})
@@ -63,38 +63,45 @@ class Report(report_record.ReportRecord):
     __hash__ = None  # type: ignore[assignment]  # its mappings have none either
 
     def __repr__(self) -> str:
-        """Returns the summary in under 2,000 characters and at most 80 columns."""
+        """Returns a summary of at most 80 columns and less than 2,000 characters."""
         from bytescope.memory.report.report_text import summary
 
         return summary(self)
 
     def __str__(self) -> str:
-        """Returns the summary with uncut findings and their remedies, in at most 80 columns."""
+        """Returns a summary of at most 80 columns, with the full text of the findings and their remedies."""
         from bytescope.memory.report.report_text import summary
 
         return summary(self, remedies=True)
 
     def _repr_html_(self) -> str:
-        """Returns the output for a notebook: figures, bar, timeline, largest buffers; under 300 KB for any program."""
+        """Returns the HTML that a notebook shows: the main figures, the timeline and the largest buffers; less than
+        300 KB for any program.
+        """
         from bytescope.memory.report import notebook_summary
 
         return notebook_summary.render(self)
 
     def show(self) -> None:
-        """Prints the output of `bytescope report`, as wide as the terminal. In a notebook, displays it."""
+        """Prints the whole report, like the command `bytescope report`, in the width of the terminal. In a notebook,
+        displays it.
+        """
         from bytescope.memory.report import report_text
         from bytescope.memory.view.output_file import put_or_display
 
         put_or_display(self, report_text.render(self))
 
     def table(self, n: int = 10) -> Table:
-        """Returns the `n` largest buffers at the peak: bytes, dtype, shape, description and source line of each."""
+        """Returns a table of the `n` largest buffers in device memory at the peak, with bytes, dtype, shape,
+        description and source line of each. Equal buffers of several layers are one row.
+        """
         from bytescope.memory.report.buffer_tables import largest_table
 
         return largest_table(self, n)
 
     def to_html(self, path: str | Path) -> None:
-        """Writes the page that `bytescope report --html` writes: one file that opens offline.
+        """Writes the report as an HTML page, like `bytescope report --html`. The page is a single file that opens
+        without a network.
 
         Raises ReportError if the file cannot be written.
         """
@@ -104,7 +111,7 @@ class Report(report_record.ReportRecord):
         write(path, report_page.render(self))
 
     def save(self, path: str | Path) -> None:
-        """Writes the JSON that `memory.load` and `bytescope diff` read.
+        """Writes the report as JSON, which `memory.load` and `bytescope diff` can read.
 
         Raises ReportError if the file cannot be written.
         """
@@ -114,7 +121,7 @@ class Report(report_record.ReportRecord):
             raise ReportError(f"cannot write {path}: {error.strerror}") from error
 
     def diff(self, other: report_record.ReportRecord | str | Path) -> Difference:
-        """Returns the difference from this report to `other`, a report or the path of a saved one."""
+        """Returns the changes from this report to `other`, which is a report or the path of a saved report."""
         from bytescope.memory.report.difference import diff
 
         return diff(self, other)
@@ -131,24 +138,27 @@ def analyze(
     names: Iterable[str] = (),
     **options: Any,
 ) -> Report:
-    """Returns the report of a program: what every byte of device memory holds at the peak, on one device.
+    """Compiles a program without running it and returns its memory report: what every byte of one device's memory
+    holds when memory use is highest.
 
     Args:
-        program: a step, plain or jitted, whose arguments are in `args` and `kwargs`: arrays, ShapeDtypeStructs, or
-            pytrees of them. It is traced once and compiled for the target. Or, without arguments, a
-            `jax.stages.Traced`, a `Lowered` or `Compiled` for the target's own devices, a serialized HloProto (bytes),
-            or the path of one.
-        target: a `memory.devices.targets.Target` or its name ("h200:8"). None: the devices of the arguments'
-            shardings, or else the available devices. A proto without a target has no verdict.
+        program: a function, plain or jitted, which is traced and compiled for the target with the arguments in `args`
+            and `kwargs`. Without arguments, `program` may also be a `jax.stages.Traced`; a `Lowered` or `Compiled`
+            that was made for the target's devices; the bytes of a serialized HloProto; or the path of a dumped one.
+        args: arguments of the function: arrays, ShapeDtypeStructs, or pytrees of either.
+        target: the devices to compile for: a `memory.Target`, or a name such as "h200:8". None: the devices of the
+            arguments' shardings, or else the devices of this machine. The report of an HloProto without a target does
+            not say whether the program fits.
+        kwargs: keyword arguments of the function.
         config: a mapping that is stored in the report unchanged.
-        facts: the trainer's facts about the step (`memory.formulas.model_facts.ModelFacts`): shapes, mesh, precision,
-            remat. With them, the report has ZeRO's accounting, collectives by formula, active parameters, and findings
-            on experts and stages.
-        roles: (regular expression, role) pairs for the pytree paths of arguments, which are tried before all other
-            rules. Roles are params, frozen, optimizer, accumulator, cache, rng, gradients and batch.
-        names: the program's checkpoint names, for programs that also use them as named scopes.
-        options: options of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
-            static_argnums, static_argnames.
+        facts: the trainer's description of the step (`memory.ModelFacts`): shapes, mesh, precision and remat. With it,
+            the report also compares the training state with the ZeRO paper and the collectives with published
+            formulas, counts the active parameters, and has findings on experts and pipeline stages.
+        roles: (regular expression, role) pairs that give arguments their role by pytree path. They are tried before
+            the built-in rules. A role is params, frozen, optimizer, accumulator, cache, rng, gradients or batch.
+        names: the checkpoint names of the program. They are needed only if the program also uses them as named scopes.
+        options: options of `jax.jit` for a function that is not jitted: in_shardings, out_shardings, donate_argnums,
+            donate_argnames, static_argnums, static_argnames.
 
     Raises:
       ReportError: `program` is not a program, was lowered for other devices than the target's, or is a damaged proto;
@@ -170,18 +180,22 @@ def analyze(
 
 
 def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
-    """Asserts that a program's predicted bytes are at most `size`, and returns its report.
+    """Raises GuardError unless a program fits into `size` bytes of device memory, and returns the program's report.
+
+    The predicted bytes of one device are compared: XLA's allocations and the memory that the runtime adds to them in
+    the allocator's pool.
 
     Args:
-        program: a step with its arguments and a target, a lowered program, or a report.
-        args, options: the arguments of `memory.analyze` with these names.
-        size: bytes of one device, or text such as "72GiB". If the program takes no arguments, the size may follow it
-            as a positional argument. None: the bytes that are available on one device of the target. A number below 1
-            MiB needs a unit: "512B".
+        program: a function with its arguments, a lowered or compiled program, or a report.
+        args, options: the arguments of `memory.analyze` with these names, including `target`.
+        size: the bytes that one device may use, as a number or as text such as "72GiB". If the program takes no
+            arguments, `size` may be the second positional argument. None: the bytes that are available on one device
+            of the target. A number below 1 MiB needs a unit: "512B".
 
     Raises:
-      GuardError (an AssertionError): the program does not fit. The message names the largest parts of the peak.
-      ReportError: neither a size nor a limit is known, the size is not valid, or it is among the arguments of a step.
+      GuardError: the program does not fit. It is also an AssertionError. Its message lists what takes the most memory.
+      ReportError: neither `size` nor the limit of a target is known, `size` is not valid, or a size was given among
+          the function's arguments.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test, not this function
     if len(args) == 1 and size is None and not takes_arguments(program):
@@ -233,14 +247,18 @@ def _compile_and_report(
 
 
 def _largest_parts(report: Report) -> str:
-    """Returns the largest rows of the peak and the runtime overheads in the allocator's pool, as text."""
+    """Returns the largest rows of the memory breakdown at the peak, and the runtime's additions in the allocator's
+    pool, as text.
+    """
     rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
     overheads = [(row.name, row.bytes) for row in report.runtime_overheads if row.where == report_record.POOL]
     return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *overheads) if count)
 
 
 def load(path: str | Path) -> Report:
-    """Reads a report that `Report.save` or `bytescope report --json` wrote, or the report in a run directory.
+    """Returns a saved report.
+
+    `path`: a file that `Report.save` or `bytescope report --json` wrote, or a run directory that contains a report.
 
     Raises ReportError if the file is missing or damaged, or is not a report.
     """

@@ -52,11 +52,11 @@ TOTAL = "total"
 
 
 class RankedBar(NamedTuple):
-    """A line of a bar list.
+    """A bar of a bar chart with its name.
 
     Fields:
         name: the name shown.
-        title: the text on hover.
+        title: the tooltip.
         bytes: the size in bytes.
         width: the width of the bar in per cent of the largest bar.
     """
@@ -70,7 +70,7 @@ class RankedBar(NamedTuple):
 def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
     """Returns the page of a report as one HTML file that loads nothing from the network.
 
-    `post_mortem`: shown in a section at the top if the step ran out of memory.
+    `post_mortem`: the explanation of why the step ran out of memory, shown at the top of the page; None if it did not.
     """
     name, limit = report.title, report.limit_bytes
     target, folded = report.target.get("name"), naming.fold_labels(report.buffers)
@@ -105,7 +105,7 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
 
 
 def _failure(post_mortem: PostMortem) -> dict[str, Any]:
-    """Returns the content of the section on a step that ran out of memory."""
+    """Returns the values of the page section that explains why a step ran out of memory."""
     columns = (
         ("live arrays", "name", lambda group: group.name),
         ("arrays", "num", lambda group: f"{group.arrays:,}"),
@@ -129,14 +129,16 @@ def _failure(post_mortem: PostMortem) -> dict[str, Any]:
 
 
 def verdict(report: ReportRecord) -> dict[str, str]:
-    """Returns the CSS class, mark and words of the verdict."""
+    """Returns the CSS class, the symbol and the words that show whether the program fits."""
     kind = report.verdict if report.verdict in VERDICTS else "unknown"
     mark, words = VERDICTS[kind]
     return {"kind": kind, "mark": mark, "words": words}
 
 
 def figures(report: ReportRecord) -> list[HeaderFigure]:
-    """Returns the header figures: predicted bytes, limit, allocated bytes, peak, and the seconds of an update."""
+    """Returns the figures at the top of the page: predicted bytes, limit, allocated bytes, peak, and the seconds of an
+    update.
+    """
     note = ""
     if report.limit_bytes is not None:
         free = report.limit_bytes - report.predicted_bytes
@@ -152,8 +154,10 @@ def figures(report: ReportRecord) -> list[HeaderFigure]:
 
 
 def _speed(report: ReportRecord) -> list[HeaderFigure]:
-    """Returns the header figures of speed: predicted seconds, tokens/s and MFU, then the bound by data-sheet rates.
-    Without a prediction, returns the bounds of the three figures. Without rates of the target, returns []."""
+    """Returns the speed figures at the top of the page: predicted seconds, tokens/s and MFU, then their bounds by
+    data-sheet rates. If there is no prediction, returns only the bounds; if the rates of the target are unknown,
+    returns [].
+    """
     best, prediction = at_best(report), StepPrediction.stated(report)
     per = "update" if report.subject.tokens else "call"
     if prediction:
@@ -194,7 +198,9 @@ def _allowed(best: AtBest, per: str) -> list[HeaderFigure]:
 
 
 def _extra_lines(report: ReportRecord) -> list[str]:
-    """Returns the lines below the figures: bytes in other memories, runtime overheads, parts of the seconds."""
+    """Returns the text lines below the page's figures: bytes in other memories, the runtime's memory, the parts of the
+    predicted seconds.
+    """
     elsewhere = [
         f"{human(count)} {place}"
         for place, count in (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes))
@@ -205,7 +211,9 @@ def _extra_lines(report: ReportRecord) -> list[str]:
 
 
 def _communication(report: ReportRecord) -> PageTable | None:
-    """Returns a row for each kind of collective and mesh axes, and their total; None for a program of one device."""
+    """Returns a table with a row for each kind of collective and mesh axes, and a total; None for a program of one
+    device.
+    """
     rows = report.communication
     if not rows:
         return None
@@ -233,7 +241,7 @@ def _exposed(row: Communication, is_total: bool) -> str:
 
 
 def _collectives(collectives: Sequence[Collective]) -> PageTable:
-    """Returns a row for each collective, sorted by the bytes that it sends."""
+    """Returns a table with a row for each collective, the one that sends the most bytes first."""
     columns = (
         ("operation", "name", lambda item: Cell(item.name, item.op_name)),
         ("over", "text", lambda item: over(item.axes, item.group, item.hosts)),
@@ -248,8 +256,9 @@ def _collectives(collectives: Sequence[Collective]) -> PageTable:
 
 
 def _transfers(report: ReportRecord) -> PageTable | None:
-    """Returns bytes and seconds per step over the host link by direction and phase, with sums; None if there are no
-    transfers."""
+    """Returns a table of the bytes and seconds per step of copies between device and host, by direction and phase,
+    with sums; None if there are no copies.
+    """
     rows = report.transfers
     if not rows:
         return None
@@ -287,7 +296,9 @@ def _ledger(report: ReportRecord) -> PageTable | None:
 
 
 def _zero(report: ReportRecord) -> PageTable | None:
-    """Returns bytes per parameter by ZeRO's accounting and as compiled, with the reasons for differences."""
+    """Returns a table of the bytes per parameter according to the ZeRO paper and as compiled, with the reasons for
+    differences; None if unknown.
+    """
     columns = (
         ("state", "name", lambda row: row.role),
         ("ZeRO", "num", lambda row: f"{row.classic:.3g}"),
@@ -302,9 +313,9 @@ def _total(row: Any) -> str:
 
 
 def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[RankedBar]:
-    """Returns the bars of the entries, largest first. Entries beyond `MAX_BARS` are summed in one bar.
+    """Returns the bars of a chart of sizes in bytes, largest first. Entries beyond `MAX_BARS` are summed in one bar.
 
-    `folded`: name -> the same name with the number of modules that it covers.
+    `folded`: name -> the name to show, which includes the number of modules that share it.
     """
     entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])
     rest = entries[MAX_BARS:]
@@ -335,7 +346,7 @@ def _section(title: str, entries: Iterable[tuple[str, Any]]) -> Section:
 
 
 def _figure(name: str, value: Any) -> Any:
-    """Returns a target's figure with the unit that its name implies."""
+    """Returns a value of the target's JSON as text with its unit, which is derived from the key `name`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return value
     if "_bytes_per_s" in name:
@@ -346,7 +357,9 @@ def _figure(name: str, value: Any) -> Any:
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Flattens nested mappings to dotted names: {"a": {"b": 1}} -> [("a.b", 1)]. A list becomes one line of text."""
+    """Flattens nested mappings to (dotted name, value) pairs: {"a": {"b": 1}} -> [("a.b", 1)]. A list becomes one line
+    of text.
+    """
     if isinstance(value, Mapping):
         return [
             entry for key, inner in value.items() for entry in flatten(inner, f"{prefix}.{key}" if prefix else str(key))

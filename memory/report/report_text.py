@@ -57,7 +57,7 @@ _SUMMARY_WIDTH, _SUMMARY_FINDINGS, _SUMMARY_NAME, _SUMMARY_MESSAGE = 80, 3, 36, 
 
 
 def show(report: ReportRecord, console: Console | None = None, choices: str = "", verbose: bool = True) -> None:
-    """Prints the report to a console, by default to stdout. The other arguments are those of `render`."""
+    """Prints the report to a console, which is stdout by default. The other arguments are passed to `render`."""
     put(render(report, choices, verbose), console)
 
 
@@ -65,9 +65,9 @@ def render(report: ReportRecord, choices: str = "", verbose: bool = True) -> Ren
     """Returns the report as a rich renderable.
 
     Args:
-        choices: the choices that the trainer made, one per line.
-        verbose: whether timeline, largest buffers, state and traffic follow the verdict, the findings and the
-            breakdown.
+        choices: text lines about the settings that the trainer chose itself.
+        verbose: whether to add the timeline, the largest buffers, the training state and the traffic after the
+            verdict, the findings and the breakdown.
     """
     parts = [_head(report, choices, verbose), findings(report), _composition(report)]
     if verbose:
@@ -116,8 +116,9 @@ def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
 
 
 def verdict_line(report: ReportRecord) -> RenderableType:
-    """Returns the verdict, the predicted bytes with their share of the limit, allocated bytes and peak, in one line if
-    there is room. The next line has the limit as a share of the GPU's memory."""
+    """Returns a line with the verdict, the predicted bytes and their percentage of the limit, the allocated bytes and
+    the peak. The line below it shows the limit as a percentage of the GPU's memory.
+    """
     limit = report.limit_bytes
     share = f" of {human(limit)} ({report.predicted_bytes / limit:.1%})" if limit else ""
     verdict = Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold"))
@@ -134,18 +135,18 @@ def verdict_line(report: ReportRecord) -> RenderableType:
 
 
 def limit_line(target: Mapping[str, Any], limit: int | None) -> list[RenderableType]:
-    """Returns a line with the limit as a share of the GPU's memory; [] if the limit is not such a share."""
+    """Returns a line with the limit as a percentage of the GPU's memory; [] if the limit is not such a percentage."""
     share = limit_share(target, limit)
     return [Prose(f"limit {human(limit)}: {share}", "dim")] if share else []
 
 
 def versions_text(stated: Mapping[str, str]) -> str:
-    """Returns the versions of jax and jaxlib in `stated` as text: "jax 0.10.2 jaxlib 0.10.2"."""
+    """Returns the versions of jax and jaxlib as text: "jax 0.10.2 jaxlib 0.10.2"."""
     return " ".join(f"{name} {stated[name]}" for name in ("jax", "jaxlib") if name in stated)
 
 
 def overheads(report: ReportRecord) -> str:
-    """Returns the runtime overheads, item by item, in one line; "" if there are none."""
+    """Returns one line with the name and bytes of each item of memory that the runtime takes; "" if there are none."""
     parts = []
     if pool := _items(report, POOL):
         parts.append(f"predicted in use {human(report.predicted_bytes)}: allocated, {pool}")
@@ -168,7 +169,9 @@ def _composition(report: ReportRecord) -> RenderableType | None:
 
 
 def breakdown(report: ReportRecord) -> RenderableType | None:
-    """Returns the rows at the peak with their shares and bars, without empty rows; None if all rows are empty."""
+    """Returns the rows of the memory breakdown at the peak with their percentages and bars, without empty rows; None
+    if all rows are empty.
+    """
     if not any(report.breakdown.values()):
         return None
     table = FigureTable(label(), figure(), figure(), fixed(style="cyan"))
@@ -183,7 +186,9 @@ def breakdown(report: ReportRecord) -> RenderableType | None:
 
 
 def _bar(share: float) -> str:
-    """Returns a bar of up to `_BAR` columns, and at least a thin one."""
+    """Returns a text bar for a fraction from 0 to 1. The longest bar has `_BAR` columns, and the shortest is a thin
+    line.
+    """
     return "█" * round(_BAR * share) or "▏"
 
 
@@ -201,8 +206,9 @@ def _names(title: str, sizes: Mapping[str, int], folded: Mapping[str, str]) -> R
 
 
 class _Curve:
-    """Live bytes over the step. Each column shows the maximum of its points, with the colour and letter of their
-    phase."""
+    """A text chart of the live bytes over the step. Each column shows the maximum of its timeline points, with the
+    colour and letter of their phase.
+    """
 
     def __init__(self, timeline: tuple[TimelinePoint, ...]) -> None:
         self._timeline = timeline
@@ -259,7 +265,9 @@ def _zero(report: ReportRecord) -> RenderableType | None:
 
 
 def _table(title: str, *columns: FigureColumn) -> FigureTable:
-    """Returns an empty table whose first column has the table's title in bold and whose other titles are dim."""
+    """Returns an empty table. The title of its first column is `title` in bold, and the titles of the other columns
+    are dim.
+    """
     return FigureTable(label(Text(title, style="bold")), *columns, heading="dim")
 
 
@@ -339,15 +347,17 @@ def _largest(report: ReportRecord) -> RenderableType | None:
 
 
 def over(axes: Iterable[str], group: int, hosts: int = 1) -> str:
-    """Returns the devices that a collective spans as text: "data x fsdp 8"; "groups of 8" if no axis is known; "stage
-    4, 4 hosts" for a collective over the network."""
+    """Returns the devices that a collective spans as text: "data x fsdp 8" by mesh axes; "groups of 8" if no axis is
+    known; "stage 4, 4 hosts" if the devices are in several hosts.
+    """
     spanned = f"{' x '.join(axes)} {group}" if axes else f"groups of {group}"
     return f"{spanned}, {hosts} hosts" if hosts > 1 else spanned
 
 
 def overlapped_by(item: Collective) -> str:
-    """Returns the compute that overlaps a collective as text: "5 ops, 1.37 TFLOP"; "exposed" if there is none;
-    "synchronous" if the device waits for the collective."""
+    """Returns the computation that overlaps a collective as text: "5 ops, 1.37 TFLOP"; "exposed" if nothing overlaps
+    it; "synchronous" if the device waits for the collective.
+    """
     if item.exposed:
         return "exposed" if item.asynchronous else "synchronous"
     operations = "1 op" if item.overlapped == 1 else f"{item.overlapped} ops"
@@ -358,7 +368,7 @@ def overlapped_by(item: Collective) -> str:
 
 
 def findings(report: ReportRecord) -> RenderableType | None:
-    """Returns the first findings with their remedies; None if there are none."""
+    """Returns the report's first findings with their remedies; None if there are none."""
     if not report.findings:
         return None
     out: list[RenderableType] = []
@@ -373,8 +383,9 @@ def findings(report: ReportRecord) -> RenderableType | None:
 
 
 def _remarks(report: ReportRecord) -> RenderableType | None:
-    """Returns the method by which live ranges were derived, unless they are exact, and the notes about inexact
-    figures."""
+    """Returns a line on how live ranges were derived, unless they are exact, and the notes about inexact figures; None
+    if there is nothing to say.
+    """
     lines = [f"note: {note}" for note in report.notes]
     if report.method != "heap_trace":
         lines.insert(0, f"method: {METHODS.get(report.method, report.method)}")
@@ -385,10 +396,11 @@ def _remarks(report: ReportRecord) -> RenderableType | None:
 
 
 def summary(report: ReportRecord, remedies: bool = False) -> str:
-    """Returns the summary as plain text in at most 80 columns: the title, the figures, the rows at the peak, the first
-    findings.
+    """Returns a plain-text summary of at most 80 columns: the title, the figures, the rows of the breakdown at the
+    peak, and the first findings.
 
-    `remedies`: whether findings are uncut and have their remedies. If False, the summary has at most 2,000 characters.
+    `remedies`: whether findings are shown in full and with their remedies. If False, the summary has at most 2,000
+    characters.
     """
     finding_lines = findings(report) if remedies else _cut_findings(report)
     notes = [finding_lines] if finding_lines is not None else []
