@@ -162,7 +162,9 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class FormulaRows:
-    """Parameter counts, and the collectives and the training state of the compiled program beside published formulas."""
+    """Parameter counts, and the collectives and the training state of the compiled program beside published
+    formulas.
+    """
 
     parameters: Mapping[str, int]
     communication: tuple[Communication, ...]
@@ -243,7 +245,9 @@ def _runtime_facts(
     target: Target | None,
     loop: runtime_overheads.LoopOverhead | None,
 ) -> runtime_overheads.Facts:
-    """Returns the inputs of the formulas for memory that the runtime takes. Without a target, no allocator is assumed."""
+    """Returns the inputs of the formulas for memory that the runtime takes. Without a target, no allocator
+    is assumed.
+    """
     module = read.placed.module
     arguments = [b.bytes for b in account.buffers if b.phase == "argument" and b.memory == "device"]
     outputs = [b for b in account.buffers if b.phase == "output" and b.category == "outputs"]
@@ -367,7 +371,9 @@ def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:
 
 
 def _stats_from_allocations(program: hlo_buffers.HloProgram) -> XlaStats:
-    """Returns the memory statistics of a program from its buffer allocations, for an HloProto without an executable."""
+    """Returns the memory statistics of a program from its buffer allocations, for an HloProto without an
+    executable.
+    """
     main = [a for a in program.allocations if not a.thread_local and a.color == 0]
     alias = sum(a.size for a in main if a.entry_parameter and a.live_out)
     return XlaStats(

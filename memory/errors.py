@@ -96,7 +96,9 @@ def _plain(name: str) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Returns a question such as "did you mean llama_1b or llama_8b?" for a misspelt `word`; "" if no name is similar."""
+    """Returns a question such as "did you mean llama_1b or llama_8b?" for a misspelt `word`; "" if no name
+    is similar.
+    """
     return suggestion(nearest(word, names))
 
 

@@ -43,7 +43,9 @@ def parameters(equation: Any) -> Mapping[str, Any]:
 
 
 def bodies(equation: Any) -> Iterator[Any]:
-    """Yields the inner jaxprs of an equation in the order of its parameters, including every branch of a conditional."""
+    """Yields the inner jaxprs of an equation in the order of its parameters, including every branch of a
+    conditional.
+    """
     for value in parameters(equation).values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(item, "eqns"):

@@ -37,8 +37,9 @@ def find(attribution: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) 
     """Returns every collective that the step runs over more than one device, in the order of the schedule.
 
     Args:
-        mesh: names and sizes of the mesh axes, by which the axes of a collective are found.
-        per_host: number of devices of a host, by which the number of hosts is computed; 0 if unknown.
+        mesh: names and sizes of the mesh axes, which are needed to name the axes that a collective spans.
+        per_host: number of devices of a host, which is needed to count the hosts that a collective spans; 0 if
+            unknown.
     """
     counts = runs(attribution.module)
     collectives: list[Collective] = []
@@ -54,8 +55,9 @@ def find(attribution: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) 
 def _collective(
     attribution: Attribution, mesh: hlo_mesh.Axes, per_host: int, instruction: Instruction, kind: str, times: int
 ) -> Iterator[Collective]:
-    """Yields the record of an instruction that runs `times` times in a step, or nothing if the collective sends
-    nothing."""
+    """Yields the record of a collective instruction that runs `times` times in a step. Yields nothing if the
+    collective sends no bytes.
+    """
     module = attribution.module
     groups = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
     sent, group = share(kind, groups, module.devices)
@@ -95,7 +97,7 @@ def _collective(
 
 
 def arrays_of(module: Module, instruction: Instruction) -> list[HloShape]:
-    """Returns the shapes of the arrays that a collective sends. A combined collective has several."""
+    """Returns the shapes of the arrays that a collective instruction sends. A combined collective has several."""
     operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
     shapes = [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
     if instruction.opcode.removesuffix("-start") != RAGGED:
@@ -105,8 +107,9 @@ def arrays_of(module: Module, instruction: Instruction) -> list[HloShape]:
 
 
 def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]:
-    """Returns (bytes sent per byte of payload, number of devices in a group). The first is 0.0 if the collective sends
-    nothing."""
+    """Returns (bytes that a device sends per byte of payload, number of devices in a group). If the collective sends
+    nothing, the first number is 0.0.
+    """
     if kind == "collective-permute":
         moving = [pair for pair in groups if len(pair) == 2 and pair[0] != pair[1]]
         # The group is the cycle or chain of the permutation that contains the first pair.
@@ -122,7 +125,7 @@ def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]
 
 
 def _dtype(arrays: Iterable[HloShape]) -> str:
-    """Returns the dtypes of a collective joined by "+", the one with the most bytes first."""
+    """Returns the dtypes of the arrays joined by "+", the one with the most bytes first."""
     sizes: dict[str, int] = {}
     for shape in arrays:
         sizes[shape.dtype] = sizes.get(shape.dtype, 0) + shape.bytes
@@ -130,10 +133,10 @@ def _dtype(arrays: Iterable[HloShape]) -> str:
 
 
 def rows(collectives: Iterable[Collective], expected: Iterable[Expected] = ()) -> tuple[Communication, ...]:
-    """Returns the bytes per step and device by kind and mesh axes, most wire bytes first, with the bytes that formulas
-    expect.
+    """Sums collectives of the same kind over the same mesh axes. Returns the sums in bytes per step and device, most
+    sent bytes first, beside the bytes that published formulas expect.
 
-    A formula is a row of its own if the program has no collective of its kind over its axes.
+    A formula gets a row of its own if the program has no such collective.
     """
     by_key: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for item in collectives:

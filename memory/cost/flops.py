@@ -33,19 +33,19 @@ _PHASES = (
 
 @dataclasses.dataclass(frozen=True)
 class FlopCount:
-    """FLOPs of one call of the global program, over all devices.
+    """FLOPs of one call of a program, summed over all devices.
 
     Fields:
         total: all executed FLOPs, including recomputed ones.
-        recomputed: FLOPs that `jax.checkpoint` recomputes.
+        recomputed: FLOPs that are computed again because of `jax.checkpoint`.
         kernel_recomputed: FLOPs recomputed inside the gradient of an attention or loss kernel; `recomputed` does not
             include them.
         notes: a sentence for each operation that could not be counted exactly.
-        by: (phase, dtype) -> FLOPs, which add up to `total`; not compared by ==. Phases are forward, recompute,
+        by: (phase, dtype) -> FLOPs. They add up to `total`, and are ignored by ==. Phases are forward, recompute,
             backward and optimizer. Dtypes are keys of `Target.peak_flops`. A float32 product whose operands may be
             rounded is "tf32", otherwise "fp32" (see `_PRECISIONS`).
-        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`, which are also in `by`; not compared
-            by ==. XLA cannot partition a foreign kernel, so each device of the program computes all of these FLOPs.
+        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`, which are also in `by` and are ignored
+            by ==. XLA cannot partition such a kernel, so each device computes all of these FLOPs.
     """
 
     total: int = 0
@@ -71,8 +71,9 @@ class FlopCount:
         )
 
     def times(self, trips: int | Fraction) -> FlopCount:
-        """Returns the count of a loop with `trips` iterations. `trips` may be a fractional mean; `count` rounds the
-        sums."""
+        """Returns the count of a loop with `trips` iterations. `trips` may be a fraction, such as a mean; `count`
+        rounds the sums.
+        """
         runs = cast(int, trips)
         return FlopCount(
             runs * self.total,
@@ -85,27 +86,27 @@ class FlopCount:
 
     @property
     def model_flops(self) -> int:
-        """FLOPs without recomputation: the numerator of MFU."""
+        """Total FLOPs without recomputed ones, as in the definition of MFU."""
         return self.total - self.recomputed - self.kernel_recomputed
 
     @property
     def hardware_flops(self) -> int:
-        """Executed FLOPs: the numerator of HFU."""
+        """Total FLOPs including recomputed ones, as in the definition of HFU."""
         return self.total
 
     @property
     def recompute_fraction(self) -> float:
-        """FLOPs recomputed by `jax.checkpoint`, divided by model FLOPs; 0 for a program without FLOPs."""
+        """FLOPs that `jax.checkpoint` recomputes, divided by the model FLOPs; 0 for a program without FLOPs."""
         return self.recomputed / self.model_flops if self.model_flops else 0.0
 
 
 def count(jaxpr: Any) -> FlopCount:
-    """Counts the FLOPs of a ClosedJaxpr, such as `jax.jit(step).trace(*arguments).jaxpr`. Dead equations are not
-    counted.
+    """Counts the FLOPs of a ClosedJaxpr, such as `jax.jit(step).trace(*arguments).jaxpr`. Equations whose results are
+    not used do not count.
 
-    A conditional counts as its most expensive branch. A `while` loop has no known trip count, so its body counts once,
-    with a note. The body of a `shard_map` is the work of one shard, and is multiplied by the number of devices of the
-    axes over which it is sharded.
+    A conditional counts as its most expensive branch. The body of a `while` loop counts once, with a note, because the
+    number of iterations is not known. The body of a `shard_map` is the work of one shard, so it is multiplied by the
+    number of shards.
     """
     from jax.interpreters import partial_eval
 
@@ -128,8 +129,9 @@ def count_equation(equation: Any) -> FlopCount:
 
 
 def _count(jaxpr: Any, stack: str) -> FlopCount:
-    """Counts the FLOPs of a jaxpr. `stack` is the name stack around it, because the stacks of its equations are
-    relative to it."""
+    """Counts the FLOPs of a jaxpr. `stack` is the name stack of the surrounding equation, which is a prefix of the
+    name stacks of the equations.
+    """
     total = FlopCount()
     for equation in jaxpr.eqns:
         total += _equation(equation, f"{stack}/{equation.source_info.name_stack}")
@@ -147,9 +149,9 @@ def _equation(equation: Any, stack: str) -> FlopCount:
 
 
 def _marked(flops: int, recomputed: int, stack: str, unit: str) -> FlopCount:
-    """Returns the count of a kernel, with the phase by the marks of its name stack.
+    """Returns the count of a kernel. Its phase is derived from the transformations in its name stack.
 
-    `recomputed`: FLOPs that the kernel itself recomputes, whatever its marks.
+    `recomputed`: FLOPs that the kernel recomputes itself.
     """
     phase = next((phase for mark, phase in _PHASES if mark.search(stack)), "forward")
     by = {(phase, unit): flops}
@@ -168,8 +170,9 @@ _PRECISIONS = (("TF32", "tf32"), ("BF16", "bf16"), ("F16", "fp16"), ("HIGHEST", 
 
 
 def _unit(equation: Any) -> str:
-    """Returns the compute unit of a product, by the wider of the two operand dtypes and, in float32, by the precision
-    of the product."""
+    """Returns the compute unit of a matrix product: the dtype of the operand with more bits, or in float32 the
+    precision of the product.
+    """
     names = [str(variable.aval.dtype) for variable in equation.invars[:2]]
     units = ["fp8" if name.startswith("float8") else _UNITS.get(name, "fp32") for name in names]
     widest = max(units, key=_WIDTHS.index)
@@ -183,15 +186,15 @@ def _unit(equation: Any) -> str:
 
 
 def _dot(equation: Any) -> tuple[int, int]:
-    """Returns 2 x output elements x contracted elements."""
+    """Returns the FLOPs of a matrix product, 2 x output elements x contracted elements, and 0 recomputed FLOPs."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
     return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted), 0
 
 
 def _ragged_dot(equation: Any) -> tuple[int, int]:
-    """Counts a grouped product, in which every row is multiplied by the matrix of one group: 2 x rows x contracted x
-    columns.
+    """Returns the FLOPs of a grouped matrix product, in which each row is multiplied by the matrix of its group: 2 x
+    rows x contracted size x columns.
 
     The left operand has the batch, the rows and the contracted dimensions.
     """
@@ -204,8 +207,9 @@ def _ragged_dot(equation: Any) -> tuple[int, int]:
 
 
 def _convolution(equation: Any) -> tuple[int, int]:
-    """Returns 2 x output elements x input features of a group x window elements. Padding and dilation count as if
-    dense."""
+    """Returns the FLOPs of a convolution: 2 x output elements x input features of a group x window elements. Padding
+    and dilation are not subtracted.
+    """
     shape = equation.invars[1].aval.shape
     features_out = equation.params["dimension_numbers"].rhs_spec[0]
     window = math.prod(size for axis, size in enumerate(shape) if axis != features_out)
@@ -214,21 +218,23 @@ def _convolution(equation: Any) -> tuple[int, int]:
 
 
 def _attention(equation: Any) -> int:
-    """Returns B L S H K of a cuDNN attention call. The masked half of causal attention is counted, as in the
-    literature."""
+    """Returns the product B L S H K (batch, queries, keys, heads, head dimension) of a cuDNN attention call. Masked
+    pairs of a causal mask are included, as in the literature.
+    """
     query, key = (variable.aval.shape for variable in equation.invars[:2])
     heads_first = equation.params["layout"] == 1  # jax's AttentionLayout: 0 is B L H K, 1 is B H L K
     return math.prod(query) * key[2 if heads_first else 1]
 
 
 def _attention_forward(equation: Any) -> tuple[int, int]:
-    """Counts Q K^T and P V: 4 B L S H K."""
+    """Returns the FLOPs of the products Q K^T and P V, 4 B L S H K."""
     return 4 * _attention(equation), 0
 
 
 def _attention_backward(equation: Any) -> tuple[int, int]:
-    """Counts dP, dV, dQ and dK: 8 B L S H K, and Q K^T again: 2 B L S H K (Dao et al. 2022, arXiv 2205.14135,
-    algorithm 4)."""
+    """Returns the FLOPs of the products for dP, dV, dQ and dK, 8 B L S H K, plus 2 B L S H K for recomputing Q K^T
+    (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
+    """
     return 10 * _attention(equation), 2 * _attention(equation)
 
 
@@ -251,8 +257,7 @@ OPAQUE = frozenset(("ffi_call", "triton_kernel_call", "tpu_custom_call", "pure_c
 
 
 def _call(equation: Any, stack: str) -> FlopCount:
-    """Counts jit, checkpoint, custom_jvp_call, custom_vjp_call and every other equation with one body that runs
-    once."""
+    """Counts a call whose body runs once, such as jit, checkpoint, custom_jvp_call or custom_vjp_call."""
     return sum((_count(body, stack) for body in bodies(equation)), FlopCount())
 
 
@@ -274,7 +279,7 @@ def _cond(equation: Any, stack: str) -> FlopCount:
 
 
 def _linear_call(equation: Any, stack: str) -> FlopCount:
-    """Counts only the callee, because the other jaxpr is the transpose, which does not run."""
+    """Counts only the called function of a `linear_call`. Its other jaxpr is the transpose, which does not run."""
     return _count(inner_jaxpr(equation.params["callee"]), stack)
 
 
@@ -285,15 +290,16 @@ def _shard_map(equation: Any, stack: str) -> FlopCount:
 
 
 def _partitioned(equation: Any, stack: str) -> FlopCount:
-    """Counts a function that defines its own partitioning, so that none of its kernels is replicated."""
+    """Counts a `custom_partitioning` call, whose kernels are partitioned and so are not replicated."""
     return dataclasses.replace(_call(equation, stack), replicated={})
 
 
 def _pallas(equation: Any, stack: str) -> FlopCount:
-    """Counts the kernel's `cost_estimate`, in the dtype of most products of its body.
+    """Returns the FLOPs of a Pallas kernel according to its `cost_estimate`, in the dtype of most matrix products in
+    its body.
 
-    Without an estimate, the body counts once for every point of the grid, including parts that it skips by its own
-    conditions.
+    If the kernel has no estimate, its body counts once for every grid point, including parts that the kernel skips by
+    its own conditions.
     """
     body, estimate = _call(equation, stack), equation.params["cost_estimate"]
     grid = equation.params["grid_mapping"].grid

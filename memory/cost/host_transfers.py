@@ -19,10 +19,10 @@ TO_DEVICE, TO_HOST = "to device", "to host"
 
 
 def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
-    """Returns the transfers of one step and device, most bytes first.
+    """Returns the copies between device and host of one step and device, most bytes first.
 
-    `bytes_per_s`: rate of the host link in each direction, in bytes per second; 0 if unknown, and then the seconds are
-    0.
+    `bytes_per_s`: rate of the host link in each direction, in bytes per second. If it is 0 (unknown), the seconds of
+    the copies are 0.
     """
     counts, whole = loops.runs(module), uncounted(module)
     sums: dict[tuple[str, str], int] = {}
@@ -41,7 +41,7 @@ def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
 
 
 def uncounted(module: Module) -> set[int]:
-    """Returns the ids of the computations inside loops without a known trip count."""
+    """Returns the ids of the computations that run in loops with an unknown number of iterations."""
     pending: list[int] = []
     for instruction in module.instructions.values():
         if instruction.opcode == "while" and not loops.trip_count(module, instruction):
@@ -61,8 +61,9 @@ CROSSING = {"copy": 0, "slice": 0, "dynamic-slice": 0, "dynamic-update-slice": 1
 
 
 def moved(module: Module, instruction: Instruction) -> Iterator[tuple[str, int, int]]:
-    """Yields (direction, bytes of one execution, bytes of the whole array) if an instruction moves bytes over the host
-    link."""
+    """Yields (direction, bytes of one execution, bytes of the whole array) for an instruction that copies data between
+    device and host; yields nothing for other instructions.
+    """
     target = module.shape(instruction)
     if instruction.opcode == "copy-start":
         source, target = target.leaf((1,)), target.leaf((0,))

@@ -35,23 +35,29 @@ Sums = dict[str, list[int]]
 
 
 def find(attribution: Attribution) -> dict[str, dict[str, int]]:
-    """Returns phase -> {"product_bytes", "other_bytes"} of one step and device: bytes of kernels with a matrix
-    product, and bytes of other kernels."""
+    """Returns phase -> {"product_bytes", "other_bytes"} of one step and device: the bytes that kernels with and
+    without a matrix product read and write in device memory.
+    """
     walk = _Walk(attribution)
     sums = walk.computation(attribution.module.entry, "")
     return {phase: dict(zip(("product_bytes", "other_bytes"), both)) for phase, both in sums.items()}
 
 
 class _Walk:
-    """Sums the bytes of computations. Each computation is counted once for every phase in which it is called."""
+    """Sums the bytes of kernels in computations. The sums of a computation are cached for each phase in which it is
+    called.
+    """
 
     def __init__(self, attribution: Attribution):
         self.attribution, self.module = attribution, attribution.module
         self.known: dict[tuple[int, str], Sums] = {}
 
     def computation(self, id: int, around: str) -> Sums:
-        """Returns phase -> [bytes of products, bytes of other kernels] of one run. `around` is the phase of the
-        call."""
+        """Returns phase -> [bytes of kernels with a matrix product, bytes of other kernels] for one run of a
+        computation.
+
+        `around`: the phase of the caller.
+        """
         if (id, around) not in self.known:
             sums: Sums = {}
             self.known[id, around] = sums  # ends the recursion if a damaged module calls itself
@@ -68,8 +74,9 @@ class _Walk:
         return self.known[id, around]
 
     def called(self, call: Instruction, phase: str) -> Sums:
-        """Returns the sums of the computations that an operation calls: the largest branch, or all iterations of a
-        loop."""
+        """Returns the bytes of the computations that an instruction calls. A conditional counts as its largest branch,
+        and a loop as all of its iterations.
+        """
         inner = [self.computation(id, phase) for id in call.called]
         if call.opcode == "conditional":
             return max(inner, key=lambda sums: sum(map(sum, sums.values())), default={})
@@ -102,8 +109,9 @@ def _add(sums: Sums, other: Sums, times: int = 1) -> None:
 
 
 def is_product(module: Module, instruction: Instruction) -> bool:
-    """Returns whether a kernel contains a matrix product or a convolution: in itself, in its fusion, or as a library
-    call."""
+    """Returns whether an instruction is or contains a matrix product or a convolution: itself, in its fusion, or as a
+    library call.
+    """
     if instruction.opcode == "custom-call":
         return bool(_PRODUCT_CALLS.search(instruction.target))
     if instruction.opcode == "fusion":
@@ -117,8 +125,9 @@ def is_product(module: Module, instruction: Instruction) -> bool:
 
 
 def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
-    """Returns (`moved`, `is_product`) of an operation, cached in the module; (0, False) if the operation is not a
-    kernel."""
+    """Returns (result of `moved`, result of `is_product`) for an instruction, with a cache in the module; (0, False)
+    if the instruction is not a kernel.
+    """
     known = module.kernels.get(instruction.id)
     if known is None:
         size = moved(module, instruction)
@@ -127,8 +136,9 @@ def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
 
 
 def moved(module: Module, instruction: Instruction) -> int:
-    """Returns the bytes of device memory that one run of an operation reads and writes; 0 if the operation is not a
-    kernel."""
+    """Returns the bytes of device memory that one run of an instruction reads and writes; 0 if the instruction is not
+    a kernel.
+    """
     opcode, result = instruction.opcode, module.shape(instruction)
     if opcode == "copy-start":
         return _device_bytes(result.leaf((0,))) + _device_bytes(result.leaf((1,)))
@@ -154,12 +164,14 @@ def moved(module: Module, instruction: Instruction) -> int:
 
 
 def _device_bytes(shape: HloShape) -> int:
-    """Returns the bytes in device memory of an array, or of all arrays of a tuple."""
+    """Returns the bytes that an array, or all arrays of a tuple, take in device memory."""
     return sum(leaf.bytes for _, leaf in leaves(shape) if leaf.memory_space == 0)
 
 
 def _part(module: Module, user: Instruction, position: int, source: HloShape) -> int:
-    """Returns the bytes that an operation reads of its operand at `position`, an array of shape `source`."""
+    """Returns the bytes that an instruction reads of its operand at `position`. `source` is the shape of
+    the operand.
+    """
     touched = None
     if position == 0 and user.opcode in _SLICING:
         touched = module.shape(user).elements
@@ -176,8 +188,9 @@ def _elements(module: Module, instruction: Instruction | None) -> int:
 
 
 def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]) -> int:
-    """Returns the bytes that a fusion reads and writes. An operand counts only with the part that the fused operations
-    need."""
+    """Returns the bytes that a fusion reads and writes. Only the parts of an operand that the fused operations read
+    are counted.
+    """
     inside = module.computations[fusion.called[0]]
     users: dict[int, list[Instruction]] = {}
     for id in inside.instructions:
@@ -208,8 +221,10 @@ def _needed(
 ) -> int:
     """Returns the number of bytes of a fusion's operand that the fused operations read.
 
-    `value` is the operand inside the fusion, or a value computed from it. `itself`: whether it is still the unchanged
-    operand.
+    Args:
+        value: the operand inside the fusion, or a value computed from it.
+        source: the shape of the operand.
+        itself: whether `value` is still the unchanged operand.
     """
     if value.id == root:
         return _device_bytes(source)
@@ -225,7 +240,9 @@ def _needed(
 
 
 def _written(module: Module, maker: Instruction | None, result: HloShape) -> int:
-    """Returns the bytes of a result that are written; for an in-place update, the bytes of the update."""
+    """Returns the bytes of a result that an instruction writes. An in-place update writes only the bytes of the
+    update.
+    """
     while maker is not None and maker.opcode == "bitcast":
         maker = module.operand(maker, 0)
     whole = _device_bytes(result)

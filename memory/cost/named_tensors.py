@@ -18,17 +18,17 @@ _FORMS = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy", "s
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensor:
-    """A checkpoint name in one place of the program, over all devices.
+    """A tensor that the program names with `checkpoint_name`. All figures are over all devices.
 
     Fields:
         name: the argument of `checkpoint_name`.
         shape, dtype: shape and dtype of the global tensor.
-        copies: number of tensors with this name (for example, one per layer): the product of the lengths of the scans
-            around it.
-        flops: matrix-product FLOPs of recomputing one copy if all names before it are saved.
-        read_as: the dtype of fewer bytes to which all readers first convert the tensor, "" if a reader does not. A
-            saved tensor with `read_as` takes more bytes than are read.
-        autodiff: whether plain autodiff, without a policy, keeps this tensor for the backward pass.
+        copies: number of tensors with this name, such as one per layer. It is the product of the lengths of the scans
+            around the tensor.
+        flops: matrix-product FLOPs of recomputing one copy if all tensors named before it are saved.
+        read_as: a smaller dtype to which all readers convert the tensor before they use it, so that saving the tensor
+            itself wastes memory; "" if there is none.
+        autodiff: whether differentiation without a remat policy keeps the tensor for the backward pass.
     """
 
     name: str
@@ -43,26 +43,26 @@ class NamedTensor:
 
     @property
     def bytes_each(self) -> int:
-        """Bytes of one copy, over all devices."""
+        """Bytes of one copy of the tensor, over all devices."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def bytes(self) -> int:
-        """Bytes of all copies, over all devices."""
+        """Bytes of all copies of the tensor, over all devices."""
         return self.bytes_each * self.copies
 
     @property
     def excess(self) -> int:
-        """Bytes of all copies beyond the bytes in the dtype in which the tensor is read."""
+        """Bytes that all copies would save if they were stored in the dtype `read_as`."""
         return self.bytes - math.prod(self.shape) * self.read_itemsize * self.copies if self.read_as else 0
 
 
 def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
-    """Returns the names of a ClosedJaxpr in the order of their equations. Equal names and shapes of unrolled layers
-    are one entry with several copies.
+    """Returns the tensors that a ClosedJaxpr names with `checkpoint_name`, in the order of the equations. Tensors of
+    unrolled layers with equal name and shape are one record with several copies.
 
-    `jaxpr`: the jaxpr of the gradient, without any remat policy, because some names appear only where a custom
-    gradient stores its residuals.
+    `jaxpr`: the jaxpr of the gradient without a remat policy. The gradient is needed because some names appear only
+    where a custom gradient stores its residuals.
     """
     alike: dict[tuple[Any, ...], list[NamedTensor]] = {}
     for tensor in _walk(jaxpr.jaxpr, 1):
@@ -75,8 +75,9 @@ def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
 
 
 def excess_warnings(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
-    """Returns a sentence for each checkpoint name whose tensor is saved in a dtype of more bytes than the dtype in
-    which it is read."""
+    """Returns a warning sentence for each checkpoint name whose tensor is saved in a larger dtype than the dtype in
+    which it is read.
+    """
     return tuple(
         f"{tensor.name} is kept in {tensor.dtype} and read in {tensor.read_as}: "
         f"{tensor.itemsize / tensor.read_itemsize:g} times the needed bytes, {human(tensor.excess)} "
@@ -87,8 +88,12 @@ def excess_warnings(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
 
 
 def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Iterator[NamedTensor]:
-    """Yields the checkpoint names in one jaxpr. `stacked`: the variables that the loop around the jaxpr stores for
-    every iteration."""
+    """Yields the named tensors of one jaxpr.
+
+    Args:
+        copies: number of times that the jaxpr runs.
+        stacked: the variables that the surrounding loop stores for every iteration.
+    """
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     outputs = _variables(jaxpr.outvars)
     readers: dict[Any, list[Any]] = {}
@@ -129,8 +134,9 @@ def _variables(atoms: Iterable[Any]) -> frozenset[Any]:
 
 
 def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset[Any], list[Any]]:
-    """Returns the variables that have the same elements as `variable` in another form, including itself, and the
-    equations that read them."""
+    """Returns the variables that contain the elements of `variable` in another form, including `variable` itself, and
+    the equations that read any of them.
+    """
     same, read, todo = {variable}, [], [variable]
     while todo:
         for equation in readers.get(todo.pop(), ()):
@@ -143,8 +149,9 @@ def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset[Any
 
 
 def _narrow_dtype(own: Any, readers: Iterable[Any]) -> Any:
-    """Returns the widest dtype to which readers convert a value of dtype `own`; None if one of them reads it
-    unconverted."""
+    """Returns the largest of the dtypes to which the readers convert a value of dtype `own`; None if one of them reads
+    the value unconverted.
+    """
     dtypes = [
         equation.params["new_dtype"] if equation.primitive.name == "convert_element_type" else own
         for equation in readers
@@ -154,10 +161,10 @@ def _narrow_dtype(own: Any, readers: Iterable[Any]) -> Any:
 
 
 def _cost(variable: Any, makers: dict[Any, Any]) -> int:
-    """Returns the FLOPs of the equations between `variable` and the names (or inputs of the body) from which it is
-    computed.
+    """Returns the FLOPs of the equations that compute `variable` from the nearest named tensors or from the inputs of
+    the body.
 
-    The walk also stops at a loop or call that contains names: its names are saved, and so are its results.
+    The results of a loop or call that contains names count as available, because its names are saved.
     """
     needed: dict[int, tuple[Any, set]] = {}
     todo = [variable]
@@ -177,7 +184,7 @@ def _cost(variable: Any, makers: dict[Any, Any]) -> int:
 
 
 def _flops(equation: Any, wanted: set) -> int:
-    """Returns the FLOPs of an equation; for a call, the FLOPs that the wanted outputs need."""
+    """Returns the FLOPs of an equation. For a call, counts only the FLOPs that the wanted outputs need."""
     from jax.interpreters import partial_eval
 
     inside = list(bodies(equation))

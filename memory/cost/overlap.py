@@ -43,11 +43,12 @@ _MAX_UPDATES = 24
 
 
 class Overlap(NamedTuple):
-    """The compute that overlaps a collective.
+    """The computation that runs at the same time as a collective.
 
     Fields:
-        asynchronous: whether the collective has a start and a done, and the runtime does not wait at the start.
-        instructions: number of compute operations that are scheduled between the two.
+        asynchronous: whether the collective has separate start and done instructions and the runtime does not wait at
+            the start.
+        instructions: number of compute operations that are scheduled between start and done.
         flops: matrix-product FLOPs of these operations, including all iterations of loops.
     """
 
@@ -57,7 +58,9 @@ class Overlap(NamedTuple):
 
 
 def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
-    """Returns the compute operations that are scheduled between an asynchronous start and its done, on one device."""
+    """Returns the computation that one device runs between the start and the done instruction of an asynchronous
+    collective.
+    """
     module = attribution.module
     settings = backend_config(module, start).get("collective_backend_config")
     if isinstance(settings, dict) and settings.get("is_sync") is True:
@@ -79,7 +82,9 @@ def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
 
 
 def _done(attribution: Attribution, start: Instruction) -> Instruction | None:
-    """Returns the done of an asynchronous operation, which is found through its updates."""
+    """Returns the done instruction of an asynchronous operation, or None if there is none. Update instructions between
+    start and done are followed.
+    """
     for _ in range(_MAX_UPDATES):
         after = [user for user in attribution.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
         if not after:
@@ -91,11 +96,12 @@ def _done(attribution: Attribution, start: Instruction) -> Instruction | None:
 
 
 def flops(module: Module, instruction: Instruction, known: dict[int, int] | None = None) -> int:
-    """Returns the matrix-product FLOPs of one execution: dots, GEMM and attention calls, also inside loops and
-    fusions.
+    """Returns the FLOPs of the matrix products that one execution of an instruction runs: dots, GEMM calls and
+    attention calls, including those in loops and fusions.
 
-    A multiply-add counts as two. Elementwise work, convolutions and foreign kernels are not counted. `known`: FLOPs of
-    computations that have already been counted.
+    A multiply-add counts as two FLOPs. Elementwise work, convolutions and unknown custom kernels count as zero.
+
+    `known`: cache of the FLOPs of computations.
     """
     known = {} if known is None else known
     total = _PRODUCTS[instruction.opcode](module, instruction) if instruction.opcode in _PRODUCTS else 0
@@ -111,7 +117,7 @@ def flops(module: Module, instruction: Instruction, known: dict[int, int] | None
 
 
 def _dot(module: Module, instruction: Instruction) -> int:
-    """Returns 2 x result elements x contracted elements (field dot_dimension_numbers 30 {lhs_contracting 1})."""
+    """Returns the FLOPs of a dot: 2 x result elements x contracted elements."""
     contracted: list[int] = []
     for field, value in wire.fields(module.data, instruction.span):
         if field == 30:
@@ -129,8 +135,9 @@ def _product(module: Module, instruction: Instruction, contracted: list[int]) ->
 
 
 def _call(module: Module, instruction: Instruction) -> int:
-    """Returns the FLOPs of a library call. The settings of a GEMM give the contracted axes, those of attention the
-    shape of the scores."""
+    """Returns the FLOPs of a library call. The contracted axes of a GEMM, and the shape of the scores of an attention
+    call, come from the call's settings.
+    """
     config = backend_config(module, instruction)
     gemm = _inner(config, "gemm_backend_config", "dot_dimension_numbers")
     if gemm:

@@ -52,16 +52,16 @@ _SIDE, _COPY, _TIMES = 1024, 2**26, 3
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Rates of one device.
+    """The compute and transfer rates of one device.
 
     Fields:
         peak_flops: dtype -> FLOP/s.
         hbm_bytes_per_s: bandwidth of the device memory in bytes per second.
         host_link_bytes_per_s: bandwidth of the host link in each direction, in bytes per second.
-        interconnect_bytes_per_s: link to other devices (`LINKS`) -> bytes per second.
-        source: DATA_SHEET, MEASURED, or a sentence.
+        interconnect_bytes_per_s: kind of link to other devices (one of `LINKS`) -> bytes per second.
+        source: the source of the rates: DATA_SHEET, MEASURED, or a sentence.
 
-    Raises ReportError for a rate that is not a positive number, or a device without any dtype.
+    Raises ReportError if a rate is not a positive number, or if `peak_flops` is empty.
     """
 
     peak_flops: Mapping[str, float]
@@ -82,10 +82,10 @@ class Figures:
             raise ReportError(f"no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give a rate above 0 for each")
 
     def flops_per_s(self, dtype: str) -> float:
-        """Returns the FLOP/s of products in a dtype (one of `UNITS`).
+        """Returns the FLOP/s of matrix products in a dtype (one of `UNITS`).
 
-        If the device has no unit for the dtype, the next wider unit computes it. Without a wider unit, the widest
-        narrower unit computes it in several passes.
+        If the device has no unit for the dtype, the rate is that of the next larger dtype that it has. If there is no
+        larger one, the largest smaller dtype computes the product in several passes.
         """
         for unit in UNITS[UNITS.index(dtype) :]:
             if unit in self.peak_flops:
@@ -96,13 +96,13 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Minimum seconds of one call of a step.
+    """The minimum seconds of one call of a step, by the roofline model.
 
     Fields:
         total: seconds of the call.
         by_phase: phase (`records.STEP_PHASES`) -> seconds, which add up to `total`.
-        by_term: term (`TERMS`) -> seconds, which add up to `total`. The term "host_link" is the time that the device
-            waits for transfers longer than the compute that overlaps them.
+        by_term: term (`TERMS`) -> seconds, which add up to `total`. The term "host_link" is the time by which host
+            transfers are longer than the computation that overlaps them.
         bound_by: the term with the most seconds.
         source: the source of the rates.
     """
@@ -120,10 +120,10 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class AtBest:
-    """The roofline bound of an update.
+    """The best possible speed of an update, by the roofline model.
 
     Fields:
-        update_seconds: minimum seconds.
+        update_seconds: minimum seconds of an update.
         tokens_per_s: maximum tokens per second over all devices; None if the trainer did not give the tokens.
         mfu: maximum MFU, the fraction of the peak rate that the model's own FLOPs use; None if the trainer did not
             give the FLOPs.
@@ -137,7 +137,9 @@ class AtBest:
 
 
 def at_best(report: ReportRecord) -> AtBest | None:
-    """Returns the bound of an update by a report's roofline; None if the report has no roofline."""
+    """Returns the best possible speed of an update according to a report's roofline; None if the report has no
+    roofline.
+    """
     call, subject = report.roofline.get("total"), report.subject
     if not call or not call > 0:
         return None
@@ -151,8 +153,10 @@ def at_best(report: ReportRecord) -> AtBest | None:
 
 
 def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Prediction:
-    """Returns the minimum seconds of one call of a step. `work` is the work of the step as in the module's
-    docstring."""
+    """Returns the minimum seconds of one call of a step, by the roofline model.
+
+    `work`: phase -> FLOPs and bytes of the step, in the form that the module's docstring describes.
+    """
     by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
     for window in _WINDOWS:
         parts = [work[phase] for phase in window if phase in work]
@@ -170,7 +174,7 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
 
 
 def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
-    """Returns term -> seconds of one phase, without transfers."""
+    """Returns term -> seconds of one phase, without collectives and transfers."""
     flops = sum(count / figures.flops_per_s(dtype) for dtype, count in part.get("flops", {}).items())
     return {
         "products": max(flops, part.get("product_bytes", 0) / figures.hbm_bytes_per_s),
@@ -180,7 +184,9 @@ def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
 
 
 def _overlapped(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
-    """Returns term -> seconds of the collectives and transfers that the compute of some phases overlaps."""
+    """Returns term -> seconds of the collectives and host transfers of some phases, which overlap the computation of
+    these phases.
+    """
     moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
     return {
         "collectives": sum(_sent(part.get("hidden_collective_bytes", {}), figures) for part in parts),
@@ -193,15 +199,15 @@ def _sent(sizes: Mapping[str, float], figures: Figures) -> float:
 
 
 def mfu(model_flops: float, work: Mapping[str, Mapping[str, Any]], figures: Figures, taken: float) -> float:
-    """Returns the MFU: the fraction of the peak rate that the model's own FLOPs use (Chowdhery et al. 2022, arXiv
-    2204.02311).
+    """Returns the MFU: the fraction of the device's peak rate that the model's own FLOPs use (Chowdhery et al. 2022,
+    arXiv 2204.02311).
 
-    The peak rate is that of the dtypes in which the step multiplies. If `taken` is the minimum by a roofline, the
+    The peak rate is for the dtypes in which the step multiplies. If `taken` is the minimum by the roofline model, the
     result is the maximum MFU.
 
     Args:
         model_flops: FLOPs of one device and one call, without recomputation.
-        work: the work of one device and one call, as in the module's docstring.
+        work: phase -> FLOPs and bytes of one device and one call, in the form that the module's docstring describes.
         taken: seconds of the call.
     """
     counts = [item for part in work.values() for item in part.get("flops", {}).items()]
@@ -211,10 +217,12 @@ def mfu(model_flops: float, work: Mapping[str, Mapping[str, Any]], figures: Figu
 
 
 def figures(target: Any) -> Figures | None:
-    """Returns the rates of a target; None for an accelerator without known rates.
+    """Returns the compute and transfer rates of a target; None for an accelerator without known rates.
 
-    Rates of a CPU are measured once per process: the devices that it simulates share them, and collectives and
-    transfers are copies of memory. `target`: a `memory.devices.targets.Target` or its JSON.
+    The rates of a CPU are measured once per process. The simulated devices of a CPU share them, and their collectives
+    and transfers are copies in memory.
+
+    `target`: a `memory.devices.targets.Target` or its JSON.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     if known.get("platform") == "cpu":
@@ -235,8 +243,9 @@ def figures(target: Any) -> Figures | None:
 
 @functools.lru_cache(maxsize=1)
 def machine_rates() -> tuple[float, float]:
-    """Measures (float32 FLOP/s of a matrix product, bytes per second that a copy reads and writes) of this machine
-    with numpy."""
+    """Measures this machine with numpy. Returns (float32 FLOP/s of a matrix product, bytes per second that a copy
+    reads and writes).
+    """
     import numpy as np
 
     left, right = np.ones((2, _SIDE, _SIDE), np.float32)
@@ -261,11 +270,12 @@ def _best(run: Callable[[], Any]) -> float:
 
 
 def bound_of_answer(answer: Mapping[str, Any]) -> Prediction | None:
-    """Returns the minimum seconds of one call, from a compare worker's answer or a report's JSON with the keys `work`
-    and `target`.
+    """Returns the minimum seconds of one call by the roofline model; None if the program was not traced or the rates
+    of the target are unknown.
 
-    Returns None if the program was not traced or the target's rates are unknown. Raises ReportError if the values do
-    not have the form that `step_work` and `Target.to_json` write.
+    `answer`: the JSON of a report or of a compare worker, with the keys `work` and `target`.
+
+    Raises ReportError if the values do not have the form that `step_work` and `Target.to_json` write.
     """
     if not answer.get("work") or not answer.get("target"):
         return None
@@ -293,7 +303,7 @@ _WORK = {
 
 
 def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Returns the work unchanged. Raises ReportError unless it has numbers of 0 or more, by phase and key."""
+    """Returns `work` unchanged. Raises ReportError unless all of its numbers, by phase and key, are 0 or more."""
     for phase, part in work.items():
         if not isinstance(part, Mapping):
             raise ReportError(f"the report is damaged (work.{phase} is {part!r:.40}): write it again")

@@ -27,13 +27,13 @@ def by_phase(
     mesh: Axes,
     per_host: int,
 ) -> dict[str, dict[str, Any]]:
-    """Returns phase -> work of one device and one call, with the keys that `memory.cost.roofline` reads.
+    """Returns phase -> FLOPs and bytes of one device and one call, with the keys that `memory.cost.roofline` reads.
 
     Args:
         collectives, transfers: the collectives and the host transfers of the program.
-        kernel_bytes: phase -> bytes, from `memory.cost.kernel_costs.find`.
+        kernel_bytes: phase -> bytes that kernels read and write, from `memory.cost.kernel_costs.find`.
         flops: (phase, compute unit) -> FLOPs of one device.
-        mesh: names and sizes of the mesh axes. Neighbouring devices are along the last axis.
+        mesh: names and sizes of the mesh axes. Consecutive devices are along the last axis.
         per_host: number of devices of a host, 0 if all are in one host.
     """
     out: dict[str, dict[str, Any]] = {}
@@ -60,7 +60,9 @@ def by_phase(
 
 
 def _phase(name: str) -> str:
-    """Returns the phase of the work. An operation that no transformation marks belongs to the forward pass."""
+    """Returns the phase for an operation with the phase `name`. An operation without a phase counts to the forward
+    pass.
+    """
     return name if name in STEP_PHASES else "forward"
 
 
@@ -70,11 +72,11 @@ _EACH_TO_EACH = frozenset(("all-to-all", "ragged-all-to-all"))
 
 
 def _sent(item: Collective, hosts: int) -> float:
-    """Returns the minimum bytes that a device sends over the slowest link of a collective: on the wire within a host,
-    or through its network card between hosts.
+    """Returns the minimum bytes that a device sends over the slowest link of a collective: the network if the
+    collective spans several hosts, or else the link within a host.
 
-    A ring crosses from host to host once for all devices of the host, so each network card of the host sends a part
-    (NCCL runs one ring per card).
+    Between hosts, a ring of devices crosses the network only once per host, and the network cards of the host share
+    these bytes (NCCL runs one ring per card).
     """
     inside = max(item.group // hosts, 1)
     if hosts > 1 and item.kind in _SHARED:
@@ -85,9 +87,11 @@ def _sent(item: Collective, hosts: int) -> float:
 
 
 def hosts_of(axes: tuple[str, ...], group: int, mesh: Axes, per_host: int) -> int:
-    """Returns the maximum number of hosts that a group of devices along `axes` of a mesh spans. Each host has
-    `per_host` consecutive devices. If the mesh's axes are unknown, returns the number of hosts that `group` devices
-    need."""
+    """Returns the maximum number of hosts that a group of devices along the mesh axes `axes` spans.
+
+    Each host has `per_host` consecutive devices. If the mesh is unknown, returns the number of hosts that `group`
+    devices need at least.
+    """
     if not per_host:
         return 1
     if not axes or not set(axes) <= {name for name, _ in mesh}:

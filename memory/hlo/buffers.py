@@ -16,14 +16,14 @@ from bytescope.memory.hlo.wire import Span, WireError
 
 @dataclasses.dataclass(slots=True)
 class LogicalBuffer:
-    """A value that needs memory.
+    """A value to which the compiler assigns memory.
 
     Fields:
         id: the number of the buffer.
         size: size in bytes.
         instruction: id of the instruction that defines the value.
-        index: index in the instruction's result if that is a tuple, () otherwise.
-        color: memory space, 0 for the device's main memory.
+        index: position of the value in the instruction's result if the result is a tuple; () otherwise.
+        color: number of the memory space. The device's main memory is 0.
     """
 
     id: int = 0
@@ -37,7 +37,7 @@ class LogicalBuffer:
 class Allocation:
     """A contiguous range of `size` bytes that the runtime allocates.
 
-    `assigned` lists the buffers in it: (id of the logical buffer, offset in bytes, size in bytes).
+    `assigned`: (id of the logical buffer, offset in bytes, size in bytes) of each buffer in the range.
     """
 
     index: int = 0
@@ -54,7 +54,7 @@ class Allocation:
 
     @property
     def indefinite(self) -> bool:
-        """True if the allocation lives for the whole step: an argument, an output or a constant."""
+        """True if the allocation exists for the whole step because it is an argument, an output or a constant."""
         return self.entry_parameter or self.constant or self.live_out
 
 
@@ -64,7 +64,7 @@ HeapEvent = tuple[int, int, tuple[str, str], int]
 
 @dataclasses.dataclass(slots=True)
 class HeapTrace:
-    """The events of the heap simulation of one allocation."""
+    """The allocation and free events of one memory range, in the order of the compiler's heap simulation."""
 
     allocation: int = 0
     events: list[HeapEvent] = dataclasses.field(default_factory=list)
@@ -77,7 +77,7 @@ HOST_COLOR = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HloProgram:
-    """The content of one HloProto."""
+    """The content of one HloProto: a compiled module and its buffer assignment."""
 
     module: Module
     buffers: dict[int, LogicalBuffer] = dataclasses.field(default_factory=dict)
@@ -89,7 +89,7 @@ _REMEDY = "give the *after_optimizations.hlo.pb that XLA_FLAGS='--xla_dump_to=DI
 
 
 def read(data: bytes) -> HloProgram:
-    """Reads an HloProto. Raises ReportError if the bytes are empty, damaged or something else."""
+    """Parses a serialized HloProto. Raises ReportError if the bytes are empty, damaged or not an HloProto."""
     if not data:
         raise ReportError(f"empty, not an HloProto: {_REMEDY}")
     try:
@@ -110,10 +110,10 @@ def read(data: bytes) -> HloProgram:
 
 
 def read_module(data: bytes, assignment: bytes = b"") -> HloProgram:
-    """Reads a HloModuleProto without an HloProto around it, and a BufferAssignmentProto if there is one. These are the
-    protos of jax's Compiled.
+    """Parses a serialized HloModuleProto and, if given, a BufferAssignmentProto. jax's Compiled objects contain these
+    two protos without a surrounding HloProto.
 
-    Raises ReportError if the bytes are damaged or something else.
+    Raises ReportError if the bytes are damaged or are not these protos.
     """
     try:
         program = HloProgram(hlo_module.read_module(data, (0, len(data))))
@@ -127,7 +127,7 @@ def read_module(data: bytes, assignment: bytes = b"") -> HloProgram:
 
 
 def _assignment(data: bytes, span: Span, program: HloProgram) -> None:
-    """Reads a BufferAssignmentProto: logical_buffers 1, buffer_allocations 3, heap_simulator_traces 4."""
+    """Adds the buffers, allocations and heap traces of a BufferAssignmentProto to `program`."""
     for field, value in wire.fields(data, span):
         if field == 1:
             buffer = _buffer(data, wire.message(value))

@@ -46,15 +46,16 @@ COLLECTIVES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueOrigin:
-    """The origin of a value.
+    """The place where a value was computed.
 
     Fields:
-        instruction: the operation that computed the value, None if the walk found none.
+        instruction: the operation that computed the value, None if it is not known.
         chain: named instructions between the value and its origin, nearest to the value first.
-        stack: the dynamic-update-slice that fills a stacked value, None if the value is not stacked.
-        looped: whether the value is the state of a loop.
-        carried: whether the stacked values are the state of the loop before its body, which are the inputs of the
-            blocks.
+        stack: the dynamic-update-slice that writes the value of each loop iteration into a stacked array; None if the
+            value is not stacked.
+        looped: whether the value is carried from iteration to iteration of a loop.
+        carried: whether the stacked values are the carried values at the start of each iteration, which are the inputs
+            of the layers.
     """
 
     instruction: Instruction | None
@@ -65,7 +66,9 @@ class ValueOrigin:
 
 
 class Flow:
-    """The data flow of one module. Results are cached."""
+    """Follows values through the instructions of one module: to their origins, and to their readers. Results are
+    cached.
+    """
 
     def __init__(self, module: Module):
         self.module = module
@@ -133,7 +136,7 @@ class Flow:
     def _step(
         self, instruction: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        """Returns the value one step nearer to the origin; None at the origin."""
+        """Returns the (instruction, index) from which a value comes directly; None if the value was computed here."""
         module, opcode = self.module, instruction.opcode
         if opcode == "get-tuple-element":
             return module.operand(instruction, 0), (instruction.tuple_index, *index)
@@ -157,8 +160,9 @@ class Flow:
     def _argument(
         self, parameter: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        """Returns the value that is passed for a computation's parameter; None for a parameter of the entry
-        computation."""
+        """Returns the value that the caller passes for a parameter of a computation; None for a parameter of the entry
+        computation.
+        """
         callers = self.callers.get(parameter.computation)
         if not callers:
             return None
@@ -174,7 +178,7 @@ class Flow:
         return self.module.operand(caller, parameter.parameter), index
 
     def dependent(self, sources: set[int]) -> set[int]:
-        """Returns the ids of the instructions that depend on `sources`, directly or indirectly."""
+        """Returns the ids of the instructions that depend directly or indirectly on the instructions `sources`."""
         dependents: set[int] = set()
         pending = list(sources)
         while pending:
@@ -196,7 +200,9 @@ class Flow:
         return dependents
 
     def makers(self, instruction: Instruction | None, index: Index = ()) -> Iterator[Instruction]:
-        """Yields the instructions that made a value, the one with the most specific name first."""
+        """Yields the instructions that computed or passed on a value. The one with the most specific name
+        comes first.
+        """
         if instruction is not None:
             origin = self.origin(instruction, index)
             yield from origin.chain
@@ -205,8 +211,9 @@ class Flow:
             yield instruction
 
     def ancestors(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
-        """Yields the instructions from which a value is computed, nearest first, at most `limit`. The walk leaves
-        fusions but not loop bodies."""
+        """Yields at most `limit` instructions from which a value is computed, nearest first. The search continues
+        outside of a fusion, but stays inside a loop body.
+        """
         pending, seen = [instruction], {instruction.id}
         while pending and len(seen) < limit:
             for operand in self._inputs(pending.pop(0)):
@@ -216,7 +223,9 @@ class Flow:
                     yield operand
 
     def _inputs(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the operands of an instruction; [] for a tuple, because the element is not known."""
+        """Returns the operands of an instruction. Returns [] for a tuple, because it is not known which element is
+        meant.
+        """
         if instruction.opcode in ("tuple", "while", "conditional"):
             return []
         if instruction.opcode == "parameter":
@@ -229,8 +238,7 @@ class Flow:
         return [one for one in inputs if one is not None]
 
     def readers(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
-        """Yields the instructions that read a value, directly or through the results of other readers, nearest first,
-        at most `limit`."""
+        """Yields at most `limit` instructions that read a value or a result computed from it, nearest first."""
         pending, seen = [instruction.id], {instruction.id}
         while pending and len(seen) < limit:
             for user in self.users.get(pending.pop(0), ()):
@@ -245,13 +253,12 @@ class Flow:
 
 
 def is_collective(opcode: str) -> bool:
-    """Returns whether an opcode is a collective, synchronous or asynchronous."""
+    """Returns whether an HLO opcode is a collective operation, including asynchronous start and done opcodes."""
     return opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES
 
 
 def flatten(module: Module) -> dict[int, int]:
-    """Returns instruction id -> its position in one execution order of the whole module, in which each loop body
-    occurs once.
+    """Returns instruction id -> position in the execution order of the whole module. Each loop body occurs once.
 
     Computations without a schedule are in dependency order.
     """

@@ -36,13 +36,13 @@ _MAX_TABLE = 65536
 
 @dataclasses.dataclass(frozen=True)
 class SkippedCollective:
-    """A collective that some of its devices do not execute, so that the others wait forever.
+    """A collective that some devices may not execute, so that other devices wait for them forever.
 
     Fields:
         control: the loop or conditional that contains the collective.
-        links: the collective's groups of devices that exchange data.
-        waits: a set of devices that must all execute the collective, although some do not.
-        op_name: JAX's name of the collective.
+        links: the groups of devices that exchange data in the collective.
+        waits: devices that must all execute the collective, although some may not.
+        op_name: JAX's op_name of the collective.
     """
 
     instruction: Instruction
@@ -55,11 +55,11 @@ class SkippedCollective:
 def skipped_collectives(
     module: Module, axes: Axes, parameters: Mapping[int, ArgumentLayout], platform: str, processes: Sequence[int]
 ) -> Iterator[SkippedCollective]:
-    """Yields each collective that may be skipped by some of the devices that it waits for.
+    """Yields each collective that some devices may not execute although other devices wait for them.
 
     Args:
-        axes: the mesh axes with their sizes.
-        parameters: number of an entry parameter -> its layout on the mesh (`mesh.match`).
+        axes: names and sizes of the mesh axes.
+        parameters: number of a parameter of the entry computation -> its layout on the mesh (from `mesh.match`).
         platform: the platform of the devices, such as "cpu".
         processes: the process index of each device.
     """
@@ -87,7 +87,9 @@ def skipped_collectives(
 
 
 def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) -> Groups:
-    """Returns groups of devices that wait for each other in a collective, by the rules in this module's docstring."""
+    """Returns the groups of devices that wait for each other in a collective, by the rules in this module's
+    docstring.
+    """
     if kind != "collective-permute":
         return links
     if platform == "cpu":
@@ -114,7 +116,7 @@ def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) ->
 def _controls(
     module: Module, callers: Mapping[int, list[Instruction]], computation: int, known: dict[int, list[Instruction]]
 ) -> list[Instruction]:
-    """Returns the loops and conditionals around a computation."""
+    """Returns the loops and conditionals that contain a computation. `known` is a cache."""
     if computation not in known:
         known[computation] = []  # ends the recursion if a damaged module calls itself
         around: dict[int, Instruction] = {}
@@ -128,11 +130,12 @@ def _controls(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Value:
-    """Knowledge about one value of the program: devices with equal entries in `labels` [devices] hold equal values.
+    """Knowledge about one value of the program: which devices hold equal values.
 
     Fields:
+        labels: a number for each device. Devices with equal numbers hold equal values.
         exact: whether the labels are the value itself, an integer.
-        table: the elements of a constant list of integers.
+        table: the elements, if the value is a constant list of integers.
     """
 
     labels: np.ndarray
@@ -154,7 +157,7 @@ class _Value:
 
 
 def _join(values: Sequence[_Value]) -> _Value:
-    """Returns the knowledge about the result of any function of these values."""
+    """Returns what is known about the result of any function of these values."""
     apart = [value.labels for value in values if not value.uniform]
     if not apart:
         return _Value(np.zeros(len(values[0].labels), np.int64))
@@ -168,7 +171,7 @@ def _numbered(labels: np.ndarray) -> np.ndarray:
 
 
 def _either(values: Sequence[_Value]) -> _Value:
-    """Returns the knowledge about a value that is one of `values`, the same one on all devices."""
+    """Returns what is known about a value that is one of `values`, chosen in the same way on all devices."""
     first = values[0]
     return first if all(value is first or value.same(first) for value in values) else _join(values)
 
@@ -213,10 +216,9 @@ _PASSING = frozenset(
 
 
 class _Agreement:
-    """Derives which devices are certain to hold equal values, for all values on which loop and branch conditions
-    depend.
+    """Derives which devices hold equal values, for all values on which loop and branch conditions depend.
 
-    Iterates to a fixed point: each value begins as unknown, and is recomputed if a value that it depends on changes.
+    A value begins as unknown and is computed again whenever a value that it depends on changes, until nothing changes.
     """
 
     def __init__(self, module: Module, axes: Axes, parameters: Mapping[int, ArgumentLayout]):
@@ -233,8 +235,9 @@ class _Agreement:
         self._distinct = _Value(np.arange(module.devices))
 
     def condition_labels(self, control: Instruction) -> np.ndarray:
-        """Returns labels [devices] for the condition of a loop or a conditional: devices with equal labels run the
-        same number of iterations, or take the same branch."""
+        """Returns one label per device for the condition of a loop or a conditional. Devices with equal labels run the
+        same number of iterations or take the same branch.
+        """
         condition = self._condition(control)
         if condition is None:
             return self._uniform.labels
@@ -260,8 +263,9 @@ class _Agreement:
         return self._module.operand(control, 0)
 
     def _get(self, instruction: Instruction | None, index: Index = ()) -> _Value | None:
-        """Returns the knowledge about a value so far; None if nothing is known. Schedules a new value for computation,
-        and registers the value that is being computed as its reader."""
+        """Returns what is known about a value so far; None if nothing is known. A new value is scheduled for
+        computation, and the value that is being computed now is registered as its reader.
+        """
         if instruction is None:
             return self._uniform
         node = (instruction.id, index)
@@ -311,8 +315,9 @@ class _Agreement:
         return self._arithmetic(instruction, operands) or _join(operands or [self._uniform])
 
     def _loop(self, loop: Instruction, index: Index) -> _Value | None:
-        """Returns the knowledge about a value that a loop carries. The value is the initial value or the value after
-        some iteration, depending on the number of iterations."""
+        """Returns what is known about a value that a loop carries. This is the initial value or the value after some
+        iteration, depending on the number of iterations.
+        """
         first, root = self._module.operand(loop, 0), self._module.root(loop.called[0]) if loop.called else None
         if index and root is not None and self._is_carried_unchanged(root, index[0]):
             return self._get(first, index)
@@ -332,9 +337,9 @@ class _Agreement:
         return source is not None and source.opcode == "parameter"
 
     def _parameter(self, parameter: Instruction, index: Index) -> _Value | None:
-        """Returns the knowledge about a parameter from the values that its callers pass.
+        """Returns what is known about a parameter, from the values that the callers pass.
 
-        Values of the entry computation's parameters differ along the mesh axes over which they are sharded. Without a
+        A parameter of the entry computation differs along the mesh axes over which it is sharded. If it has no
         sharding, all devices are assumed to hold the same value.
         """
         module, callers = self._module, self.callers.get(parameter.computation, ())
@@ -360,7 +365,7 @@ class _Agreement:
         return _either(known) if known else None
 
     def _constant(self, constant: Instruction) -> _Value:
-        """Reads an integer literal: field 8 {s32s 4, s64s 5, u32s 6, u64s 7}."""
+        """Returns the value of an integer constant."""
         shape = self._module.shape(constant)
         if "int" not in shape.dtype or len(shape.dims) > 1 or shape.elements > _MAX_TABLE:
             return self._uniform
@@ -377,7 +382,9 @@ class _Agreement:
         return _Value(np.full(self._module.devices, numbers[0]), exact=True)
 
     def _arithmetic(self, instruction: Instruction, operands: Sequence[_Value]) -> _Value | None:
-        """Returns the exact result of an operation on exact integers; None if the result is not known exactly."""
+        """Returns the result of an operation on integers that are known exactly; None if the result is not known
+        exactly.
+        """
         opcode = instruction.opcode
         if opcode in _PASSING and len(operands) == 1:
             return operands[0]
@@ -391,8 +398,9 @@ class _Agreement:
         return _Value(function(*(value.labels for value in operands)), exact=True)
 
     def _collective(self, kind: str, instruction: Instruction, operand: _Value) -> _Value:
-        """Returns the knowledge about a collective's result. Devices of a group get the same result or one part each;
-        the target of a permute gets the value of its source."""
+        """Returns what is known about the result of a collective. Devices of a group get the same result, or one part
+        each. The target of a permute gets the value of its source.
+        """
         groups = groups_of(self._module.data, instruction.span, self._module.devices)
         keys: list[object] = [None] * self._module.devices
         for group in groups:

@@ -32,17 +32,17 @@ _MARKS = (
 
 
 class Dump(NamedTuple):
-    """A serialized HloProto, and notes about the file that contained it."""
+    """A serialized HloProto, with notes for the user about the file or folder that contained it."""
 
     proto: bytes
     notes: tuple[str, ...] = ()
 
 
 def read(path: Path) -> Dump:
-    """Returns the proto of a file. For a folder, returns the proto whose buffers take the most bytes, and a note about
-    the others.
+    """Returns the HloProto of a file. For a folder, returns the HloProto whose buffers take the most bytes, with a
+    note about the other protos.
 
-    Raises ReportError if there is no such file, it cannot be read, or it is HLO as text.
+    Raises ReportError if the path does not exist, cannot be read, or contains HLO as text.
     """
     # The caller may pass the text of `Compiled.as_text` instead of a path.
     if _TEXT.match(str(path)[:4096].encode(errors="replace")):
@@ -53,8 +53,9 @@ def read(path: Path) -> Dump:
 
 
 def unpacked(data: bytes, name: str = "the program") -> bytes:
-    """Returns the bytes of a proto, decompressed if they are gzip. Raises ReportError for damaged gzip and for
-    text."""
+    """Returns the bytes of a proto, decompressed if they are in gzip format. Raises ReportError if the gzip data is
+    damaged or the bytes are HLO as text.
+    """
     if data[:2] == _GZIP:
         try:
             with gzip.open(io.BytesIO(data)) as packed:
@@ -105,7 +106,7 @@ def _read_file(path: Path) -> bytes:
 
 
 def _read_largest(folder: Path) -> Dump:
-    """Returns the proto of a folder whose buffers take the most bytes."""
+    """Returns the HloProto of a folder whose buffers take the most bytes."""
     try:
         paths = [path for path in sorted(folder.glob("*after_optimizations*")) if path.name.endswith(_ENDS)]
     except OSError as error:

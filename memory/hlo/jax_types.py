@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 
 class JaxDevice(Protocol):
-    """A device, like `jax.Device`. Only TPUs have `coords`, and `memory_stats()` is None for CPUs."""
+    """The part of the interface of `jax.Device` that bytescope uses. Only TPUs have `coords`. On a CPU,
+    `memory_stats()` returns None.
+    """
 
     @property
     def id(self) -> int: ...
@@ -39,7 +41,7 @@ class JaxDevice(Protocol):
 
 
 class CompiledStage(Protocol):
-    """An executable with its arguments, like `jax.stages.Compiled`."""
+    """The part of the interface of `jax.stages.Compiled` that bytescope uses: an executable with its arguments."""
 
     @property
     def args_info(self) -> Any: ...
@@ -55,7 +57,7 @@ class CompiledStage(Protocol):
 
 
 class LoweredStage(Protocol):
-    """A program in StableHLO, like `jax.stages.Lowered`."""
+    """The part of the interface of `jax.stages.Lowered` that bytescope uses: a program in StableHLO."""
 
     @property
     def args_info(self) -> Any: ...
@@ -69,7 +71,7 @@ class LoweredStage(Protocol):
 
 
 class TracedStage(Protocol):
-    """A traced function, like `jax.stages.Traced`."""
+    """The part of the interface of `jax.stages.Traced` that bytescope uses: a traced function."""
 
     @property
     def jaxpr(self) -> Any: ...

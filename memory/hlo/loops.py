@@ -18,9 +18,10 @@ MEAN_TURNS = re.compile(r"(?:^|/)turns_\d+_mean_(\d+)_(\d+)$")
 
 
 def runs(module: Module) -> dict[int, int]:
-    """Returns computation id -> number of runs in one step. Nested loops multiply, and every branch counts as taken.
+    """Returns computation id -> number of times that the computation runs in one step.
 
-    A loop without a known trip count counts once.
+    The iterations of nested loops are multiplied. Every branch of a conditional is assumed to run. A loop with an
+    unknown number of iterations counts as one iteration.
     """
     counts = {module.entry: 1}
     for computation in _callers_first(module):
@@ -34,7 +35,9 @@ def runs(module: Module) -> dict[int, int]:
 
 
 def _callers_first(module: Module) -> list[int]:
-    """Returns the computations that the entry computation reaches, each after all of its callers."""
+    """Returns the ids of the computations that the entry computation calls directly or indirectly. Each comes after
+    all of its callers.
+    """
     order: list[int] = []
     done: set[int] = set()
     pending = [(module.entry, False)]
@@ -53,8 +56,8 @@ def _callers_first(module: Module) -> list[int]:
 def trip_count(module: Module, loop: Instruction) -> int | None:
     """Returns the number of iterations of a while loop, or the maximum if the number varies; None if it is unknown.
 
-    Tried in this order: the program's annotation (MAX_TURNS), XLA's `known_trip_count`, and the constant in the loop's
-    condition if that is a single "less than" comparison of a counter that starts at zero.
+    The sources, in this order, are the annotation MAX_TURNS of the program, XLA's `known_trip_count`, and the loop's
+    condition if it only tests whether a counter that starts at zero is less than a constant.
     """
     annotated = MAX_TURNS.search(module.metadata(loop).op_name)
     if annotated:
@@ -85,14 +88,15 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 
 def full_turns(module: Module, loop: Instruction) -> int | None:
-    """Returns the number of full iterations that take the same time as the loop, if the program annotates it
-    (FULL_TICKS); otherwise returns `trip_count`."""
+    """Returns the number of full iterations that would take as long as the loop. It is the annotation FULL_TICKS of
+    the program, or else `trip_count`.
+    """
     annotated = FULL_TICKS.search(module.metadata(loop).op_name)
     return int(annotated[1]) if annotated else trip_count(module, loop)
 
 
 def _integer(module: Module, constant: Instruction) -> list[int]:
-    """Returns the value of a scalar integer constant in a list: literal 8 {s32s 4, s64s 5, u32s 6, u64s 7}."""
+    """Returns a list with the value of a scalar integer constant; [] if the constant is not an integer."""
     shape = module.shape(constant)
     if shape.dims or "int" not in shape.dtype:
         return []
@@ -105,8 +109,9 @@ def _integer(module: Module, constant: Instruction) -> list[int]:
 
 
 def backend_config(module: Module, instruction: Instruction) -> dict[str, Any]:
-    """Returns the settings that a backend wrote on an instruction (field 43, as JSON); {} if there are none or they
-    are not valid JSON."""
+    """Returns the backend's settings of an instruction as a JSON object; {} if there are none or they are not valid
+    JSON.
+    """
     for field, value in wire.fields(module.data, instruction.span):
         if field == 43:
             try:

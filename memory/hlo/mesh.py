@@ -25,12 +25,12 @@ _MAX_DEVICES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentLayout:
-    """The sharding of an argument over the mesh.
+    """The sharding of one argument of the program over the mesh.
 
     Fields:
         dims: dimensions of the global array.
         local: dimensions of one device's shard.
-        spec: the mesh axes that shard each dimension.
+        spec: the names of the mesh axes that shard each dimension.
         position: the argument's position among all arguments.
     """
 
@@ -52,8 +52,7 @@ class ArgumentLayout:
 
 
 def read_layouts(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ...]]:
-    """Returns (mesh axes, layouts of the used arguments in order) of an executable; () for each of the two that is
-    unknown."""
+    """Returns (mesh axes, layouts of the used arguments in order) of an executable. Either is () if it is unknown."""
     import jax
 
     try:
@@ -74,7 +73,7 @@ def read_layouts(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, .
 
 
 def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes of more than one device that shard each of the `rank` dimensions."""
+    """Returns, for each of the `rank` dimensions, the mesh axes with more than one device that shard it."""
     sizes = sharding.mesh.shape if hasattr(sharding, "mesh") else {}
     spec: list[tuple[str, ...]] = []
     for part in getattr(sharding, "spec", ()):
@@ -84,8 +83,9 @@ def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
 
 
 def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, ArgumentLayout]:
-    """Returns number of an entry parameter -> its layout. Arguments that jax leaves out because they are unused are
-    skipped."""
+    """Returns number of a parameter of the entry computation -> its layout. Arguments that jax removed because they
+    are unused are skipped.
+    """
     left = iter(layouts)
     matched = {}
     for number, parameter in sorted(module.parameters.items()):
@@ -98,8 +98,7 @@ def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, Argume
 
 
 def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
-    """Returns the names of the mesh axes along which the devices of a group differ; () if a device is not in the
-    mesh."""
+    """Returns the names of the mesh axes that a group of devices spans; () if a device is not in the mesh."""
     sizes = [size for _, size in axes]
     differ = set()
     for group in groups:
@@ -112,7 +111,9 @@ def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
 
 
 def coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the position of a device along each axis. Devices are numbered so that the last axis varies fastest."""
+    """Returns the position of a device along each mesh axis. Devices are numbered so that the position on the last
+    axis changes fastest.
+    """
     out = []
     for size in reversed(sizes):
         out.append(device % size)
@@ -121,7 +122,9 @@ def coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def hosts_of(groups: Groups, per_host: int) -> int:
-    """Returns the maximum number of hosts, of `per_host` devices each, that one group spans; 1 if `per_host` is 0."""
+    """Returns the maximum number of hosts that one group of devices spans. Each host has `per_host` devices; if
+    `per_host` is 0 (unknown), returns 1.
+    """
     hosts = 1
     if per_host:
         for group in groups:
@@ -130,13 +133,12 @@ def hosts_of(groups: Groups, per_host: int) -> int:
 
 
 def groups_of(data: bytes, span: Span, devices: int) -> Groups:
-    """Returns the device groups of a collective as lists of device numbers; one group of all devices if it names none.
+    """Returns the device groups of a collective as lists of device numbers. If the collective lists no groups, returns
+    one group of all devices. The source-target pairs of a collective-permute are returned as groups.
 
-    data[span] is a serialized HloInstructionProto. Its fields replica_groups (number 49) and collective_device_list
-    (87) list the groups. iota_collective_device_list (92) and mesh_axes_replica_group_list (93) encode them. The
-    source_target_pairs (52) of a collective-permute are returned as groups.
+    `data[span]` is the serialized HloInstructionProto of the collective.
 
-    Raises WireError for groups that do not fit the mesh or the devices.
+    Raises WireError if the groups do not match the mesh or the devices.
     """
     groups: Groups = []
     for field, value in wire.fields(data, span):
@@ -161,7 +163,9 @@ _GROUP_FIELDS = frozenset((49, 52, 87, 92, 93))
 
 
 def groups_key(data: bytes, span: Span) -> tuple[tuple[int, bytes], ...]:
-    """Returns the serialized groups of a collective. For equal keys, `groups_of` returns equal groups."""
+    """Returns the serialized groups of a collective as a cache key: for equal keys, `groups_of` returns
+    equal groups.
+    """
     return tuple(
         (field, data[value[0] : value[1]])
         for field, value in wire.fields(data, span)
@@ -170,7 +174,7 @@ def groups_key(data: bytes, span: Span) -> tuple[tuple[int, bytes], ...]:
 
 
 def _device_list(data: bytes, span: Span) -> Groups:
-    """Reads a CollectiveDeviceListProto: replica_groups 1, iota_replica_group_list 2, mesh axes 3."""
+    """Returns the device groups of a CollectiveDeviceListProto."""
     groups: Groups = []
     for field, value in wire.fields(data, span):
         if field == 1:
@@ -183,7 +187,7 @@ def _device_list(data: bytes, span: Span) -> Groups:
 
 
 def _members(data: bytes, span: Span) -> list[int]:
-    """Reads a ReplicaGroup: replica_ids 1."""
+    """Returns the device numbers of a ReplicaGroup."""
     ids: list[int] = []
     for field, value in wire.fields(data, span):
         if field == 1:
@@ -192,7 +196,9 @@ def _members(data: bytes, span: Span) -> list[int]:
 
 
 def _iota(data: bytes, span: Span) -> Groups:
-    """Reads [groups, size] <= [dims] T(perm): num_replica_groups 1, num_devices_per_group 2, dims 3, perm 4."""
+    """Returns the device groups of an IotaReplicaGroupListProto, written in HLO as [groups, size] <= [dims]
+    T(perm).
+    """
     values: dict[int, list[int]] = {1: [], 2: [], 3: [], 4: []}
     for field, value in wire.fields(data, span):
         if field in values:
@@ -205,8 +211,7 @@ def _iota(data: bytes, span: Span) -> Groups:
 
 
 def _mesh_axes(data: bytes, span: Span) -> Groups:
-    """Reads groups along axes of a mesh: mesh 1 {axes 1 {size 2}, device_ids 2, iota 3 {dims 1, perm 2}}, axes 2
-    {mesh_axis_index 1, sub_axis 2 {pre_size 1, size 2}}."""
+    """Returns the device groups of a MeshAxesReplicaGroupListProto: the devices along some axes of a mesh."""
     sizes: list[int] = []
     ids: list[int] = []
     chosen: list[tuple[int, int, int]] = []
@@ -235,7 +240,7 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
 
 
 def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
-    """Returns (axis sizes, device at each position of the mesh)."""
+    """Returns (sizes of the mesh axes, device number at each position of the mesh)."""
     sizes: list[int] = []
     ids: list[int] = []
     for field, value in wire.fields(data, span):
@@ -257,7 +262,7 @@ def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
 
 
 def _transposed(dims: list[int], order: list[int]) -> list[int]:
-    """Returns 0, 1, ... as an array of shape `dims`, transposed by `order` and flattened."""
+    """Returns the numbers 0, 1, ... arranged as an array of shape `dims`, transposed by `order` and flattened."""
     order = order or list(range(len(dims)))
     if math.prod(dims) > _MAX_DEVICES or sorted(order) != list(range(len(dims))):
         raise wire.WireError(f"device dimensions {dims} cannot be transposed by {order}")

@@ -20,8 +20,10 @@ _MAX_FRAMES = 64
 class Instruction:
     """One HLO instruction.
 
-    `called` has the ids of the computations that it calls. `metadata`, `shape` and `span` (the whole instruction) are
-    offsets in the proto.
+    Fields:
+        called: the ids of the computations that the instruction calls.
+        metadata, shape, span: (start, end) offsets in the serialized proto of the metadata, the shape and the whole
+            instruction.
     """
 
     id: int = 0
@@ -41,7 +43,9 @@ class Instruction:
 
 @dataclasses.dataclass(slots=True)
 class Computation:
-    """A computation: ids of its instructions in dependency order, its root, and its schedule if it has one."""
+    """An HLO computation: the ids of its instructions in dependency order, its root instruction, and its schedule if
+    it has one.
+    """
 
     id: int = 0
     name: str = ""
@@ -52,8 +56,9 @@ class Computation:
 
 
 class Frame(NamedTuple):
-    """A place in a source file: the start and end of an expression. Lines count from 1, columns from 0; 0 also means
-    unknown."""
+    """An expression in a source file, with its start and end. Lines count from 1 and columns from 0. A value of 0 may
+    also mean unknown.
+    """
 
     file: str
     line: int
@@ -65,7 +70,7 @@ class Frame(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata:
-    """JAX's metadata of an instruction: its op_name, and the stack frames of its call, innermost first."""
+    """JAX's metadata of an instruction: the op_name, and the stack frames of the traced call, innermost first."""
 
     op_name: str = ""
     frames: tuple[Frame, ...] = ()
@@ -76,13 +81,14 @@ class Module:
     """A compiled HLO module.
 
     Fields:
-        data: the serialized proto, into which every Span points.
+        data: the serialized proto. All spans are offsets in it.
         instructions, computations: id -> record.
-        by_name: (computation, instruction) -> instruction id.
-        aliases: (output index, parameter number, parameter index) of every donated argument.
+        by_name: (computation, instruction name) -> instruction id.
+        aliases: (output index, parameter number, parameter index) of every output that reuses the memory of a donated
+            argument.
         devices: number of devices that the module runs on.
-        frames: the table of source places, None if the module has none.
-        kernels: a cache of `cost.kernel_costs` by instruction id, because several walks over one schedule use it.
+        frames: the table of source positions, None if the module has none.
+        kernels: a cache of `cost.kernel_costs`, keyed by instruction id.
     """
 
     data: bytes = b""
@@ -111,10 +117,9 @@ class Module:
         return self._metadata[instruction.id]
 
     def replicated(self, instruction: Instruction) -> bool:
-        """Returns whether every device holds the whole value: the type of OpSharding (field 1) is 0, or no axis is
-        tiled.
+        """Returns whether the sharding of an instruction says that every device holds the whole value.
 
-        Returns False if the instruction has no sharding, because newer compilers leave shardings out.
+        Returns False if the instruction has no sharding. Recent compilers omit shardings.
         """
         if instruction.sharding == (0, 0):
             return False
@@ -130,7 +135,7 @@ class Module:
         return kind == 0 or (kind == 3 and all(tile == 1 for tile in tiled))
 
     def operand(self, instruction: Instruction, i: int) -> Instruction | None:
-        """Returns the i-th operand, None if there is none."""
+        """Returns operand number `i` of an instruction, None if there is no such operand."""
         if 0 <= i < len(instruction.operands):
             return self.instructions.get(instruction.operands[i])
         return None
@@ -142,13 +147,13 @@ class Module:
         return {number: self.instructions[id] for number, id in entry.parameters.items()} if entry else {}
 
     def root(self, computation: int) -> Instruction | None:
-        """Returns the root of a computation, None for an unknown id."""
+        """Returns the root instruction of a computation, None for an unknown id."""
         body = self.computations.get(computation)
         return self.instructions.get(body.root) if body else None
 
 
 def read_module(data: bytes, span: Span) -> Module:
-    """Reads the HloModuleProto at `span` of `data`. Raises WireError if it is damaged."""
+    """Parses the HloModuleProto at `span` of `data`. Raises WireError if it is damaged."""
     module = Module(data)
     sequences: dict[int, list[int]] = {}
     for field, value in wire.fields(data, span):
@@ -224,7 +229,7 @@ def _instruction(data: bytes, span: Span) -> Instruction:
 
 
 def _schedule(data: bytes, span: Span, sequences: dict[int, list[int]]) -> None:
-    """Adds computation id -> instruction ids in order of execution to `sequences`."""
+    """Reads an HloScheduleProto and adds computation id -> instruction ids in order of execution to `sequences`."""
     for _, entry in wire.fields(data, span):
         key, order = 0, []
         for field, value in wire.fields(data, wire.message(entry)):
@@ -237,7 +242,9 @@ def _schedule(data: bytes, span: Span, sequences: dict[int, list[int]]) -> None:
 
 
 def _aliases(data: bytes, span: Span) -> list[tuple[Index, int, Index]]:
-    """Returns (output index, parameter number, parameter index) of every donated argument."""
+    """Returns (output index, parameter number, parameter index) of every output that reuses the memory of a donated
+    argument.
+    """
     out = []
     for _, entry in wire.fields(data, span):
         output: Index = ()
@@ -255,7 +262,7 @@ def _aliases(data: bytes, span: Span) -> list[tuple[Index, int, Index]]:
 
 
 def _metadata(data: bytes, span: Span, frames: Frames | None) -> Metadata:
-    """Reads an OpMetadata: op_name 2, source_file 3, source_line 4, stack_frame_id 15."""
+    """Returns the metadata of a serialized OpMetadata."""
     op_name, file, line, frame = "", "", 0, 0
     for field, value in wire.fields(data, span):
         if field == 2:
@@ -273,7 +280,7 @@ def _metadata(data: bytes, span: Span, frames: Frames | None) -> Metadata:
 
 
 class Frames:
-    """The module's table of source places (StackFrameIndexProto), decoded at its first use."""
+    """The module's table of source positions (StackFrameIndexProto), which is decoded at its first use."""
 
     def __init__(self, data: bytes, span: Span):
         self._data, self._span = data, span
@@ -285,7 +292,7 @@ class Frames:
         self._ready = False
 
     def chain(self, frame: int) -> tuple[Frame, ...]:
-        """Returns the source places of an operation's frame id, innermost first; () for an unknown id."""
+        """Returns the stack frames for the frame id of an operation, innermost first; () for an unknown id."""
         if not self._ready:
             self._read()
         if frame not in self._chains:

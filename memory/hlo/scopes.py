@@ -135,13 +135,13 @@ LOSS_COMPONENTS = frozenset(("head", "loss"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """The content of an op_name.
+    """The parts of an op_name, which is JAX's name of an operation.
 
     Fields:
-        phase: phase of the step, "" if no transformation shows it.
-        path: named scopes, outermost first.
+        phase: phase of the step, such as forward or backward; "" if unknown.
+        path: the named scopes around the operation, outermost first.
         component: the part of the model, "" if unknown.
-        operation: the last word.
+        operation: the last word of the name.
     """
 
     phase: str = ""
@@ -151,14 +151,15 @@ class Scope:
 
 
 def is_operation(op_name: str) -> bool:
-    """Returns whether an op_name is JAX's name of an operation. Names by the compiler have no path, and names of
-    arguments have keys."""
+    """Returns whether an op_name was given by JAX to an operation. The names that the compiler gives have no path, and
+    the names of arguments have keys.
+    """
     return "/" in op_name and "['" not in op_name
 
 
 @functools.lru_cache(maxsize=65536)
 def parse(op_name: str) -> Scope:
-    """Reads an op_name. Any string is accepted, and "" gives an empty Scope."""
+    """Splits an op_name into its parts. Any string is accepted, and "" gives an empty Scope."""
     if not op_name:
         return Scope()
     words = _words(op_name)
@@ -182,7 +183,9 @@ def parse(op_name: str) -> Scope:
 
 
 def _phase(seen: set[str]) -> str:
-    """Returns the phase of an operation by the transformations around it; "" if they do not show it."""
+    """Returns the phase of an operation according to the names of the transformations around it; "" if they do not
+    show the phase.
+    """
     if "rematted_computation" in seen:
         return "recompute"
     if "jvp" not in seen:
@@ -191,17 +194,18 @@ def _phase(seen: set[str]) -> str:
 
 
 def component(path: tuple[str, ...]) -> str:
-    """Returns the component that scopes name; "" if they name none."""
+    """Returns the component of the model that the scopes name; "" if they name none."""
     return locate(path)[0]
 
 
 @functools.lru_cache(maxsize=65536)
 def locate(path: tuple[str, ...]) -> tuple[str, int]:
-    """Returns the component that scopes name, and the number of outer scopes that identify this instance of it.
+    """Returns the component of the model that the scopes `path` name, and the number of outer scopes that identify
+    this instance of it.
 
-    The component is the outermost known component. If that is a loss that wraps other components, it is the next one.
-    Without a known component, it is a norm; otherwise the innermost module, where single layers and containers of
-    blocks are the last choice. A number at the end is dropped, so that `Attention_0` of every block is one component.
+    The component is the outermost scope with a known name. A loss that contains other components is passed over. If no
+    name is known, it is a norm, or else the innermost module; single layers and containers of blocks are the last
+    choice. A number at the end of a name is dropped, so that `Attention_0` of every block is one component.
     """
     words = [plain(word) for word in path]
     bare = [re.sub(r"[._]?\d+$", "", word).lower() for word in words]
@@ -221,25 +225,28 @@ def locate(path: tuple[str, ...]) -> tuple[str, int]:
 
 
 def is_layer(word: str) -> bool:
-    """Returns whether a scope or a class is a single layer, such as `Dense_0`."""
+    """Returns whether the name of a scope or class is the name of a single layer, such as `Dense_0`."""
     return bool(LAYERS.match(re.sub(r"_\d+$", "", word).lower()))
 
 
 def plain(word: str) -> str:
-    """Returns a scope without its library, method and transformations: `eqx.nn.Linear` becomes Linear, `embed.attend`
-    becomes embed, `ScanCheckpointBlock_0` becomes Block_0."""
+    """Returns the name of a scope without library, method and transformations: `eqx.nn.Linear` becomes Linear,
+    `embed.attend` becomes embed, and `ScanCheckpointBlock_0` becomes Block_0.
+    """
     if word.startswith(EQUINOX):
         return word.rpartition(".")[2]
     return _TRANSFORMED.sub("", word.partition(".")[0]) or word
 
 
 def first_of_merged(op_name: str) -> str:
-    """Returns the op_name of the first of several merged operations: "a/b" for "a/b;c/d" and for "a/(b:c/d)"."""
+    """Returns the op_name of the first operation if the compiler merged several: "a/b" for "a/b;c/d" and for
+    "a/(b:c/d)".
+    """
     return "/".join(_words(op_name))
 
 
 def _words(op_name: str) -> list[str]:
-    """Returns the words of an op_name; for merged operations, the words of the first one."""
+    """Returns the words of an op_name. If the compiler merged several operations, returns the words of the first."""
     words = []
     for word in _split(op_name.partition(";")[0], "/"):
         inside = _split(word[1:-1], ":") if word.startswith("(") and word.endswith(")") else ()
@@ -248,7 +255,7 @@ def _words(op_name: str) -> list[str]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Returns the parts between those separators that are outside of parentheses."""
+    """Splits a text at the separators that are outside of parentheses."""
     if "(" not in text:
         return text.split(separator)
     words, depth, start = [], 0, 0

@@ -48,7 +48,9 @@ _MAX_RANK = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HloShape:
-    """The dtype, dimensions and memory space of an array (memory space 5 is the host), or a tuple of shapes."""
+    """The shape of an array (dtype, dimensions and memory space) or of a tuple (its element shapes). Memory space 5 is
+    the host.
+    """
 
     dtype: str = ""
     dims: tuple[int, ...] = ()
@@ -57,7 +59,7 @@ class HloShape:
     bits: int = 0
 
     def leaf(self, index: Index) -> HloShape:
-        """Returns the shape at a tuple index; the empty shape for an invalid index."""
+        """Returns the shape of the tuple element at an index; the empty shape for an invalid index."""
         shape = self
         for i in index:
             if shape.parts is None or not 0 <= i < len(shape.parts):
@@ -77,15 +79,12 @@ class HloShape:
 
     @property
     def bytes(self) -> int:
-        """Unpadded size of an array in bytes."""
+        """Size of an array in bytes, without padding."""
         return (self.elements * self.bits + 7) // 8
 
 
 def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
-    """Reads a ShapeProto: element_type 2, dimensions 3, tuple_shapes 4, layout 5 {memory_space 8}.
-
-    Raises WireError if it is damaged.
-    """
+    """Parses the ShapeProto at `span` of `data`. Raises WireError if it is damaged."""
     if depth > _MAX_NESTING:
         raise wire.WireError("a shape is nested too deeply")
     element, space = 0, 0

@@ -79,8 +79,9 @@ OWN, FRAMEWORK, PLUMBING, HIDDEN, OUTSIDE = "own", "framework", "plumbing", "hid
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(file: str) -> str:
-    """Returns the owner of a file's code: OWN, FRAMEWORK, PLUMBING, HIDDEN, or OUTSIDE for code that compiled the
-    program."""
+    """Returns who owns the code of a file: OWN, FRAMEWORK, PLUMBING, HIDDEN, or OUTSIDE for code that called the
+    compiler.
+    """
     if not file or _HIDDEN.search(file):
         return HIDDEN
     if file.startswith(_MEMORY) or "/bytescope/memory/" in file:
@@ -91,7 +92,9 @@ def kind_of(file: str) -> str:
 
 
 def _visible(frames: Iterable[Frame]) -> Iterator[tuple[str, Frame]]:
-    """Yields (kind, frame) of the visible frames inside the program, innermost first."""
+    """Yields (owner of the code, frame) of the stack frames inside the program that are not hidden,
+    innermost first.
+    """
     for frame in frames:
         kind = kind_of(frame.file)
         if kind == OUTSIDE:
@@ -101,9 +104,10 @@ def _visible(frames: Iterable[Frame]) -> Iterator[tuple[str, Frame]]:
 
 
 def source_line(metadata: Metadata) -> str:
-    """Returns "file:line" of the innermost frame in the user's own code, or else in a framework; "" if there is none.
+    """Returns "file:line" of the innermost stack frame in the user's code, or else in a framework; "" if there is
+    none.
 
-    A line at the top level of a script, which only starts the program, is the last choice.
+    A line at the top level of a script is used only if there is no other line, because it only starts the program.
     """
     library: dict[str, Frame] = {}
     for kind, frame in _visible(metadata.frames):
@@ -116,8 +120,9 @@ def source_line(metadata: Metadata) -> str:
 
 
 def notebook_cell(file: str) -> str:
-    """Returns "In[3]" for the file name that a notebook's kernel gives a cell, "cell" if another process runs the
-    notebook, "" for other files."""
+    """Returns the name of the notebook cell to which a file name belongs, such as "In[3]"; "cell" if another process
+    runs the notebook; "" if the file is not a notebook cell.
+    """
     if not _CELL.search(file):
         return ""
     ipython = sys.modules.get("IPython")
@@ -127,16 +132,19 @@ def notebook_cell(file: str) -> str:
 
 
 def short_place(source: str) -> str:
-    """Shortens "folder/model.py:31" to "model.py:31", and a line of a notebook cell to "In[3]:31"."""
+    """Shortens a source place: "folder/model.py:31" becomes "model.py:31", and a line of a notebook cell becomes
+    "In[3]:31".
+    """
     file, colon, number = source.rpartition(":")
     return f"{notebook_cell(file) or file.rsplit('/', 1)[-1]}{colon}{number}"
 
 
 def component_of_code(frames: Iterable[Frame]) -> str:
-    """Returns the component by the functions and classes that contain an operation; "" if they name none.
+    """Returns the component of the model to which an operation belongs, from the functions and classes in its stack
+    frames; "" if unknown.
 
-    The component is a known part of a model or the optimizer; otherwise the framework function that the user called;
-    otherwise the user's own class, or the function with "()" after its name, or the line of a lambda outside of any
+    The component is, in this order: a known part of a model or the optimizer; the framework function that the user
+    called; the user's class; the user's function with "()" after its name; the line of a lambda outside of any
     function.
     """
     visible = list(_visible(frames))
@@ -154,7 +162,9 @@ def component_of_code(frames: Iterable[Frame]) -> str:
 
 
 def modules_of_code(frames: Iterable[Frame]) -> tuple[str, ...]:
-    """Returns the classes of the called modules, outermost first, for libraries that open no scopes."""
+    """Returns the classes of the modules that were being called, outermost first, for libraries that do not use named
+    scopes.
+    """
     classes: list[str] = []
     for kind, frame in _visible(frames):
         parts = frame.function.split(".")
@@ -164,8 +174,9 @@ def modules_of_code(frames: Iterable[Frame]) -> tuple[str, ...]:
 
 
 def _known(kind: str, frame: Frame, innermost: bool) -> str:
-    """Returns the known component that a frame names, "" for none. A loss counts only in the innermost frame, because
-    in outer frames it wraps the whole model."""
+    """Returns the known component of the model that a stack frame names, "" for none. A loss counts only in the
+    innermost frame, because a loss in an outer frame contains the whole model.
+    """
     outer, _, function = frame.function.rpartition(".")
     owner = outer.rpartition(".")[2]
     if innermost and _LOSS.search(function):
@@ -184,8 +195,9 @@ def _known(kind: str, frame: Frame, innermost: bool) -> str:
 
 
 def _name(function: str) -> str:
-    """Returns the class of a called module, or else the function with "()". For a lambda, returns the function around
-    it."""
+    """Returns the class of the module that a function belongs to, or else the function's name with "()". For a lambda,
+    returns the function that contains it.
+    """
     for part in reversed(function.split(".<locals>.")):
         owner, _, name = part.rpartition(".")
         if name.startswith("<"):

@@ -19,11 +19,13 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class WireError(ReportError):
-    """Raised if bytes are not the expected message."""
+    """Raised if bytes are not a valid protobuf message of the expected type."""
 
 
 def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
-    """Yields (field number, value) of one message in order. Raises WireError if the bytes are not a field."""
+    """Yields (field number, value) for each field of the protobuf message at `span`. Raises WireError if the bytes are
+    not valid fields.
+    """
     at, end = span
     while at < end:
         key = data[at]
@@ -62,7 +64,7 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
 
 
 def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
-    """Reads the rest of a varint whose first seven bits are `value`. Returns (number, offset after it)."""
+    """Reads the rest of a varint, whose first seven bits are `value`. Returns (number, offset after the varint)."""
     shift = 7
     while at < end:
         byte = data[at]
@@ -77,35 +79,39 @@ def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
 
 
 def signed(value: int) -> int:
-    """Returns the value of an int64 field. Protobuf writes negative numbers as their 64-bit complement."""
+    """Returns the signed value of an int64 field, because protobuf encodes negative numbers as their 64-bit
+    complement.
+    """
     return value - (1 << 64) if value >> 63 else value
 
 
 def text(data: bytes, value: Value) -> str:
-    """Returns the value of a string field. Bytes that are not UTF-8 become U+FFFD. Raises WireError if the field is a
-    number."""
+    """Returns the text of a string field. Invalid UTF-8 bytes become U+FFFD. Raises WireError if the field contains a
+    number.
+    """
     if isinstance(value, int):
         raise WireError("expected a string, but the field is a number")
     return data[value[0] : value[1]].decode("utf-8", "replace")
 
 
 def message(value: Value) -> Span:
-    """Returns the span of a sub-message field. Raises WireError if the field is a number."""
+    """Returns the span of the message that a field contains. Raises WireError if the field contains a number."""
     if isinstance(value, int):
         raise WireError("expected a message, but the field is a number")
     return value
 
 
 def number(value: Value) -> int:
-    """Returns the value of a number field. Raises WireError if the field has bytes."""
+    """Returns the number that a field contains. Raises WireError if the field contains bytes."""
     if not isinstance(value, int):
         raise WireError("expected a number, but the field has bytes")
     return value
 
 
 def numbers(data: bytes, value: Value) -> list[int]:
-    """Returns one occurrence of a repeated number field: several packed numbers, or a single number. Raises WireError
-    if packed numbers are truncated."""
+    """Returns the numbers of one occurrence of a repeated number field: a list of packed numbers, or a single number.
+    Raises WireError if packed numbers are truncated.
+    """
     if isinstance(value, int):
         return [value]
     at, end = value
@@ -120,5 +126,7 @@ def numbers(data: bytes, value: Value) -> list[int]:
 
 
 def plain(data: bytes, span: Span) -> dict[int, int]:
-    """Returns field number -> value of a message's number fields. For a repeated field, the last value counts."""
+    """Returns field number -> value for the number fields of a message. If a field is repeated, returns its last
+    value.
+    """
     return {field: value for field, value in fields(data, span) if isinstance(value, int)}

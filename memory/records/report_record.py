@@ -416,7 +416,9 @@ def _read(key: str, value: Any) -> Any:
 
 
 def _is_prediction(value: Mapping[str, Any]) -> bool:
-    """Returns whether a JSON object has the fields of a prediction (`seconds.step_prediction.StepPrediction.to_json`)."""
+    """Returns whether a JSON object has the fields of a prediction
+    (`seconds.step_prediction.StepPrediction.to_json`).
+    """
     amounts = [value.get(key) for key in ("seconds", "seconds_low", "seconds_high")]
     amounts += [value[key] for key in ("tokens_per_s", "mfu") if value.get(key) is not None]
     parts = [value.get(key) for key in ("by_phase", "by_term")]
