@@ -83,7 +83,7 @@ class Module:
     Fields:
         data: the serialized proto. All spans are offsets in it.
         instructions, computations: id -> record.
-        by_name: (computation, instruction name) -> instruction id.
+        by_name: (name of the computation, name of the instruction) -> instruction id.
         aliases: (output index, parameter number, parameter index) of every output that reuses the memory of a donated
             argument.
         devices: number of devices that the module runs on.

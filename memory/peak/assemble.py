@@ -43,7 +43,9 @@ MAIN_COLOR = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LiveValue:
-    """A logical buffer and its live range: the first and the last point of the timeline, inclusive."""
+    """A logical buffer and its live range: the first and the last point of the memory timeline at which it is alive,
+    inclusive.
+    """
 
     buffer: int
     start: int
@@ -52,8 +54,9 @@ class LiveValue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Life:
-    """A range of memory with its size in bytes, its live range (inclusive), and the values that it holds one after
-    another."""
+    """A range of memory: its size in bytes, its live range (inclusive timeline points), and the values that it holds
+    one after another.
+    """
 
     bytes: int
     start: int
@@ -61,8 +64,9 @@ class Life:
     values: tuple[LiveValue, ...]
 
     def value_at(self, point: int | None) -> LiveValue:
-        """Returns the value that the memory holds at a point. If `point` is None, returns the value that it holds
-        longest."""
+        """Returns the value that the memory holds at a timeline point. If `point` is None, returns the value that it
+        holds for the longest time.
+        """
         if point is None:
             return max(self.values, key=lambda value: (value.end - value.start, value.start))
         alive = [value for value in self.values if value.start <= point <= value.end]
@@ -71,10 +75,10 @@ class Life:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Temporary memory over the step.
+    """The temporary memory of a step over time.
 
     Fields:
-        points: (live bytes, (computation, instruction)) of each point.
+        points: (live bytes, (computation, instruction)) at each point of the timeline.
         lives: every range of memory with its live range.
     """
 
@@ -83,18 +87,20 @@ class Curve:
 
     @functools.cached_property
     def peak_index(self) -> int:
-        """The first point at which the live bytes are at their maximum."""
+        """The first point of the timeline at which the live bytes are highest."""
         return max(range(len(self.points)), key=lambda i: (self.points[i][0], -i))
 
     @property
     def peak_bytes(self) -> int:
-        """The maximum live bytes."""
+        """The highest number of live bytes."""
         return self.points[self.peak_index][0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stretch:
-    """Size, live range and memory of a buffer. `held` is "output" or "constant" if the buffer's allocation is one."""
+    """A buffer's size, live range and memory space. `held` is "output" or "constant" if the allocation that contains
+    the buffer is one.
+    """
 
     name: str
     bytes: int
@@ -107,7 +113,7 @@ class _Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class _CountedBuffer:
-    """A buffer of the report, with the number of array elements that it holds (0 if unknown)."""
+    """A buffer of the report, with the number of array elements in it (0 if unknown)."""
 
     buffer: Buffer
     elements: int = 0
@@ -119,11 +125,11 @@ class _CountedBuffer:
 def attribute_program(
     program: HloProgram, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
 ) -> Attribution:
-    """Returns the attribution of a program's buffers and operations.
+    """Returns an object that classifies the buffers and operations of a program.
 
     Args:
         known: the program's arguments, if they have been read already.
-        names: the checkpoint names.
+        names: the checkpoint names of the program.
         flow: the data flow of the program's module.
     """
     flow = flow or Flow(program.module)
@@ -132,11 +138,12 @@ def attribute_program(
 
 
 def build_account(attribution: Attribution, method: str = "heap_trace", notes: tuple[str, ...] = ()) -> PeakAccount:
-    """Returns the account of a program's peak from its buffers. The rows of the breakdown sum to the allocated bytes.
+    """Returns what device memory holds at the program's peak, and the memory timeline. The rows of the breakdown add
+    up to the allocated bytes.
 
     Args:
-        method: how live ranges were found, a key of `records.METHODS`.
-        notes: sentences about figures that are not exact.
+        method: how the live ranges were determined, a key of `records.METHODS`.
+        notes: sentences for the user about figures that are not exact.
     """
     program = attribution.program
     curve = memory_curve(program, attribution.order)
@@ -196,8 +203,10 @@ def _bytes_by_label(buffers: Iterable[Buffer], category: str) -> dict[str, int]:
 
 
 def _timeline(attribution: Attribution, curve: Curve, base: int) -> tuple[TimelinePoint, ...]:
-    """Returns the timeline: the points of the curve, with `base` bytes added to each. `base`: bytes that are held
-    through the whole step."""
+    """Returns the memory timeline: the points of the curve of temporary memory, with `base` bytes added to each.
+
+    `base`: bytes that are allocated during the whole step.
+    """
     module = attribution.module
     points = []
     phase, component = "forward", ""
@@ -214,7 +223,9 @@ def _timeline(attribution: Attribution, curve: Curve, base: int) -> tuple[Timeli
 
 
 def _held_buffer(attribution: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
-    """Returns the buffer of an allocation that is alive through the whole step, up to the point `last`."""
+    """Returns the buffer of an allocation that exists during the whole step. `last`: the last point of the
+    timeline.
+    """
     if allocation.entry_parameter:
         return _argument_buffer(attribution, allocation, last)
     values: list[tuple[LogicalBuffer, Instruction]] = []
@@ -270,7 +281,9 @@ def _argument_buffer(attribution: Attribution, allocation: Allocation, last: int
 def _temporary_buffer(
     attribution: Attribution, life: Life, peak_index: int, timeline: tuple[TimelinePoint, ...]
 ) -> _CountedBuffer:
-    """Returns the buffer of a range of temporary memory, described by the value that it holds at the peak."""
+    """Returns the buffer of a range of temporary memory. Its description is that of the value that it holds at the
+    peak.
+    """
     at_peak = life.start <= peak_index <= life.end
     value = life.value_at(peak_index if at_peak else None)
     stretch = _Stretch(f"buffer {value.buffer}", life.bytes, life.start, life.end, at_peak)
@@ -300,7 +313,7 @@ def _described_buffer(
 ) -> _CountedBuffer:
     """Returns the buffer of a range of memory, described by the value at `index` of an instruction's result.
 
-    `nearby`: the phase of the schedule around the live range, which is used if the value has no name.
+    `nearby`: the phase of the step at the time of the live range. It is used if the value has no name.
     """
     fact = attribution.fact(instruction, index)
     named, metadata, scope = attribution.best_named(instruction, index)
@@ -362,10 +375,11 @@ def _described_buffer(
 
 
 def memory_curve(program: HloProgram, order: Mapping[int, int], color: int = MAIN_COLOR) -> Curve:
-    """Returns the curve of the temporary memory of one color (0 is the device's main memory).
+    """Returns the curve of the temporary memory in one memory space. `color`: number of the memory space; 0 is the
+    device's main memory.
 
-    `order`: position of an instruction in the flattened schedule. It is used only if several simulations packed the
-    memory of one color, to sort their events.
+    `order`: position of each instruction in the flattened schedule. It is used only to sort the events of several heap
+    simulations of the same memory space.
     """
     traces: list[HeapTrace] = []
     for trace in program.traces:
@@ -376,8 +390,9 @@ def memory_curve(program: HloProgram, order: Mapping[int, int], color: int = MAI
 
 
 def _trace_color(trace: HeapTrace, program: HloProgram) -> int:
-    """Returns the memory color of a trace. It is read from the buffers, because allocations are renumbered after the
-    trace."""
+    """Returns the number of the memory space of a heap trace. It is read from the trace's buffers, because allocations
+    are renumbered after the trace was written.
+    """
     for _, buffer, _, _ in trace.events:
         if buffer in program.buffers:
             return program.buffers[buffer].color
@@ -385,7 +400,9 @@ def _trace_color(trace: HeapTrace, program: HloProgram) -> int:
 
 
 def _merged(program: HloProgram, traces: list[HeapTrace], order: Mapping[int, int]) -> Sequence[HeapEvent]:
-    """Returns the events of all traces in the order of the schedule. The order within a trace is kept."""
+    """Returns the events of several heap traces in the order of the schedule. The order of events within one trace is
+    kept.
+    """
     if len(traces) == 1:
         return traces[0].events
     keyed = []
@@ -402,7 +419,9 @@ def _merged(program: HloProgram, traces: list[HeapTrace], order: Mapping[int, in
 
 @dataclasses.dataclass(slots=True)
 class _OpenStretch:
-    """A range of memory that is alive, with its number of references and the values that it has held so far."""
+    """A range of memory that is still alive, with its number of references and the values that it has contained so
+    far.
+    """
 
     bytes: int
     start: int

@@ -31,14 +31,14 @@ _OPAQUE = frozenset(("while", "shard_map", "pallas_call"))
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """One array of the forward pass, over all devices.
+    """One global array of the forward pass.
 
     Fields:
-        place: file, line and column of the equation.
-        suffix: the end of the op_name of the instruction that is compiled from the equation.
+        place: file, line and column of the equation that computes the array.
+        suffix: the last part of the op_name of the compiled instruction.
         dims: dimensions of the global array.
         dtype: dtype of the array.
-        labels: dimension -> mesh axes that should shard it.
+        labels: dimension -> names of the mesh axes that should shard it.
         name: the checkpoint name, "" if there is none.
     """
 
@@ -57,12 +57,12 @@ class PlacedProgram:
     Fields:
         program: the parsed program, unchanged.
         mesh: names and sizes of the mesh axes, () if unknown.
-        layouts: number of an entry parameter -> its layout on the mesh, {} if unknown.
-        replicated: numbers of the entry parameters that are replicated on every device; None if unknown.
-        activations: the global arrays of the forward pass that have a batch dimension, None without a jaxpr.
+        layouts: number of a parameter of the compiled program -> its layout on the mesh; {} if unknown.
+        replicated: numbers of the parameters that are replicated on every device; None if unknown.
+        activations: the global arrays of the forward pass that have a batch dimension; None if there is no jaxpr.
         jaxpr: the ClosedJaxpr of the whole program, None for a program that was not traced.
-        arguments: paths and roles of the entry parameters.
-        facts: the trainer's facts about the step, None without a trainer.
+        arguments: pytree paths and roles of the parameters.
+        facts: the trainer's description of the step, None if there is no trainer.
     """
 
     program: HloProgram
@@ -88,12 +88,12 @@ class PlacedProgram:
 def place(
     program: HloProgram, compilation: Compilation, facts: ModelFacts | None, arguments: Arguments
 ) -> PlacedProgram:
-    """Returns a program with the mesh of its arguments and the activations of its jaxpr.
+    """Combines a parsed program with the device mesh of its arguments and the activations of its jaxpr.
 
     Args:
         compilation: the compilation of the program. Layouts come from its executable, activations from its jaxpr.
-        facts: the trainer's facts about the step. Their mesh is used if the shardings of the arguments have no mesh.
-        arguments: paths and roles of the entry parameters.
+        facts: the trainer's description of the step. Its mesh is used if the shardings of the arguments have no mesh.
+        arguments: pytree paths and roles of the parameters of the compiled program.
     """
     module = program.module
     axes, layouts = hlo_mesh.read_layouts(compilation.compiled) if compilation.compiled is not None else ((), ())
@@ -118,9 +118,9 @@ def place(
 
 
 def find_activations(jaxpr: Any, arguments: Mapping[int, Labels]) -> tuple[Activation, ...]:
-    """Returns the activations that have a batch dimension, in the order of the equations.
+    """Returns the arrays of the forward pass that have a batch dimension, in the order of the equations.
 
-    `arguments`: position of an argument of the ClosedJaxpr -> its sharded dimensions.
+    `arguments`: position of an argument of the ClosedJaxpr -> its dimensions with the mesh axes that shard them.
     """
     inner = jaxpr.jaxpr
     known = {inner.invars[at]: labels for at, labels in arguments.items() if at < len(inner.invars)}
@@ -128,7 +128,9 @@ def find_activations(jaxpr: Any, arguments: Mapping[int, Labels]) -> tuple[Activ
 
 
 def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activation]:
-    """Yields the activations of a jaxpr, and adds the labels of its variables to `known`."""
+    """Yields the activations of a jaxpr, and stores the labels of its variables (dimension -> mesh axes) in
+    `known`.
+    """
     from jax._src import source_info_util
 
     for equation in jaxpr.eqns:
@@ -163,7 +165,9 @@ def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activati
 
 
 def _call(equation: Any, body: Any, labels: list[Labels], known: dict[Any, Labels], stack: str) -> Iterator[Activation]:
-    """Yields the activations in the body of a scan, a conditional or a call."""
+    """Yields the activations in the body of a scan, a conditional or a call, and stores the labels of the results in
+    `known`.
+    """
     inside: dict[Any, Labels] = {}
     skipped = 1 if equation.primitive.name == "cond" else 0
     # Inside the body, the inputs that a scan iterates over and the outputs that it stacks have one dimension less.
@@ -187,7 +191,7 @@ def _moved(labels: Labels, by: int) -> Labels:
 
 
 def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels of dimensions whose position and size do not change."""
+    """Returns the labels of the dimensions whose position and size are the same in an operand and the result."""
     out: Labels = {}
     for variable, own in zip(equation.invars, labels):
         dims = tuple(getattr(variable.aval, "shape", ()))
@@ -197,8 +201,9 @@ def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels
 
 
 def _dot(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels of a matrix product: batch dimensions, then the free dimensions of the left and the right
-    operand."""
+    """Returns the labels of the result of a matrix product. Its dimensions are the batch dimensions, then the free
+    dimensions of the left operand, then those of the right operand.
+    """
     contracted, batch = equation.params["dimension_numbers"]
     out: Labels = {}
     place = len(batch[0])
@@ -229,8 +234,9 @@ def _reduce(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labe
 
 
 def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels of a reshaped array. If dimensions are merged or split, a label goes to the most significant
-    result."""
+    """Returns the labels of a reshaped array. If dimensions are merged or split, the label goes to the first of the
+    resulting dimensions.
+    """
     out: Labels = {}
     dims = equation.invars[0].aval.shape
     for dim, axes in labels[0].items():
@@ -242,8 +248,9 @@ def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Lab
 
 
 def _gather(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels of a gather. The result's dimensions outside of the slices are labelled like the dimensions
-    of the indices, except the last."""
+    """Returns the labels of the result of a gather. Its dimensions that are not part of a slice have the labels of the
+    dimensions of the indices, except the last.
+    """
     offsets = equation.params["dimension_numbers"].offset_dims
     free = [dim for dim in range(len(shape)) if dim not in offsets]
     return {free[dim]: axes for dim, axes in labels[1].items() if dim < len(free)}

@@ -64,21 +64,21 @@ _MAX_READERS = 3000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """The evidence for the category of one value.
+    """What is known about one value, from which its category is derived.
 
     Fields:
         shape: the shape of the value.
-        scope: the scope of the instruction whose name describes the value best.
+        scope: the parsed op_name of the instruction whose name describes the value best.
         phase: the phase of the instruction that computed the value.
-        origin: the instruction that computed the value, and the steps from there to this place.
+        origin: the instruction that computed the value, and the instructions that passed it on.
         opcode: the opcode of the instruction that computed the value, "" if unknown.
-        read_later: the backward pass reads the value.
-        weight_like: the value has the dimensions of a parameter, of a gathered parameter or of one layer of a
+        read_later: whether the backward pass reads the value.
+        weight_like: whether the value has the dimensions of a parameter, of a gathered parameter or of one layer of a
             parameter.
-        feeds_update: the value reaches the optimizer with these dimensions.
-        of_parameter: the value is a parameter that was cast, moved or sliced.
-        known: an instruction has a name that describes the value.
-        logits: one of the dimensions is the vocabulary, and the value is computed from logits.
+        feeds_update: whether the value reaches the optimizer with these dimensions.
+        of_parameter: whether the value is a parameter that was cast, moved or sliced.
+        known: whether an instruction has a name that describes the value.
+        logits: whether the value is computed from logits and one of its dimensions is the vocabulary.
     """
 
     shape: HloShape
@@ -137,15 +137,15 @@ RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
 
 
 class Attribution:
-    """Classifies the values of one program.
+    """Classifies the values of one compiled program by category, phase and component.
 
-    An operation that no transformation marks belongs to the optimizer if it depends on a gradient, and to the forward
-    pass otherwise.
+    An operation whose name does not show its phase belongs to the optimizer if it depends on a gradient, and to the
+    forward pass otherwise.
 
     Attributes:
         order: instruction id -> position in the flattened schedule.
-        arguments: the entry parameters with their roles.
-        names: the checkpoint names.
+        arguments: the parameters of the compiled program with their roles.
+        names: the checkpoint names of the program.
     """
 
     def __init__(self, program: HloProgram, flow: Flow, order: Mapping[int, int], arguments: Arguments, names: Names):
@@ -160,11 +160,11 @@ class Attribution:
         self.logits = Logits(self)
 
     def scope(self, instruction: Instruction) -> Scope:
-        """Returns the scope of an instruction (`naming.Naming.scope`)."""
+        """Returns the parsed op_name of an instruction, completed from its stack frames."""
         return self.naming.scope(instruction)
 
     def phase(self, scope: Scope, instruction: Instruction) -> str:
-        """Returns the phase of an operation."""
+        """Returns the phase of the step that an operation belongs to."""
         if scope.phase:
             return scope.phase
         if scope.component in ("optimizer", "grad_norm"):
@@ -172,12 +172,11 @@ class Attribution:
         return "optimizer" if instruction.id in self.after_backward else "forward"
 
     def best_named(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        """Returns the instruction whose name describes a value best, with its metadata and scope
-        (`naming.Naming.best`)."""
+        """Returns the instruction whose name describes a value best, with its metadata and its parsed op_name."""
         return self.naming.best(instruction, index)
 
     def fact(self, instruction: Instruction, index: Index) -> Fact:
-        """Returns the evidence for the value at `index` of an instruction's result."""
+        """Returns what is known about the value at `index` of an instruction's result."""
         origin = self.flow.origin(instruction, index)
         named, _, scope = self.best_named(instruction, index)
         shape = self.flow.shape(instruction, index)
@@ -205,7 +204,9 @@ class Attribution:
         )
 
     def feeds(self, instruction: Instruction, index: Index) -> bool:
-        """Returns whether a value with the shape of a weight reaches the optimizer or the outputs in that shape."""
+        """Returns whether a value with the shape of a weight reaches the optimizer or the program's outputs without a
+        change of shape.
+        """
         entry = self.module.computations.get(self.module.entry)
         for value in self._reached(instruction, index, self._onward):
             if entry and entry.root == value.id:
@@ -220,7 +221,7 @@ class Attribution:
         return False
 
     def read_later(self, instruction: Instruction, index: Index) -> bool:
-        """Returns whether the backward pass reads a value, unchanged or as the state of a loop."""
+        """Returns whether the backward pass reads a value, either directly or as a value that a loop carries."""
 
         def onward(value: Instruction, at: Index, user: Instruction) -> Iterable[tuple[Instruction, Index]]:
             return self._onward(value, at, user, any_shape=True) if user.opcode in _HANDING else ()
@@ -237,8 +238,9 @@ class Attribution:
         index: Index,
         onward: Callable[[Instruction, Index, Instruction], Iterable[tuple[Instruction, Index]]],
     ) -> Iterator[Instruction]:
-        """Yields the instructions that a value reaches, beginning with its own. `onward` returns the results of a
-        reader to which the walk continues."""
+        """Yields the instructions that a value reaches, beginning with the instruction that computes it. `onward`
+        returns the results of a reader from which the search continues.
+        """
         pending = [(instruction, index)]
         seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MAX_VALUES:
@@ -256,7 +258,9 @@ class Attribution:
     def _onward(
         self, instruction: Instruction, index: Index, user: Instruction, any_shape: bool = False
     ) -> Iterable[tuple[Instruction, Index]]:
-        """Returns the results of a reader that still contain the value in the shape of a weight."""
+        """Returns the results of a reader that still contain the value. Unless `any_shape` is True, they must have the
+        shape of a weight.
+        """
         if user.opcode == "get-tuple-element":
             return [(user, index[1:])] if index[:1] == (user.tuple_index,) else []
         if user.opcode == "tuple":
@@ -276,11 +280,11 @@ class Attribution:
         return [(user, at) for at, leaf in results if without_ones(leaf.dims) in self.weights]
 
     def _uses(self, user: Instruction, operand: Instruction) -> bool:
-        """Returns whether an operation multiplies an operand by another one, gathers from it, or sums it over a
+        """Returns whether an operation multiplies an operand by another operand, gathers from it, or sums it over a
         dimension.
 
         If the operand is the gradient of an activation, the result of such an operation is the gradient of a weight or
-        of a bias.
+        a bias.
         """
         if user.opcode == "reduce":
             return operand.id in user.operands and self._size(user) < self._size(operand)
@@ -290,7 +294,9 @@ class Attribution:
         return _first_array(self.module.shape(instruction)).elements
 
     def _results_from(self, fusion: Instruction, operand: Instruction) -> frozenset[Index]:
-        """Returns the results of a fusion that depend on an operand without being a product, gather or sum of it."""
+        """Returns the indices of the results of a fusion that depend on an operand but are no product, gather or sum
+        of it.
+        """
         inside = self.module.computations.get(fusion.called[0]) if fusion.called else None
         if inside is None:
             return frozenset()
@@ -311,8 +317,9 @@ class Attribution:
         return frozenset()
 
     def gradient_of(self, instruction: Instruction, index: Index) -> str:
-        """Returns the path of the parameter whose gradient a value is, or whose update uses the value; "" if there is
-        none."""
+        """Returns the path of the parameter of which a value is the gradient, or whose update uses the value; "" if
+        there is none.
+        """
         owners, origin = self.arguments.owners, self.flow.origin(instruction, index)
         if (instruction.id, index) in owners:
             return owners[instruction.id, index]
@@ -322,15 +329,16 @@ class Attribution:
         return ""
 
     def argument_of(self, origin: ValueOrigin) -> str:
-        """Returns the path of the argument that a value is a copy of; "" for a computed value."""
+        """Returns the path of the argument of which a value is a copy; "" for a computed value."""
         maker = origin.instruction
         if maker is None or maker.opcode != "parameter" or maker.computation != self.module.entry:
             return ""
         return self.arguments.path(maker.parameter)
 
     def is_parameter(self, origin: ValueOrigin) -> bool:
-        """Returns whether a value is a parameter of the model, trained or frozen, possibly cast, moved, sliced or
-        gathered."""
+        """Returns whether a value is a parameter of the model, trained or frozen. The parameter may have been cast,
+        moved, sliced or gathered.
+        """
         instruction, seen = origin.instruction, set()
         while instruction is not None and instruction.id not in seen:
             seen.add(instruction.id)
@@ -343,8 +351,9 @@ class Attribution:
         return False
 
     def _weight_dims(self) -> frozenset[tuple[int, ...]]:
-        """Returns the dimensions that a parameter or its gradient can have: stored, one layer of a stack, or
-        gathered."""
+        """Returns the dimensions that a parameter or its gradient can have: as stored, for one layer of a stack of
+        layers, or gathered from all shards.
+        """
         sizes: set[tuple[int, ...]] = set()
         entry = self.module.computations.get(self.module.entry)
         for number, id in (entry.parameters if entry else {}).items():
@@ -368,34 +377,39 @@ class Attribution:
 
 
 def categorize(fact: Fact) -> str:
-    """Returns the row of the breakdown that a temporary value belongs to."""
+    """Returns the category (the row of the memory breakdown) of a temporary value."""
     return next((category for category, rule in RULES if rule(fact)), "unattributed")
 
 
 def without_ones(dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the sorted dimensions without ones. They are equal for a weight and its transposed or squeezed forms."""
+    """Returns the sorted dimensions other than 1. The result is the same for a weight and its transposed or squeezed
+    forms.
+    """
     return tuple(sorted(dim for dim in dims if dim != 1))
 
 
 def _first_array(shape: HloShape) -> HloShape:
-    """Returns the shape itself, or the first array of a tuple, because the second result of a library call is its
-    workspace."""
+    """Returns the shape itself, or the shape of the first array of a tuple, because the second result of a library
+    call is its workspace.
+    """
     return shape.leaf((0,)) if shape.parts is not None else shape
 
 
 def buffer_of(program: HloProgram, id: int) -> tuple[LogicalBuffer | None, Instruction | None]:
-    """Returns a logical buffer and the instruction that defines it; None for each that the proto lacks."""
+    """Returns the logical buffer with a number, and the instruction that defines it. Either is None if the proto does
+    not contain it.
+    """
     buffer = program.buffers.get(id)
     return buffer, program.module.instructions.get(buffer.instruction) if buffer else None
 
 
 class Logits:
-    """Finds the logits of a program: results of the last matrix product with a weight that have the vocabulary as a
-    dimension.
+    """Finds the logits of a program: results, with the vocabulary as a dimension, of the last matrix product with a
+    weight.
 
-    The size of the vocabulary is the number of rows of a token table, or the output dimension of a head. A product
-    with a weight of that size makes logits only if no other product with a weight follows. So an MLP of the same width
-    does not make logits.
+    The size of the vocabulary is the number of rows of a token embedding table, or the output dimension of the head.
+    The product is a head only if no other product with a weight uses its result. So an MLP whose width equals the
+    vocabulary size does not count as a head.
     """
 
     def __init__(self, attribution: Attribution):
@@ -407,7 +421,7 @@ class Logits:
     def contain(self, instruction: Instruction, index: Index, shape: HloShape) -> bool:
         """Returns whether the value at `index` of an instruction is logits, or is computed elementwise from logits.
 
-        Logits may be padded, and may be sliced along other dimensions than the vocabulary.
+        The logits may be padded, and may be sliced along other dimensions than the vocabulary.
         """
         if not self._spans_vocabulary(shape):
             return False
@@ -419,11 +433,13 @@ class Logits:
         return any(id in self._products for id, _ in values)
 
     def _spans_vocabulary(self, shape: HloShape) -> bool:
-        """Returns whether the shape is an array of floats that has a dimension as large as the vocabulary."""
+        """Returns whether a shape is an array of floats with a dimension as large as the vocabulary."""
         return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
 
     def _vocabulary(self) -> frozenset[int]:
-        """Returns the sizes of the vocabulary, of the global array and of one shard, from token tables and heads."""
+        """Returns the sizes of the vocabulary, globally and in one shard, according to the embedding tables and heads
+        among the parameters.
+        """
         sizes: set[int] = set()
         arguments, parameters = self.attribution.arguments.by_number, self.module.parameters
 
@@ -443,7 +459,9 @@ class Logits:
         return frozenset(size for size in sizes if size > 1)
 
     def _head_output(self, number: int) -> int:
-        """Returns the output dimension of a head's weight: 0 in libraries that store weights as (out, in), else -1."""
+        """Returns the index of the output dimension of a head's weight: 0 in libraries that store weights as (out,
+        in), otherwise -1.
+        """
         local = self.module.shape(self.module.parameters[number]).dims
         products = [
             set(_first_array(self.module.shape(instruction)).dims)
@@ -455,7 +473,7 @@ class Logits:
         return 0 if products and all(local[0] in dims and local[-1] not in dims for dims in products) else -1
 
     def _parameter(self, instruction: Instruction | None) -> int:
-        """Returns the number of the parameter that a value is, possibly cast or gathered; -1 if it is none."""
+        """Returns the number of the parameter that a value is, possibly cast or gathered; -1 if it is no parameter."""
         origin = self.attribution.flow.origin(instruction)
         if not self.attribution.is_parameter(origin):
             return -1
@@ -465,11 +483,11 @@ class Logits:
         return maker.parameter if maker is not None else -1
 
     def _last_products(self) -> frozenset[int]:
-        """Returns the matrix products that make logits: products of a weight whose output feeds no other product with
-        a weight.
+        """Returns the ids of the matrix products that make logits: products with a weight whose result no other
+        product with a weight uses.
 
-        All products with one weight are judged together, because the products that follow a recomputed product may not
-        be recomputed themselves.
+        All products with the same weight are treated alike, because recomputation may repeat a product without the
+        products that use its result.
         """
         weights: dict[int, int] = {}
         for instruction in self.module.instructions.values():
@@ -491,14 +509,15 @@ class Logits:
         return scopes.parse(self.module.metadata(instruction).op_name).phase
 
     def _only_weight(self, instruction: Instruction) -> int:
-        """Returns the number of the parameter among the two operands of a product; -1 if none or both are
-        parameters."""
+        """Returns the number of the parameter if exactly one operand of a product is a parameter; otherwise returns
+        -1.
+        """
         operands = [self.module.instructions.get(id) for id in instruction.operands[:2]]
         weights = [number for number in map(self._parameter, operands) if number >= 0]
         return weights[0] if len(weights) == 1 else -1
 
     def _is_followed(self, product: Instruction) -> bool:
-        """Returns whether another product with a weight follows in the forward pass."""
+        """Returns whether another matrix product with a weight uses the result of a product in the forward pass."""
         pending = list(self.state.readers(product, ()))
         seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MAX_READERS:

@@ -46,15 +46,15 @@ _MAX_SOURCE = 4_000_000
 
 
 class NamedPlace(NamedTuple):
-    """The source position of an equation with a checkpoint name.
+    """The source position of an equation whose value has a checkpoint name.
 
     Fields:
         chain: (file, line, column) of each stack frame, innermost first.
         end: (line, column) at which the expression of the innermost frame ends.
-        suffix: the end of the op_name of the instruction that is compiled from the equation.
+        suffix: the last part of the op_name of the compiled instruction.
         name: the checkpoint name, "" for none.
-        elements: number of elements of a saved value whose mark has another position than the value; 0 for all other
-            equations.
+        elements: number of elements of a saved value that jax marks at another source position than its own; 0 for all
+            other equations.
     """
 
     chain: Chain
@@ -65,8 +65,9 @@ class NamedPlace(NamedTuple):
 
 
 class Names:
-    """Looks up checkpoint names by a vocabulary, and by the `named_places` of a jaxpr. Without a jaxpr, reads source
-    files."""
+    """Looks up the checkpoint names of values, by the source positions in a jaxpr (`named_places`), or without a jaxpr
+    by reading the source files.
+    """
 
     def __init__(self, vocabulary: Iterable[str] = (), places: Iterable[NamedPlace] | None = None):
         # A word that also names a part of the model, such as "embed", does not identify a tensor.
@@ -86,8 +87,9 @@ class Names:
         """Returns the checkpoint name of a value; "" if it has none.
 
         Args:
-            makers: metadata of the instructions that made the value, nearest first.
-            elements: number of elements of a value with a displaced mark, on one device in one iteration of a loop.
+            makers: metadata of the instructions that computed or passed on the value, nearest first.
+            elements: number of elements, on one device and in one loop iteration, of a value that jax marks at another
+                source position; 0 for other values.
         """
         metadata = [item for item in makers if item.op_name]
 
@@ -121,8 +123,9 @@ class Names:
 
 
 def _same_end(frame: Frame, end: tuple[int, int]) -> bool:
-    """Returns whether an expression ends at `end`. Partitioning a program can lose the ends; then every end
-    matches."""
+    """Returns whether the expression of a stack frame ends at the position `end`. If the frame has no end, because
+    partitioning lost it, returns True.
+    """
     known = (frame.end_line, frame.end_column)
     return known in (end, (0, 0), (frame.line, frame.column))
 
@@ -142,8 +145,9 @@ def _around(metadata: Metadata) -> str:
 
 
 def named_places(jaxpr: object) -> list[NamedPlace]:
-    """Returns the positions of the equations that name values, and of the equations that make these values, in a jaxpr
-    and its inner jaxprs."""
+    """Returns the source positions of the equations in a jaxpr that name values with `checkpoint_name`, and of the
+    equations that compute these values. Inner jaxprs are included.
+    """
     places: list[NamedPlace] = []
     pending, seen = [jaxpr], set()
     while pending:
@@ -172,12 +176,12 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
 
 
 def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPlace]:
-    """Yields the places of JAX's marks on saved values that have another position than their value.
+    """Yields the places of values that jax saves and marks at another source position than that of the value.
 
-    With `jax_remat3`, jax before 0.12 gives all marks the position of the `jax.checkpoint`. The number of elements
-    distinguishes them.
+    With the flag `jax_remat3`, jax before 0.12 gives every mark the position of the `jax.checkpoint`. The number of
+    elements distinguishes these marks.
 
-    `makers`: id of a variable -> the equation that makes it.
+    `makers`: id of a variable -> the equation that computes it.
     """
     for mark in jaxpr.eqns:
         maker = makers.get(id(mark.invars[0])) if mark.primitive.name == MARK else None
@@ -190,7 +194,9 @@ def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPla
 
 
 def _keeps_all_bits(equation: Any) -> bool:
-    """Returns whether a `reduce_precision` keeps the precision of its operand: then it is a mark and does not round."""
+    """Returns whether a `reduce_precision` keeps the full precision of its operand. Such an equation does not round,
+    but marks a saved value.
+    """
     from jax import numpy as jnp
 
     known = jnp.finfo(equation.outvars[0].aval.dtype)
@@ -199,7 +205,7 @@ def _keeps_all_bits(equation: Any) -> bool:
 
 
 def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
-    """Returns the equations that make the named value, followed back through equations that only change its form."""
+    """Returns the equations that compute the named value, beyond equations that only change its form."""
     out: list[Any] = []
     variable = equation.invars[0]
     for _ in range(8):
@@ -214,8 +220,9 @@ def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
 
 
 def _same_elements(equation: Any, result: Any) -> Any:
-    """Returns the operand that has the same elements as a result of an equation in another form; None for a computed
-    result."""
+    """Returns the operand of an equation that has the same elements as its result in another form; None if the result
+    is computed.
+    """
     if equation.primitive.name in _FORMS:
         return equation.invars[0]
     body = getattr(equation.params.get("call_jaxpr"), "jaxpr", None)  # a function with a custom gradient
@@ -229,7 +236,9 @@ def _same_elements(equation: Any, result: Any) -> Any:
 
 
 def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
-    """Returns (chain of positions, end of the innermost frame, name stack, primitive) of an equation."""
+    """Returns (source positions of the stack frames, end of the innermost expression, name stack, primitive) of an
+    equation.
+    """
     from jax._src import source_info_util
 
     frames = list(source_info_util.user_frames(equation.source_info.traceback))
@@ -240,7 +249,9 @@ def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _call_at(file: str, line: int, column: int) -> str:
-    """Returns the name in the call that starts at a position of a source file; "" if there is none."""
+    """Returns the name in the `checkpoint_name` call that starts at a position of a source file; "" if there
+    is none.
+    """
     for node in _source(file)[0].get(line, ()):
         if node.col_offset != column:
             continue
@@ -255,8 +266,9 @@ def _call_at(file: str, line: int, column: int) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _call_around(file: str, line: int, column: int) -> str:
-    """Returns the name in the `checkpoint_name` call that contains a position of a source file; "" if there is
-    none."""
+    """Returns the name in the `checkpoint_name` call that encloses a position of a source file; "" if there is
+    none.
+    """
     calls, aliases = _source(file)
     for nodes in calls.values():
         for node in nodes:
@@ -269,8 +281,9 @@ def _call_around(file: str, line: int, column: int) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _source(file: str) -> tuple[dict[int, list[ast.Call]], frozenset[str]]:
-    """Returns the calls of a source file by line, and the file's aliases of `checkpoint_name`; both are empty if the
-    file is not Python."""
+    """Returns (line -> calls in a source file, names under which the file imports `checkpoint_name`). Both are empty
+    if the file is not valid Python.
+    """
     calls: dict[int, list[ast.Call]] = {}
     aliases = {"checkpoint_name"}
     try:

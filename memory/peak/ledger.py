@@ -35,9 +35,9 @@ ROLES = ("params", "copies", "gradients", "accumulator", "optimizer", "frozen")
 
 
 def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow, ...]:
-    """Returns the ledger rows of a report's buffers, with a total as the last row.
+    """Returns the rows of the training-state table: one for each role and dtype, then a total.
 
-    `elements`: position in `buffers` -> number of array elements that the buffer holds.
+    `elements`: position of a buffer in `buffers` -> number of array elements in it.
     """
     buffers = tuple(buffers)
     stored: dict[tuple[int, ...], int] = {}
@@ -73,8 +73,9 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Temporary:
-    """A temporary buffer of state with its number of elements. `start` is the point at which the buffer exists, or the
-    buffer from which it is cast."""
+    """A temporary buffer that belongs to the training state, with its number of elements. `start` is the timeline
+    point from which it exists. If it was cast from another buffer, `start` is that of the other buffer.
+    """
 
     buffer: Buffer
     count: int
@@ -88,7 +89,9 @@ def _add(sums: dict[tuple[str, str], list[int]], role: str, buffer: Buffer, coun
 
 
 def _temporary_role(buffer: Buffer) -> str:
-    """Returns the role of a buffer that the step makes and frees again, "" for other buffers."""
+    """Returns the role in the training state of a buffer that the step itself makes and frees; "" for all other
+    buffers.
+    """
     if buffer.memory != "device" or buffer.phase in ("argument", "output"):
         return ""
     if buffer.category in ("gradients", "accumulator"):
@@ -98,10 +101,10 @@ def _temporary_role(buffer: Buffer) -> str:
 
 
 def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], int]) -> list[_Temporary]:
-    """Returns the buffers that are alive at the last point at which most parameters have a buffer.
+    """Returns the buffers that are alive at the last timeline point at which most parameters have a buffer.
 
-    A cast buffer counts instead of its source, from the start of the source. If a shape has more elements than
-    `stored`, one buffer is made from another; then the buffers with fewer bytes per element count.
+    A cast buffer is counted instead of the buffer from which it was cast. If more elements of a shape are alive than
+    are in `stored`, one buffer was made from another, and only the buffers with fewer bytes per element are counted.
     """
     items, best, most = _without_cast_sources(items), [], 0
     by_width = sorted(items, key=lambda item: item.buffer.bytes / max(item.count, 1))
@@ -119,8 +122,9 @@ def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], in
 
 
 def _without_cast_sources(items: list[_Temporary]) -> list[_Temporary]:
-    """Returns `items` without each buffer from which a buffer of fewer bytes per element was cast; the latter gets its
-    start."""
+    """Returns `items` without each buffer that was cast to a buffer of fewer bytes per element. The smaller buffer
+    takes over its start.
+    """
     left = sorted(items, key=lambda item: item.start)
     for narrow in list(left):
         dims = without_ones(narrow.buffer.shape)
@@ -153,18 +157,18 @@ _CLOSE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The training state of one device.
+    """How the training state is sharded over the devices.
 
     Fields:
-        parameters: number of parameters that one tensor-parallel rank uses, the P of the ZeRO paper; 0 if unknown.
-        zero: stage of ZeRO, None without facts.
-        degree: number of devices that shard state, the Nd of the paper.
+        parameters: number of parameters that one tensor-parallel rank uses (Ψ in the ZeRO paper); 0 if unknown.
+        zero: stage of ZeRO, 0 to 3; None if unknown.
+        degree: number of devices that share the state (Nd in the paper).
         tensor: number of devices of a tensor-parallel group.
-        gradients: bytes per parameter of gradients by the paper, including sums in float32.
-        replicated: path -> bytes of the parameters and optimizer leaves that each device of the group holds in full,
-            although the strategy shards them.
+        gradients: bytes per parameter of the gradients according to the paper, including float32 sums of them.
+        replicated: path -> bytes of the parameters and optimizer leaves that every device holds in full although the
+            sharding strategy should shard them.
         routed: fraction of the parameters that are in routed experts, 0 to 1.
-        expert: number of devices that share the routed experts, under any strategy.
+        expert: number of devices that share the routed experts.
     """
 
     parameters: int = 0
@@ -177,8 +181,9 @@ class State:
     expert: int = 1
 
     def shards(self, role: str) -> float:
-        """Returns the number of devices that shard a role, 1 if none do. With routed experts, returns a mean weighted
-        by parameters."""
+        """Returns the number of devices that share the arrays of a role, 1 if they are not sharded. If the model has
+        routed experts, the number is a mean weighted by parameters.
+        """
         degree = self.degree if role in ZERO[self.zero or 0] else 1
         if degree >= self.expert:
             return degree
@@ -186,10 +191,10 @@ class State:
 
 
 def read_state(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, str]) -> State:
-    """Returns the training state from the layouts of a program's arguments, or without layouts from its ledger and the
-    trainer's facts.
+    """Returns how the training state is sharded, according to the layouts of the program's arguments. If these are
+    unknown, uses the state table of `report` and the trainer's description of the step.
 
-    `roles`: number of an entry parameter -> role.
+    `roles`: number of a parameter of the compiled program -> its role.
     """
     facts, mesh = program.facts, dict(program.mesh)
     shard: dict[str, int] = {}
@@ -216,10 +221,10 @@ def read_state(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, 
 def parameter_counts(
     report: PeakAccount, program: PlacedProgram, roles: Mapping[int, str], state: State
 ) -> dict[str, int]:
-    """Returns the parameter counts of a program; {} if unknown.
+    """Returns the numbers of the model's parameters; {} if unknown.
 
-    `total` includes frozen parameters. `active` is the number that one token uses, which is lower only if the model
-    has experts.
+    The key `total` includes frozen parameters. The key `active` is the number of parameters that one token uses, which
+    is less than the total only if the model has experts.
     """
     sizes = [layout.elements for number, layout in program.layouts.items() if roles.get(number) in ("params", "frozen")]
     frozen = sum(row.elements for row in report.ledger if row.role == "frozen")
@@ -231,8 +236,9 @@ def parameter_counts(
 
 
 def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int]) -> dict[str, int]:
-    """Returns the path and bytes of each array of state that is not sharded over all axes of `shard`, largest
-    first."""
+    """Returns path -> bytes of each array of the training state that is not sharded over all mesh axes in `shard`,
+    largest first.
+    """
     module, sizes = program.module, {}
     entry = module.computations[module.entry]
     for number, layout in program.layouts.items():
@@ -243,12 +249,12 @@ def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping
 
 
 def zero_rows(report: PeakAccount, state: State) -> tuple[ZeroRow, ...]:
-    """Returns ZeRO's accounting beside the bytes held at the peak, in bytes per parameter, with a total as the last
-    row.
+    """Returns the bytes per parameter of each part of the training state, as the ZeRO paper predicts them and as the
+    compiled program holds them at the peak. The last row is the total.
 
-    The held bytes are the params, gradients (including accumulator) and optimizer rows of the breakdown; "gathered"
-    are gathered or cast copies of parameters and the buffers of collectives. Returns () for a program without
-    parameters or without a known stage of ZeRO.
+    The held bytes are the params, gradients (including accumulator) and optimizer rows of the memory breakdown. The
+    row "gathered" contains gathered or cast copies of parameters and the buffers of collectives. Returns () if the
+    program has no parameters or its stage of ZeRO is unknown.
     """
     if not state.parameters or state.zero is None:
         return ()
@@ -271,7 +277,7 @@ def zero_rows(report: PeakAccount, state: State) -> tuple[ZeroRow, ...]:
 
 
 def _reason(role: str, report: PeakAccount, state: State) -> str:
-    """Returns the reason why a role takes other bytes than in the paper."""
+    """Returns the reason why a role takes another number of bytes than the ZeRO paper predicts."""
     dtypes = " and ".join(sorted({row.dtype for row in report.ledger if row.role == role and "float" in row.dtype}))
     stored = sum(row.elements for row in report.ledger if row.role == "params")
     part = f", 1/{state.degree} on each device" if state.degree > 1 and stored < state.parameters else ""
@@ -295,8 +301,9 @@ def _reason(role: str, report: PeakAccount, state: State) -> str:
 
 
 def _gradient_reason(report: PeakAccount, state: State) -> str:
-    """Returns the dtypes of the gradients that are alive at the peak, and the reason if they are fewer bytes than in
-    the paper."""
+    """Returns the dtypes of the gradients that are alive at the peak, and the reason if their bytes are fewer than the
+    ZeRO paper predicts.
+    """
     sizes: dict[str, int] = {}
     for buffer in report.buffers:
         if buffer.at_peak and buffer.memory == "device" and buffer.category in ("gradients", "accumulator"):

@@ -40,9 +40,10 @@ _OVERWRITING = frozenset(
 
 
 def derive(module: Module) -> HloProgram:
-    """Returns a program with buffers, allocations and a heap trace that are derived from the module's schedule.
+    """Derives the buffers, allocations and live ranges of a compiled module from its schedule, for a module without
+    XLA's buffer assignment.
 
-    Sizes are unpadded bytes. The ids of buffers and allocations are not those of XLA.
+    Sizes are unpadded bytes. The ids of buffers and allocations differ from XLA's ids.
     """
     return _Derivation(module).program()
 
@@ -70,7 +71,9 @@ class _Derivation:
             self.starts[computation] = min(self.starts.get(computation, at), at)
 
     def program(self) -> HloProgram:
-        """Merges aliases, computes live ranges, applies in-place updates and builds the records."""
+        """Merges aliased values, computes live ranges, reuses memory for in-place updates, and returns the program
+        with buffers and a heap trace.
+        """
         instructions = [self.module.instructions[id] for id in self.order]
         for instruction in instructions:
             for index, _ in self._leaves(instruction):
@@ -102,7 +105,7 @@ class _Derivation:
             self.parent[self._find(right)] = self._find(left)
 
     def _shared(self, instruction: Instruction) -> Iterator[tuple[Node, Node]]:
-        """Yields pairs of values that share memory by rule."""
+        """Yields pairs of values that always share memory, such as the input and the output of a loop."""
         module, id, operands = self.module, instruction.id, instruction.operands
         opcode = instruction.opcode
         if opcode == "while" and operands:
@@ -136,7 +139,7 @@ class _Derivation:
                     yield (id, index), source
 
     def _source(self, instruction: Instruction, index: Index) -> Node | None:
-        """Returns the value of an operand whose memory a result uses; None if the result has its own memory."""
+        """Returns the operand value whose memory a result uses; None if the result has memory of its own."""
         operands, opcode = instruction.operands, instruction.opcode
         if not operands:
             return None
@@ -161,8 +164,9 @@ class _Derivation:
         return None
 
     def _updated(self, fusion: Instruction, value: Instruction | None, index: Index) -> Node | None:
-        """Returns the operand that a fusion updates in place; None if there is none. The root of such a fusion writes
-        into a slice of the operand."""
+        """Returns the operand that a fusion updates in place, because its root writes into a slice of the operand;
+        None if there is none.
+        """
         updating = False
         for _ in range(64):
             if value is None:
@@ -209,8 +213,7 @@ class _Derivation:
         return groups
 
     def _overwrite(self, instructions: list[Instruction], groups: dict[Node, _Group]) -> None:
-        """Merges the memory of a result with the memory of an operand of the same size whose live range ends at the
-        result."""
+        """Lets a result reuse the memory of an operand of the same size that no later instruction reads."""
         for instruction in instructions:
             if instruction.opcode not in _OVERWRITING:
                 continue
@@ -256,8 +259,9 @@ class _Derivation:
         return program
 
     def _preference(self, node: Node) -> tuple[bool, bool, int]:
-        """Returns the sort key of the nodes of one range of memory. The node that describes it best is a loop's state,
-        then an operation, then the earliest node."""
+        """Returns the sort key by which one value is chosen to describe a range of memory: the state of a loop first,
+        then an operation, then the earliest value.
+        """
         instruction = self.module.instructions[node[0]]
         passing = instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast")
         return instruction.opcode == "while", not passing, -self.order[node[0]]

@@ -36,9 +36,9 @@ _OPERATIONS = frozenset(("transpose", ""))
 
 
 class Naming:
-    """Looks up scopes and source lines in one module, with a cache.
+    """Looks up the scopes and source lines of the instructions of one module. Results are cached.
 
-    `displaced_marks`: positions of JAX's marks on saved values that have another position than their value.
+    `displaced_marks`: source positions at which jax marks saved values although the values were computed elsewhere.
     """
 
     def __init__(self, module: Module, flow: Flow, displaced_marks: Collection[Place] = ()):
@@ -48,8 +48,9 @@ class Naming:
         self._code: dict[int, tuple[str, tuple[str, ...]]] = {}
 
     def scope(self, instruction: Instruction) -> Scope:
-        """Returns the scope of an instruction from its op_name. Parts that the op_name lacks come from its stack
-        frames."""
+        """Returns the parsed op_name of an instruction. Parts that the op_name lacks are taken from the stack
+        frames.
+        """
         if instruction.id not in self._scopes:
             metadata = self.module.metadata(instruction)
             scope = parse(metadata.op_name)
@@ -62,7 +63,9 @@ class Naming:
         return self._scopes[instruction.id]
 
     def _by_code(self, scope: Scope, metadata: Metadata) -> tuple[str, tuple[str, ...]]:
-        """Returns component and module path of a scope without a module, from the stack frames of its call."""
+        """Returns (component, module path) of an instruction whose op_name contains no module, according to its stack
+        frames.
+        """
         key = id(metadata.frames)  # in a module's table, each chain of frames is one object
         if key not in self._code:
             component = sources.component_of_code(metadata.frames) or scope.component
@@ -72,13 +75,13 @@ class Naming:
         return component, modules or scope.path
 
     def best(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        """Returns the instruction whose name describes a value best, with its metadata and scope; None if there is
-        none.
+        """Returns the instruction whose name describes a value best, with its metadata and parsed op_name; None if
+        there is no such instruction.
 
-        This is the nearest maker that names a part of the model. Bookkeeping of a loop is used only if no other maker
-        has a name. Without a named maker, the values that it is copied or computed from are tried, then its readers. A
-        copy that a loop or the compiler makes outside of a known component gets the scopes and the source line of its
-        source.
+        This is the nearest instruction that computed or passed on the value and that names a part of the model. If all
+        of these have no name, the values from which it was copied or computed are tried, then its readers. Names of
+        loop bookkeeping are a last choice. A copy that a loop or the compiler made outside of a known component gets
+        the scopes and the source line of the value that it copies.
         """
         key = instruction.id, index
         if key not in self._best:
@@ -121,7 +124,9 @@ class Naming:
         return named, metadata, scope
 
     def marked(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named instruction that made a saved value with a displaced mark; None for other values."""
+        """Returns the named instruction that computed a saved value which jax marks at another source position; None
+        for other values.
+        """
         mark = self.flow.origin(instruction, index).instruction
         if mark is None or mark.opcode != "reduce-precision":
             return None
@@ -131,11 +136,11 @@ class Naming:
         return self._nearest(self.flow.makers(self.module.operand(mark, 0)))[1]
 
     def _nearest(self, candidates: Iterable[Instruction], first: bool = False) -> tuple[int, Instruction | None]:
-        """Returns (rank, instruction) of the best named candidate, the first of equal rank; (3, None) if none is
-        named.
+        """Returns (rank, instruction) of the candidate with the best name, the first one of equal rank; (3, None) if
+        no candidate has a name.
 
-        Rank 0 is named after the computation, rank 1 after control flow, rank 2 after the stacks of a loop. If
-        `first`, returns the first candidate of any rank.
+        A name of rank 0 describes a computation, rank 1 control flow, and rank 2 the stacked arrays of a loop. If
+        `first` is True, returns the first candidate with a name of any rank.
         """
         best: tuple[int, Instruction | None] = 3, None
         for candidate in candidates:
@@ -154,8 +159,9 @@ class Naming:
         return best
 
     def _copied(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named maker of the array that a value is a slice of or is gathered from; None for other
-        values."""
+        """Returns the named instruction that computed the array from which a value is sliced or gathered; None for
+        other values.
+        """
         maker = self.flow.origin(instruction, index).instruction
         for _ in range(4):
             if maker is None or maker.opcode not in _TAKING:
@@ -170,8 +176,9 @@ class Naming:
         return None
 
     def _filled(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named maker of the values that a loop writes over an initial value, such as zeros; None if there
-        is none."""
+        """Returns the named instruction that computed the values which a loop writes over an initial array, such as
+        zeros; None if there is none.
+        """
         maker = self.flow.origin(instruction, index).instruction
         if maker is None or maker.opcode not in _FILLERS:
             return None
@@ -194,7 +201,9 @@ class Naming:
         return None
 
     def _frames(self, instruction: Instruction, index: Index) -> tuple[Frame, ...]:
-        """Returns the nearest stack frames with a source line, for a value whose own name has none."""
+        """Returns the stack frames of the nearest related instruction that has a source line, for a value whose own
+        name has none.
+        """
         for near in (*self.flow.makers(instruction, index), *self._near(instruction, index)):
             metadata = self.module.metadata(near)
             if sources.source_line(metadata):
@@ -202,8 +211,9 @@ class Naming:
         return ()
 
     def _near(self, instruction: Instruction, index: Index) -> Iterator[Instruction]:
-        """Yields the instructions that a value added by the compiler belongs to: its sources, its readers, the loop
-        around it. For an initial value, the readers come first."""
+        """Yields the instructions to which a value that the compiler added is related: its sources, its readers, and
+        the loop around it. For the initial value of a loop, the readers come first.
+        """
         maker = self.flow.origin(instruction, index).instruction or instruction
         sides = [self.flow.ancestors(maker), self.flow.readers(instruction)]
         for side in reversed(sides) if maker.opcode in _FILLERS else sides:
@@ -212,9 +222,9 @@ class Naming:
 
 
 def label(buffer: Buffer, modules: int = 1) -> str:
-    """Returns the key of a residual in `residuals_by_name`, or of another buffer in `workspace_by_scope`.
+    """Returns the name of a buffer in `residuals_by_name` if it is a residual, or else in `workspace_by_scope`.
 
-    `modules`: number of modules that the component covers, which is appended if it is more than one.
+    `modules`: number of modules that share the name. It is appended if it is more than one.
     """
     component = f"{buffer.component} x {modules}" if modules > 1 else buffer.component
     if buffer.category != "residuals":
@@ -226,12 +236,11 @@ def label(buffer: Buffer, modules: int = 1) -> str:
 
 
 def fold_labels(buffers: Iterable[Buffer]) -> dict[str, str]:
-    """Returns label -> label with its number of modules, such as "backward/CausalAttn x 6", for labels that cover
-    several modules.
+    """Returns name -> the same name with the number of modules that share it, such as "backward/CausalAttn x 6", for
+    the names that several modules share.
 
-    The modules are counted by the module paths of the buffers at the peak, up to the scope that names the component:
-    `Attention_0` of six blocks, or `attn_0` to `attn_5`. Labels whose paths contain no numbers, such as class names,
-    are left out.
+    The modules are counted by the module paths of the buffers at the peak, for example `Attention_0` in six blocks, or
+    `attn_0` to `attn_5`. Names whose paths contain no numbers, such as class names, are left out.
     """
     paths: dict[str, set[tuple[str, ...]]] = {}
     examples: dict[str, Buffer] = {}

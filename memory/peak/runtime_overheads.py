@@ -41,11 +41,11 @@ BLAS_WORKSPACE_BYTES = {True: 32 * MIB, False: 4 * MIB}
 
 @dataclasses.dataclass(frozen=True)
 class LoopOverhead:
-    """The arrays that the loop around a program keeps on the device while the program runs.
+    """The arrays that the training loop keeps on the device while the program runs.
 
     Fields:
-        waiting: bytes on one device of each array of the next and of the last update's batches.
-        results: number of earlier calls whose results are still held because they have not been read.
+        waiting: bytes on one device of each array in the batches of the next and of the last update.
+        results: number of earlier calls whose results are still in memory because nobody has read them yet.
     """
 
     waiting: tuple[int, ...] = ()
@@ -54,17 +54,17 @@ class LoopOverhead:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The inputs of the formulas of the table. Sizes are bytes on one device.
+    """The inputs of the formulas for the memory that the runtime takes. Sizes are bytes on one device.
 
     Fields:
         platform: the platform of the target ("cuda", "tpu", "cpu"), "" if unknown.
-        context: bytes that the target's runtime reserves.
+        context: bytes that the runtime reserves on the target, such as the CUDA context.
         requests: sizes of all requests of the runtime to its allocator: arguments, results, temporaries.
-        results: sizes of the requests that are result arrays with memory of their own.
-        loop: arrays that the loop around the program keeps.
-        untuned_product: bytes of the operands of the largest matrix product, if the compiler had no GPU on which to
-            try cuBLAS; otherwise 0.
-        hopper: whether the compute capability is 9 or more.
+        results: sizes of the result arrays that do not reuse the memory of an argument.
+        loop: arrays that the training loop keeps on the device.
+        untuned_product: bytes of the operands of the largest matrix product if the program was compiled without a GPU,
+            so that cuBLAS could not be tried; otherwise 0.
+        hopper: whether the GPU has compute capability 9 or more.
         communicators: number of groups of devices that exchange data.
         code: bytes of machine code, 0 if unknown.
     """
@@ -82,12 +82,12 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A row of the table.
+    """One item of memory that the runtime takes.
 
     Fields:
-        name: the name in reports.
-        where: `POOL` or `CARD`.
-        bytes_of: the formula, which returns bytes.
+        name: the name of the item in reports.
+        where: `POOL` (in the allocator's pool) or `CARD` (on the GPU outside of the pool).
+        bytes_of: function that computes the bytes.
         source: the source of the formula, in words.
     """
 
@@ -98,7 +98,9 @@ class Item:
 
 
 def rounded(size: int, platform: str) -> int:
-    """Returns the bytes that an allocator of `platform` counts for a request of `size` bytes."""
+    """Returns the bytes that the allocator of a `platform` counts for a request of `size` bytes, because it
+    rounds up.
+    """
     unit = ROUNDING.get(platform, 1)
     return -(-size // unit) * unit
 
@@ -150,6 +152,6 @@ ITEMS = (
 
 
 def find(facts: Facts) -> tuple[RuntimeOverhead, ...]:
-    """Returns the items that take more than 0 bytes, in the order of the table."""
+    """Returns the items of memory that the runtime takes, without items of 0 bytes, in the order of `ITEMS`."""
     rows = [RuntimeOverhead(item.name, int(item.bytes_of(facts)), item.where, item.source) for item in ITEMS]
     return tuple(row for row in rows if row.bytes)

@@ -26,7 +26,8 @@ _STAT = 1 << 40
 
 
 def name(path: Path, trace: ProfilerTrace) -> None:
-    """Rewrites the *.xplane.pb of a trace with scope names, and Perfetto's file in the same folder if there is one.
+    """Adds the names of scopes to the events of a profiler trace, by rewriting its *.xplane.pb and, if present, the
+    Perfetto file in the same folder.
 
     Raises ReportError if the files cannot be written.
     """
@@ -46,7 +47,7 @@ def name(path: Path, trace: ProfilerTrace) -> None:
 
 
 def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
-    """Returns a serialized XSpace with the stat `tf_op` on each kind of host event that is in `names`.
+    """Returns a serialized XSpace in which the host events listed in `names` have the stat `tf_op`, their op_name.
 
     `names`: name of an event -> op_name. Raises WireError if the bytes are not an XSpace.
     """
@@ -60,8 +61,9 @@ def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
 
 
 def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> bytes:
-    """Returns a plane with entries appended to its maps. If a map has several entries with one key, readers use the
-    last one."""
+    """Returns a serialized plane with additional entries in its maps. If a map has several entries with one key,
+    readers use the last entry.
+    """
     title, added = "", []
     for field, value in wire.fields(data, span):
         if field == 2:
@@ -96,7 +98,7 @@ def _varint(value: int) -> bytes:
 
 
 def _perfetto(path: Path, named: Mapping[str, tuple[str, OpScope]], main: str) -> None:
-    """Adds op_name, phase and component to the events of Perfetto's JSON."""
+    """Adds op_name, phase and component to the events of Perfetto's JSON file."""
     with gzip.open(path, "rt") as file:
         trace = json.load(file)
     for event in trace.get("traceEvents", ()):

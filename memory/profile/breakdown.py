@@ -46,7 +46,7 @@ _NO_KEY: Key = (None, ""), "", ""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instructions:
-    """All runs of one instruction: its time in picoseconds and the number of its runs, both summed over devices."""
+    """All runs of one instruction: their time in picoseconds and their number, both summed over devices."""
 
     name: str
     scope: OpScope
@@ -56,12 +56,12 @@ class Instructions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostRow:
-    """Work of the host in picoseconds.
+    """Annotated work of the host (the CPU that runs Python). Times are in picoseconds.
 
     Fields:
         name: the annotation of the work.
-        taken: time of the work, without nested work that has a row of its own.
-        idle: time during this work in which the devices were idle, averaged over devices.
+        taken: time of the work, without nested annotated work.
+        idle: part of this time in which the devices were idle, averaged over devices.
         count: number of annotated intervals.
     """
 
@@ -73,19 +73,19 @@ class HostRow:
 
 @dataclasses.dataclass(frozen=True)
 class Breakdown:
-    """The time of traced updates in picoseconds.
+    """Where the time of the traced updates went. All times are in picoseconds.
 
     Fields:
         program: the name of the main program.
         steps: numbers of the traced updates.
         devices: number of devices that ran the program.
-        wall: time from the first update's start to the last one's end, the same for every device.
-        cells: (phase, component) -> time, summed over the devices.
-        hidden: component -> time that other work overlaps, summed over the devices.
-        instructions: the longest first, summed over the devices.
-        host: rows of the host's work.
+        wall: time from the start of the first update to the end of the last update.
+        cells: (phase, component of the model) -> time, summed over the devices.
+        hidden: component -> time in which other work ran at the same time, summed over the devices.
+        instructions: the instructions, those with the most time first.
+        host: the host's annotated work.
         calls: number of calls of the program per update.
-        paused: time of evaluations and checkpoints, a part of `wall`.
+        paused: time of evaluations and of writing checkpoints, which is part of `wall`.
     """
 
     program: str
@@ -101,31 +101,32 @@ class Breakdown:
 
     @property
     def measured(self) -> float:
-        """Wall seconds of one update, without evaluations and checkpoints between updates."""
+        """Seconds of one update, without the time of evaluations and checkpoints between updates."""
         return (self.wall - self.paused) * PICO / self.updates
 
     @property
     def updates(self) -> int:
-        """Number of traced updates. A trace without numbered steps counts as one update."""
+        """Number of traced updates; 1 if the trace does not number its steps."""
         return len(self.steps) or 1
 
     @property
     def busy(self) -> int:
-        """Time in which a device ran anything, summed over the devices."""
+        """Picoseconds in which a device ran anything, summed over the devices."""
         return sum(self.cells.values())
 
     @property
     def idle(self) -> int:
-        """Time in which a device ran nothing, summed over the devices."""
+        """Picoseconds in which a device ran nothing, summed over the devices."""
         return self.devices * self.wall - self.busy
 
     def seconds(self, taken: int) -> float:
-        """Converts picoseconds summed over updates and devices to seconds per update and device."""
+        """Converts a time in picoseconds that is summed over updates and devices to seconds per update and device."""
         return taken * PICO / (self.updates * self.devices)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the breakdown as JSON values, in seconds per update and device: `cells` by phase and component,
-        `busy`, `idle`, and their sum `total`."""
+        """Returns the times as JSON values in seconds per update and device. The keys are `cells` (time by phase and
+        component), `busy`, `idle`, their sum `total`, and the other fields.
+        """
         return {
             "program": self.program,
             "steps": list(self.steps),
@@ -162,7 +163,7 @@ class Breakdown:
 
 
 def find(trace: ProfilerTrace) -> Breakdown:
-    """Returns the breakdown of a trace. Raises ReportError if no device ran anything in the trace."""
+    """Returns where the time of the traced updates went. Raises ReportError if no device ran anything in the trace."""
     op_scopes = OpScopes(trace)
     steps = [span for span in trace.spans if span.step is not None]
     start = min((span.start for span in steps), default=min((op.start for op in trace.operations), default=0))
@@ -208,7 +209,7 @@ def find(trace: ProfilerTrace) -> Breakdown:
 
 
 def updates_text(steps: Sequence[int]) -> str:
-    """Returns the numbers of the traced updates as text."""
+    """Returns the numbers of the traced updates as text, such as a range."""
     if not steps:
         return "the whole trace as one update"
     return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
@@ -219,8 +220,8 @@ def divide(
 ) -> tuple[Counter[Key], list[tuple[int, int]], Counter[str]]:
     """Divides the time of one device from `start` to `stop`, in picoseconds, among the instructions that ran.
 
-    Returns (time by instruction, intervals in which nothing ran, hidden time by component). The times by instruction
-    and the intervals add up to `stop - start` exactly.
+    Returns (instruction -> time, intervals in which nothing ran, component -> time in which other work ran at the same
+    time). The times of the instructions and the intervals add up to `stop - start` exactly.
     """
     edges: list[tuple[int, int, int, int, Key]] = []
     for number, operation in enumerate(operations):
@@ -254,8 +255,9 @@ def divide(
 
 
 def _share(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
-    """Adds `taken` picoseconds to `shares` in equal integer parts. The first keys get one picosecond more each until
-    the remainder is used up."""
+    """Divides `taken` picoseconds among the keys in equal integer parts, and adds them to `shares`. The remainder goes
+    to the first keys.
+    """
     keys = list(keys)
     each, rest = divmod(taken, len(keys))
     for number, key in enumerate(keys):
@@ -263,7 +265,8 @@ def _share(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
 
 
 def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], start: int, stop: int) -> list[HostRow]:
-    """Returns rows of the host's annotated work between `start` and `stop`, longest first, and one row for the rest.
+    """Returns the host's annotated work between `start` and `stop` (picoseconds), longest first, and a last row for
+    the time without annotation.
 
     `idle`: for each device, the intervals in which it ran nothing.
     """
@@ -292,7 +295,9 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
 
 
 def innermost_spans(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
-    """Yields (name, start, stop) of the intervals of one thread in which a span is the innermost. Spans are nested."""
+    """Yields (name, start, stop) of each interval in which a span is the innermost one of its thread. The spans of a
+    thread are nested.
+    """
     open_spans: list[Span] = []
     at = 0
     for span in [*sorted(spans, key=lambda span: (span.start, -span.stop)), None]:
@@ -309,5 +314,5 @@ def innermost_spans(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
 
 
 def _overlap(gaps: list[tuple[int, int]], start: int, stop: int) -> int:
-    """Returns the picoseconds of the intervals `gaps` that are between `start` and `stop`."""
+    """Returns the picoseconds of the intervals `gaps` that fall between `start` and `stop`."""
     return sum(max(min(high, stop) - max(low, start), 0) for low, high in gaps)

@@ -33,12 +33,12 @@ _COLLECTIVE_KERNEL = re.compile(r"nccl", re.I)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpScope:
-    """The place of an instruction in the program.
+    """The place of a traced instruction in the program.
 
     Fields:
-        phase: one of `records.STEP_PHASES`, or other.
+        phase: one of `records.STEP_PHASES`, or "other".
         component: the part of the model, as in a report.
-        path: scopes joined by "/".
+        path: the named scopes, joined by "/".
         opcode: the HLO opcode, "" if unknown.
     """
 
@@ -52,13 +52,16 @@ Key = tuple[tuple[int | None, str], str, str]
 
 
 def key_of(operation: Operation) -> Key:
-    """Returns the key of an instruction, which is the same for all its runs: program, name (of the kernel if the
-    instruction has none), op_name."""
+    """Returns a key that is the same for all runs of an instruction: (program, name of the instruction or else of the
+    kernel, op_name).
+    """
     return operation.program, operation.name or operation.kernel, operation.op_name
 
 
 class OpScopes:
-    """Looks up the phases and components of instructions. `main` is the program that ran longest outside of pauses."""
+    """Looks up the phase and the component of traced instructions. `main` is the program that ran longest, outside of
+    evaluations and checkpoints.
+    """
 
     def __init__(self, trace: ProfilerTrace):
         self.trace = trace
@@ -74,14 +77,17 @@ class OpScopes:
         self.main = named[0] if named else ""
 
     def scope(self, key: Key) -> OpScope:
-        """Returns the scope of an instruction. If no module contains the instruction, the scope comes from its op_name
-        or its kernel."""
+        """Returns the place of an instruction in the program. If no module in the trace contains the instruction, the
+        place is derived from its op_name or kernel name.
+        """
         if key not in self._known:
             self._known[key] = self._find(key)
         return self._known[key]
 
     def op_name(self, key: Key) -> str:
-        """Returns the op_name of an instruction in its module, or else the event's own; "" if there is none."""
+        """Returns the op_name of an instruction from its module, or else from the trace event; "" if neither
+        has one.
+        """
         module = self._module(key[0])
         if module is None:
             return key[2]
@@ -89,8 +95,9 @@ class OpScopes:
         return key[2] if instruction is None else module.op_name(instruction)
 
     def runs_once(self, key: Key) -> bool:
-        """Returns whether an instruction runs once per call, because it is in the main program outside of loops and
-        branches."""
+        """Returns whether an instruction runs once per call of the main program, because it is outside of loops and
+        branches.
+        """
         module = self._module(key[0])
         if module is None or key[0][1] != self.main:
             return False
@@ -113,8 +120,9 @@ class OpScopes:
         return OpScope(scope.phase or OTHER, scope.component or OTHER, "/".join(scope.path))
 
     def _module(self, program: tuple[int | None, str]) -> _Module | None:
-        """Returns the module of a program by its number. A kernel without a program is looked up in the main
-        program."""
+        """Returns the compiled module with a program number. A kernel without a program number is looked up in the
+        main program.
+        """
         if program not in self._modules:
             number, name = program
             known = self.trace.programs
@@ -128,7 +136,7 @@ class OpScopes:
 
 
 class _Module:
-    """The instructions of one compiled module, by name."""
+    """The instructions of one compiled module, which are looked up by name."""
 
     def __init__(self, proto: bytes):
         program = hlo_buffers.read(proto)
@@ -138,7 +146,9 @@ class _Module:
         self._kernels = {_plain(name): instruction for name, instruction in self._named.items()}
 
     def instruction(self, name: str) -> Instruction | None:
-        """Returns an instruction by its name, or by the name of its kernel, which has neither dots nor dashes."""
+        """Returns the instruction with a name, or with a kernel of this name. Kernel names have underscores instead of
+        dots and dashes.
+        """
         return self._named.get(name) or self._kernels.get(_plain(name))
 
     def scope(self, instruction: Instruction) -> OpScope:
@@ -158,12 +168,12 @@ class _Module:
         return OpScope(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
 
     def op_name(self, instruction: Instruction) -> str:
-        """Returns the op_name of an instruction, or else of the nearest instruction that has a name."""
+        """Returns the op_name of an instruction, or else of the nearest instruction that has one."""
         own = self.attribution.module.metadata(instruction).op_name
         return own if "/" in own else self.attribution.best_named(instruction, ())[1].op_name
 
     def _copies(self, instruction: Instruction) -> bool:
-        """Returns whether an instruction only moves its operand."""
+        """Returns whether an instruction only copies or moves its operand."""
         if instruction.opcode == "fusion" and instruction.called:
             root = self.attribution.module.root(instruction.called[0])
             return root is not None and root.opcode in _COPYING
@@ -171,8 +181,9 @@ class _Module:
 
 
 def priority(scope: OpScope) -> int:
-    """Returns the rank by which instructions that run at the same moment share the time: compute first, then
-    collectives, transfers, loops."""
+    """Returns the rank of an instruction among those that run at the same moment. The time goes to computation first,
+    then to collectives, transfers and loops.
+    """
     if scope.opcode in _ENCLOSING:
         return ENCLOSING
     return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(scope.component, COMPUTE)

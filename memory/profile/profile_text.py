@@ -27,13 +27,16 @@ _LEGEND = {
 
 
 def show(breakdown: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
-    """Prints the breakdown to a console, which is stdout by default. `predicted` is the argument of `prediction`."""
+    """Prints where the traced time went to a console, which is stdout by default. `predicted` is passed to
+    `prediction`.
+    """
     put(render(breakdown, predicted), console)
 
 
 def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
-    """Returns the breakdown as a rich renderable: tables of phases and components, the host's work and the longest
-    instructions, then the predicted time."""
+    """Returns where the traced time went as a rich renderable: tables of phases and components, of the host's work and
+    of the longest instructions, then the predicted time.
+    """
     unit, scale = next(
         ((name, size) for name, size in _UNITS if breakdown.wall * PICO / breakdown.updates >= size), _UNITS[-1]
     )
@@ -50,8 +53,10 @@ def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> 
 
 
 def prediction(breakdown: Breakdown, predicted: Mapping[str, Any]) -> str:
-    """Returns predicted and measured seconds per update in one line. `predicted` is the prediction of one call
-    (`commands.trace.prediction`)."""
+    """Returns a line that compares the predicted and the measured seconds per update.
+
+    `predicted`: the JSON of the prediction of one call (`commands.trace.prediction`).
+    """
     measured = breakdown.measured
     aside = " without pauses" if breakdown.paused else ""  # pauses are evaluations and checkpoints between updates
     once, bound = predicted["seconds"], predicted["at_least"]
@@ -77,8 +82,9 @@ def _head(breakdown: Breakdown, unit: str) -> RenderableType:
 
 
 def _cells(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> FigureTable:
-    """Returns a table with a row per component and a column per phase. The rows add up to busy; busy and idle add up
-    to the total."""
+    """Returns a table with a row per component and a column per phase. The component rows add up to the row "busy",
+    and busy and idle to the total.
+    """
     phases = [phase for phase in PHASES if any(phase == other for other, _ in breakdown.cells)]
     heads = (figure(Text(phase, style=PHASE_STYLE.get(phase, ""))) for phase in phases)
     table = FigureTable(label(Text("device", style="bold")), *heads, figure("all"), figure("%"), heading="dim")

@@ -30,10 +30,12 @@ _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
 def render(breakdown: Mapping[str, Any], name: str = "", report: ReportRecord | None = None) -> str:
-    """Returns the page of a breakdown's JSON as text.
+    """Returns the HTML page that shows where the traced time went.
 
-    `name`: the title, such as the run directory. `report`: the report of the program, whose subject is shown in the
-    header.
+    Args:
+        breakdown: the JSON of `Breakdown.to_json`.
+        name: the title of the page, such as the run directory.
+        report: the memory report of the program, which is named in the header of the page.
     """
     title = name or str(breakdown["program"])
     return page(
@@ -55,8 +57,9 @@ def render(breakdown: Mapping[str, Any], name: str = "", report: ReportRecord | 
 
 
 def page_data(breakdown: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON values that the script draws: seconds per update and device, by component and phase, and the
-    host's work."""
+    """Returns the JSON values that the script of the page draws: seconds per update and device by component and phase,
+    and the host's work.
+    """
     parts = _components(breakdown)
     largest, rest = parts[:MAX_BARS], parts[MAX_BARS:]
     if rest:
@@ -84,7 +87,7 @@ def page_data(breakdown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unit(seconds: float) -> tuple[str, float]:
-    """Returns (name, size in seconds) of the time unit for figures of at most `seconds` seconds."""
+    """Returns (name, seconds per unit) of the time unit in which times of at most `seconds` are shown."""
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale), _UNITS[-1])
 
 
@@ -95,8 +98,9 @@ def written(seconds: float) -> str:
 
 
 def cells(breakdown: Mapping[str, Any]) -> PageTable:
-    """Returns a table with a row per component, a column per phase, and the share of the whole update. The last rows
-    are busy, idle and the whole."""
+    """Returns a table with a row per component, a column per phase, and the percentage of the whole update. The last
+    rows are busy time, idle time and the whole update.
+    """
     whole, (_, scale) = breakdown["total"], unit(breakdown["total"])
     used = [phase for phase in PHASES if any(cell["phase"] == phase for cell in breakdown["cells"])]
     parts = _components(breakdown)
@@ -116,7 +120,7 @@ def cells(breakdown: Mapping[str, Any]) -> PageTable:
 
 
 def share(seconds: float, whole: float) -> Cell:
-    """Returns a cell with the share of the whole in per cent."""
+    """Returns a table cell that shows a time as a percentage of the whole."""
     return Cell(f"{100 * seconds / whole:.1f}" if whole else "", value=seconds)
 
 
@@ -132,14 +136,14 @@ def _components(breakdown: Mapping[str, Any]) -> list[tuple[str, dict[str, float
 
 
 def where_text(breakdown: Mapping[str, Any]) -> str:
-    """Returns the traced program, updates and devices in one line."""
+    """Returns a line with the name of the traced program and the numbers of updates and devices."""
     devices = breakdown["devices"]
     on = "1 device" if devices == 1 else f"mean of {devices} devices"
     return " · ".join((str(breakdown["program"]), updates_text(breakdown["steps"]), on))
 
 
 def figures(breakdown: Mapping[str, Any]) -> list[HeaderFigure]:
-    """Returns the header figures of an update."""
+    """Returns the figures about an update at the top of the page."""
     whole, alone = breakdown["total"], breakdown["without_pauses"]
     waits = next((row["device_idle_seconds"] for row in breakdown["host"] if row["name"] == "wait_for_data"), None)
     pause = f"and {written(whole - alone)} of evaluation and checkpoint"

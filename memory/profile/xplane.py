@@ -43,11 +43,11 @@ class Operation:
 
     Fields:
         device: the name of the device.
-        name: the name of the HLO instruction, "" for a kernel or copy without one.
-        kernel: the name of the event.
-        start, stop: picoseconds on the trace's clock.
+        name: the name of the HLO instruction; "" for a kernel or copy that belongs to no instruction.
+        kernel: the name of the trace event.
+        start, stop: times in picoseconds on the clock of the trace.
         program: (id of the program, name of its module); None and "" if unknown.
-        op_name: JAX's name, "" in most traces.
+        op_name: JAX's name of the operation; "" in most traces.
     """
 
     device: str
@@ -61,12 +61,12 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Annotated work of the host.
+    """An interval in which the host did annotated work.
 
     Fields:
         name: the annotation.
         thread: the thread that did the work.
-        start, stop: picoseconds on the trace's clock.
+        start, stop: times in picoseconds on the clock of the trace.
         step: the number of a StepTraceAnnotation, None for other annotations.
     """
 
@@ -79,7 +79,10 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class ProfilerTrace:
-    """The records of one process's trace. `programs`: id -> (name of the module, HloProto)."""
+    """The content of the profiler trace of one process.
+
+    `programs`: id of a compiled program -> (name of its module, serialized HloProto).
+    """
 
     operations: tuple[Operation, ...] = ()
     spans: tuple[Span, ...] = ()
@@ -87,9 +90,10 @@ class ProfilerTrace:
 
 
 def find(place: str | Path) -> Path:
-    """Returns the trace file of a path: the file itself, or the newest *.xplane.pb below a folder.
+    """Returns the profiler trace file at a path: the path itself if it is a file, or else the newest *.xplane.pb in
+    the folder and its subfolders.
 
-    Raises ReportError if there is none, or if the folder has the traces of several processes.
+    Raises ReportError if there is none, or if the newest trace has several files, one per process.
     """
     place = Path(place)
     if os.path.isfile(place):
@@ -107,7 +111,7 @@ def find(place: str | Path) -> Path:
 
 
 def read(path: str | Path) -> ProfilerTrace:
-    """Reads a *.xplane.pb. Raises ReportError if the file is unreadable or damaged."""
+    """Reads a profiler trace (*.xplane.pb). Raises ReportError if the file is unreadable or damaged."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -119,12 +123,14 @@ def read(path: str | Path) -> ProfilerTrace:
 
 
 def is_host(plane: str) -> bool:
-    """Returns whether a plane of this name has events of the host, which include the operations of a CPU device."""
+    """Returns whether the plane with this name contains the events of the host. The operations of a CPU device are
+    host events too.
+    """
     return plane != _METADATA and plane.startswith(_HOST_PLANE)
 
 
 def parse(data: bytes) -> ProfilerTrace:
-    """Returns the records of a serialized XSpace. Raises WireError for other bytes."""
+    """Parses a serialized XSpace, the content of a profiler trace. Raises WireError if the bytes are not an XSpace."""
     operations: list[Operation] = []
     on_host: list[Operation] = []
     spans: list[Span] = []
@@ -146,7 +152,7 @@ def parse(data: bytes) -> ProfilerTrace:
 
 
 class _Plane:
-    """An XPlane: name 2, lines 3, event_metadata 4, stat_metadata 5 (both maps: key 1, value 2)."""
+    """A plane of the trace: the events of one device or of the host."""
 
     def __init__(self, data: bytes, span: Bytes):
         self.data, self.name = data, ""
@@ -169,7 +175,7 @@ class _Plane:
                     self.stat_names[key] = wire.text(data, named[2]) if 2 in named else ""
 
     def kind(self, key: int) -> tuple[str, str, dict[str, Any]]:
-        """Returns (name, display name, stats) of a kind of event. XEventMetadata: name 2, display_name 4, stats 5."""
+        """Returns (name, display name, stats) of the kind of event with a key."""
         if key not in self._known:
             name, display_name = "", ""
             stats: dict[str, Any] = {}
@@ -184,8 +190,7 @@ class _Plane:
         return self._known[key]
 
     def stat(self, span: Bytes) -> tuple[str, Any]:
-        """Returns (name, value) of a XStat: metadata_id 1, the value in one of the fields 2 to 7. Bytes are returned
-        as a span."""
+        """Returns (name, value) of a serialized stat. A value of type bytes is returned as a span."""
         name = ""
         stat_value: str | wire.Value | None = None
         for field, value in wire.fields(self.data, span):
@@ -200,7 +205,9 @@ class _Plane:
         return name, stat_value
 
     def programs(self) -> Iterator[tuple[int, tuple[str, bytes]]]:
-        """Yields (program id, (name of the module, HloProto)) if the plane has programs as kinds of events."""
+        """Yields (program id, (name of the module, serialized HloProto)) of the compiled programs that the plane
+        contains.
+        """
         for key in self.kinds:
             name, _, stats = self.kind(key)
             blob = next((value for value in stats.values() if isinstance(value, tuple)), None)
@@ -208,8 +215,7 @@ class _Plane:
                 yield stats.get("program_id", key), (name.rsplit("(", 1)[0], self.data[blob[0] : blob[1]])
 
     def events(self, line: Bytes) -> Iterator[tuple[int, int, int, list[Bytes]]]:
-        """Yields (kind, start, stop, stats) of a line's events. XLine: timestamp_ns 3, events 4. XEvent: metadata_id
-        1, offset_ps 2, duration_ps 3, stats 4."""
+        """Yields (kind, start, stop, stats) of the events of a line. Times are in picoseconds."""
         fields = list(wire.fields(self.data, line))
         began = 1000 * next((wire.number(value) for field, value in fields if field == 3), 0)
         for field, value in fields:
@@ -224,11 +230,13 @@ class _Plane:
             yield numbers[1], began + numbers[2], began + numbers[2] + numbers[3], stats
 
     def line_name(self, line: Bytes) -> str:
-        """Returns the name of a line (field 2)."""
+        """Returns the name of a line of the plane."""
         return next((wire.text(self.data, value) for field, value in wire.fields(self.data, line) if field == 2), "")
 
     def device_operations(self) -> list[Operation]:
-        """Returns the operations of streams, or of a TPU's line of operations."""
+        """Returns the operations that a device ran: the events of a GPU's streams, or of the operations line
+        of a TPU.
+        """
         device, out = self.name.removeprefix(_DEVICE), []
         for line in self.lines:
             title = self.line_name(line)
@@ -242,7 +250,7 @@ class _Plane:
         return out
 
     def host_events(self) -> tuple[list[Operation], list[Span]]:
-        """Returns (operations of the CPU as a device, annotated work of the host)."""
+        """Returns (operations that ran on the CPU as a device, annotated work of the host)."""
         spans: list[Span] = []
         ends: dict[Any, int] = {}  # flow -> time at which its result is complete
         begun: list[tuple[str, int, int, dict[str, Any]]] = []

@@ -145,7 +145,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the estimate and writes the requested files; returns the exit code. A config is read, but not compiled."""
+    """Prints the estimate and writes the requested files; returns the exit code. A config is read, but not
+    compiled.
+    """
     notes: tuple[str, ...] = ()
     check_files(args)
     if args.params is not None and args.config:

@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table and writes the requested file; returns the exit code. The program is traced but not compiled."""
+    """Prints the table and writes the requested file; returns the exit code. The program is traced but not
+    compiled.
+    """
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.memory.view.console import put

@@ -1,4 +1,6 @@
-"""The compiled step programs of an engine: a few static shapes, each compiled once. The devices need not be present."""
+"""The compiled step programs of an engine: a few static shapes, each compiled once. The devices need not be
+present.
+"""
 
 import contextlib
 import dataclasses

@@ -115,7 +115,9 @@ def test_every_update_is_that_of_one_batch_of_its_size():
 
 @pytest.mark.exhaustive
 def test_a_run_resumed_within_a_schedule_goes_on_with_its_curve(tmp_path):
-    """Stopped after 12 of 20 updates, between two changes; batches, tokens and positions are those of the whole run."""
+    """Stopped after 12 of 20 updates, between two changes; batches, tokens and positions are those of the
+    whole run.
+    """
     text = tmp_path / "text"
     text.mkdir()
     for number in range(4):

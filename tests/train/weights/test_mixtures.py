@@ -1,4 +1,6 @@
-"""Mixtures of experts from folders: published sizes, each expert where it belongs, read by the devices that hold it."""
+"""Mixtures of experts from folders: published sizes, each expert where it belongs, read by the devices that
+hold it.
+"""
 
 import dataclasses
 import json

@@ -32,7 +32,9 @@ def printed(out):
 
 
 def test_the_base_is_the_fastest_that_fits():
-    """16 bits where there is room for all activations; less where that saves more recomputation than decoding costs."""
+    """16 bits where there is room for all activations; less where that saves more recomputation than
+    decoding costs.
+    """
     wide, narrow = fitted(30), fitted(12)
     assert wide.best.keys.get("lora.base") is None and wide.best.answer["recompute_flops_fraction"] == 0
     assert narrow.best.keys["lora.base"] == "nf4" and narrow.best.allocated <= 12 * GIB
