@@ -247,7 +247,9 @@ def _mesh() -> ConfigDict:
 
 
 def _pipeline() -> ConfigDict:
-    """The order in which the stages of mesh.stage run the micro-batches of batch.accumulation, with batch.mode=scan."""
+    """The order in which the stages of mesh.stage run the micro-batches of batch.accumulation, with
+    batch.mode=scan.
+    """
     pipeline = ConfigDict()
     pipeline.schedule = "1f1b"  # gpipe | 1f1b | interleaved | v | zero_bubble: bytescope pipeline draws them
     pipeline.virtual = 1  # chunks of layers per stage: several for interleaved, two for v

@@ -316,7 +316,9 @@ def leave(
 
 
 def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, regather: bool, name: str) -> jax.Array:
-    """Returns `einsum(spec, x, p)` in the dtype of `x`, without moving `x` or the result. `regather`: as in `enter`."""
+    """Returns `einsum(spec, x, p)` in the dtype of `x`, without moving `x` or the result. `regather`: as in
+    `enter`.
+    """
     if regather:
         return _regathered((_Product.from_param(name, spec, p),), place, None, x, (_value(p),))[0]
     return jnp.einsum(spec, x, _read_for(p, x, place))

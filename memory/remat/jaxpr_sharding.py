@@ -21,11 +21,11 @@ _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 class JaxprSharding:
-    """Follows the shardings of arguments through a jaxpr.
+    """Derives the shardings of all values of a jaxpr from the shardings of its arguments.
 
     Attributes:
         sizes: mesh axis -> number of devices, {} for one device.
-        inputs: id of an inner Jaxpr -> specs of its inputs.
+        inputs: id of an inner Jaxpr -> specs of its inputs. A spec lists the mesh axes that shard each dimension.
     """
 
     def __init__(self, sizes: Mapping[str, int] | None = None):
@@ -35,7 +35,7 @@ class JaxprSharding:
 
     @classmethod
     def from_arguments(cls, jaxpr: Any, leaves: Sequence[Any]) -> JaxprSharding:
-        """Returns the shardings of a ClosedJaxpr, from the NamedShardings of its arguments (`leaves`)."""
+        """Derives the shardings in a ClosedJaxpr from the NamedShardings of its arguments (`leaves`)."""
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
         sizes: dict[str, int] = {}
         for sharding in shardings:
@@ -51,14 +51,16 @@ class JaxprSharding:
         return own
 
     def layer_specs(self, jaxpr: Any) -> list[Spec]:
-        """Returns the specs of the inputs of an inner Jaxpr. The inputs count as replicated if the walk did not reach
-        this Jaxpr."""
+        """Returns the specs of the inputs of an inner Jaxpr. If its shardings are not known, the inputs count as
+        replicated.
+        """
         known = self.inputs.get(id(jaxpr))
         return known or [_whole(variable.aval) for variable in jaxpr.invars]
 
     def parts(self, variable: Any) -> int:
-        """Returns the number of devices over which the value of a variable is sharded; 1 for a literal or an unknown
-        variable."""
+        """Returns the number of devices over which the value of a variable is sharded; 1 for a literal or if the
+        sharding is unknown.
+        """
         count = 1
         if not hasattr(variable, "val"):
             for axes in self._known.get(variable, ()):
@@ -66,7 +68,9 @@ class JaxprSharding:
         return count
 
     def walk(self, jaxpr: Any, given: Sequence[Spec]) -> list[Spec]:
-        """Returns the specs of the results of a Jaxpr from `given`, the specs of its inputs."""
+        """Derives the specs of all values in a Jaxpr from the specs of its inputs (`given`), and returns the specs of
+        its results.
+        """
         if not self.sizes:
             return [_whole(atom.aval) for atom in jaxpr.outvars]
         self.inputs[id(jaxpr)] = list(given)
@@ -81,7 +85,7 @@ class JaxprSharding:
         return _whole(atom.aval) if hasattr(atom, "val") else self._known.get(atom, _whole(atom.aval))
 
     def _possible(self, spec: Spec, aval: Any) -> Spec:
-        """Returns the spec without the mesh axes whose size does not divide the size of their dimension."""
+        """Returns the spec without the mesh axes whose size does not divide the dimension that they would shard."""
         shape = getattr(aval, "shape", ())
         return tuple(axes if size % self._devices(axes) == 0 else () for axes, size in zip(spec, shape))
 
@@ -103,8 +107,9 @@ class JaxprSharding:
         return [rule(equation, ins, variable.aval) for variable in equation.outvars]
 
     def _loop(self, equation: Any, body: Any, ins: list[Spec]) -> list[Spec]:
-        """Returns the specs of a loop's results: carried values have the specs that the body returns, and stacked
-        values have one dimension more."""
+        """Returns the specs of a loop's results. Carried values have the specs that the body returns. Stacked values
+        have one more dimension than in the body.
+        """
         inside = [spec[len(spec) - len(variable.aval.shape) :] for spec, variable in zip(ins, body.invars)]
         carried = sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(equation.outvars, body.outvars))
         stacked = sum(len(spec) > len(variable.aval.shape) for spec, variable in zip(ins, body.invars))
@@ -122,7 +127,7 @@ def _whole(aval: Any) -> Spec:
 
 
 def _padded(spec: Any, rank: int) -> Spec:
-    """Returns a PartitionSpec as a spec with an entry for each dimension."""
+    """Returns a PartitionSpec as a tuple with one entry for each of the `rank` dimensions."""
     axes: list[tuple[str, ...]] = []
     for entry in spec or ():
         if isinstance(entry, str):
@@ -132,14 +137,15 @@ def _padded(spec: Any, rank: int) -> Spec:
 
 
 def _stated(aval: Any) -> Spec:
-    """Returns the spec that the type of a value contains if the axes of the mesh are explicit; () if the type has no
-    spec."""
+    """Returns the spec that is part of the type of a value if the mesh has explicit axes; () if the type has
+    no spec.
+    """
     spec = _padded(getattr(getattr(aval, "sharding", None), "spec", ()), len(getattr(aval, "shape", ())))
     return spec if any(spec) else ()
 
 
 def _merged(specs: Sequence[Spec], rank: int) -> Spec:
-    """Merges specs of one rank. Earlier specs have priority, and each mesh axis is used once."""
+    """Merges specs of the same rank. Earlier specs have priority, and each mesh axis is used only once."""
     out: list[tuple[str, ...]] = [()] * rank
     used: set[str] = set()
     for spec in specs:
@@ -151,8 +157,9 @@ def _merged(specs: Sequence[Spec], rank: int) -> Spec:
 
 
 def _same_dims(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Returns the spec of a result whose dimensions are those of the operands, such as the result of elementwise
-    work."""
+    """Returns the spec of a result that has the dimensions of the operands, such as the result of an elementwise
+    operation.
+    """
     shape = getattr(out, "shape", ())
     same: list[Spec] = []
     for spec, atom in zip(ins, equation.invars):
@@ -187,7 +194,9 @@ def _transpose(equation: Any, ins: list[Spec], out: Any) -> Spec:
 
 
 def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
-    """Returns the rule for operations that drop the dimensions listed in the parameter `key`."""
+    """Returns the sharding rule for operations that remove the dimensions listed in their parameter `key`, such as
+    reductions.
+    """
 
     def rule(equation: Any, ins: list[Spec], out: Any) -> Spec:
         dropped = [number % len(ins[0]) for number in equation.params[key]]
@@ -197,8 +206,9 @@ def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
 
 
 def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Returns the spec of a reshaped value. If dimensions are merged or split, the axes of the first one go to the
-    first resulting one."""
+    """Returns the spec of a reshaped value. If dimensions are merged or split, the mesh axes go to the first of the
+    resulting dimensions.
+    """
     placed: list[tuple[str, ...]] = [()] * len(out.shape)
     given = equation.invars[0].aval.shape
     before = {math.prod(given[:number]): axes for number, axes in enumerate(ins[0]) if given[number] > 1}
@@ -209,7 +219,7 @@ def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
 
 
 def _gather(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Returns the spec of gathered rows, which are sharded like their indices."""
+    """Returns the spec of gathered rows. They are sharded like the indices."""
     inside = equation.params["dimension_numbers"].offset_dims
     rows = iter(ins[1][:-1])
     return tuple(() if number in inside else next(rows, ()) for number in range(len(out.shape)))

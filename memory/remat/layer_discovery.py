@@ -27,19 +27,19 @@ CHECKPOINT, LOOP, CALL = "checkpoint", "scan", "call"
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One kind of layer. All layers that run the same jaxpr are one kind.
+    """A kind of layer: all layers of the model that run the same jaxpr.
 
     Fields:
         body: the ClosedJaxpr of the layer.
         times: number of runs in one evaluation of the loss.
-        active: for each input of the layer, whether it depends on differentiated inputs of the loss.
-        mark: a text that is equal for layers of one kind.
-        how: CHECKPOINT, or LOOP or CALL if the layer has no checkpoint yet.
+        active: for each input of the layer, whether it depends on an input by which the loss is differentiated.
+        mark: a text that is equal for all layers of the same kind.
+        how: CHECKPOINT if the layer is under `jax.checkpoint`; otherwise LOOP or CALL.
         name: the name of the layer's function.
-        where: file:line of the call, or of the function if a library calls it.
-        policy: the policy of the layer's checkpoint.
-        constants: for a LOOP, the number of inputs that are the same for all layers.
-        carried: for a LOOP, the number of the following inputs, which are carried from layer to layer.
+        where: "file:line" of the call, or of the function if a library calls it.
+        policy: the remat policy of the layer's checkpoint.
+        constants: number of inputs that are the same for all layers, for a LOOP.
+        carried: number of the next inputs, which are carried from layer to layer, for a LOOP.
     """
 
     body: Any
@@ -60,16 +60,16 @@ class Layer:
 
 
 def find_layers(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) -> list[Layer]:
-    """Returns the kinds of layers of a loss, those with the most FLOPs first.
+    """Finds the layers of a loss function and returns their kinds, the kind with the most FLOPs first.
 
-    Kinds whose checkpoint has another policy than the first kind's are left out.
+    Kinds whose remat policy differs from that of the first kind are left out.
 
     Args:
         jaxpr: the loss as a ClosedJaxpr.
         active: for each input of the loss, whether the loss is differentiated by it.
-        only: names of functions under `jax.checkpoint` to consider, () for all.
+        only: names of the checkpointed functions to consider, () for all.
 
-    Raises ReportError if there are none.
+    Raises ReportError if there are no layers.
     """
     finder = _Finder()
     finder.visit(jaxpr.jaxpr, active, 1)
@@ -90,8 +90,8 @@ def find_layers(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) 
 
 
 def named_loop(jaxpr: Any, active: Sequence[bool]) -> Layer:
-    """Returns the loop over layers that name their values, as one kind of layer. If there are several, returns the one
-    with the most FLOPs.
+    """Returns the kind of layer over which the loss loops and in which `checkpoint_name` names values. If there are
+    several such loops, returns the one with the most FLOPs.
 
     Args:
         jaxpr: the loss as a ClosedJaxpr.
@@ -118,17 +118,19 @@ def _names_a_value(jaxpr: Any) -> bool:
 
 @dataclasses.dataclass
 class _Finder:
-    """Walks a loss once, and collects candidates for layers with their active inputs in `seen`.
+    """Searches a loss function for layers, and collects the candidates in `seen` with the inputs by which they are
+    differentiated.
 
-    If `by_names`, a loop whose body names values is a layer, whatever else it contains.
+    If `by_names` is True, every loop whose body names values with `checkpoint_name` is a layer.
     """
 
     by_names: bool = False
     seen: list[Layer] = dataclasses.field(default_factory=list)
 
     def layers(self) -> list[Layer]:
-        """Returns the kinds of checkpoints. Without checkpoints, returns the largest loop; without loops, the largest
-        repeated call."""
+        """Returns the kinds of layers: the checkpointed functions; if there are none, the largest loop; if there are
+        no loops, the largest repeated call.
+        """
         groups: dict[tuple[str, str], list[Layer]] = {}
         for one in self.seen:
             groups.setdefault((one.how, one.mark), []).append(one)
@@ -146,7 +148,9 @@ class _Finder:
         return []
 
     def visit(self, jaxpr: Any, active: Sequence[bool], times: int) -> list[bool]:
-        """Returns for each output of a Jaxpr whether it is active, that is, depends on a differentiated input."""
+        """Returns, for each output of a Jaxpr, whether it depends on an input by which the loss is differentiated.
+        `active` says the same about the inputs.
+        """
         env = dict(zip(jaxpr.invars, active))
 
         def read(atom: Any) -> bool:
@@ -213,30 +217,35 @@ class _Finder:
 
 
 def carried_count(loop: Any) -> int:
-    """Returns the number of values that a loop carries between iterations. jax's own parameter for it changes between
-    versions."""
+    """Returns the number of values that a loop carries from one iteration to the next. The parameter with this number
+    differs between versions of jax.
+    """
     return count_same_rank(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
 
 
 def count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """Returns the number of values that have the same rank outside of a loop and in its body. Stacked values have one
-    dimension more outside."""
+    more dimension outside.
+    """
     return sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(outside, inside))
 
 
 def mark(body: Any) -> str:
-    """Returns the text of a body without memory addresses, which is equal for bodies that compute the same."""
+    """Returns the text of a jaxpr without memory addresses. It is equal for jaxprs that compute the same."""
     return _ADDRESS.sub("", str(getattr(body, "jaxpr", body)))
 
 
 def with_policy(jaxpr: Any, layers: Sequence[Layer], policy: Any) -> Any:
-    """Returns the ClosedJaxpr in which the checkpoints of these layers have a policy. Layers without a checkpoint are
-    put under one."""
+    """Returns the ClosedJaxpr with a remat policy applied to these layers. Layers that are not under `jax.checkpoint`
+    are put under it.
+    """
     return _PolicyRewriter({layer.mark for layer in layers}, layers[0].how, policy).closed(jaxpr)
 
 
 class _PolicyRewriter:
-    """Changes the policy of some checkpoints of a jaxpr. Jaxprs that are shared stay shared."""
+    """Replaces the remat policy of some checkpoints in a jaxpr. An inner jaxpr that occurs several times remains one
+    object.
+    """
 
     def __init__(self, marks: Collection[str], how: str, policy: Any):
         self._marks, self._how, self._policy = marks, how, policy
@@ -283,7 +292,7 @@ class _PolicyRewriter:
         return self.jaxpr(value) if hasattr(value, "eqns") else value
 
     def _checkpoint(self, body: Any, loop: bool) -> Any:
-        """Returns a ClosedJaxpr that runs only the body, under a checkpoint."""
+        """Returns a ClosedJaxpr that runs only `body`, under a checkpoint."""
         import jax
         from jax.extend import core
 
@@ -292,7 +301,7 @@ class _PolicyRewriter:
 
 
 def input_specs(jaxpr: Any) -> list[Any]:
-    """Returns the inputs of a Jaxpr as `jax.ShapeDtypeStruct`s."""
+    """Returns the shapes and dtypes of the inputs of a Jaxpr as `jax.ShapeDtypeStruct`s."""
     import jax
 
     return [
@@ -314,19 +323,19 @@ def _is_float(aval: Any) -> bool:
 
 
 def _name(equation: Any, body: Any) -> str:
-    """Returns the name of the function that jax keeps for its error messages."""
+    """Returns the name of the called function, which jax stores for its error messages."""
     traced_name = getattr(body.jaxpr.debug_info, "func_name", "") or ""
     return str(equation.params.get("name") or traced_name)
 
 
 def _defined(body: Any) -> str:
-    """Returns file:line of the traced function, "" if jax does not know it."""
+    """Returns "file:line" of the traced function, "" if unknown."""
     info = body.jaxpr.debug_info
     return f"{info.func_filename}:{info.func_lineno}" if getattr(info, "func_filename", None) else ""
 
 
 def where_of(equation: Any) -> str:
-    """Returns file:line of the innermost stack frame outside of libraries, "" if there is none."""
+    """Returns "file:line" of the innermost stack frame outside of libraries, "" if there is none."""
     traceback = equation.source_info.traceback
     frames = list(traceback.frames) if traceback is not None else []
     frame = next((f for f in frames if not _OF_LIBRARIES.search(f.file_name)), None)

@@ -26,17 +26,17 @@ MAX_RESULTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class GraphStep:
-    """One equation of a layer. Values are numbers.
+    """One equation in the forward pass of a layer. The values of the layer are numbered.
 
     Fields:
-        name: the checkpoint name that the equation gives, "" for none.
-        outs, ins: values that the equation computes and reads, without inputs of the layer.
-        flops: for each of `outs`, FLOPs over all devices of computing only this value.
-        all_flops: FLOPs over all devices of computing all of `outs`.
+        name: the name that the equation gives with `checkpoint_name`, "" for none.
+        outs, ins: numbers of the values that the equation computes and reads, without inputs of the layer.
+        flops: for each value in `outs`, the FLOPs over all devices of computing only this value.
+        all_flops: the FLOPs over all devices of computing all values in `outs`.
         dtype: the compute unit (a key of `Target.peak_flops`), "" without FLOPs.
-        bytes: for each of `outs`, bytes on one device.
-        shared: (indices in `outs`, FLOPs) of work that several results need. It is in the `flops` of each of them, and
-            is done once for all.
+        bytes: for each value in `outs`, the bytes on one device.
+        shared: (indices in `outs`, FLOPs) of work that several results need. These FLOPs are included in the `flops`
+            of each of the results, although the work is done only once.
     """
 
     outs: tuple[int, ...]
@@ -51,15 +51,15 @@ class GraphStep:
 
 @dataclasses.dataclass(frozen=True)
 class LayerGraph:
-    """The forward pass of one of `layers` equal layers.
+    """The forward pass of one layer of a model with `layers` equal layers.
 
     Fields:
         steps: the equations in order.
-        read: values that the backward pass reads.
+        read: numbers of the values that the backward pass reads.
         carry_bytes: bytes of the layer's input, on one device.
-        none_bytes: bytes of all values that plain autodiff keeps, on one device.
-        bound: name -> names that must be kept on the device together with it. Such a name is a result of a kernel
-            outside of the checkpoint, whose residuals have no names and are kept with the result.
+        none_bytes: bytes on one device of all values that are kept without a remat policy.
+        bound: name -> other names that must be kept on the device if this one is. This applies to results of a kernel
+            outside of the checkpoint, whose unnamed residuals are kept together with the result.
     """
 
     layers: int
@@ -71,7 +71,7 @@ class LayerGraph:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of values that are recomputed if nothing is kept, in the order of their equations."""
+        """Names of the values that are recomputed if nothing is kept, in the order of their equations."""
         needed = set(self.read)
         named: list[str] = []
         for step in reversed(self.steps):
@@ -82,7 +82,7 @@ class LayerGraph:
 
     @functools.cached_property
     def keepers(self) -> tuple[str, ...]:
-        """For each step, the name whose decision keeps the results of the step, "" if there is none."""
+        """For each step, the name that must be kept so that the results of the step are kept; "" if there is none."""
         kernels: dict[tuple[int, ...], str] = {}
         for tag in self.steps:
             if tag.name in self.bound:
@@ -92,8 +92,9 @@ class LayerGraph:
         )
 
     def kept_bytes(self, number: int) -> int:
-        """Returns the bytes on one device of keeping a step's results. For a bound name, they include all values that
-        the gradient of its kernel reads."""
+        """Returns the bytes on one device that keeping the results of step `number` takes. If its name is in `bound`,
+        they include all values that the gradient of the kernel reads.
+        """
         name = self.keepers[number]
         if name not in self.bound:
             return sum(self.steps[number].bytes)
@@ -103,7 +104,7 @@ class LayerGraph:
         return sum(tag.bytes) + sum(others)
 
     def scaled(self, times: float) -> LayerGraph:
-        """Returns the same layer with `times` as many tokens."""
+        """Returns the graph of the same layer for `times` as many tokens."""
         steps = []
         for step in self.steps:
             steps.append(
@@ -140,7 +141,8 @@ class LayerGraph:
 def build_step(
     equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int | Fraction, times: int = 1
 ) -> GraphStep:
-    """Returns the step of an equation in `times` layers, with its results and operands as numbers.
+    """Returns the step of an equation that runs in `times` layers. `outs` and `ins` are the numbers of its results and
+    operands.
 
     `parts`: number of devices over which the results are sharded.
     """
@@ -161,9 +163,10 @@ def build_step(
 
 
 def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
-    """Returns the FLOPs of each result, and FLOPs that several results share, as in `GraphStep`.
+    """Returns (FLOPs of each result, FLOPs that several results share), as in the fields `flops` and `shared` of
+    `GraphStep`.
 
-    If there are more than MAX_RESULTS results, each is assumed to need all FLOPs.
+    If there are more than MAX_RESULTS results, each is assumed to need all FLOPs of the equation.
     """
     count = len(equation.outvars)
     everything = tuple(range(count))
@@ -186,8 +189,9 @@ def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[
 
 
 def _live(equation: Any, which: Sequence[int]) -> int:
-    """Returns the FLOPs of an equation if only the results at the indices `which` are needed. A call or a loop then
-    runs only a part of its body."""
+    """Returns the FLOPs of an equation if only the results with the indices `which` are needed. Then only a part of
+    the body of a call or a loop has to run.
+    """
     from jax.interpreters import partial_eval
 
     rule = partial_eval.dce_rules.get(equation.primitive)

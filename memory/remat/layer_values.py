@@ -33,11 +33,11 @@ MIN_FLOPS_PER_BYTE = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class LayerValues:
-    """The values that the layers can keep.
+    """The values that the layers of a model can keep for the backward pass.
 
     Fields:
         graph: one layer that represents all layers of all kinds.
-        values: label -> value.
+        values: text that identifies the value in a plan -> value.
         order, known: the fields of `Wanted` with these names.
     """
 
@@ -47,7 +47,7 @@ class LayerValues:
     known: frozenset[str]
 
     def wanted(self, labels: Iterable[str]) -> Wanted:
-        """Returns the keys of a policy that keeps the values with these labels."""
+        """Returns what a remat policy must recognize to keep the values with these labels."""
         kept = [self.values[label] for label in labels]
         places = []
         for kind in range(len(self.order)):
@@ -63,7 +63,7 @@ class LayerValues:
 
 @dataclasses.dataclass
 class _CountedValue:
-    """A `Value` under construction: its kinds, count and bytes are still being added up."""
+    """A `Value` that is being built: its kinds of layers, count and bytes are added up."""
 
     label: str
     name: str
@@ -78,11 +78,11 @@ class _CountedValue:
 
 @dataclasses.dataclass(frozen=True)
 class _Made:
-    """An equation of a layer's graph.
+    """An equation of a layer, before it becomes a `GraphStep`.
 
     Fields:
         outs, ins: numbers of its results and operands.
-        key: the key about which jax asks a policy, "" if jax does not ask.
+        key: the key by which a remat policy recognizes the equation; "" if jax does not ask the policy about it.
         nested: whether the equation is in a body that jax inlines.
         parts: number of devices over which the result is sharded.
     """
@@ -96,12 +96,12 @@ class _Made:
 
 
 def find_values(layers: Sequence[Layer], shards: JaxprSharding | None = None, ordered: bool = True) -> LayerValues:
-    """Returns the values that the layers can keep.
+    """Returns the values that the layers can keep for the backward pass.
 
     Args:
-        shards: shardings in the program that contains the layers, None for one device.
-        ordered: whether a policy can distinguish equations of one key by their order. This requires that jax walks the
-            layers inside the program in the same order as alone.
+        shards: the shardings in the program that contains the layers; None for one device.
+        ordered: whether a policy may distinguish equations with the same key by their order. This is possible if jax
+            visits the equations of a layer in the program in the same order as those of the layer alone.
     """
     forwards = [LayerForward(layer, shards) for layer in layers]
     # A policy sees only the equation, not the kind of its layer. So a key that is ambiguous in one kind is ambiguous
@@ -148,19 +148,19 @@ def find_values(layers: Sequence[Layer], shards: JaxprSharding | None = None, or
 
 
 def with_names(graph: LayerGraph, names: Collection[str]) -> LayerGraph:
-    """Returns the graph with only these names of values."""
+    """Returns the graph in which only the values with these names can be kept."""
     steps = (step if step.name in names else dataclasses.replace(step, name="") for step in graph.steps)
     return dataclasses.replace(graph, steps=tuple(steps))
 
 
 def worth_deciding(graph: LayerGraph) -> set[str]:
-    """Returns the labels of the values that a plan of least recomputation may have to keep.
+    """Returns the labels of the values that the plan with the least recomputation may have to keep.
 
-    Elementwise work is assumed to be recomputed for free. A value is left out if another choice is never worse: a
-    smaller value from which it is recomputed for free, the smaller result of the only step that reads it, or
-    recomputing it for free from a value that is always needed together with it. This loses no plan. A label of several
-    values that a policy cannot distinguish is also left out if none of them is a product, or is smaller than a product
-    from which only this value is made.
+    Elementwise work is assumed to cost nothing to recompute. So a value is left out if another choice is never worse:
+    a smaller value from which it is recomputed for free, the smaller result of the only step that reads it, or
+    recomputing it for free from a value that is always needed together with it. The best plan is not lost by this. A
+    label of several values that a policy cannot distinguish is also left out if none of them is a product, or is
+    smaller than a product from which only this value is made.
     """
     users, together = _users_and_needed_together(graph)
     size: dict[int, int] = {}
@@ -207,8 +207,9 @@ def _is_product(flops: int, size: int) -> bool:
 
 
 def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphStep]], dict[int, set[int]]]:
-    """Returns value -> the steps that read it, and value -> the other values that are needed whenever it is. Both
-    contain the values that are needed if nothing is kept."""
+    """Returns (value -> the steps that read it, value -> the other values that are needed whenever it is needed). Both
+    include the values that are needed if nothing is kept.
+    """
     users: dict[int, list[GraphStep]] = {value: [] for value in graph.read}
     together = {value: set(graph.read) - {value} for value in graph.read}
     for step in reversed(graph.steps):
@@ -224,8 +225,8 @@ def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphS
 
 
 def _free_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]]:
-    """Returns value -> the values from each of which it is recomputed for free. Values that need no product are left
-    out.
+    """Returns value -> the values from each of which it can be recomputed without a matrix product. Values that need
+    no product at all are left out.
 
     A value with one of the labels `shared` may be kept because of another value, so it does not count as free.
     """
@@ -241,16 +242,16 @@ def _free_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]
 
 
 class LayerForward:
-    """A layer's forward pass as jax differentiates it.
+    """The forward pass of a layer, as jax runs it when it differentiates the layer.
 
     Attributes:
         equations: the equations in order.
-        read: numbers of values that the backward pass reads.
+        read: numbers of the values that the backward pass reads.
         count: number of values.
-        asked: keys about which jax asks a policy.
-        order: (index in `equations`, key) for equations in a known order.
+        asked: keys of the equations about which jax asks a remat policy.
+        order: (index in `equations`, key) of the equations whose order is known.
         result_bytes: bytes of the layer's result on one device.
-        unvarying: numbers of values that are the same for all layers.
+        unvarying: numbers of the values that are the same for all layers.
     """
 
     def __init__(self, layer: Layer, shards: JaxprSharding | None = None):
@@ -279,8 +280,9 @@ class LayerForward:
         ]
 
     def _read(self, jaxpr: Any, given: Sequence[_Operand], nested: bool) -> list[_Operand]:
-        """Adds the equations of a Jaxpr to `equations`. `given` are the operands for its inputs; returns the operands
-        of its results."""
+        """Adds the equations of a Jaxpr to `equations`. `given` are the operands for its inputs. Returns the operands
+        for its results.
+        """
         env = dict(zip(jaxpr.invars, given))
 
         def operand(atom: Any) -> _Operand:
@@ -308,8 +310,9 @@ class LayerForward:
 
 
 class _Operand(NamedTuple):
-    """An operand of an equation: the number of the value that it reads (None for an input of the layer or a literal),
-    and whether the value differs between layers."""
+    """An operand of an equation: the number of the value (None for a literal or an input of the layer), and whether
+    the value differs between layers.
+    """
 
     number: int | None
     varies: bool
@@ -323,7 +326,7 @@ def _derivative(layer: Layer) -> Any:
 
 
 def _calls(layer: Layer) -> list[str]:
-    """Returns the keys about which jax asks a policy in one walk of a layer, in order."""
+    """Returns the keys of the equations about which jax asks a remat policy while it traces a layer once, in order."""
     import jax
 
     keys: list[str] = []
@@ -343,7 +346,7 @@ def _calls(layer: Layer) -> list[str]:
 
 
 def _named(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations that name values in a Jaxpr and its inner jaxprs."""
+    """Yields the equations in a Jaxpr and its inner jaxprs that name values with `checkpoint_name`."""
     for equation in jaxpr.eqns:
         if checkpoint_name_of(equation):
             yield equation
@@ -352,8 +355,9 @@ def _named(jaxpr: Any) -> Iterator[Any]:
 
 
 def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
-    """Returns the result of a layer and its derivative by the active inputs. If there is a policy, the layer is under
-    a checkpoint."""
+    """Returns the result of a layer and its derivative by the active inputs. If `policy` is not None, the layer is
+    under a checkpoint with this policy.
+    """
     import jax
     from jax.extend import core
 
@@ -369,7 +373,7 @@ def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _body(equation: Any) -> Any:
-    """Returns the Jaxpr of a call that jax inlines, None for other equations."""
+    """Returns the body of a call that jax inlines, as a Jaxpr; None for other equations."""
     if equation.primitive.name not in _INLINED_CALLS and not checkpoint_of(equation):
         return None
     given = parameters(equation)
@@ -378,7 +382,9 @@ def _body(equation: Any) -> Any:
 
 
 def _key(equation: Any) -> str:
-    """Returns the key of an equation; "" if jax asks no policy about it because jax walks into its body."""
+    """Returns the key by which a remat policy recognizes an equation; "" if jax asks about the equations in its body
+    instead.
+    """
     if equation.primitive.name != "pallas_call" and any(bodies(equation)):
         return ""
     return _key_of(equation)
@@ -390,7 +396,9 @@ def _key_of(equation: Any) -> str:
 
 
 def _keys(jaxpr: Any) -> Iterator[str]:
-    """Yields the keys of a forward pass: of its own equations, and of functions with a derivative rule."""
+    """Yields the keys of the equations in a forward pass, and of those in functions that have a derivative rule of
+    their own.
+    """
     for equation in jaxpr.eqns:
         body = _body(equation) if equation.primitive.name.startswith("custom_") else None
         if body is not None:
@@ -400,7 +408,7 @@ def _keys(jaxpr: Any) -> Iterator[str]:
 
 
 def _inside(jaxpr: Any, within: bool = False) -> Iterator[str]:
-    """Yields the keys of all equations in bodies of equations."""
+    """Yields the keys of all equations that are inside the bodies of other equations."""
     for equation in jaxpr.eqns:
         if within:
             yield _key(equation)
@@ -415,11 +423,11 @@ def _labels(
     times: int,
     counted: dict[Any, _CountedValue],
 ) -> dict[int, str]:
-    """Returns index in `equations` -> label of the equation's value, for all equations about which jax asks a policy.
+    """Returns index in `equations` -> label of the value that the equation computes, for all equations about which jax
+    asks a remat policy.
 
-    `counted`: the key by which a policy recognizes a value -> the value. This key is the value's name; or the keys of
-    all equations up to it, if their order is known; or the equation's own key. The values of this kind of layer are
-    added to it.
+    `counted`: what a policy recognizes -> the value. It is the value's name, or the keys of all equations up to it if
+    their order is known, or the equation's own key. The values of this kind of layer are added to `counted`.
     """
     place, keys = {number: at for at, (number, _) in enumerate(order)}, tuple(key for _, key in order)
     in_loops: set[str] = set()
@@ -451,8 +459,9 @@ def _labels(
 
 
 def _label(equation: Any, name: str, taken: set[str]) -> str:
-    """Returns the name of a value, or else its innermost scope and its primitive. A number is appended if that label
-    is taken."""
+    """Returns the label of a value: its name, or else its innermost scope and its primitive. If the label is in
+    `taken`, a number is appended.
+    """
     scopes = [part for part in str(equation.source_info.name_stack).split("/") if _SCOPE.fullmatch(part)]
     plain = name or ".".join([*scopes[-1:], equation.primitive.name])
     label, number = plain, 1

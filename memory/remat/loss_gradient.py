@@ -15,14 +15,15 @@ _CALLED = "plan_remat(loss, (params, batch), ...)"
 
 
 class Loss:
-    """A loss of (params, ...) as a jaxpr in which the policies of layers can be changed.
+    """A loss function as a jaxpr, in which the remat policies of the layers can be changed. Its first argument is the
+    parameters.
 
     Attributes:
-        args, kwargs: the arguments of the trace.
+        args, kwargs: the arguments with which the loss was traced.
         jaxpr: the ClosedJaxpr of the loss.
         tree: the tree structure of its result.
 
-    Raises ReportError if the function is not a loss.
+    Raises ReportError if the function is not a loss function.
     """
 
     def __init__(self, loss: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
@@ -70,7 +71,7 @@ class Loss:
         return JaxprSharding.from_arguments(self.jaxpr, jax.tree.leaves((self.args, self.kwargs)))
 
     def under(self, layers: Sequence[Layer], policy: Any) -> Callable[..., Any]:
-        """Returns the loss as a function in which these layers are under a policy."""
+        """Returns the loss as a function in which these layers are checkpointed with a remat policy."""
         import jax
         from jax.extend import core
 
@@ -83,10 +84,11 @@ class Loss:
         return loss
 
     def step(self, layers: Sequence[Layer], policy: Any, optimizer: Any = None) -> Any:
-        """Returns the `jax.stages.Traced` of the loss and its gradient by the first argument.
+        """Traces the loss and its gradient by the first argument, with a remat policy for these layers, and returns a
+        `jax.stages.Traced`.
 
-        With an optimizer (`init`, `update`), returns the Traced of a whole update, to which params and state are
-        donated.
+        If an optimizer (an object with `init` and `update`) is given, traces a whole update, to which params and
+        optimizer state are donated.
         """
         import jax
 
@@ -128,7 +130,7 @@ def _check_leaves(args: Sequence[Any]) -> None:
 
 
 def _sharded_as(gradient: Any, param: Any) -> Any:
-    """Constrains a gradient to the sharding of its parameter."""
+    """Constrains a gradient to have the sharding of its parameter."""
     import jax
 
     sharding = getattr(param, "sharding", None)
@@ -137,7 +139,9 @@ def _sharded_as(gradient: Any, param: Any) -> Any:
 
 
 def _optimizer_state(optimizer: Any, params: Any) -> Any:
-    """Returns the optimizer's state as ShapeDtypeStructs. Leaves with the shape of a parameter have its sharding."""
+    """Returns the shapes of the optimizer's state as ShapeDtypeStructs. A leaf with the shape of a parameter gets the
+    sharding of the parameter.
+    """
     import jax
 
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):

@@ -22,13 +22,14 @@ def named_block(
     parts: Callable[[str], int | Fraction],
     bound: Mapping[str, tuple[str, ...]] | None = None,
 ) -> LayerGraph:
-    """Returns the graph of the layers over which a loss loops.
+    """Returns the graph of the layer over which a loss loops and in which `checkpoint_name` names values.
 
     Args:
         jaxpr: the loss of one micro-batch as a ClosedJaxpr, without checkpoints around its layers.
         active: for each input of the loss, whether the loss is differentiated by it.
-        parts: name -> number of devices over which its value is sharded; a fraction if a device keeps the values of a
-            layer more or less often than once. A value without a name is sharded like the named value before it.
+        parts: function from a name to the number of devices over which the value is sharded. It returns a fraction if
+            a device keeps the values of a layer more or less often than once. A value without a name is sharded like
+            the named value before it.
         bound: the field of `LayerGraph` with this name.
 
     Raises ReportError if no loop names a value.

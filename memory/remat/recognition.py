@@ -25,7 +25,9 @@ _ELSEWHERE = ("sharding", "out_sharding", "mesh", "devices", "name_and_src_info"
 
 
 def key_of(primitive: str, avals: Sequence[Any], params: Mapping[str, Any]) -> str:
-    """Returns the key of an equation: "dot_general float32[8,32] float32[32,64] dimension_numbers=..."."""
+    """Returns the text by which a remat policy recognizes an equation, such as "dot_general float32[8,32]
+    float32[32,64] dimension_numbers=...".
+    """
     parameters = [
         f"{name}={value!r}" for name, value in sorted(params.items()) if name not in _ELSEWHERE and _plain(value)
     ]
@@ -39,21 +41,21 @@ def _plain(value: Any) -> bool:
 
 
 def type_of(aval: Any) -> str:
-    """Returns a type as short text: "float32[8,32]"."""
+    """Returns a type as short text, such as "float32[8,32]"."""
     shape = ",".join(map(str, getattr(aval, "shape", ())))
     return f"{getattr(aval, 'dtype', type(aval).__name__)}[{shape}]"
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The values that a policy keeps. Plain data.
+    """The values that a remat policy keeps, as data that can be saved.
 
     Fields:
         names: names of values (`checkpoint_name`).
-        keys: equations that are recognized only by their keys.
-        order: for each kind of block, the keys of the equations that are distinguished by their order.
-        places: for each kind of block, the indices in `order` of the values to keep.
-        known: all keys of the blocks.
+        keys: keys of the equations that are recognized only by their keys.
+        order: for each kind of layer, the keys of the equations that are distinguished by their order.
+        places: for each kind of layer, the indices in `order` of the values to keep.
+        known: the keys of all equations of the layers.
     """
 
     names: frozenset[str] = frozenset()
@@ -74,7 +76,7 @@ class Wanted:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Wanted:
-        """Reads the values that `to_json` returns."""
+        """Returns the record from the JSON values of `to_json`."""
         return cls(
             frozenset(values["names"]),
             frozenset(values["keys"]),
@@ -86,18 +88,19 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value that a layer can keep, or several values that a policy cannot distinguish.
+    """A value that a layer can keep for the backward pass, or several such values that a remat policy cannot
+    distinguish.
 
     Fields:
-        label: the text of the value in a plan.
+        label: the text that identifies the value in a plan.
         kinds: the numbers of the kinds of layers that have the value.
         name: the checkpoint name, "" for none.
-        key: the key of its equation.
-        place: the index in the order of the layer's equations, -1 if the value is recognized by its key.
-        type: the type in one layer, "bfloat16[8,1024,4096]".
-        count: number of values in all layers.
+        key: the text by which a policy recognizes the equation.
+        place: the index in the order of the layer's equations; -1 if the value is recognized by its key.
+        type: the type in one layer, such as "bfloat16[8,1024,4096]".
+        count: number of these values in all layers.
         bytes: bytes of all these values on one device.
-        where: file:line.
+        where: "file:line" of the equation.
     """
 
     label: str
@@ -112,9 +115,9 @@ class Value:
 
 
 def asks_any_policy() -> bool:
-    """Returns whether `jax.checkpoint` calls any function that is its policy.
+    """Returns whether `jax.checkpoint` calls a policy that is a function of the user.
 
-    With `jax_remat3`, jax before 0.12 ignores all policies except its own.
+    With the flag `jax_remat3`, jax before 0.12 ignores all policies except its own.
     """
     import jax
     from jax.ad_checkpoint import checkpoint_name
@@ -133,7 +136,9 @@ def asks_any_policy() -> bool:
 
 
 def policy_keeping(wanted: Wanted) -> Any:
-    """Returns a policy that keeps these values: a RematPolicy, or `save_only_these_names` if jax ignores others."""
+    """Returns a remat policy that keeps these values: a RematPolicy, or `save_only_these_names` if jax ignores other
+    policies.
+    """
     import jax
 
     if asks_any_policy():
@@ -142,9 +147,9 @@ def policy_keeping(wanted: Wanted) -> Any:
 
 
 class NamesRead:
-    """Records the names that jax looks up in its policy `save_only_these_names`.
+    """Records which names jax looks up in its policy `save_only_these_names`.
 
-    This shows which names can be kept if jax calls no other policy.
+    This shows which names can be kept in versions of jax that call no other policy.
 
     Attributes:
         names: the names that were looked up so far.
@@ -154,7 +159,7 @@ class NamesRead:
         self.names: set[str] = set()
 
     def policy(self) -> Any:
-        """Returns a `save_only_these_names` that looks its names up in this object."""
+        """Returns a `save_only_these_names` policy that records its look-ups in this object."""
         import jax
 
         policy: Any = jax.checkpoint_policies.save_only_these_names()
@@ -169,15 +174,16 @@ class NamesRead:
 
 
 class RematPolicy:
-    """A policy for `jax.checkpoint`, `flax.linen.remat` and similar functions, made by `memory.plan_remat`.
+    """A remat policy for `jax.checkpoint`, `flax.linen.remat` and similar functions, which keeps the values that
+    `memory.plan_remat` chose.
 
-    The policy is for blocks of the shapes for which it was planned. For other blocks it warns, and values that it does
-    not recognize are recomputed; the results of the program are the same in any case. After a trace, `check()` raises
-    an error unless all values that the policy keeps were in the program.
+    It recognizes these values in the layers and shapes for which it was planned. In other layers it warns, and unknown
+    values are recomputed, so the results of the program are always the same. After a trace, `check()` raises an error
+    if a value to keep was missing.
 
     Attributes:
         wanted: the values that the policy keeps.
-        lost: the first difference between the traces and the plan, "" for none.
+        lost: the first difference between a traced program and the plan, "" for none.
     """
 
     def __init__(self, wanted: Wanted):
@@ -203,7 +209,9 @@ class RematPolicy:
         return self._keep(key) if key in self.wanted.keys else False
 
     def _in_order(self, key: str) -> bool:
-        """Returns whether to keep the next equation of a walk, for equations whose order is known."""
+        """Returns whether to keep the result of the next equation that jax asks about, for equations that are
+        recognized by their order.
+        """
         order = self.wanted.order
         after = [(kind, at + 1) for kind, at in self._at if at < len(order[kind]) and order[kind][at] == key]
         if not after:
@@ -230,7 +238,7 @@ class RematPolicy:
             )
 
     def missed(self) -> list[str]:
-        """Returns the names and keys that the policy keeps and that no trace has contained so far."""
+        """Returns the names and keys of values to keep that have not occurred in any trace so far."""
         wanted = self.wanted
         missed = sorted((wanted.names | wanted.keys) - self._met)
         for kind, places in enumerate(wanted.places):
@@ -238,8 +246,9 @@ class RematPolicy:
         return missed
 
     def check(self) -> None:
-        """Raises ReportError unless the traces so far contained every value that the policy keeps, in the expected
-        order."""
+        """Raises ReportError unless the programs traced so far contained every value that the policy should keep, in
+        the expected order.
+        """
         import jax
 
         missed = self.missed()

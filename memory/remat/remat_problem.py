@@ -23,7 +23,7 @@ MAX_RANGES = 2
 
 
 class RecomputeRates(NamedTuple):
-    """Rates of one device.
+    """The compute and memory rates of one device.
 
     Fields:
         flops: compute unit (a key of `Target.peak_flops`) -> FLOP/s.
@@ -38,11 +38,11 @@ class RecomputeRates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of all layers' forward and backward pass for one micro-batch without recomputation.
+    """The seconds of the forward and backward pass of all layers for one micro-batch, without recomputation.
 
     Fields:
         forward, backward: seconds of the two passes.
-        host_link: bytes per second of the host link, 0 if there is none.
+        host_link: bytes per second of copies between device and host, 0 if there is no such link.
     """
 
     forward: float = 0.0
@@ -52,15 +52,15 @@ class PassSeconds:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class KeepPattern:
-    """The values that one layer keeps for its backward pass, and their costs.
+    """A choice of the values that one layer keeps for its backward pass, with its costs.
 
     Fields:
         bytes: bytes kept on one device.
-        host_bytes: bytes kept in host memory. The layer's input is included in one of the two.
+        host_bytes: bytes kept in host memory. The layer's input is included either here or in `bytes`.
         seconds: seconds of recomputation and of moving the kept values.
         flops: recomputed FLOPs, over all devices.
-        save, offload: names kept on the device and in host memory.
-        policy: the policy that keeps these values, "" for a choice of names.
+        save, offload: names of the values kept on the device and in host memory.
+        policy: the name of the jax policy that keeps these values; "" if the names are chosen one by one.
     """
 
     bytes: int
@@ -72,13 +72,17 @@ class KeepPattern:
     policy: str = ""
 
     def text(self) -> str:
-        """Returns the policy, or the kept names, such as `q_rot+v+block_in@host`."""
+        """Returns the name of the policy, or the names of the kept values, such as `q_rot+v+block_in@host`. "@host"
+        marks offloaded values.
+        """
         return self.policy or "+".join([*self.save, *(f"{name}@host" for name in self.offload)]) or "full"
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """The pattern of every layer: (pattern, number of layers) from the first layer on."""
+    """The values that all layers keep: (choice for one layer, number of consecutive layers) from the first
+    layer on.
+    """
 
     ranges: tuple[tuple[KeepPattern, int], ...]
 
@@ -98,15 +102,16 @@ class LayerPlan:
         return sum(pattern.flops * count for pattern, count in self.ranges)
 
     def seconds(self, passes: PassSeconds) -> float:
-        """Returns the seconds of a micro-batch's forward and backward pass with recomputation. Transfers to and from
-        the host add only the time by which they are longer than the pass that overlaps them."""
+        """Returns the seconds of the forward and backward pass of a micro-batch, including recomputation. Transfers to
+        and from the host add only the time by which they are longer than the pass that overlaps them.
+        """
         recomputed = sum(pattern.seconds * count for pattern, count in self.ranges)
         link = self.host_bytes / passes.host_link if passes.host_link else 0.0
         return max(passes.forward, link) + max(passes.backward + recomputed, link)
 
     @property
     def policy(self) -> str:
-        """The policy of all layers; "" for a choice of names or several ranges."""
+        """The name of the jax policy if all layers have the same policy; otherwise ""."""
         return self.ranges[0][0].policy if len(self.ranges) == 1 else ""
 
     def __str__(self) -> str:
@@ -115,18 +120,18 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class RematProblem:
-    """The problem that a search solves.
+    """The problem that a search solves: which values the layers should keep.
 
     Fields:
-        graph: the layer for one micro-batch.
-        rates: rates of the target.
+        graph: the forward pass of one layer for one micro-batch.
+        rates: the compute and memory rates of the target.
         passes: seconds of one micro-batch without recomputation.
-        cost: "time", or "flops" to minimize recomputed FLOPs regardless of transfers.
+        cost: "time" to minimize seconds, or "flops" to minimize recomputed FLOPs regardless of transfers.
         offload: whether tensors may be offloaded to host memory.
         host_budget: bytes of host memory per device.
-        policies: policy -> the names that it keeps, None if only the compiler knows them. Each policy is a candidate
-            too.
-        ranges: maximum number of layer ranges with different patterns, 1 or 2.
+        policies: jax policies to try too: name of the policy -> names of the values that it keeps; None if they are
+            not known.
+        ranges: maximum number of ranges of layers that keep different values, 1 or 2.
     """
 
     graph: LayerGraph
@@ -152,13 +157,13 @@ class RematProblem:
         policies: Mapping[str, Sequence[str] | None],
         ranges: int = MAX_RANGES,
     ) -> RematProblem:
-        """Returns the problem of a program on a target.
+        """Returns the problem for a program on a target.
 
         Args:
-            by_phase: seconds of `micro_steps` micro-batches of the program that recomputes everything.
-            figures: rates of large products and copies. They rank plans before any plan is compiled; compiled plans
-                are ranked by their own predicted seconds.
-            ranges: 1 if one program runs on all stages of a pipeline.
+            by_phase: phase -> seconds of `micro_steps` micro-batches, for the program that recomputes everything.
+            figures: rates of large matrix products and copies, by which plans are compared before they are compiled.
+                Compiled plans are compared by their own predicted seconds.
+            ranges: must be 1 if all stages of a pipeline run the same program.
         """
         rates = RecomputeRates(
             {unit: figures.flops_per_s(unit) for unit in roofline.UNITS}, figures.hbm_bytes_per_s, target.n_devices
@@ -173,12 +178,12 @@ class RematProblem:
 
 @dataclasses.dataclass(frozen=True)
 class PlanFigures:
-    """The compiler's figures of a plan.
+    """The memory, seconds and FLOPs of a compiled plan.
 
     Fields:
         allocated_bytes: bytes allocated on one device.
         host_bytes: bytes in host memory.
-        seconds: predicted seconds of an update or of a call, the same within one search.
+        seconds: predicted seconds. Within one search, they are always for an update or always for a call.
         flops: recomputed FLOPs.
         status: "ok", or an error message if the plan could not be compiled.
     """
@@ -192,7 +197,9 @@ class PlanFigures:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledPlan:
-    """A plan, the bytes that were predicted for it (0 if nothing was predicted), and the compiler's figures."""
+    """A plan, the bytes that were predicted for it before it was compiled (0 if nothing was predicted), and the
+    memory, seconds and FLOPs of the compiled program.
+    """
 
     plan: LayerPlan
     predicted_bytes: int
@@ -206,13 +213,13 @@ class CompiledPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SearchOutcome:
-    """The result of a search for one budget.
+    """The result of a search for one memory budget.
 
     Fields:
         best: the plan to run, None if no plan fits.
-        tried: the plans compiled for this budget, in order.
-        tightest: the plan with the fewest bytes of all compiled plans. If no plan fits, its bytes are the least to
-            which recomputation (and offload, if allowed) can reduce the step.
+        tried: the plans that were compiled for this budget, in order.
+        tightest: the compiled plan with the fewest bytes. If no plan fits, no choice of recomputation (and offload, if
+            allowed) takes fewer bytes.
     """
 
     best: CompiledPlan | None

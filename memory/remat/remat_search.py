@@ -43,10 +43,10 @@ WHOLE = (False, False)
 
 @dataclasses.dataclass
 class _BudgetState:
-    """Progress of the search for one budget.
+    """The progress of the search for one memory budget.
 
     Fields:
-        asked: plans compiled for the budget.
+        asked: plans that were compiled for the budget.
         checks: number of compiles that checked for a better plan.
     """
 
@@ -56,12 +56,13 @@ class _BudgetState:
 
 
 class RematSearch:
-    """Searches for plans within one or several budgets. The searches share all compiled plans.
+    """Searches for the best plan within one or several memory budgets. A plan compiled for one budget is also used for
+    the others.
 
     Args:
         problem: the problem to solve.
-        compile: compiles several plans and returns the compiler's figures of each.
-        tell: called with each compiled plan.
+        compile: function that compiles several plans and returns the memory, seconds and FLOPs of each.
+        tell: function that is called with each compiled plan.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class RematSearch:
     # ---- compiling ---------------------------------------------------------------------------------------------
 
     def compile(self, plans: Sequence[LayerPlan]) -> list[CompiledPlan]:
-        """Returns the plans with the compiler's figures. Only plans that have not been compiled are compiled."""
+        """Compiles the plans that have not been compiled yet, and returns all of them with their memory, seconds and
+        FLOPs.
+        """
         new = list({str(plan): plan for plan in plans if str(plan) not in self.tried}.values())
         predicted = [self.predict(plan) for plan in new]
         for plan, size, compiled in zip(new, predicted, self._compile(new) if new else ()):
@@ -101,23 +104,27 @@ class RematSearch:
         return [self.tried[str(plan)] for plan in plans]
 
     def whole(self, pattern: KeepPattern) -> LayerPlan:
-        """Returns the plan in which every layer has this pattern."""
+        """Returns the plan in which every layer keeps the values of `pattern`."""
         return LayerPlan(((pattern, self.problem.graph.layers),))
 
     @property
     def fixed(self) -> list[LayerPlan]:
-        """For each policy that keeps other tensors than the policies before it, the plan in which all layers have this
-        policy."""
+        """Plans in which all layers have the same jax policy. A policy that keeps the same values as an earlier one is
+        left out.
+        """
         return [self.whole(pattern) for pattern in (self.full, self.none, *self.named, *self.unknown)]
 
     def best_fixed(self, budget: float) -> CompiledPlan | None:
-        """Returns the best of the fixed policies that are compiled and fit `budget` bytes; None if there is none."""
+        """Returns the best compiled plan that consists of a single jax policy and fits `budget` bytes; None if there
+        is none.
+        """
         done = [self.tried[str(plan)] for plan in self.fixed if str(plan) in self.tried]
         return min((tried for tried in done if self._fits(tried, budget)), key=self.compiled_cost, default=None)
 
     def compiled_cost(self, tried: CompiledPlan) -> tuple[float, float, int]:
-        """Returns a sort key for the cost of a compiled plan by the compiler's figures: seconds and FLOPs in the order
-        of the problem's cost, then allocated bytes."""
+        """Returns the cost of a compiled plan as a sort key: seconds and FLOPs in the order of the problem's cost,
+        then allocated bytes.
+        """
         figures = tried.compiled
         first = (figures.seconds, figures.flops) if self.problem.cost == "time" else (figures.flops, figures.seconds)
         return (*first, figures.allocated_bytes)
@@ -125,28 +132,28 @@ class RematSearch:
     # ---- predicting --------------------------------------------------------------------------------------------
 
     def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
-        """Returns the points of the allocation model from compiled plans of a kind.
+        """Returns the points (bytes kept, bytes allocated) of the compiled plans of a kind.
 
-        Without any, returns those of plans that agree in whether they transfer tensors to the host, because transfers
-        allocate more; without these, those of all plans.
+        If there are none, returns the points of the plans that agree in whether they transfer tensors to the host,
+        because transfers allocate more memory. If there are none of these either, returns the points of all plans.
         """
         done = self._done()
         alike = [tried for tried in done if _kind(tried.plan)[1] == kind[1]]
         return allocation_points([tried for tried in alike if _kind(tried.plan) == kind] or alike or done)
 
     def _done(self) -> list[CompiledPlan]:
-        """Returns the compiled plans whose kept tensors are known."""
+        """Returns the compiled plans of which it is known which tensors they keep."""
         return [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
 
     def predict(self, plan: LayerPlan) -> int:
-        """Returns the predicted bytes that the compiler allocates for a plan, from compiled plans that keep about as
-        much. Returns 0 if nothing is compiled yet or the kept tensors of the plan are not known."""
+        """Returns the bytes that the compiler is predicted to allocate for a plan, from compiled plans that keep about
+        as many bytes. Returns 0 if no plan is compiled yet or the kept tensors of the plan are not known.
+        """
         points = self._points(_kind(plan)) if self._known(plan) else []
         return round(allocated_at(points, plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
-        """Returns the maximum bytes that layers may keep so that a plan of this kind is predicted to fit the
-        budget."""
+        """Returns how many bytes the layers may keep so that a plan of this kind is predicted to fit the budget."""
         points = self._points(kind)
         if not points:
             return math.inf
@@ -165,7 +172,9 @@ class RematSearch:
     # ---- solving -----------------------------------------------------------------------------------------------
 
     def _usable(self) -> list[KeepPattern]:
-        """Returns the patterns without those that occur only in plans that failed to compile."""
+        """Returns the patterns (choices for one layer) without those that occur only in plans that failed to
+        compile.
+        """
         failed: set[KeepPattern] = set()
         done: set[KeepPattern] = set()
         for tried in self.tried.values():
@@ -173,16 +182,17 @@ class RematSearch:
         return [pattern for pattern in self.patterns if pattern in done or pattern not in failed]
 
     def _host_room(self) -> float:
-        """Returns the bytes of host memory that are available to layers, after subtracting the bytes of the rest of
-        the step."""
+        """Returns the bytes of host memory that the layers may use, after subtracting the bytes of the rest of the
+        step.
+        """
         others = [tried.compiled.host_bytes - tried.plan.host_bytes for tried in self.tried.values() if tried.ok]
         return self.problem.host_budget - max(others, default=0)
 
     def candidates(self, budget: float, above: float = 0.0) -> list[LayerPlan]:
-        """Returns the plans that the model proposes for a budget, cheapest first: with one pattern, with several
-        patterns, and fixed policies of about the same cost.
+        """Returns plans that are predicted to fit a budget, cheapest first: with one pattern for all layers, with
+        several patterns, and jax policies of about the same cost.
 
-        `above`: bytes by which each plan may exceed its room.
+        `above`: bytes by which each plan may exceed the budget according to the prediction.
         """
         problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
         moves = (False, True) if problem.offload else (False,)
@@ -210,7 +220,9 @@ class RematSearch:
         return sorted({str(plan): plan for plan in proposed}.values(), key=self.cost)
 
     def cost(self, plan: LayerPlan) -> float:
-        """Returns the predicted cost of a plan: seconds of the passes, or recomputed FLOPs; infinite if unknown."""
+        """Returns the predicted cost of a plan: seconds of the forward and backward pass, or recomputed FLOPs;
+        infinite if unknown.
+        """
         if any(pattern in self.unknown for pattern, _ in plan.ranges):
             return math.inf
         return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops
@@ -223,10 +235,11 @@ class RematSearch:
         )
 
     def best(self, budget: float) -> CompiledPlan | None:
-        """Returns the compiled plan of lowest cost that fits.
+        """Returns the compiled plan of lowest cost that fits the budget, None if there is none.
 
-        Plans tie if their costs differ by at most the fraction `TIE` and are not above the cost of the best named
-        policy. Of tied plans, the plan that recomputes least wins, then the plan of fewest bytes, then a named policy.
+        Plans are tied if their costs differ by at most the fraction `TIE` and are not above the cost of the best jax
+        policy. Of tied plans, the one with the least recomputation is best, then the one with the fewest bytes, then a
+        jax policy.
         """
         fitting = [tried for tried in self.tried.values() if self._fits(tried, budget)]
         if self.problem.cost == "time" and fitting:
@@ -257,11 +270,12 @@ class RematSearch:
         together: float = math.inf,
         settled: Callable[[float, int], None] = lambda budget, compiled: None,
     ) -> list[SearchOutcome]:
-        """Returns the best plan within each of several budgets. The searches advance together and share results.
+        """Returns the best plan within each of several memory budgets. The searches run together and share compiled
+        plans.
 
         Args:
             most, at_once: the arguments of `run`, for each budget.
-            together: maximum number of plans of all budgets that are compiled together.
+            together: maximum number of plans that are compiled at the same time for all budgets.
             settled: called when the best plan of a budget is found, with the budget and the number of plans compiled
                 for it.
         """
@@ -308,11 +322,11 @@ class RematSearch:
         return plans
 
     def _better(self, plans: Sequence[LayerPlan], best: CompiledPlan | None) -> list[LayerPlan]:
-        """Returns plans that are not compiled yet and are predicted to cost less than `best`, and all new plans with a
-        policy.
+        """Returns plans that are not compiled yet and that are predicted to cost less than `best`, and all such plans
+        with a jax policy.
 
-        If `best` transfers tensors, its compiled cost is used: the model hides transfers behind compute, but the
-        compiler's schedule often does not.
+        If `best` transfers tensors to the host, the cost of its compiled program is used, because the prediction hides
+        transfers behind computation and the compiler's schedule often does not.
         """
         most = math.inf if best is None else self.cost(best.plan)
         if best is not None and best.plan.host_bytes:
@@ -325,33 +339,36 @@ class RematSearch:
         return better
 
     def _known(self, plan: LayerPlan) -> bool:
-        """Returns whether the tensors that layers keep are known, which they are not for plain autodiff and for
-        policies without names."""
+        """Returns whether it is known which tensors the layers keep. It is not known without a remat policy and for
+        policies that do not select names.
+        """
         return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
     def _worth_a_check(self, best: CompiledPlan, budget: float) -> bool:
-        """Returns whether to compile a plan that keeps one tensor more, because budget is left or the model has only
-        one point."""
+        """Returns whether it is worth compiling a plan that keeps one tensor more than `best`, because bytes of the
+        budget are left or the prediction has only one point.
+        """
         return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
 
     def _next_tensor(self) -> float:
-        """Returns the smallest difference in bytes between two patterns of one layer."""
+        """Returns the smallest difference in bytes between two patterns (choices for one layer)."""
         sizes = sorted({pattern.bytes for pattern in self.patterns})
         return float(min((b - a for a, b in itertools.pairwise(sizes)), default=0))
 
 
 def _kind(plan: LayerPlan) -> tuple[bool, bool]:
-    """Returns the kind of a plan: (whether it has several ranges, whether it transfers tensors).
+    """Returns the kind of a plan: (whether it has several ranges of layers, whether it transfers tensors to the host).
 
-    Plans of one kind allocate about the same bytes for the rest of the step. Several ranges need slices of the
+    Plans of the same kind allocate about the same bytes for the rest of the step. Several ranges need slices of the
     parameters, and transfers need buffers.
     """
     return len(plan.ranges) > 1, plan.host_bytes > 0
 
 
 def spread(items: Sequence[Any]) -> list[Any]:
-    """Returns the items in an order in which each is as far as possible from those before it: ends first, then
-    middles."""
+    """Returns the items reordered so that each is as far as possible from those before it: first the ends, then the
+    middles.
+    """
     out: list[int] = []
     left = list(range(len(items)))
     while left:
@@ -368,8 +385,9 @@ def spread(items: Sequence[Any]) -> list[Any]:
 
 
 def allocation_points(done: Sequence[CompiledPlan]) -> list[tuple[int, int]]:
-    """Returns the points of compiled plans, sorted. If several plans keep the same bytes, the largest allocation
-    counts."""
+    """Returns the points (bytes kept, bytes allocated) of compiled plans in ascending order. Of plans that keep the
+    same bytes, the largest allocation is used.
+    """
     largest: dict[int, int] = {}
     for tried in done:
         largest[tried.plan.bytes] = max(largest.get(tried.plan.bytes, 0), tried.compiled.allocated_bytes)
@@ -377,7 +395,9 @@ def allocation_points(done: Sequence[CompiledPlan]) -> list[tuple[int, int]]:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Returns the bytes allocated per byte kept, by the last two points; 1 for a single point."""
+    """Returns the bytes allocated per kept byte, according to the last two points (bytes kept, bytes allocated); 1 for
+    a single point.
+    """
     if len(points) < 2:
         return 1.0
     (x0, y0), (x1, y1) = points[-2:]
@@ -385,11 +405,11 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
-    """Returns the bytes allocated by a plan that keeps `kept` bytes, from points (bytes kept, bytes allocated).
+    """Returns the bytes that a plan with `kept` kept bytes allocates, interpolated between points (bytes kept, bytes
+    allocated).
 
-    The result is piecewise linear between the points, has slope 1 before the first point, and has the slope of the
-    last two points after the last. This last slope is below 1 if the peak does not depend on kept bytes, for example
-    in the update of the parameters.
+    Before the first point, the slope is 1. After the last point, it is the slope of the last two points. This slope is
+    below 1 if the peak does not depend on the kept bytes, for example if it is in the update of the parameters.
     """
     (first, lowest), (last, highest) = points[0], points[-1]
     if kept <= first:
@@ -401,8 +421,10 @@ def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
 
 
 def kept_after_bend(points: Sequence[tuple[float, float]], budget: float) -> float:
-    """Returns the bytes kept at which the budget is reached, if the allocation is constant up to a bend and from there
-    rises by a byte per byte to the first plan above the budget; 0 if the points show no such bend."""
+    """Returns the kept bytes at which the budget is reached, if the allocated bytes are first constant and then rise
+    by one byte per kept byte to the first plan above the budget. Returns 0 if the points (bytes kept, bytes allocated)
+    do not have this form.
+    """
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:]):
         if y1 <= budget < y2 and (y1 - y0) / (x1 - x0) < FLAT * (y2 - y1) / (x2 - x1):
             return x2 - (y2 - budget)

@@ -40,7 +40,8 @@ ROUNDING = 1e-12
 def pareto_patterns(
     graph: LayerGraph, rates: RecomputeRates, *, offload: bool = False, cost: str = "seconds"
 ) -> list[KeepPattern]:
-    """Returns the patterns of a layer that are Pareto-optimal in bytes, cost and host bytes, fewest bytes first.
+    """Returns the Pareto-optimal choices of the values that a layer keeps, fewest bytes first. No other choice is at
+    least as good in bytes, cost and host bytes.
 
     Args:
         offload: whether tensors may be offloaded to host memory.
@@ -69,7 +70,7 @@ def pareto_patterns(
 
 
 def pattern_keeping(graph: LayerGraph, rates: RecomputeRates, policy: str, names: Collection[str]) -> KeepPattern:
-    """Returns the pattern of a layer under a policy that keeps the values of these names."""
+    """Returns the costs of a layer under a jax policy that keeps the values with these names."""
     kept = set(names).union(*(graph.bound.get(name, ()) for name in names))
     front = _explore(graph, rates, dict.fromkeys(kept, (KEEP,)), "seconds")
     front = front._replace(
@@ -79,13 +80,14 @@ def pattern_keeping(graph: LayerGraph, rates: RecomputeRates, policy: str, names
 
 
 def pattern_keeping_all(graph: LayerGraph, rates: RecomputeRates, policy: str) -> KeepPattern:
-    """Returns the pattern of a layer without a checkpoint, which keeps everything that its backward pass reads."""
+    """Returns the costs of a layer without a checkpoint. It keeps all values that its backward pass reads."""
     return KeepPattern(graph.none_bytes, STACKED * graph.none_bytes / rates.memory, policy=policy)
 
 
 class _Front(NamedTuple):
-    """Pareto-optimal partial choices, one per row. decisions: int8 [choices, names + 1], of which the last is for the
-    layer's input."""
+    """Pareto-optimal choices for some of the names, one per row. The array `decisions` is int8 [choices, names + 1];
+    its last column is for the input of the layer.
+    """
 
     bytes: np.ndarray
     host: np.ndarray
@@ -95,15 +97,15 @@ class _Front(NamedTuple):
 
 
 class _TooManyStates(Exception):
-    """Raised if the graph has too many states to follow every choice of these names."""
+    """Raised if there are too many combinations of choices for these names to examine all of them."""
 
 
 def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Sequence[int]], cost: str) -> _Front:
-    """Returns the Pareto front over every choice for the names in `allowed`. All other names are recomputed.
+    """Returns the Pareto-optimal choices for the names in `allowed`. The values of all other names are recomputed.
 
-    A state is the set of values that steps not yet visited must make, and the decisions for names that some of these
-    steps have too. Two partial choices with one state cost the same from there on, so only the front of each state is
-    kept, and no optimal choice is lost.
+    The steps are visited one after the other. Choices that leave the same work and the same decisions for the
+    remaining steps are in one state. They cost the same from there on, so only the Pareto-optimal ones of each state
+    are kept.
     """
     column = {name: number for number, name in enumerate(graph.names)}
     keepers = graph.keepers
@@ -154,7 +156,7 @@ def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Seq
 
 
 def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRates) -> _Front:
-    """Returns the partial choices with one more value kept on the device or in host memory."""
+    """Returns the choices with one more value kept, on the device or in host memory."""
     decisions = front.decisions.copy()
     decisions[:, column] = option
     if option == KEEP:
@@ -165,7 +167,7 @@ def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRa
 
 
 def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: RecomputeRates) -> tuple[float, float]:
-    """Returns the FLOPs and seconds of computing the wanted results of a step again.
+    """Returns (FLOPs, seconds) of computing the wanted results of a step again.
 
     A matrix product runs at the rate of its compute unit. Its results and named values are written and read once.
     Other elementwise work is assumed to be fused into the kernels around it.
@@ -182,7 +184,8 @@ def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: RecomputeRat
 
 
 def _pareto(fronts: Sequence[_Front], cost: str) -> _Front:
-    """Merges Pareto fronts. Drops each choice that another choice equals or beats in bytes, cost and host bytes.
+    """Merges several sets of choices, and drops each choice that another choice equals or beats in bytes, cost and
+    host bytes.
 
     `cost`: "seconds" or "flops", the cost of recomputation to minimize.
     """
@@ -215,8 +218,9 @@ def _rows(front: _Front, which: np.ndarray) -> _Front:
 
 
 def _undominated(costs: np.ndarray, host: np.ndarray, chunk: int = 256) -> np.ndarray:
-    """Returns a mask of the rows that no earlier row equals or beats in both columns. Rows are in the order of their
-    bytes."""
+    """Returns a mask of the rows that no earlier row equals or beats in both columns, cost and host bytes. The rows
+    are sorted by bytes.
+    """
     useful = np.zeros(len(costs), bool)
     kept_costs, kept_host = np.empty(0), np.empty(0)
     for start in range(0, len(costs), chunk):
@@ -246,7 +250,9 @@ def _pattern(graph: LayerGraph, front: _Front, number: int, policy: str = "") ->
 
 
 def _most_saving(graph: LayerGraph, rates: RecomputeRates, names: Sequence[str]) -> list[str]:
-    """Returns the half of these names that saves the most FLOPs per kept byte if only this name is kept."""
+    """Returns the half of these names whose values save the most recomputed FLOPs per kept byte, each considered on
+    its own.
+    """
     nothing = pattern_keeping(graph, rates, "", ())
 
     def saved_per_byte(name: str) -> float:
@@ -269,12 +275,13 @@ def solve(
     host_budget: float = np.inf,
     ranges: int = MAX_RANGES,
 ) -> LayerPlan | None:
-    """Returns the plan of lowest cost that keeps at most `budget` bytes on the device; None if there is none.
+    """Returns the plan for all layers that has the lowest cost and keeps at most `budget` bytes on the device; None if
+    there is none.
 
     Args:
-        cost: "time", or "flops" to minimize recomputed FLOPs regardless of transfers.
+        cost: "time" to minimize seconds, or "flops" to minimize recomputed FLOPs regardless of transfers.
         host_budget: bytes of host memory per device.
-        ranges: maximum number of patterns in one plan, 1 or 2.
+        ranges: maximum number of different patterns in the plan, 1 or 2.
     """
     forward, backward, link = (passes.forward, passes.backward, passes.host_link) if cost == "time" else (0.0, 0.0, 0.0)
     patterns = sorted(patterns, key=lambda pattern: pattern.bytes)

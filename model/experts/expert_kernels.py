@@ -126,7 +126,9 @@ def rows_times(
 
 
 def weight_gradients(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: bool = False) -> jax.Array:
-    """Returns for each expert the sum over its rows of x^T y: [X, C] and [X, N] to [E, C, N] in the dtype of `x_XC`."""
+    """Returns for each expert the sum over its rows of x^T y: [X, C] and [X, N] to [E, C, N] in the dtype
+    of `x_XC`.
+    """
     (X, C), N, E = x_XC.shape, y_XN.shape[1], tiles.count.size
     tile = X // tiles.expert.size
     rows_per_block, columns_per_block, summed_per_block = _block(C, BLOCK), _block(N, BLOCK), _block(tile, DEPTH)

@@ -261,7 +261,9 @@ class LayerPolicies:
 
     @property
     def asked(self) -> set[str]:
-        """The checkpoint names that the config lists itself. Names that belong to rows of POLICIES are not included."""
+        """The checkpoint names that the config lists itself. Names that belong to rows of POLICIES are not
+        included.
+        """
         asked = {*self.save, *self.offload}
         for text in self.layers:
             name = self._range(text)[2]

@@ -116,7 +116,9 @@ def require_utf8(folder: Path) -> None:
 
 
 def interrupted_note(workdir: Path) -> str:
-    """Returns the last line of a run that Ctrl-C ends at once: the checkpoint to resume from, or that none is saved."""
+    """Returns the last line of a run that Ctrl-C ends at once: the checkpoint to resume from, or that none
+    is saved.
+    """
     steps = [int(path.name) for path in (workdir / CHECKPOINTS).glob("*") if path.name.isdecimal()]
     if not steps:
         return "interrupted before the first checkpoint: nothing is saved"

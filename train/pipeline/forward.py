@@ -1,4 +1,6 @@
-"""The forward pass through the stages of a pipeline, one virtual stage after the other, for evaluations and samples."""
+"""The forward pass through the stages of a pipeline, one virtual stage after the other, for evaluations and
+samples.
+"""
 
 import dataclasses
 from collections.abc import Callable

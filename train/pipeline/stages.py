@@ -35,7 +35,9 @@ class StackRows:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """For each row the index of its layer among the layers of the stack; the number of layers for an unused row."""
+        """For each row the index of its layer among the layers of the stack; the number of layers for an
+        unused row.
+        """
         layers = sorted(layer for layer in self.order if layer >= 0)
         return tuple(layers.index(layer) if layer >= 0 else len(layers) for layer in self.order)
 

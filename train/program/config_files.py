@@ -187,7 +187,9 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
 
 
 def _nearest(key: str, valid: dict[str, Any]) -> str:
-    """Returns the end of a message about an unknown key: the keys that were probably meant, or how to list all keys."""
+    """Returns the end of a message about an unknown key: the keys that were probably meant, or how to list
+    all keys.
+    """
     near = _near_keys(key, valid)
     return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope keys lists the keys"
 

@@ -56,7 +56,9 @@ def _put_array(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
-    """Returns the device batches of each call of the step, from one host batch, which is an update or a part of one."""
+    """Returns the device batches of each call of the step, from one host batch, which is an update or a
+    part of one.
+    """
     micro_steps = program.batch.read_steps
     split = {name: array.reshape(micro_steps, -1, array.shape[-1]) for name, array in host.items()}
     if program.scanned:

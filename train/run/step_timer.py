@@ -87,7 +87,9 @@ class Clock:
             self._waiting += max(ended - max(began, idle_since), 0.0)
 
     def dispatched(self, result: jax.Array) -> None:
-        """Records that a step was dispatched to the devices. `result`: an array that is ready when the step is done."""
+        """Records that a step was dispatched to the devices. `result`: an array that is ready when the step
+        is done.
+        """
         self._watch.follow(result)
 
     def tick(self, tokens: int) -> Slow | None:

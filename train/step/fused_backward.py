@@ -196,5 +196,7 @@ class FusedBackward:
         return 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
 
     def _scale(self, square: jax.Array, inverse: jax.Array) -> jax.Array:
-        """Returns the factor from a summed gradient, whose sum of squares is `square`, to the clipped mean gradient."""
+        """Returns the factor from a summed gradient, whose sum of squares is `square`, to the clipped mean
+        gradient.
+        """
         return clip_scale(jnp.sqrt(square) * inverse, inverse, self.update.max_norm)

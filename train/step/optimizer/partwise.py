@@ -172,7 +172,9 @@ class PartwiseUpdate:
     def _update(
         self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array, when: jax.Array | None
     ) -> tuple[Any, Any]:
-        """Computes the update. If `when` is False, nothing changes, because the loops over parts have no iterations."""
+        """Computes the update. If `when` is False, nothing changes, because the loops over parts have no
+        iterations.
+        """
         p, g, s = jax.tree.leaves(params), jax.tree.leaves(grads), jax.tree.leaves(opt_state[1])
         scales, norm = self.scales(g, tokens)
         shared = self.shared(s)
