@@ -23,7 +23,9 @@ _KB, _MIB = 1000, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRate:
-    """Points (size, rate) of one part of a chip, and the publication that contains them."""
+    """A measured curve of points (size, rate) for one kind of work on a chip, with the publication that
+    contains it.
+    """
 
     points: Curve
     source: str
@@ -34,12 +36,12 @@ def _tflops(source: str, *points: tuple[float, float]) -> PublishedRate:
 
 
 def _one(source: str, value: float) -> PublishedRate:
-    """Returns a rate that is the same for all sizes."""
+    """Returns a rate curve that has the same value for all sizes."""
     return PublishedRate(((1.0, value),), source)
 
 
 def _attention(source: str, *rates: float, first: int = 512) -> PublishedRate:
-    """Returns a rate curve of attention; `rates` are TFLOP/s at `first` keys, twice as many, and so on."""
+    """Returns a rate curve of attention. `rates` are TFLOP/s at `first` keys, at twice as many keys, and so on."""
     return _tflops(source, *((first << at, rate) for at, rate in enumerate(rates)))
 
 
@@ -208,8 +210,9 @@ HOST_LINK_SECONDS, HOST_LINK_SECONDS_SOURCE = 30e-6, f"{_BENCHES}, cuda-memcpy, 
 
 @dataclasses.dataclass(frozen=True)
 class Bus:
-    """The bandwidth of a collective of `group` devices over `hosts` hosts: payload bytes -> bytes per second on the
-    wire of one device."""
+    """The measured bandwidth of a collective of `group` devices in `hosts` hosts: payload bytes -> bytes per second
+    that one device sends.
+    """
 
     kind: str
     group: int
@@ -218,7 +221,9 @@ class Bus:
 
 
 def _points(source: str, unit: int, *points: tuple[float, float]) -> PublishedRate:
-    """Returns a rate curve from points (payload in `unit` bytes, GB/s)."""
+    """Returns a rate curve from points (payload, rate). The payload is in multiples of `unit` bytes, the rate
+    in GB/s.
+    """
     return PublishedRate(tuple((float(size * unit), rate * _G) for size, rate in points), source)
 
 

@@ -16,15 +16,17 @@ from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, D
 
 
 def rates_of_kind(kind: str) -> DeviceRates | None:
-    """Returns the rates of a device kind (jax's device_kind); None for a chip that is not in `devices.chips`."""
+    """Returns the rates of a device kind (jax's device_kind) from published measurements; None for a chip that is not
+    in `devices.chips`.
+    """
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     return _rates(chip.name) if chip else None
 
 
 def with_network(rates: DeviceRates, network: str) -> DeviceRates:
-    """Returns rates in which the collectives between hosts are those of another network.
+    """Returns the rates with the collectives between hosts replaced by those of another network.
 
-    Raises ReportError for a name that is not in `achieved.NETWORKS`.
+    Raises ReportError if `network` is not a name in `achieved.NETWORKS`.
     """
     if network not in NETWORKS:
         raise ReportError(f"unknown network {network!r:.40}: choose one of {', '.join(NETWORKS)}")
@@ -85,8 +87,9 @@ def _measured(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
 
 
 def _nearest(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None:
-    """Returns the rate curve of a part and its source: the chip's own curve, or the nearest chip's times the ratio of
-    their data sheets."""
+    """Returns (rate curve, source) for a part of a chip, such as memory. If the chip has no measured curve, the curve
+    of the most similar chip is multiplied by the ratio of their data-sheet rates. Returns None if no chip has one.
+    """
     for name in (chip.name, *NEAREST[chip.name]):
         for each in (part, *TWINS.get(part, ())):
             figure, ratio = MEASURED.get(name, {}).get(each), _ratio(each, part, chip, CHIPS[name])
@@ -96,8 +99,9 @@ def _nearest(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None:
 
 
 def _products(chip: Chip) -> dict[str, tuple[Curve, str]]:
-    """Returns compute unit -> (rate curve, source). A unit without a measured curve gets the efficiency of a similar
-    unit (`LIKE`)."""
+    """Returns compute unit -> (rate curve of matrix products, source). A unit without a measured curve gets the
+    efficiency of a similar unit (`LIKE`).
+    """
     products: dict[str, tuple[Curve, str]] = {}
     for unit in chip.peak_flops:
         measured = _nearest(chip, ("products", unit))
@@ -113,20 +117,21 @@ def _products(chip: Chip) -> dict[str, tuple[Curve, str]]:
 
 
 def _beyond_floor(curve: Curve, floor: float, peak: float) -> Curve:
-    """Returns a published rate curve of cubes without the floor seconds of each kernel. At most half of the seconds
-    are subtracted.
+    """Returns a published rate curve of square matrix products with the fixed `floor` seconds of each kernel removed.
+    At most half of the measured seconds are removed.
 
-    The rate is limited to the data sheet's `peak`, because the clock of workstation GPUs exceeds the specified one.
+    The rate is at most the data sheet's `peak`, because workstation GPUs may run at a higher clock than specified.
     """
     seconds = {side: 2 * side**3 / rate for side, rate in curve}
     return tuple((side, min(2 * side**3 / max(taken - floor, taken / 2), peak)) for side, taken in seconds.items())
 
 
 def _attention_table(chip: Chip) -> tuple[dict[str, dict[int, Curve]], str]:
-    """Returns (way -> head dimension -> rate curve, source), all from the nearest chip with measured attention.
+    """Returns (way -> head dimension -> rate curve of attention, source), from the most similar chip with measured
+    attention.
 
-    A way that was not measured at a head dimension gets the ratio between the two ways at another head dimension, or
-    of another chip.
+    A way (forward or backward, with or without mask) that was not measured at a head dimension is derived from another
+    way, by their ratio at another head dimension or on another chip.
     """
     name = next(each for each in (chip.name, *NEAREST[chip.name], "h100") if _cells(each))
     cells, others = _cells(name), [_cells(other) for other in (*NEAREST[name], "h100")]
@@ -150,8 +155,9 @@ def _cells(name: str) -> dict[tuple[str, int], Curve]:
 
 
 def _pair(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tuple[Curve, Curve]:
-    """Returns the rate curves of two ways at one head dimension, from the first table that has both. Forward ways
-    replace backward ways, because a mask costs as much in both."""
+    """Returns the rate curves of two ways of attention at the same head dimension, from the first table that has both.
+    Forward ways replace backward ways, because a mask has the same effect on both.
+    """
     for table in tables:
         for one, other in ((way, like), (way.replace("backward", "forward"), like.replace("backward", "forward"))):
             for width in (128, 64, 256):
@@ -165,7 +171,7 @@ def _of_16_bits(chip: Chip) -> float:
 
 
 def _ratio(measured: tuple[Any, ...], wanted: tuple[Any, ...], chip: Chip, other: Chip) -> float:
-    """Returns the ratio of two chips' data sheets for a part; 0 if one of them lacks the unit."""
+    """Returns the ratio of two chips' data-sheet rates for a part, such as memory; 0 if one of them has no rate."""
     if wanted[0] == "memory":
         return chip.hbm / other.hbm
     if wanted[0] == "host_link":
@@ -181,13 +187,16 @@ def _times(curve: Curve, ratio: float) -> Curve:
 
 
 def _name_chip(source: str, measured: str, name: str) -> str:
-    """Returns a source in which each part names the chip, if it is another chip than `name`."""
+    """Returns the description of a source with the name of the chip added, if the measured chip is another one than
+    `name`.
+    """
     return source if measured == name else "; ".join(f"efficiency of {measured}: {part}" for part in source.split("; "))
 
 
 def _collectives(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
-    """Returns (collectives of a chip, their sources). For each kind, within a host and between hosts, these are the
-    chip's own rows, or the rows of the nearest chip that has some, times the ratio of their links."""
+    """Returns (measured collectives of a chip, their sources). Each kind, within a host and between hosts, was
+    measured on the chip itself, or on the most similar chip and multiplied by the ratio of their link rates.
+    """
     collectives: list[CollectiveRate] = []
     sources: dict[str, None] = {}
     for kind in dict.fromkeys(row.kind for rows in COLLECTIVES.values() for row in rows):
@@ -202,10 +211,10 @@ def _collectives(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
 
 
 def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus]]:
-    """Returns (the nearest chip with measured rows of a kind, these rows).
+    """Returns (most similar chip with measured collectives of a kind, these measurements).
 
-    Within a host, chips on PCIe use only rows of chips on PCIe, and other chips only rows of other chips. Rows between
-    hosts depend only on the network cards.
+    Within a host, chips that are connected by PCIe are similar only to each other. Between hosts, only the network
+    cards matter.
     """
     names = [chip.name, *NEAREST[chip.name], "h100"]
     if not between and _on_pcie(chip):
@@ -218,7 +227,7 @@ def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus
 
 
 def _on_pcie(chip: Chip) -> bool:
-    """Returns whether PCIe connects the devices of a host, according to `devices.chips`."""
+    """Returns whether PCIe connects the devices of a host with this chip."""
     return chip.platform == "cuda" and chip.in_host == chip.host_link
 
 
@@ -237,8 +246,9 @@ def _on_links(chip: Chip, other: Chip, row: Bus) -> list[CollectiveRate]:
 
 
 def _summary(name: str, sources: Mapping[str, str]) -> str:
-    """Returns one line with the parts that were measured on the chip, and the parts with the efficiency of another
-    chip."""
+    """Returns a line that lists the rates that were measured on the chip, and the rates that were derived from another
+    chip.
+    """
     by_chip: dict[str, list[str]] = {name: []}
     sixteen = next(f"products {unit}" for unit in ("bf16", "fp16") if f"products {unit}" in sources)
     for part, key in (

@@ -47,11 +47,11 @@ SLOWDOWN = 0.13
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Quantiles of predicted/measured seconds.
+    """How far predictions are from measurements: quantiles of predicted seconds divided by measured seconds.
 
     Fields:
         low, high: the quantiles at 10 % and 90 %.
-        rows: number of measured programs, 0 if the spread is an assumption.
+        rows: number of measured programs; 0 if the quantiles are an assumption.
         source: the measured runs, or the assumption, in words.
     """
 
@@ -61,7 +61,7 @@ class Spread:
     source: str
 
     def around(self, seconds: float) -> tuple[float, float]:
-        """Returns the (min, max) measured seconds to expect for a prediction of `seconds`."""
+        """Returns the (lowest, highest) measured seconds to expect for a prediction of `seconds`."""
         return seconds / self.high, seconds / self.low
 
 
@@ -79,7 +79,10 @@ CPU_SPREAD = Spread(0.5, 2.0, 0, "assumed, for a CPU")
 
 
 def spread_of(target: Mapping[str, Any]) -> Spread:
-    """Returns the spread of predictions for the chip of a target. `target`: the JSON of a target."""
+    """Returns how far predictions for the chip of a target are from measurements.
+
+    `target`: the JSON of the target.
+    """
     if target.get("platform") == "cpu":
         return CPU_SPREAD
     name = str(target.get("name", "")).partition(":")[0]

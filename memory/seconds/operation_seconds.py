@@ -56,8 +56,7 @@ TILED_SHARE = 0.285
 
 
 def kernel_seconds(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """Returns the seconds of one run of a kernel. Raises KeyError for a kind that is not in
-    `step_schedule.KERNELS`."""
+    """Returns the seconds of one run of a kernel. Raises KeyError if its kind is not in `step_schedule.KERNELS`."""
     return rates.floor_seconds + _KINDS[kernel.kind](kernel, rates)
 
 
@@ -71,8 +70,9 @@ def _product(kernel: ScheduledKernel, rates: DeviceRates) -> float:
 
 
 def _tiled(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """Returns the seconds of a matrix product with a scale per tile, at `TILED_SHARE` of the best rate that a library
-    reaches, but never faster than the library at this size."""
+    """Returns the seconds of a matrix product whose operands have a scale for each tile. The rate is `TILED_SHARE` of
+    the best rate of a library, but not more than the rate of the library at this size.
+    """
     best = max(rate for _, rate in rates.products[rates.unit(unit_of(kernel.dtype))])
     reached = min(TILED_SHARE * best, product_flops_per_s(kernel, rates))
     return max(constants.PRODUCTS * kernel.flops / reached, _memory(kernel, rates))
@@ -92,8 +92,9 @@ _KINDS: Mapping[str, Callable[[ScheduledKernel, DeviceRates], float]] = {
 
 
 def product_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """Returns the FLOP/s of a matrix product by its dtype and size, at most the peak. A product of unknown size counts
-    as a cube."""
+    """Returns the FLOP/s of a matrix product according to its dtype and size, at most the peak rate. If the size is
+    unknown, m, n and k are assumed to be equal.
+    """
     unit = rates.unit(unit_of(kernel.dtype))
     shape = kernel.size if len(kernel.size) == 4 and min(kernel.size) > 0 else _cube(_side(kernel.flops / 2))
     side = _side(math.prod(map(float, shape)))
@@ -102,8 +103,9 @@ def product_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
 
 
 def attention_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """Returns the FLOP/s of an attention kernel by number of keys, head dimension and mask, at most the peak of its
-    dtype."""
+    """Returns the FLOP/s of an attention kernel according to number of keys, head dimension and mask, at most the peak
+    rate of its dtype.
+    """
     way = "backward" if kernel.kind == ATTENTION_BACKWARD else "forward"
     table = rates.attention[f"{way}_causal" if kernel.causal else way]
     _, _, keys, width = kernel.size if len(kernel.size) == 4 else (1, 4096, 4096, 128)
@@ -123,14 +125,18 @@ def _cube(side: float) -> tuple[int, int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def _at_full_waves(curve: Curve, cores: int) -> Curve:
-    """Returns a rate curve measured on cubes, divided by the utilization of each cube."""
+    """Returns a rate curve that was measured on square matrix products, divided by the fraction of the device's cores
+    that each of them uses.
+    """
     return tuple((side, rate / _utilization(_cube(side), cores)) for side, rate in curve)
 
 
 @functools.lru_cache(maxsize=4096)
 def _utilization(shape: tuple[int, ...], cores: int) -> float:
-    """Returns the fraction (0 to 1) of a device's rate that a matrix product reaches with the best tiles. Full tiles,
-    full waves and a long reduction reach 1. Returns 1 if the number of cores is unknown."""
+    """Returns the fraction (0 to 1) of a device's peak rate that a matrix product can reach with the best tile size.
+    It is 1 if the tiles are full, all cores are busy all the time, and k is large. It is also 1 if the number of cores
+    is unknown.
+    """
     if not cores:
         return 1.0
     batch, m, n, k = shape
@@ -167,10 +173,10 @@ _SMALL_BYTES = 2**17
 
 
 def transfer_seconds(start: Start, rates: DeviceRates) -> float:
-    """Returns the seconds of one collective or copy over the host link, from its start to its end, alone on its
-    stream.
+    """Returns the seconds from start to end of a collective or of a copy between device and host, if no other transfer
+    runs on its stream.
 
-    Raises KeyError for a kind that is neither in `cost.collectives.WIRE` nor a copy over the host link.
+    Raises KeyError if its kind is neither in `cost.collectives.WIRE` nor a copy between device and host.
     """
     if start.kind in (TO_HOST, TO_DEVICE):
         return rates.host_link_seconds + start.bytes / rates.host_link_bytes_per_s
@@ -184,7 +190,9 @@ def transfer_seconds(start: Start, rates: DeviceRates) -> float:
 
 
 def _bus(start: Start, rates: DeviceRates) -> tuple[float, float, float]:
-    """Returns (bytes per second on the wire, seconds of hops that the measured row does not have, minimum seconds)."""
+    """Returns (bytes per second that a device sends, additional latency in seconds compared with the measured
+    collective, minimum seconds).
+    """
     per_host = start.group / start.hosts
     inside = _nearest(start.kind, per_host if per_host > 1 else _FULL_HOST, 1, rates)
     between = _nearest(start.kind, start.group, start.hosts, rates) if start.hosts > 1 else None
@@ -200,18 +208,19 @@ def _bus(start: Start, rates: DeviceRates) -> tuple[float, float, float]:
 
 
 def _min_seconds(row: CollectiveRate) -> float:
-    """Returns the seconds of the smallest measured payload, which smaller payloads take too; 0 if that payload is
-    large."""
+    """Returns the seconds of the smallest measured payload, which smaller payloads take too; 0 if the smallest
+    measured payload is large.
+    """
     size, bandwidth = row.bus[0]
     return WIRE[row.kind](row.group) * size / bandwidth if size <= _SMALL_BYTES else 0.0
 
 
 def _nearest(kind: str, group: float, hosts: int, rates: DeviceRates) -> CollectiveRate | None:
-    """Returns the measured row of a kind, or of a similar kind, with the nearest number of hosts, then with the
-    nearest group.
+    """Returns the measured collective of a kind, or of a similar kind, with the nearest number of hosts and then the
+    nearest number of devices.
 
-    For a group within one host, only rows within one host are used; for a group over several hosts, only rows over
-    several.
+    For devices in one host, only measurements within one host are used, and for several hosts only measurements over
+    several hosts.
     """
     for each in (kind, *_SIMILAR[kind]):
         rows = [row for row in rates.collectives if row.kind == each and (row.hosts > 1) == (hosts > 1)]
@@ -221,14 +230,18 @@ def _nearest(kind: str, group: float, hosts: int, rates: DeviceRates) -> Collect
 
 
 def _more_hops(start: Start, row: CollectiveRate, rates: DeviceRates) -> float:
-    """Returns the seconds of the hops that a group has in addition to those of a measured row."""
+    """Returns the latency in seconds by which a collective exceeds a measured one because it spans more devices or
+    hosts.
+    """
     own, measured = _hops(start.kind, start.group, start.hosts, rates), _hops(row.kind, row.group, row.hosts, rates)
     return max(own - measured, 0.0)
 
 
 def _hops(kind: str, group: int, hosts: int, rates: DeviceRates) -> float:
-    """Returns the seconds that the first byte takes through a ring; for an all-reduce, through a tree if that is
-    shorter (NCCL's own model, github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
+    """Returns the latency in seconds of a collective: the time in which the first byte passes through a ring of the
+    devices. For an all-reduce, it is the time through a tree if that is shorter (NCCL's own model,
+    github.com/NVIDIA/nccl, src/graph/tuning.cc).
+    """
     inside, between = rates.hop_seconds, rates.network_hop_seconds
     if kind in ("collective-permute", "all-to-all", "ragged-all-to-all"):
         return between if hosts > 1 else inside

@@ -27,7 +27,9 @@ from bytescope.memory.seconds.step_schedule import (
 
 
 class KernelWork(NamedTuple):
-    """The work of a kernel. Its fields are those of `schedule_records.ScheduledKernel` with the same names."""
+    """The matrix-product work of a kernel. Its fields have the meaning of the fields of
+    `schedule_records.ScheduledKernel` with the same names.
+    """
 
     kind: str
     flops: int = 0
@@ -37,11 +39,11 @@ class KernelWork(NamedTuple):
 
 
 def find(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Returns the work of a kernel; None for a kernel without a matrix product.
+    """Returns the matrix-product work of a kernel; None for a kernel without a matrix product.
 
-    A fusion has the FLOPs of all its products, with kind, size and dtype of the largest. A library call with unknown
-    work is FOREIGN. It has the product that its arrays suggest, which the caller must confirm, or no FLOPs. A product
-    of experts is GROUPED, with the FLOPs for the maximum number of rows.
+    A fusion has the FLOPs of all its products, and the kind, size and dtype of the largest one. A library call whose
+    work is not known is FOREIGN. It has the product that the shapes of its arrays suggest, which the caller must
+    confirm, or no FLOPs. A product of experts is GROUPED, with the FLOPs for the maximum number of rows.
     """
     if instruction.opcode != "fusion":
         rule = _RULES.get(instruction.opcode)
@@ -62,8 +64,7 @@ def find(module: Module, instruction: Instruction) -> KernelWork | None:
 
 
 def _dot(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Reads a dot: dot_dimension_numbers 30 {lhs_contracting 1, rhs_contracting 2, lhs_batch 3, rhs_batch 4},
-    precision_config 51 {operand_precision 1, algorithm 2}."""
+    """Returns the work of a dot instruction."""
     axes: dict[int, list[int]] = {1: [], 3: []}
     precision, algorithm = [], 0
     for field, value in wire.fields(module.data, instruction.span):
@@ -93,8 +94,9 @@ def _product(
 
 
 def _ragged(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Reads a grouped product, in which every row is multiplied by the matrix of one group: rows of the left x columns
-    of the result x contracted."""
+    """Returns the work of a grouped matrix product, in which each row is multiplied by the matrix of its group. Its
+    size is rows of the left operand x columns of the result x contracted size.
+    """
     left, right = _operands(module, instruction)
     if left is None or right is None or not left.dims:
         return None
@@ -116,7 +118,7 @@ _EXACT_NAMES = frozenset(("ALG_DOT_F32_F32_F32",))
 
 
 def _dtype(left: HloShape, right: HloShape, exact: bool) -> str:
-    """Returns the dtype of the operand with more bits. float32 that may be rounded is TF32."""
+    """Returns the dtype of the operand with more bits. For float32, returns TF32 unless `exact` is True."""
     widest = max(left, right, key=lambda shape: shape.bits)
     return "tf32" if widest.dtype == "float32" and not exact else widest.dtype
 
@@ -135,8 +137,9 @@ def _size(shape: HloShape, axes: Iterable[int]) -> int:
 
 
 def _convolution(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Reads a convolution: 2 x output elements x window elements of one output feature. Padding and dilation count as
-    if dense."""
+    """Returns the work of a convolution: 2 x output elements x window elements of one output feature. Padding and
+    dilation are not subtracted.
+    """
     left, right = _operands(module, instruction)
     result = module.shape(instruction)
     result = result.leaf((0,)) if result.parts is not None else result
@@ -159,8 +162,9 @@ _GRADIENTS = ("BackwardInput", "BackwardFilter")
 
 
 def _window(module: Module, instruction: Instruction) -> tuple[int, list[int], int]:
-    """Returns (output feature axis of the kernel, its spatial axes, groups of the batch):
-    convolution_dimension_numbers 16 {kernel_output_feature 4, kernel_spatial 6}, batch_group_count 61."""
+    """Returns (the kernel's axis of output features, the kernel's spatial axes, number of batch groups) of a
+    convolution.
+    """
     output, groups, spatial = 0, 1, []
     for field, value in wire.fields(module.data, instruction.span):
         if field == 16:
@@ -178,8 +182,9 @@ def _window(module: Module, instruction: Instruction) -> tuple[int, list[int], i
 
 
 def _call(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Reads a library call. The settings of a GEMM give its axes, those of attention the shape of the scores; a
-    convolution is as in HLO."""
+    """Returns the work of a library call. The settings of the call give the axes of a GEMM and the shape of the scores
+    of attention. A convolution is read like an HLO convolution.
+    """
     if not is_product(module, instruction):
         return None
     config = backend_config(module, instruction)
@@ -206,10 +211,10 @@ def _call(module: Module, instruction: Instruction) -> KernelWork | None:
 
 
 def _foreign(module: Module, instruction: Instruction) -> KernelWork:
-    """Returns the work of a kernel of which only the arrays are known, as a product of m x k and k x n, each possibly
-    transposed, to m x n.
+    """Returns the work of a kernel of which only the arrays are known. If their shapes fit a product of m x k and k x
+    n to m x n, each possibly transposed, it is assumed to be this product.
 
-    Products of experts have a k x n matrix for each expert, or compute one from rows of all experts.
+    A product of experts has a k x n matrix for each expert, or computes one from the rows of all experts.
     """
     left, right = _numeric(module, instruction)
     result = module.shape(instruction)
@@ -233,7 +238,7 @@ def _foreign(module: Module, instruction: Instruction) -> KernelWork:
 
 
 def _numeric(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
-    """Returns the first two operands of a call that are not integers."""
+    """Returns the shapes of the first two operands of a call that are not integers."""
     shapes = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
     left, right, *_ = *(shape for shape in shapes if not shape.dtype.startswith(_INTEGERS)), None, None
     return left, right
@@ -243,10 +248,10 @@ _INTEGERS = ("int", "uint", "bool")
 
 
 def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Returns (m, n, k) of a grouped product; None for arrays of other shapes.
+    """Returns (m, n, k) of a product of experts; None if the arrays have other shapes.
 
-    It is either the product of rows [m, k] with a matrix of each expert, [e, k, n] or its transpose, to [m, n], or the
-    product of two arrays of rows to [e, m, n].
+    It is either the product of rows [m, k] with a matrix for each expert, [e, k, n] or its transpose, to [m, n], or
+    the product of two arrays of rows to [e, m, n].
     """
     if (len(left), len(right), len(result)) == (2, 3, 2) and left[0] == result[0]:
         return (result[0], result[1], left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None
@@ -277,13 +282,15 @@ _PASSES = {ATTENTION: 4, ATTENTION_BACKWARD: 10}
 
 
 def unmasked_flops(kernel: ScheduledKernel) -> int:
-    """Returns the FLOPs of an attention kernel including masked pairs, as a jaxpr counts them."""
+    """Returns the FLOPs of an attention kernel if masked pairs are counted too, as in the FLOPs of a jaxpr."""
     return _PASSES[kernel.kind] * math.prod(kernel.size)
 
 
 def _unmasked_pairs(queries: int, keys: int, window: int) -> int:
-    """Returns the number of (query, key) pairs that a causal mask leaves, where the diagonal counts half. `window`:
-    maximum number of keys per query, 0 for all."""
+    """Returns the number of (query, key) pairs that a causal mask does not mask. A pair on the diagonal counts half.
+
+    `window`: maximum number of keys per query, 0 for all.
+    """
     pairs = queries * keys - queries * min(queries, keys) // 2
     hidden = max(keys - window, 0) if window else 0
     return max(pairs - hidden * hidden // 2, 0)

@@ -27,8 +27,9 @@ Item = TypeVar("Item")
 
 
 def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a `memory.compare.compare_rows.Row` that are computed from an answer's seconds, without
-    unknown ones."""
+    """Returns the fields of `memory.compare.compare_rows.Row` that are computed from the seconds in a compare worker's
+    answer. Unknown fields are left out.
+    """
     prediction, bound = step_prediction.predict_answer(answer), step_prediction.bound(answer)
     out: dict[str, Any] = {}
     if bound is not None:
@@ -52,23 +53,26 @@ def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preferred(items: Iterable[Item], seconds: Callable[[Item], float], otherwise: Callable[[Item], Any]) -> Item | None:
-    """Returns the item with the fewest seconds; of several that tie (`ties`), the one with the smallest `otherwise`.
-    Returns None without items."""
+    """Returns the item with the fewest seconds. If several items tie (see `ties`), returns the one with the smallest
+    value of `otherwise`. Returns None if there are no items.
+    """
     return min(ties(items, seconds), key=lambda item: (otherwise(item), seconds(item)), default=None)
 
 
 def ties(items: Iterable[Item], seconds: Callable[[Item], float]) -> list[Item]:
-    """Returns the items whose seconds exceed the fewest seconds by at most the fraction `TIE`, in their order."""
+    """Returns the items whose seconds are at most the fraction `TIE` above the fewest seconds, in their original
+    order.
+    """
     known = list(items)
     most = min(map(seconds, known), default=math.inf) * (1 + TIE)
     return [item for item in known if seconds(item) <= most]
 
 
 def large(target: Any) -> roofline.Figures | None:
-    """Returns the rates that the target's devices reach with large matrix products, copies and messages; None if the
-    target has no rates.
+    """Returns the rates that the target's devices reach with large matrix products, copies and messages, which are
+    lower than the peak rates of the data sheet; None if the target has no rates.
 
-    These rates replace the peaks of the data sheet. `target`: a `memory.devices.targets.Target` or its JSON.
+    `target`: a `memory.devices.targets.Target` or its JSON.
     """
     rates, peaks = device_rates.select(target), roofline.figures(target)
     if rates is None or peaks is None:

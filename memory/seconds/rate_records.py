@@ -29,9 +29,9 @@ class CollectiveRate:
 
     Fields:
         kind: a key of `cost.collectives.WIRE`.
-        group: number of devices.
-        hosts: number of hosts of these devices.
-        bus: payload bytes (of the unsharded array) -> bytes per second on the wire of one device.
+        group: number of devices that exchange data.
+        hosts: number of hosts with these devices.
+        bus: payload in bytes (of the unsharded array) -> bytes per second that one device sends.
     """
 
     kind: str
@@ -42,24 +42,25 @@ class CollectiveRate:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceRates:
-    """The rates that one device reaches.
+    """The compute and transfer rates that one device reaches in practice.
 
     Fields:
         source: the source of the rates, in one line.
         peak_flops: compute unit (one of `cost.roofline.UNITS`) -> maximum FLOP/s of a matrix product.
-        products: compute unit -> curve of FLOP/s over the side of a cube (a product with m = n = k).
+        products: compute unit -> curve of FLOP/s of a matrix product with m = n = k, over m.
         attention: one of `WAYS` -> head dimension -> curve of FLOP/s over the number of keys. Causal attention counts
             only FLOPs below the diagonal.
-        memory: curve of bytes per second over the bytes that a kernel reads and writes, without the kernel's floor.
-        floor_seconds: seconds of each kernel in addition to its work, if kernels are launched back to back.
+        memory: curve of bytes per second over the bytes that a kernel reads and writes, without `floor_seconds`.
+        floor_seconds: fixed seconds that each kernel takes in addition to its work.
         host_link_bytes_per_s: bytes per second of the host link in each direction.
         host_link_seconds: latency of a copy over the host link in seconds.
         collectives: measured collectives, within one host and over hosts.
-        hop_seconds, network_hop_seconds: seconds from one device to the next, within a host and between hosts.
-        cores: number of cores that share the tiles of a product; 0 if unknown.
-        sources: part -> source of its figures.
-        measured: {"device": jax's device_kind, "platform", "devices", "date", versions} of a file of `bytescope
-            calibrate`; {} for the built-in table.
+        hop_seconds, network_hop_seconds: latency in seconds from one device to the next, within a host and between
+            hosts.
+        cores: number of cores that share the work of a matrix product; 0 if unknown.
+        sources: part of the rates -> source of its figures.
+        measured: where and when `bytescope calibrate` measured the rates: device (jax's device_kind), platform,
+            devices, date and versions; {} for the built-in table.
 
     Raises ReportError if a figure is not a positive number or a part is missing.
     """
@@ -116,16 +117,19 @@ class DeviceRates:
         return curves + [(f"the bus bandwidth of {row.kind}", row.bus) for row in self.collectives]
 
     def unit(self, wanted: str) -> str:
-        """Returns the compute unit for the dtype `wanted` (one of `cost.roofline.UNITS`): its own unit, else the next
-        wider one, else the nearest narrower one."""
+        """Returns the compute unit that computes in the dtype `wanted` (one of `cost.roofline.UNITS`): the unit of the
+        dtype, or else of the next larger dtype, or else of the nearest smaller one.
+        """
         order = roofline.UNITS
         wider = order[order.index(wanted) :]
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
 
     def completed(self, listed: DeviceRates, hosts: int = 1) -> DeviceRates:
-        """Returns these rates with the collectives and hops of `listed` that they lack, for a target of `hosts` hosts.
+        """Returns these rates, completed with the collectives and latencies of `listed` that they lack, for a target
+        of `hosts` hosts.
 
-        A machine with one device measures no collectives, and a single machine measures none between hosts.
+        A calibration on one device measures no collectives, and a calibration on one machine measures none between
+        hosts.
         """
         inside = any(row.hosts == 1 for row in self.collectives)
         between = any(row.hosts > 1 for row in self.collectives)
@@ -146,7 +150,9 @@ class DeviceRates:
         )
 
     def shared(self, devices: int) -> DeviceRates:
-        """Returns the rates of each of `devices` devices that a CPU simulates. They share its cores and its memory."""
+        """Returns the rates of each of `devices` devices that one CPU simulates. The devices share the cores and the
+        memory of the CPU.
+        """
         if devices < 2:
             return self
 
@@ -166,7 +172,7 @@ class DeviceRates:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns every field as plain JSON values, with the version of the format. `from_json` reads them."""
+        """Returns every field as plain JSON values, with the version of the format. `from_json` reads this JSON."""
         return {"format": FORMAT, **report_json.plain(self)}
 
 
@@ -193,8 +199,9 @@ def _is_curve(points: Any) -> bool:
 
 
 def at(curve: Curve, size: float) -> float:
-    """Returns the rate at a size, interpolated linearly on logarithmic axes; constant before the first and after the
-    last point."""
+    """Returns the rate of a curve at a size. Between points, the interpolation is linear on logarithmic axes. Before
+    the first and after the last point, the rate is constant.
+    """
     place = bisect.bisect_left(curve, (size, 0.0))
     if place == 0:
         return curve[0][1]
@@ -206,7 +213,7 @@ def at(curve: Curve, size: float) -> float:
 
 
 def from_json(value: Any) -> DeviceRates:
-    """Reads the JSON of `DeviceRates.to_json`. Raises ReportError with one line for any other value."""
+    """Returns the rates from the JSON of `DeviceRates.to_json`. Raises ReportError for any other value."""
     known = {field.name: field for field in dataclasses.fields(DeviceRates)}
     if not isinstance(value, Mapping) or value.get("format") != FORMAT:
         version = value.get("format") if isinstance(value, Mapping) else value

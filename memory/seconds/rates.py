@@ -29,8 +29,9 @@ _CPU_FLOOR_SECONDS = 1e-6
 
 
 def load(path: str | Path) -> DeviceRates:
-    """Returns the rates of a file that `bytescope calibrate` wrote. Raises ReportError if there is no such file or it
-    is damaged."""
+    """Returns the rates in a file that `bytescope calibrate` wrote. Raises ReportError if the file does not exist or
+    is damaged.
+    """
     try:
         check_readable(path)
         return from_json(report_json.parse(Path(path).read_bytes()))
@@ -47,7 +48,8 @@ _CHOSEN: list[Path] = []
 
 
 def use(path: str | Path | None) -> DeviceRates | None:
-    """Sets the process-wide rates file and returns its rates; None restores the built-in table.
+    """Sets the measured rates file that this process uses for predictions, and returns its rates. None restores the
+    built-in table of chips.
 
     Raises ReportError if the file does not contain rates.
     """
@@ -58,13 +60,16 @@ def use(path: str | Path | None) -> DeviceRates | None:
 
 
 def chosen() -> Path | None:
-    """Returns the absolute path of the file that `use` set, which other processes can read; None without one."""
+    """Returns the absolute path of the rates file that `use` set, for passing it to other processes; None if there is
+    none.
+    """
     return next(iter(_CHOSEN), None)
 
 
 def digest() -> str:
-    """Returns a hex digest of the rates that `use` set, "" without them. Raises ReportError if the file cannot be
-    read."""
+    """Returns a hex digest of the rates that `use` set; "" if there are none. Raises ReportError if the file cannot be
+    read.
+    """
     path = chosen()
     if path is None:
         return ""
@@ -77,11 +82,12 @@ def _loaded(path: Path) -> DeviceRates:
 
 
 def select(target: Target | Mapping[str, Any], file: str | Path | None = None) -> DeviceRates | None:
-    """Returns the rates of a target or its JSON; None for an unknown accelerator.
+    """Returns the compute and transfer rates for a target or its JSON; None for an accelerator without known rates.
 
-    The rates come from `file`, else from the file that `use` set, else from the table for the chip, or for a CPU from
-    this machine. Collectives that a file lacks are taken from the table. Raises ReportError for a damaged file or
-    target, and for a file that was measured on another kind of device.
+    The rates come from `file`, or else from the file that `use` set, or else from the built-in table of chips. Without
+    a file, the rates of a CPU are measured on this machine. Collectives that a file lacks are taken from the table.
+
+    Raises ReportError if the file or the target is damaged, or if the file was measured on another kind of device.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     path = Path(file) if file is not None else chosen()
@@ -98,8 +104,10 @@ def select(target: Target | Mapping[str, Any], file: str | Path | None = None) -
 
 
 def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
-    """Raises ReportError if the rates were measured on another kind of device than the target's. `known`: the target's
-    JSON."""
+    """Raises ReportError if the rates were measured on another kind of device than the target.
+
+    `known`: the JSON of the target.
+    """
     device = rates.measured.get("device", known.get("kind"))
     if device != known.get("kind"):
         raise ReportError(
@@ -109,8 +117,9 @@ def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
 
 
 def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
-    """Returns the rates of this machine, shared by the devices that it simulates. Their collectives are copies of
-    memory."""
+    """Measures the rates of this machine's CPU and returns the rates of each device that it simulates. The collectives
+    of simulated devices are copies in memory.
+    """
     flops, copied = (rate / _count(known, "n_devices") for rate in roofline.machine_rates())
     product, moved = ((1.0, flops),), ((1.0, copied),)
     return DeviceRates(
@@ -125,7 +134,7 @@ def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
 
 
 def _count(known: Mapping[str, Any], field: str) -> int:
-    """Returns a number of devices in a target's JSON, 1 if the JSON has none."""
+    """Returns a number of devices from a target's JSON; 1 if the field is missing."""
     count = known.get(field, 1)
     if not is_count(count):
         raise ReportError(f"the report is damaged (target.{field} is {count!r:.40}): write it again")

@@ -54,9 +54,9 @@ class CompiledSchedule:
     """The compiled schedule of a program, for one device and one call.
 
     Fields:
-        steps: the schedule; () if unknown.
-        order: the same schedule instruction by instruction, before `settle`.
-        settle: function that gives the kernels of steps their FLOPs.
+        steps: the kernels, collectives and copies in order; () if unknown.
+        order: the same schedule with a record for each instruction, before `settle` was applied.
+        settle: function that adds FLOPs to the kernels whose work the compiled module does not contain.
     """
 
     steps: Steps = ()
@@ -71,7 +71,9 @@ def read(
     flops: FlopCount | None = None,
     devices: int = 1,
 ) -> Steps:
-    """Returns the steps of `read_schedule`, which takes the same arguments."""
+    """Returns the kernels, collectives and copies of a program's compiled schedule. The arguments are those of
+    `read_schedule`.
+    """
     return read_schedule(attribution, mesh, per_host, flops, devices).steps
 
 
@@ -82,7 +84,8 @@ def read_schedule(
     flops: FlopCount | None = None,
     devices: int = 1,
 ) -> CompiledSchedule:
-    """Returns the compiled schedule of a program, for one device and one call; () if it has too many records.
+    """Returns the compiled schedule of a program, for one device and one call. The schedule is empty if it would have
+    too many records.
 
     Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, and a conditional
     counts as its most expensive branch. Library kernels of unknown work (FOREIGN) compute the FLOPs that `flops`
@@ -106,7 +109,7 @@ def read_schedule(
 
 
 class _ScheduleReader:
-    """One walk through the schedule. `endless`: whether it has more than `_MAX_RECORDS` records."""
+    """One pass over the compiled schedule. `endless`: whether the schedule has more than `_MAX_RECORDS` records."""
 
     def __init__(self, attribution: Attribution, per_host: int):
         self.attribution, self.module, self.per_host = attribution, attribution.module, per_host
@@ -119,7 +122,9 @@ class _ScheduleReader:
         self.uncounted = host_transfers.uncounted(attribution.module)
 
     def computation(self, id: int, around: str) -> Steps:
-        """Returns the steps of one run of a computation. `around` is the phase of the call."""
+        """Returns the steps of one run of a computation. `around` is the phase of the instruction that calls the
+        computation.
+        """
         if (id, around) not in self.known:
             self.known[id, around] = self.ordered[
                 id, around
@@ -138,13 +143,15 @@ class _ScheduleReader:
         return self.known[id, around]
 
     def size(self, steps: Steps) -> int:
-        """Returns the number of records in steps and in their loops. The size of equal loops is computed once."""
+        """Returns the number of records in the steps, including those in loops. The number for equal loops is computed
+        only once.
+        """
         inside = [step.steps for step in steps if isinstance(step, Loop)]
         self.sizes[id(steps)] = len(steps) + sum(self.sizes.get(id(each), 0) for each in inside)
         return self.sizes[id(steps)]
 
     def scheduled(self, id: int) -> Iterator[Instruction]:
-        """Yields the instructions of a computation in its order."""
+        """Yields the instructions of a computation in the order in which they run."""
         computation = self.module.computations.get(id)
         if computation is None:
             return
@@ -163,8 +170,9 @@ class _ScheduleReader:
             yield from rule(self, one, around)
 
     def phase(self, one: Instruction, around: str) -> str:
-        """Returns the phase of an operation, one of `STEP_PHASES`. An operation without a mark belongs to the forward
-        pass."""
+        """Returns the phase of an operation, one of `STEP_PHASES`. If its name does not show the phase, it counts to
+        the forward pass.
+        """
         phase = kernel_costs.phase_of(self.attribution, one, around)
         return phase if phase in STEP_PHASES else "forward"
 
@@ -185,7 +193,9 @@ class _ScheduleReader:
         return max(one.called, key=lambda id: _cost(self.computation(id, phase)), default=None)
 
     def called_order(self, one: Instruction, around: str) -> tuple[InstructionSteps, ...]:
-        """Returns the instructions of the computations that a loop, a call or a conditional runs."""
+        """Returns the instructions, with their steps, of the computations that a loop, a call or a conditional
+        runs.
+        """
         called: Iterable[int] = ()
         if one.opcode == "while":
             called = one.called[:1]
@@ -203,7 +213,9 @@ class _ScheduleReader:
             yield from self.computation(id, phase)
 
     def wrapped(self, one: Instruction, around: str) -> Iterator[Step]:
-        """Yields the steps of an async-start. A collective or a transfer that it wraps runs on a stream of its own."""
+        """Yields the steps of an async-start instruction. If it starts a collective or a copy between device and host,
+        this runs on a stream of its own.
+        """
         phase = self.phase(one, around)
         for id in one.called[:1]:
             for instruction in self.scheduled(id):
@@ -223,8 +235,9 @@ class _ScheduleReader:
             yield from self.start(one, one, self.phase(one, around))
 
     def start(self, start: Instruction, one: Instruction, phase: str) -> Iterator[Step]:
-        """Yields the start of a collective, or nothing if it sends nothing. The instruction `start` may wrap the
-        collective."""
+        """Yields the start of a collective. Yields nothing if the collective sends nothing. The instruction `start` is
+        the collective itself or the async-start around it.
+        """
         kind = one.opcode.removesuffix("-start")
         groups, hosts = self.members(one)
         share, group = collectives.share(kind, groups, self.module.devices)
@@ -239,7 +252,7 @@ class _ScheduleReader:
         yield Start(name, kind, phase, given * group if kind == "all-gather" else given, group, hosts, len(arrays))
 
     def members(self, one: Instruction) -> tuple[hlo_mesh.Groups, int]:
-        """Returns (device groups of a collective, maximum number of hosts of a group)."""
+        """Returns (device groups of a collective, maximum number of hosts that a group spans)."""
         key = hlo_mesh.groups_key(self.module.data, one.span)
         if key not in self.groups:
             groups = hlo_mesh.groups_of(self.module.data, one.span, self.module.devices)
@@ -247,7 +260,9 @@ class _ScheduleReader:
         return self.groups[key]
 
     def wait(self, one: Instruction, around: str) -> Iterator[Step]:
-        """Waits for the start of a done operation, which is found through updates, if it is on a stream of its own."""
+        """Yields the wait for the operation that a done instruction ends, if the operation is on a stream of its own.
+        Update instructions between start and done are followed.
+        """
         if one.opcode.endswith("-update"):
             return
         start: Instruction | None = one
@@ -265,7 +280,7 @@ class _ScheduleReader:
             yield from self.kernel(one, around)
 
     def crosses(self, one: Instruction) -> bool:
-        """Returns whether an operation, or an operation fused into it, moves bytes over the host link."""
+        """Returns whether an operation, or an operation fused into it, copies data between device and host."""
         operands = [self.module.operand(one, i) for i in range(len(one.operands))]
         shapes = [self.module.shape(item) for item in (one, *operands) if item]
         spaces = {leaf.memory_space for shape in shapes for _, leaf in leaves(shape)}
@@ -274,7 +289,7 @@ class _ScheduleReader:
         return any(next(host_transfers.moved(self.module, item), None) for item in self.parts(one))
 
     def parts(self, one: Instruction) -> Iterator[Instruction]:
-        """Yields the operations inside a fusion; for another operation, yields the operation itself."""
+        """Yields the operations inside a fusion. If the operation is not a fusion, yields the operation itself."""
         if one.opcode != "fusion":
             yield one
             return
@@ -282,8 +297,9 @@ class _ScheduleReader:
             yield from self.scheduled(id)
 
     def crossing(self, one: Instruction, around: str, name: str) -> Iterator[Start]:
-        """Yields the copies over the host link. If the loop around the operation has no known trip count, the whole
-        array is copied."""
+        """Yields the starts of the copies between device and host that an operation makes. If the number of loop
+        iterations around it is unknown, the whole array is assumed to be copied.
+        """
         self.begun.add(name)
         around = self.phase(one, around)
         for item in self.parts(one):
@@ -327,16 +343,18 @@ _RULES: dict[str, _Rule] = {
 
 
 def _cost(steps: Steps) -> int:
-    """Returns the bytes of all kernels and transfers, plus the bytes that a device moves in the time of the FLOPs."""
+    """Returns the cost of steps by which the branches of a conditional are compared: the bytes of all kernels and
+    transfers, plus the bytes that a device could move in the time of the FLOPs.
+    """
     own = sum(times * (kernel.bytes + kernel.flops // _FLOPS_PER_BYTE) for kernel, times in every_kernel(steps))
     return own + sum(step.bytes for step in steps if isinstance(step, Start))
 
 
 def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, int]:
-    """Returns phase -> FLOPs per device that the jaxpr counts and the module's products do not compute. The jaxpr
-    counts all FLOPs of attention, including masked ones.
+    """Returns phase -> FLOPs per device that the jaxpr contains and that the matrix products known from the module do
+    not compute. FLOPs of masked attention pairs are included, as in the jaxpr.
 
-    Every device computes all of a replicated kernel, and an equal share of everything else.
+    Every device computes all FLOPs of a replicated kernel, and an equal share of all other FLOPs.
     """
     if flops is None:
         return {}
@@ -353,7 +371,7 @@ def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, in
 
 @dataclasses.dataclass
 class _UnknownWork:
-    """Sums over the kernels of a phase whose work the module does not give."""
+    """Sums over the kernels of a phase whose work is not known from the module."""
 
     foreign_flops: int = 0  # FLOPs of the products that the arrays suggest
     foreign_bytes: int = 0
@@ -361,10 +379,10 @@ class _UnknownWork:
 
 
 def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Steps]:
-    """Returns a function that gives the foreign kernels and the products of experts in `steps`, or in parts of them,
-    their work.
+    """Returns a function that adds FLOPs to the custom kernels and the products of experts in `steps` or in parts of
+    them.
 
-    `beyond`: phase -> FLOPs that these kernels compute together (`_beyond`).
+    `beyond`: phase -> FLOPs that all of these kernels compute together, from `_beyond`.
     """
     sums: dict[str, _UnknownWork] = {}
     for kernel, times in every_kernel(steps):

@@ -64,14 +64,14 @@ _TOLERANCE = 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class Walked:
-    """Seconds of one call of a step.
+    """The predicted seconds of one call of a step.
 
     Fields:
-        seconds: time until every stream is done.
-        by_phase: phase (`records.STEP_PHASES`, or "" without a phase) -> seconds, which add up to `seconds`.
+        seconds: time until the last stream is finished.
+        by_phase: phase (`records.STEP_PHASES`, or "" if unknown) -> seconds, which add up to `seconds`.
         by_term: term (`TERMS`) -> seconds, which add up to `seconds`.
-        busy: stream (`STREAMS`) -> seconds in which it runs a transfer. The part for which compute does not wait is
-            hidden.
+        busy: stream (`STREAMS`) -> seconds in which the stream runs a transfer, including those in which the
+            computation does not wait for it.
     """
 
     seconds: float
@@ -81,7 +81,9 @@ class Walked:
 
 
 def walk(steps: Steps, rates: DeviceRates) -> Walked:
-    """Returns the seconds of a schedule at these rates, as described in the module's docstring."""
+    """Returns the predicted seconds of a schedule at these rates, by the model that the module's docstring
+    describes.
+    """
     clock = _DeviceClock()
     clock.walk(_Prices(rates).priced(steps))
     clock.finish()
@@ -95,13 +97,16 @@ def walk(steps: Steps, rates: DeviceRates) -> Walked:
 def start_seconds(
     order: Sequence[InstructionSteps], settle: Callable[[Steps], Steps], rates: DeviceRates
 ) -> tuple[dict[str, float], float]:
-    """Returns (instruction -> seconds from the start of the step to its start, seconds of the step).
+    """Returns (instruction -> seconds from the start of the step to the start of the instruction, seconds of the
+    step).
 
-    The instructions of a loop's body have one turn in `order`. The turn is stretched to the seconds of all turns.
+    `order` contains the body of a loop once. The times in the body are stretched, so that one iteration appears to
+    take the seconds of all iterations.
 
     Args:
-        order: the schedule of one device and one call, instruction by instruction, before `settle`.
-        settle: gives the kernels of steps their FLOPs (`reading.CompiledSchedule`).
+        order: the schedule of one device and one call, with a record for each instruction, before `settle` is applied.
+        settle: function that adds FLOPs to the kernels whose work the module does not contain
+            (`reading.CompiledSchedule`).
     """
     clock, walk_of_starts = _DeviceClock(), _StartWalk(settle, rates)
     starts = walk_of_starts.place(order, clock)
@@ -110,13 +115,15 @@ def start_seconds(
 
 
 class _StartWalk:
-    """A walk that notes when each instruction starts. `placed`: number of instructions walked so far."""
+    """Simulates a schedule and records when each instruction starts. `placed`: number of instructions so far."""
 
     def __init__(self, settle: Callable[[Steps], Steps], rates: DeviceRates):
         self.settle, self.prices, self.placed = settle, _Prices(rates), 0
 
     def place(self, order: Sequence[InstructionSteps], clock: _DeviceClock) -> dict[str, float]:
-        """Walks the instructions on a clock. Returns instruction -> seconds on that clock at its start."""
+        """Simulates the instructions on a clock. Returns instruction -> seconds on this clock at which the instruction
+        starts.
+        """
         starts: dict[str, float] = {}
         self.placed += len(order)
         for one in order:
@@ -138,7 +145,9 @@ class _StartWalk:
 
 @dataclasses.dataclass(frozen=True)
 class _Compute:
-    """A record of kernels: the `seconds` of all its runs, of which `launching` are launches, and the terms of both."""
+    """Consecutive kernels: the seconds of all runs, the part of them that is launch overhead (`launching`), and the
+    terms to which both are added.
+    """
 
     seconds: float
     work: tuple[str, str]
@@ -148,7 +157,9 @@ class _Compute:
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """A transfer that begins on a stream, its seconds, and the (phase, term) to which waiting for it is added."""
+    """A transfer that begins on a stream, with its seconds and the (phase, term) to which the time of waiting for it
+    is added.
+    """
 
     name: str
     stream: str
@@ -158,7 +169,7 @@ class _Sent:
 
 @dataclasses.dataclass(frozen=True)
 class _Turns:
-    """A loop with the seconds of its steps."""
+    """A loop whose steps have known seconds."""
 
     trips: int
     steps: tuple[_Priced, ...]
@@ -168,7 +179,7 @@ _Priced = _Compute | _Sent | Wait | _Turns
 
 
 class _Prices:
-    """Computes the seconds of steps. The seconds of equal kernels are computed once."""
+    """Computes the seconds of the steps of a schedule. The seconds of equal kernels are computed only once."""
 
     def __init__(self, rates: DeviceRates):
         self.rates = rates
@@ -203,7 +214,7 @@ class _Prices:
 
 
 class _DeviceClock:
-    """The time of every stream of the device, and the seconds so far by (phase, term)."""
+    """The simulated time on each stream of the device, and the seconds so far by (phase, term)."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -217,7 +228,7 @@ class _DeviceClock:
         self.steps = 0
 
     def copy(self) -> _DeviceClock:
-        """Returns a clock with the same streams, on which no seconds have been spent yet."""
+        """Returns a clock with the same streams, whose seconds by (phase, term) are 0."""
         other = _DeviceClock()
         other.now, other.free, other.started = self.now, dict(self.free), dict(self.started)
         other.last, other.steps = dict(self.last), self.steps
@@ -237,7 +248,7 @@ class _DeviceClock:
                 self._wait(end, sent.waits)
 
     def finish(self) -> None:
-        """Waits for all streams in the order in which they end."""
+        """Waits for all streams, the one that ends first at the beginning."""
         for stream in sorted(self.last, key=lambda stream: self.free[stream]):
             self._wait(self.free[stream], self.last[stream])
 
@@ -269,9 +280,9 @@ class _DeviceClock:
         self.spent[counts] = self.spent.get(counts, 0.0) + taken
 
     def _loop(self, loop: _Turns) -> None:
-        """Walks a loop on a clock that begins at 0 with the transfers in flight.
+        """Simulates a loop on a new clock that begins at 0 and has the same transfers in flight.
 
-        On the clock of a long step, the seconds of a turn would lose precision.
+        On the clock of a long step, the seconds of one iteration would lose precision.
         """
         inside, began = _DeviceClock(), self.now
         inside.free = {stream: free - began for stream, free in self.free.items()}
@@ -287,7 +298,7 @@ class _DeviceClock:
             self._spend(counts, taken)
 
     def turns(self, loop: _Turns) -> None:
-        """Walks the turns of a loop on a clock that begins at 0."""
+        """Simulates the iterations of a loop on a clock that begins at 0."""
         first = second = half = self._state()
         for turn in range(loop.trips):
             self.walk(loop.steps)
@@ -308,7 +319,7 @@ class _DeviceClock:
         return _State(self.now, dict(self.free), ends, dict(self.spent), dict(self.busy))
 
     def _leap(self, before: _State, after: _State, times: float) -> None:
-        """Adds the seconds between two states `times` times."""
+        """Adds the seconds between two states of the clock `times` times, instead of simulating equal iterations."""
         if not times:
             return
         self.now += times * (after.now - before.now)
@@ -324,7 +335,7 @@ class _DeviceClock:
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """The clock between two turns. `ends`: name -> (end, stream) of the transfers in flight."""
+    """The clock between two loop iterations. `ends`: name of a transfer in flight -> (end in seconds, stream)."""
 
     now: float
     free: Mapping[str, float]
@@ -333,13 +344,15 @@ class _State:
     busy: Mapping[str, float]
 
     def ahead(self) -> dict[str, float]:
-        """Returns stream or name of a transfer -> remaining seconds."""
+        """Returns name of a stream or of a transfer in flight -> seconds until it ends."""
         streams = {f"stream {stream}": max(free - self.now, 0.0) for stream, free in self.free.items()}
         return streams | {name: end - self.now for name, (end, _) in self.ends.items()}
 
 
 def _is_steady(first: _State, second: _State, third: _State) -> bool:
-    """Returns whether the two turns between three states take the same time and leave the same transfers in flight."""
+    """Returns whether two consecutive loop iterations, between three states of the clock, take the same time and leave
+    the same transfers in flight.
+    """
     length = third.now - second.now
     allowed = _TOLERANCE * max(length, 1e-12)
     before, after = second.ahead(), third.ahead()

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StepPrediction:
-    """The predicted seconds of an update, which may have several calls of the step.
+    """The predicted seconds of a training update, which may consist of several calls of the compiled step.
 
     Fields:
         seconds: the predicted seconds.
-        low, high: the interval of seconds that contains four of five measured runs (`constants.spread_of`).
+        low, high: the interval of seconds in which four of five measured runs are expected (`constants.spread_of`).
         by_phase: phase (`records.STEP_PHASES`) -> seconds, which add up to `seconds`.
         by_term: term (`schedule_walk.TERMS`) -> seconds, which add up to `seconds`.
         bound_by: the term with the most seconds.
-        rates: the source of the rates.
+        rates: the source of the compute and transfer rates.
         tokens_per_s: tokens per second over all devices; None if the trainer did not give the tokens.
         mfu: MFU, the fraction of the peak rate that the model's own FLOPs use; None if the trainer did not give the
             FLOPs.
@@ -52,7 +52,9 @@ class StepPrediction:
     mfu: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns every field as plain JSON values; low and high are `seconds_low` and `seconds_high`."""
+        """Returns every field as plain JSON values. The keys of `low` and `high` are `seconds_low` and
+        `seconds_high`.
+        """
         fields = dataclasses.asdict(self)
         return {_KEY.get(name, name): value for name, value in fields.items()}
 
@@ -79,18 +81,19 @@ def predict(
     model_flops: int | None = None,
     network: str = "",
 ) -> StepPrediction | None:
-    """Returns the predicted seconds of an update on a target; None if the schedule or the rates are unknown, or
-    nothing takes time.
+    """Returns the predicted seconds of a training update on a target; None if the schedule or the rates of the target
+    are unknown, or if the schedule takes no time.
 
     Args:
-        steps: the schedule of one device and one call.
+        steps: the compiled schedule of one device and one call.
         target: a Target or its JSON.
         calls: number of calls of the program per update.
         tokens: tokens of an update, over all devices.
         model_flops: FLOPs of one call, over all devices, without recomputation.
-        network: a name of `achieved.NETWORKS`, which replaces the network between hosts of the chip's table.
+        network: a name in `achieved.NETWORKS` of the network to assume between hosts; "" for the usual network of the
+            chip.
 
-    Raises ReportError for a schedule that takes infinitely long, or that no program can have.
+    Raises ReportError if the schedule takes infinitely long or contains values that no program has.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     rates = device_rates.select(known) if steps else None
@@ -127,10 +130,10 @@ def predict(
 
 
 def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flops: int, taken: float) -> float | None:
-    """Returns the MFU of one call by the dtypes of the scheduled products; None if the peak rate of the device is
-    unknown.
+    """Returns the MFU of one call (fraction 0 to 1), for the dtypes in which the schedule multiplies; None if the peak
+    rate of the device is unknown.
 
-    A CPU has no data sheet: its peak is the highest rate that was measured.
+    `taken`: seconds of the call. The peak rate of a CPU is the highest measured rate.
     """
     if target.get("platform") == "cpu":
         link = rates.host_link_bytes_per_s
@@ -149,10 +152,12 @@ def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flop
 
 
 def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
-    """Returns the minimum seconds of one call (`roofline.bound_of_answer`). Raises ReportError for a damaged answer.
+    """Returns the minimum seconds of one call by the roofline model (`roofline.bound_of_answer`).
 
-    Returns None for a CPU whose rates come from a file, because its peaks would be measured now, beside other
-    programs, and would not be a bound.
+    Returns None for a CPU whose rates come from a file, because its peak rates would have to be measured now, while
+    other programs run, and would not be a bound.
+
+    Raises ReportError if the answer is damaged.
     """
     on_cpu = (answer.get("target") or {}).get("platform") == "cpu"
     return None if on_cpu and device_rates.chosen() else roofline.bound_of_answer(answer)
@@ -164,7 +169,7 @@ def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = Tr
     Args:
         known_schedule: whether the compiled schedule was read.
         target: the JSON of the target.
-        measured: whether the calling command measures the rates of a CPU.
+        measured: whether the calling command would measure the rates of a CPU.
     """
     if device_rates.chosen() is None:
         if target.get("platform") == "cpu":
@@ -179,7 +184,9 @@ def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = Tr
 
 
 def predict_report(report: ReportRecord) -> StepPrediction | None:
-    """Returns the prediction of a report's program on its target; None if schedule or rates are unknown."""
+    """Returns the predicted seconds of an update for a report's program and target; None if the schedule or the rates
+    are unknown.
+    """
     subject = report.subject
     if not report.target:
         return None
@@ -187,8 +194,8 @@ def predict_report(report: ReportRecord) -> StepPrediction | None:
 
 
 def predict_answer(answer: Mapping[str, Any], network: str = "") -> StepPrediction | None:
-    """Returns the prediction of an update by a compare worker's answer with the keys `schedule` (as JSON), `target`,
-    `calls_per_update`, `tokens_per_update` and `model_flops`.
+    """Returns the predicted seconds of an update for a compare worker's answer with the keys `schedule` (as JSON),
+    `target`, `calls_per_update`, `tokens_per_update` and `model_flops`.
 
     Returns None if the schedule or the target's rates are unknown. Raises ReportError if they are damaged.
     """

@@ -59,8 +59,9 @@ _UNIT = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16
 
 
 def merged(steps: Iterable[Step]) -> Steps:
-    """Returns the steps with equal kernels between two other steps merged into one record, at the position of the
-    first kernel."""
+    """Merges equal kernels that run between two other kinds of steps into one record, at the position of the first of
+    these kernels.
+    """
     out: list[Step] = []
     first: dict[tuple[object, ...], int] = {}  # fields of a kernel except times -> position in `out`
     for step in steps:
@@ -79,7 +80,9 @@ def merged(steps: Iterable[Step]) -> Steps:
 
 
 def kernels(steps: Steps, times: int = 1) -> Iterator[tuple[ScheduledKernel, int]]:
-    """Yields (kernel, number of runs in a step) for every kernel, with all iterations of loops."""
+    """Yields (kernel, number of runs) for every kernel of a schedule. All iterations of loops are counted, and
+    everything is multiplied by `times`.
+    """
     for step in steps:
         if isinstance(step, ScheduledKernel):
             yield step, times * step.times

@@ -48,17 +48,18 @@ _GUESS = (1e14, 1e12)
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationCase:
-    """One kernel at one size.
+    """One kernel to measure at one size.
 
     Fields:
         part: one of `PARTS`.
-        key: identifies the case within its part: (unit,) of products, (unit, m, k, n) of thin products, (way, head
-            dimension) of attention, (COPY or ADD,) of memory, (kind, group) of collectives, (way,) of the host link.
-        size: the side of a cube, the number of keys, or bytes.
-        work: FLOPs or bytes of one link.
-        links: number of links in one call.
-        make: returns an object with `start()`. `start()` returns a function that begins one call and returns an array
-            to wait for.
+        key: identifies the case within its part: (compute unit,) for products, (compute unit, m, k, n) for thin
+            products, (way, head dimension) for attention, (COPY or ADD,) for memory, (kind, number of devices) for
+            collectives, (direction,) for the host link.
+        size: the side m = k = n of a matrix product, the number of keys of attention, or bytes.
+        work: FLOPs or bytes of one run of the kernel.
+        links: number of runs of the kernel in one call.
+        make: function that returns an object with a method `start()`. `start()` returns a function that begins one
+            call and returns an array to wait for.
         needed: whether the case is measured even if there is little time.
     """
 
@@ -72,25 +73,25 @@ class CalibrationCase:
 
     @property
     def label(self) -> str:
-        """The case in words, for a progress bar."""
+        """The case in words, for the progress display."""
         size = human(self.size) if self.part in (MEMORY, COLLECTIVES, HOST_LINK) else str(self.size or "")
         return " ".join(filter(None, (self.part, *map(str, self.key), size)))
 
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationSizes:
-    """The sizes to measure, most important first.
+    """The sizes to measure. Each list begins with the most important size.
 
     Fields:
         units: compute units (of `cost.roofline.UNITS`).
-        sides: sides of cubes.
-        thin: (m, k, n) of thin products.
+        sides: sides m = k = n of matrix products.
+        thin: (m, k, n) of thin matrix products.
         lengths: sequence lengths of attention.
         widths: head dimensions of attention.
-        tokens: tokens of attention over all sequences.
-        heads: number of elements of all heads together.
+        tokens: number of tokens in all sequences of one attention call.
+        heads: total size of all attention heads (number of heads times head dimension).
         arrays: bytes of an array that is copied in device memory.
-        payloads: bytes of a collective.
+        payloads: payloads of a collective in bytes.
         copied: bytes copied over the host link.
     """
 
@@ -138,7 +139,7 @@ def choose_sizes(target: Target) -> CalibrationSizes:
 
 
 def list_cases(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
-    """Returns the cases to measure: the needed ones first, then one case of each part in turn."""
+    """Returns the cases to measure. Cases that a prediction needs come first, then one case of each part in turn."""
     units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
     if target.peak_flops:
         flops, bandwidth = target.peak_flops[units[0]], target.hbm_bytes_per_s
@@ -165,20 +166,24 @@ def list_cases(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationS
 
 
 def count_links(work: float, rate: float) -> int:
-    """Returns the number of links of one call, which is a multiple of `UNROLLED` if there are that many."""
+    """Returns the number of kernel runs in one call for `work` FLOPs or bytes at a rate per second. It is a multiple
+    of `UNROLLED` if it is at least that large.
+    """
     wanted = min(max(int(CALL_SECONDS * rate / work), MIN_LINKS), MAX_LINKS)
     return wanted if wanted < UNROLLED else wanted - wanted % UNROLLED
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A program of links, each of which needs the result of the link before.
+    """A program that runs one kernel many times. Each run needs the result of the run before.
 
     Fields:
-        program: function (before, x, *others) -> results, of which the first is the `before` of the next call.
+        program: function (before, x, *others) -> results, of which the first is the argument `before` of the next
+            call.
         before: the shape of `before`, a float32 array.
-        inputs: (shape, dtype, scale) of x and the others, which are filled with normal numbers of this scale.
-        sharding: the sharding of all arguments. For `lower`, its devices may be absent.
+        inputs: (shape, dtype, scale) of x and the others. They are filled with normally distributed numbers with this
+            standard deviation.
+        sharding: the sharding of all arguments. For `lower`, this machine need not have its devices.
     """
 
     program: Callable[..., Any]
@@ -197,7 +202,9 @@ class Chain:
         )
 
     def start(self) -> Callable[[], Any]:
-        """Compiles the program and fills its inputs. Returns a function that begins a run after the run before."""
+        """Compiles the program and fills its inputs. Returns a function that begins a call, which waits for the call
+        before it.
+        """
         import jax
         import jax.numpy as jnp
 
@@ -220,9 +227,9 @@ def _chain(
     prepare: Callable[..., tuple[Any, ...]] | None = None,
     unroll: int = UNROLLED,
 ) -> Chain:
-    """Returns a chain of `links` runs of `link(x, *others) -> x` on one device.
+    """Returns a program that computes `x = link(x, *others)` `links` times on one device.
 
-    `prepare`: computes `others` from the arguments, once per call and outside of the chain.
+    `prepare`: function that computes `others` from the program's arguments, once per call and before the first link.
     """
     import jax
     import jax.numpy as jnp
@@ -238,8 +245,9 @@ def _chain(
 
 
 def _normal(sharding: Any, seed: int, shape: tuple[int, ...], dtype: Any, scale: float) -> Any:
-    """Returns an array of normal numbers that repeat every million elements, because zeros would save the device
-    power. Each device of a sharding over the first dimension fills its own part."""
+    """Returns an array of normally distributed numbers that repeat every million elements. Zeros are not used, because
+    they reduce the power that the device needs. Each device of a sharding over the first dimension fills its own part.
+    """
     import jax
     import numpy as np
 
@@ -277,8 +285,9 @@ def _dtype(unit: str) -> Any:
 
 
 def _times(unit: str) -> Callable[[Any, Any], Any]:
-    """Returns a function (x, w) -> x @ w in a compute unit, rounded to the dtype of x. fp8 is summed in float32 and
-    rounded to bfloat16 first."""
+    """Returns a function (x, w) -> x @ w in a compute unit. The result is rounded to the dtype of x. An fp8 product is
+    summed in float32 and rounded to bfloat16 first.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -311,7 +320,9 @@ def _product_cases(
 
 
 def _thin_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
-    """Yields pairs of thin matrix products as in a block of a transformer: (m, k) x (k, n), and back to (m, k)."""
+    """Yields cases of thin matrix products like those in a transformer block: (m, k) x (k, n), and then back to (m,
+    k).
+    """
 
     def make(m: int, k: int, n: int, links: int) -> Chain:
         times, dtype = _times(unit), _dtype(unit)
@@ -381,8 +392,9 @@ def _attention_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flop
 
 
 def _attend(device: JaxDevice, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
-    """Returns a chain of attention: cuDNN's kernel on NVIDIA GPUs that multiply in bfloat16, and XLA's products
-    elsewhere, because cuDNN has no kernel for older GPUs."""
+    """Returns a chain of attention calls. They use cuDNN's kernel on NVIDIA GPUs that compute in bfloat16, and XLA's
+    matrix products on other devices.
+    """
     import jax
 
     implementation = "cudnn" if platform_of(device) == "cuda" and unit == "bf16" else "xla"
@@ -402,14 +414,14 @@ def _attend(device: JaxDevice, unit: str, shape: tuple[int, ...], causal: bool, 
 
 @dataclasses.dataclass(frozen=True)
 class _Copies:
-    """Copies of an array of `size` bytes from one sharding to another."""
+    """Repeated copies of an array of `size` bytes from one sharding to another."""
 
     size: int
     source: Any
     destination: Any
 
     def start(self) -> Callable[[], Any]:
-        """Fills the array. Returns a function that begins a copy."""
+        """Creates the array and returns a function that begins one copy."""
         import jax
         import numpy as np
 
@@ -455,7 +467,9 @@ def _collective_cases(
 
 
 def _send(devices: tuple[JaxDevice, ...], kind: str, size: int, links: int) -> Chain:
-    """Returns a chain of one collective whose payload, the unsharded array, has `size` bytes on each device."""
+    """Returns a chain of collectives of one kind. Their payload, the unsharded array, has `size` bytes on each
+    device.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np

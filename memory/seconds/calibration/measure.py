@@ -47,12 +47,12 @@ Tell = Callable[[Sequence[str], int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A measured case.
+    """The measured time of one calibration case.
 
     Fields:
         part, key, size, work: the fields of `cases.CalibrationCase`.
-        seconds: median seconds of one link.
-        spread: distance of the quartiles over the median; None for fewer than two turns.
+        seconds: median seconds of one run of the kernel.
+        spread: distance between the quartiles divided by the median; None for fewer than two measurements.
     """
 
     part: str
@@ -68,7 +68,7 @@ class Calibration:
     """The result of a calibration.
 
     Fields:
-        rates: the rates of one device.
+        rates: the measured rates of one device.
         left_out: label of a case -> the reason why it was not measured.
     """
 
@@ -86,7 +86,7 @@ class _Prepared:
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def visit(self) -> float:
-        """Runs the calls one after the other and returns the seconds of one link."""
+        """Runs the calls one after the other and returns the seconds of one run of the kernel."""
         began = time.perf_counter()
         for _ in range(self.calls):
             last = self.run()
@@ -101,14 +101,15 @@ def measure(
     seconds: float = 60.0,
     tell: Tell = lambda labels, done: None,
 ) -> Calibration:
-    """Measures cases (from `cases.list_cases`) in about `seconds` seconds, and fits the rates.
+    """Measures the cases of `cases.list_cases` in about `seconds` seconds, and derives the rates of a device from
+    them.
 
     Args:
-        target: the devices, with their data sheet if there is one.
+        target: the target that describes the devices, with the rates of their data sheet if known.
         devices: number of devices on which the cases run.
-        tell: called with the labels of the running cases and the number of whole seconds that have passed.
+        tell: function that is called with the labels of the running cases and the whole seconds since the start.
 
-    Raises ReportError if a part that a prediction needs cannot be measured.
+    Raises ReportError if a rate that a prediction needs cannot be measured.
     """
     clock = _TimeBudget(time.monotonic(), seconds, tell)
     prepared, left_out = _prepared(todo, clock)
@@ -134,7 +135,9 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class _TimeBudget:
-    """The start of a calibration, its number of seconds, and the function that shows its progress."""
+    """The clock of a calibration: its start, the seconds that it may take, and the function that shows its
+    progress.
+    """
 
     began: float
     seconds: float
@@ -148,11 +151,13 @@ class _TimeBudget:
         return time.monotonic() - self.began
 
     def late(self, needed: bool) -> bool:
-        """Returns whether the time for compiling a case is over."""
+        """Returns whether there is no time left to compile a case. `needed`: whether a prediction needs the case."""
         return self.passed > (self._limit if needed else _PREPARING * self.seconds)
 
     def over(self, turns: int) -> bool:
-        """Returns whether the time for running is over after `turns` turns. The first turn may take longer."""
+        """Returns whether there is no time left to measure the cases again, after `turns` rounds. The first round may
+        take longer.
+        """
         return self.passed > (self.seconds if turns else self._limit)
 
     @property
@@ -161,7 +166,7 @@ class _TimeBudget:
 
 
 def _prepared(todo: Sequence[CalibrationCase], clock: _TimeBudget) -> tuple[list[_Prepared], dict[str, str]]:
-    """Returns (cases that are ready to run, label of a case that is left out -> reason)."""
+    """Compiles the cases. Returns (cases that are ready to run, label of each omitted case -> reason)."""
     prepared, left_out = [], {}
     for case in todo:
         clock.tell(case.label)
@@ -180,7 +185,7 @@ def _reason(error: Exception) -> str:
 
 
 def _prepare(case: CalibrationCase) -> _Prepared:
-    """Compiles a case, warms it up and chooses the number of calls per visit."""
+    """Compiles a case, runs it once to warm up, and chooses the number of calls that are timed together."""
     prepared = _Prepared(case, case.make().start(), 1)
     prepared.visit()  # the first run loads kernels
     prepared.first = prepared.visit()
@@ -199,12 +204,12 @@ def _sample(each: _Prepared) -> Sample:
 
 
 def _rounded(value: float) -> float:
-    """Returns the value with four digits. No clock is more precise, and the file stays small."""
+    """Rounds a value to four digits, because clocks are not more precise and the rates file stays small."""
     return float(f"{value:.4g}")
 
 
 def _about(target: Target, devices: int) -> dict[str, str]:
-    """Returns the device, the date and the versions of a calibration."""
+    """Returns the device, the date and the versions, which are stored in the rates file."""
     about = {
         "device": target.kind,
         "platform": target.platform,
@@ -220,9 +225,11 @@ def _about(target: Target, devices: int) -> dict[str, str]:
 
 
 def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str]) -> DeviceRates:
-    """Fits rates to samples. `about`: the device, the date and the versions of the calibration.
+    """Derives the rates of a device from measured cases.
 
-    Raises ReportError if a part that a prediction needs is missing.
+    `about`: the device, the date and the versions of the calibration.
+
+    Raises ReportError if a rate that a prediction needs was not measured.
     """
     parts: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -263,12 +270,12 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
 
 
 def _work_seconds(sample: Sample, floor: float) -> float:
-    """Returns the seconds of one link minus the floor seconds of its kernel."""
+    """Returns the seconds of one run of a kernel minus the fixed seconds `floor` that every kernel takes."""
     return max(sample.seconds - floor, _MIN_SHARE * sample.seconds)
 
 
 def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Curve]:
-    """Returns key -> curve of work per second over the size."""
+    """Returns key of the cases -> curve of FLOP/s or bytes per second over the size."""
     curves: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         curves[sample.key][float(sample.size)] = _rounded(sample.work / _work_seconds(sample, floor))
@@ -276,8 +283,9 @@ def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Cu
 
 
 def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
-    """Returns the curve of bytes per second over the bytes of a kernel. A copy and an addition of arrays of one size
-    are one point."""
+    """Returns the curve of bytes per second of device memory over the bytes that a kernel moves. A copy and an
+    addition of equally large arrays make one point.
+    """
     by_size: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_size[sample.size].append(sample)
@@ -291,8 +299,9 @@ def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
 
 
 def _collectives(samples: Iterable[Sample]) -> tuple[CollectiveRate, ...]:
-    """Returns the bus bandwidth over payload bytes, by kind and group. The shortest payloads are left out, because
-    they measure only hops."""
+    """Returns the bandwidth of collectives over payload bytes, by kind and number of devices. The smallest payloads
+    are left out, because their time is only latency.
+    """
     curves: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         if sample.size > SHORT:
