@@ -79,7 +79,9 @@ class Figures:
         }
         wrong = [name for name, rate in rates.items() if not (is_number(rate) and rate > 0)]
         if wrong or not any(unit in self.peak_flops for unit in UNITS):
-            raise ReportError(f"no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give a rate above 0 for each")
+            raise ReportError(
+                f"the target has no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give a rate above 0 for each"
+            )
 
     def flops_per_s(self, dtype: str) -> float:
         """Returns the FLOP/s of matrix products in a dtype (one of `UNITS`).

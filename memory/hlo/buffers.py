@@ -91,7 +91,7 @@ _REMEDY = "give the *after_optimizations.hlo.pb that XLA_FLAGS='--xla_dump_to=DI
 def read(data: bytes) -> HloProgram:
     """Parses a serialized HloProto. Raises ReportError if the bytes are empty, damaged or not an HloProto."""
     if not data:
-        raise ReportError(f"empty, not an HloProto: {_REMEDY}")
+        raise ReportError(f"the program has no bytes, so it is not an HloProto: {_REMEDY}")
     try:
         module, assignment = None, None
         for field, value in wire.fields(data, (0, len(data))):
@@ -103,9 +103,9 @@ def read(data: bytes) -> HloProgram:
         if program and assignment:
             _assignment(data, assignment, program)
     except WireError as error:
-        raise ReportError(f"not an HloProto ({error}): {_REMEDY}") from error
+        raise ReportError(f"the bytes are not an HloProto ({error}): {_REMEDY}") from error
     if program is None or not program.module.instructions:
-        raise ReportError(f"not an HloProto (no module in it): {_REMEDY}")
+        raise ReportError(f"the bytes are not an HloProto (they contain no module): {_REMEDY}")
     return program
 
 
@@ -120,9 +120,14 @@ def read_module(data: bytes, assignment: bytes = b"") -> HloProgram:
         if assignment:
             _assignment(assignment, (0, len(assignment)), program)
     except WireError as error:
-        raise ReportError(f"not an HloModuleProto ({error}): compile the program with this jax") from error
+        raise ReportError(
+            f"the bytes are not an HloModuleProto ({error}): compile the program with this version of jax"
+        ) from error
     if not program.module.instructions:
-        raise ReportError("not an HloModuleProto (no instructions in it): compile the program with this jax")
+        raise ReportError(
+            "the bytes are not an HloModuleProto (they contain no instructions): "
+            "compile the program with this version of jax"
+        )
     return program
 
 
@@ -141,7 +146,7 @@ def _assignment(data: bytes, span: Span, program: HloProgram) -> None:
 def _size(value: wire.Value) -> int:
     size = wire.signed(wire.number(value))
     if size < 0:
-        raise WireError(f"a buffer has {size} bytes, which is not valid")
+        raise WireError(f"the size of a buffer, {size} bytes, is not valid")
     return size
 
 

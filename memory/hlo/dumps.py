@@ -47,7 +47,8 @@ def read(path: Path) -> Dump:
     # The caller may pass the text of `Compiled.as_text` instead of a path.
     if _TEXT.match(str(path)[:4096].encode(errors="replace")):
         raise ReportError(
-            f"this is a program as text, which has no buffers: give the Compiled or Lowered object; {_REMEDY}"
+            "this is the program as text, which does not contain buffers: give the Compiled or Lowered object; "
+            f"{_REMEDY}"
         )
     return _read_largest(path) if path.is_dir() else Dump(_read_file(path))
 
@@ -69,7 +70,7 @@ def unpacked(data: bytes, name: str = "the program") -> bytes:
     if len(data) >= _MAX_PROTO:
         raise ReportError(f"{name} is larger than a proto can be: give a *after_optimizations.hlo.pb")
     if _TEXT.match(data[:4096]):
-        raise ReportError(f"{name} is HLO as text, which has no buffers: {_REMEDY}")
+        raise ReportError(f"{name} is HLO as text, which does not contain buffers: {_REMEDY}")
     return data
 
 
@@ -96,7 +97,9 @@ def buffer_bytes(proto: bytes) -> int:
 
 def _read_file(path: Path) -> bytes:
     if not path.is_file():
-        raise ReportError(f"no file {path}: give the *after_optimizations.hlo.pb of an XLA dump, or its folder")
+        raise ReportError(
+            f"there is no file {path}: give the *after_optimizations.hlo.pb of an XLA dump, or its folder"
+        )
     try:
         if path.stat().st_size >= _MAX_PROTO:
             raise ReportError(f"{path} is larger than a proto can be: give a *after_optimizations.hlo.pb")

@@ -154,7 +154,7 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
         elif field == 93:
             groups = _mesh_axes(data, wire.message(value))
     if not groups and devices > _MAX_DEVICES:
-        raise wire.WireError(f"a program for {devices} devices is above the maximum of {_MAX_DEVICES}")
+        raise wire.WireError(f"the program is for {devices} devices, more than the maximum of {_MAX_DEVICES}")
     return groups or [list(range(devices))]
 
 
@@ -206,7 +206,7 @@ def _iota(data: bytes, span: Span) -> Groups:
     count, size, dims = (values[1] or [1])[-1], (values[2] or [1])[-1], values[3]
     order = _transposed(dims or [count * size], values[4])
     if count * size != len(order):
-        raise wire.WireError(f"{count} replica groups of {size} do not make {len(order)} devices")
+        raise wire.WireError(f"{count} replica groups of {size} devices do not contain {len(order)} devices in total")
     return [order[i * size : (i + 1) * size] for i in range(count)]
 
 
@@ -232,7 +232,9 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
         place = list(coordinates(position, sizes))
         for index, before, size in chosen:
             if index >= len(sizes):
-                raise wire.WireError(f"replica groups are along axis {index}, but the mesh has only {len(sizes)} axes")
+                raise wire.WireError(
+                    f"the replica groups are along mesh axis {index}, but the mesh has only {len(sizes)} axes"
+                )
             inner = sizes[index] // (before * size) if size else 0  # a sub-axis varies in the middle of its axis
             place[index] -= place[index] // inner % size * inner if inner else place[index]
         members.setdefault(tuple(place), []).append(id)
@@ -256,7 +258,7 @@ def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
     count = math.prod(sizes)
     if count > _MAX_DEVICES or (ids and len(ids) != count):
         raise wire.WireError(
-            f"the mesh has {count} devices, which does not match its device list or is above {_MAX_DEVICES}"
+            f"the mesh has {count} devices, which differs from its device list or is more than {_MAX_DEVICES}"
         )
     return sizes, ids or list(range(count))
 
@@ -265,7 +267,7 @@ def _transposed(dims: list[int], order: list[int]) -> list[int]:
     """Returns the numbers 0, 1, ... arranged as an array of shape `dims`, transposed by `order` and flattened."""
     order = order or list(range(len(dims)))
     if math.prod(dims) > _MAX_DEVICES or sorted(order) != list(range(len(dims))):
-        raise wire.WireError(f"device dimensions {dims} cannot be transposed by {order}")
+        raise wire.WireError(f"the device dimensions {dims} cannot be transposed in the order {order}")
     steps = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     out = [0]
     for axis in order:

@@ -35,19 +35,21 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
         wire = key & 7
         if wire == _BYTES:
             if at >= end:
-                raise WireError(f"truncated at byte {at}")
+                raise WireError(f"the data is truncated at byte {at}")
             size = data[at]
             at += 1
             if size > 127:
                 size, at = _long_varint(data, at, end, size & 127)
             stop = at + size
             if stop > end:
-                raise WireError(f"truncated at byte {at}: a field of {size} bytes does not fit its message")
+                raise WireError(
+                    f"the data is truncated at byte {at}: a field of {size} bytes does not fit into its message"
+                )
             yield key >> 3, (at, stop)
             at = stop
         elif wire == _VARINT:
             if at >= end:
-                raise WireError(f"truncated at byte {at}")
+                raise WireError(f"the data is truncated at byte {at}")
             value = data[at]
             at += 1
             if value > 127:
@@ -56,11 +58,11 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
         elif wire in (_FIXED64, _FIXED32):
             stop = at + (8 if wire == _FIXED64 else 4)
             if stop > end:
-                raise WireError(f"truncated at byte {at}")
+                raise WireError(f"the data is truncated at byte {at}")
             yield key >> 3, int.from_bytes(data[at:stop], "little")
             at = stop
         else:
-            raise WireError(f"not a protobuf field at byte {at - 1} (wire type {wire})")
+            raise WireError(f"byte {at - 1} does not begin a protobuf field (its wire type is {wire})")
 
 
 def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
@@ -75,7 +77,7 @@ def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             break
-    raise WireError(f"the varint at byte {at} does not end")
+    raise WireError(f"the number at byte {at} has no end")
 
 
 def signed(value: int) -> int:
@@ -90,21 +92,21 @@ def text(data: bytes, value: Value) -> str:
     number.
     """
     if isinstance(value, int):
-        raise WireError("expected a string, but the field is a number")
+        raise WireError("a field contains a number where a string is expected")
     return data[value[0] : value[1]].decode("utf-8", "replace")
 
 
 def message(value: Value) -> Span:
     """Returns the span of the message that a field contains. Raises WireError if the field contains a number."""
     if isinstance(value, int):
-        raise WireError("expected a message, but the field is a number")
+        raise WireError("a field contains a number where a message is expected")
     return value
 
 
 def number(value: Value) -> int:
     """Returns the number that a field contains. Raises WireError if the field contains bytes."""
     if not isinstance(value, int):
-        raise WireError("expected a number, but the field has bytes")
+        raise WireError("a field contains bytes where a number is expected")
     return value
 
 

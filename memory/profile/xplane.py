@@ -101,11 +101,14 @@ def find(place: str | Path) -> Path:
     inside = place.rglob(f"*{SUFFIX}") if os.path.isdir(place) else ()
     traces = sorted(inside, key=lambda path: (path.parent.name, path.name))
     if not traces:
-        raise ReportError(f"no *{SUFFIX} in {place}: write one with bytescope train --profile=3 or with jax.profiler")
+        raise ReportError(
+            f"there is no *{SUFFIX} in {place}: write a trace with bytescope train --profile=3 or with jax.profiler"
+        )
     newest = [path for path in traces if path.parent == traces[-1].parent]
     if len(newest) > 1:
         raise ReportError(
-            f"{len(newest)} traces in {newest[0].parent}, one per process: give the path of one, such as {newest[0]}"
+            f"{newest[0].parent} contains {len(newest)} traces, one per process: "
+            f"give the path of one, such as {newest[0]}"
         )
     return newest[0]
 
@@ -119,7 +122,7 @@ def read(path: str | Path) -> ProfilerTrace:
     try:
         return parse(data)
     except WireError as error:
-        raise ReportError(f"{path} is not a trace ({error}): give a *{SUFFIX}") from error
+        raise ReportError(f"{path} is not a profiler trace ({error}): give a *{SUFFIX} file") from error
 
 
 def is_host(plane: str) -> bool:

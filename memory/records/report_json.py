@@ -60,7 +60,7 @@ def parse(text: str | bytes) -> Any:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is not a number of JSON")
+        raise ValueError(f"{text} is not a valid number in JSON")
     return value
 
 
@@ -92,7 +92,7 @@ def read_item(record: type[Record], value: Any) -> Record:
           the field and the value.
     """
     if not isinstance(value, dict):
-        raise TypeError(f"{record.__name__} is {type(value).__name__}, not an object")
+        raise TypeError(f"{record.__name__} is of type {type(value).__name__}, but must be a JSON object")
     known = {f.name: f for f in dataclasses.fields(record)}
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items() if name in known}
     for name, v in fields.items():

@@ -304,7 +304,7 @@ class ReportRecord(JudgedProgram):
         another schema version.
         """
         if not isinstance(value, dict) or "peak_bytes" not in value:
-            raise ReportError("not a memory report: write one with bytescope report --json=FILE")
+            raise ReportError("the JSON is not a memory report: write one with bytescope report --json=FILE")
         if value.get("schema") != SCHEMA:
             raise ReportError(
                 f"the report has schema {value.get('schema')!r}, but this version reads schema {SCHEMA}: "
@@ -409,9 +409,9 @@ def _read(key: str, value: Any) -> Any:
     if key == "notes":
         return tuple(str(note) for note in value)
     if key in _OBJECTS and not isinstance(value, dict):
-        raise TypeError(f"{key} is {type(value).__name__}, expected a JSON object")
+        raise TypeError(f"{key} is of type {type(value).__name__}, but must be a JSON object")
     if key in _VALUES and not _VALUES[key](value):
-        raise TypeError(f"{key}={value!r:.60} is not valid")
+        raise TypeError(f"the value {key}={value!r:.60} is not valid")
     return value
 
 

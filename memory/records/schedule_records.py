@@ -139,26 +139,26 @@ def _row(step: Step) -> list[Any]:
 def from_json(rows: Any, depth: int = 0) -> Steps:
     """Reads the lists that `to_json` returns. Raises ValueError for any other value."""
     if not isinstance(rows, (list, tuple)) or depth > _MAX_DEPTH:
-        raise ValueError(f"schedule {rows!s:.40} is not a list of steps, or its loops are nested too deeply")
+        raise ValueError(f"the schedule {rows!s:.40} is not a list of steps, or its loops are nested too deeply")
     return tuple(_step(row, depth) for row in rows)
 
 
 def _step(row: Any, depth: int) -> Step:
     kind = _LETTERS.get(row[0]) if isinstance(row, (list, tuple)) and row and isinstance(row[0], str) else None
     if kind is None:
-        raise ValueError(f"schedule step {row!s:.40} is not valid")
+        raise ValueError(f"the step {row!s:.40} of the schedule is not valid")
     if kind is Loop:
         if len(row) != 3 or not (is_count(row[1]) and row[1] >= 0):
-            raise ValueError(f"schedule loop {row!s:.40} is not valid")
+            raise ValueError(f"the loop {row!s:.40} of the schedule is not valid")
         return Loop(row[1], from_json(row[2], depth + 1))
     fields = dataclasses.fields(kind)
     values = [tuple(value) if isinstance(value, list) else value for value in row[1:]]
     if len(values) > len(fields) or not all(_fits(row[0], field, value) for field, value in zip(fields, values)):
-        raise ValueError(f"schedule step {row!s:.60} is not valid")
+        raise ValueError(f"the step {row!s:.60} of the schedule is not valid")
     try:
         return kind(*values)
     except TypeError as error:
-        raise ValueError(f"schedule step {row!s:.60} is not valid") from error
+        raise ValueError(f"the step {row!s:.60} of the schedule is not valid") from error
 
 
 # Annotation -> function that checks a value.

@@ -103,7 +103,9 @@ def named_loop(jaxpr: Any, active: Sequence[bool]) -> Layer:
     finder.visit(jaxpr.jaxpr, active, 1)
     loops = [layer for layer in finder.seen if layer.how == LOOP and _names_a_value(layer.body.jaxpr)]
     if not loops:
-        raise ReportError("no loop over layers names a tensor: set model.scan=true")
+        raise ReportError(
+            "the loss has no loop over layers in which checkpoint_name names a tensor: set model.scan=true"
+        )
     return max(loops, key=lambda layer: layer.flops)
 
 

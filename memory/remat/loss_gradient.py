@@ -33,7 +33,7 @@ class Loss:
             raise ReportError(f"{type_phrase(loss)} is not a loss: {_CALLED}")
         if not isinstance(args, tuple | list) or not args:
             raise ReportError(
-                f"the arguments of a loss are not a tuple that begins with what is differentiated: call {_CALLED}"
+                f"the arguments of the loss must be a tuple whose first item is differentiated: call {_CALLED}"
             )
         _check_leaves(args)
         traced = (loss if hasattr(loss, "trace") else jax.jit(loss)).trace(*args, **kwargs)
@@ -45,7 +45,7 @@ class Loss:
             raise ReportError(f"this function returns a gradient: give the loss itself, {_CALLED}")
         if not avals or avals[0].shape or (len(avals) > 1 and not self.has_aux):
             raise ReportError(
-                "a loss returns a scalar, or (scalar, anything): this one returns "
+                "the loss must return a scalar or (scalar, auxiliary result), but it returns "
                 f"{', '.join(map(type_of, avals[:4])) or 'nothing'}"
             )
 

@@ -255,7 +255,7 @@ class RematPolicy:
         if self.lost or missed:
             why = self.lost or f"{len(missed)} of the kept values were not in the program, the first is {missed[0]}"
             raise ReportError(
-                "the remat policy does not recognize this program's blocks under jax "
+                "the remat policy does not recognize the layers of this program under jax "
                 f"{jax.__version__}: {why}; call plan_remat again"
             )
 

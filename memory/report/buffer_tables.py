@@ -72,7 +72,7 @@ def largest_table(report: ReportRecord, n: int = 10) -> Table:
     Raises ReportError if `n` is not an integer of 1 or more.
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ReportError(f"n={n!r}: the number of buffers to list, 1 or more")
+        raise ReportError(f"n={n!r} is not valid: give the number of buffers to list, 1 or more")
     groups = largest(report, n)
     return Table(TABLE_COLUMNS, tuple(map(_cells, groups)), note=listed_share(report, groups))
 

@@ -220,7 +220,7 @@ class PolicyCompiler:
         """
         report = self.full.report
         if report.limit_bytes is None:
-            raise ReportError('the memory of the device is not known: give a target, such as target="h100"')
+            raise ReportError('the memory size of the device is not known: give a target, such as target="h100"')
         limit = report.limit_bytes - (report.predicted_bytes - report.allocated_bytes)
         return limits.budget_of(written(budget), limit, "budget")
 

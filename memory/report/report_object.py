@@ -201,7 +201,9 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
     if len(args) == 1 and size is None and not takes_arguments(program):
         (size,), args = args, ()
     if args and isinstance(args[-1], str) and reads_as_size(args[-1]):
-        raise ReportError(f"{args[-1]!r} is a size, not an argument of the step: give it by name, size={args[-1]!r}")
+        raise ReportError(
+            f"{args[-1]!r} is a size, not an argument of the function: give it as a keyword, size={args[-1]!r}"
+        )
     limit = None if size is None else parse_bytes(size)  # an invalid size is refused before anything is compiled
     if isinstance(program, report_record.ReportRecord):
         report = Report.of(program)
@@ -210,7 +212,7 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
     limit = report.limit_bytes if limit is None else limit
     if limit is None:
         raise ReportError(
-            'there is no size to compare with: give one, as in assert_fits(program, "72GiB"), or a target'
+            'no size and no target is given: give the size, as in assert_fits(program, "72GiB"), or a target'
         )
     if report.predicted_bytes <= limit:
         return report

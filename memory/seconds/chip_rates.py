@@ -82,7 +82,9 @@ def _rates(name: str) -> DeviceRates:
 def _measured(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
     nearest = _nearest(chip, part)
     if nearest is None:
-        raise KeyError(f"no figure of {part} for {chip.name} or a chip like it: add one to achieved.MEASURED")
+        raise KeyError(
+            f"there is no measured rate of {part} for {chip.name} or a chip like it: add one to achieved.MEASURED"
+        )
     return nearest
 
 

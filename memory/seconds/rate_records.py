@@ -83,11 +83,16 @@ class DeviceRates:
     def __post_init__(self) -> None:
         for name, curve in self._curves():
             if not _is_curve(curve):
-                raise ReportError(f"rates: {name} is {curve!s:.60}: give [size, rate] pairs above 0, ascending")
+                raise ReportError(
+                    f"rates: {name} is {curve!s:.60}, which is not a curve: "
+                    "give [size, rate] pairs above 0 with ascending sizes"
+                )
         for name, positive in _NUMBERS.items():
             value = getattr(self, name)
             if not is_number(value) or value < 0 or (positive and not value):
-                raise ReportError(f"rates: {name} is {value!r:.40}: give a number {'above' if positive else 'from'} 0")
+                raise ReportError(
+                    f"rates: {name} is {value!r:.40}: give a number {'above 0' if positive else 'of 0 or more'}"
+                )
         wrong = [
             unit
             for unit, peak in self.peak_flops.items()
@@ -96,10 +101,10 @@ class DeviceRates:
         wrong += set(self.products) - set(roofline.UNITS)
         if wrong or not self.products:
             fault = f"{wrong[0]} is an unknown compute unit or has no rate above 0" if wrong else "products is empty"
-            raise ReportError(f"rates: {fault}: give rates of {', '.join(roofline.UNITS)}")
+            raise ReportError(f"rates: {fault}: give rates above 0 for units among {', '.join(roofline.UNITS)}")
         if set(self.attention) != set(WAYS) or not all(self.attention.values()):
             raise ReportError(
-                f"rates: attention has {', '.join(self.attention) or 'nothing'}: give {', '.join(WAYS)}, "
+                f"rates: attention contains {', '.join(self.attention) or 'nothing'}: give {', '.join(WAYS)}, "
                 "each with curves by head dimension"
             )
         for row in self.collectives:
@@ -218,11 +223,12 @@ def from_json(value: Any) -> DeviceRates:
     if not isinstance(value, Mapping) or value.get("format") != FORMAT:
         version = value.get("format") if isinstance(value, Mapping) else value
         raise ReportError(
-            f"rates of format {version!r:.40}: this version reads format {FORMAT}; run bytescope calibrate"
+            f"the rates have format {version!r:.40}, but this version reads format {FORMAT}: "
+            "run bytescope calibrate again"
         )
     unknown = next((key for key in value if key not in known and key != "format"), None)
     if unknown is not None:
-        raise ReportError(f"rates: {unknown!r:.40} is not a field: give {', '.join(known)}")
+        raise ReportError(f"rates: {unknown!r:.40} is an unknown field: give only {', '.join(known)}")
     read: dict[str, Any] = {}
     try:
         for name, field in known.items():
@@ -234,7 +240,9 @@ def from_json(value: Any) -> DeviceRates:
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         if isinstance(error, ReportError):
             raise
-        raise ReportError(f"rates: damaged ({in_one_line(str(error)):.80}): run bytescope calibrate again") from error
+        raise ReportError(
+            f"the rates are damaged ({in_one_line(str(error)):.80}): run bytescope calibrate again"
+        ) from error
 
 
 def _curve(points: Any) -> Curve:

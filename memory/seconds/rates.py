@@ -111,8 +111,8 @@ def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
     device = rates.measured.get("device", known.get("kind"))
     if device != known.get("kind"):
         raise ReportError(
-            f"rates of {device} for {known.get('name')}, which is {known.get('kind')}: leave --rates "
-            f"out, or give what bytescope calibrate writes on {known.get('kind')}"
+            f"the rates were measured on {device}, but {known.get('name')} is {known.get('kind')}: leave --rates "
+            f"out, or give the file that bytescope calibrate writes on {known.get('kind')}"
         )
 
 

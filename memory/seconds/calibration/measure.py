@@ -244,7 +244,7 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
         attention[way][width] = curve
     copies = [sample for sample in parts[HOST_LINK] if sample.size > SHORT]
     if not (copies and parts[MEMORY]):
-        raise ReportError("no memory or no host link was measured")
+        raise ReportError("the rate of the device memory or of the host link was not measured")
     short = [sample.seconds for sample in parts[COLLECTIVES] if sample.size <= SHORT]
     chip = next((chip for chip in CHIPS.values() if chip.kind == target.kind), None)
     versions = ", ".join(f"{name} {about[name]}" for name in _VERSIONS if name in about)

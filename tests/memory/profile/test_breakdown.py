@@ -223,8 +223,8 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     for flags, message in (
         ([str(empty)], "no *.xplane.pb in"),
         ([str(tmp_path / "nowhere")], "no *.xplane.pb in"),
-        ([str(many)], "2 traces in"),
-        ([str(tmp_path / "text.xplane.pb")], "is not a trace"),
+        ([str(many)], "contains 2 traces"),
+        ([str(tmp_path / "text.xplane.pb")], "is not a profiler trace"),
         ([str(many / "a.xplane.pb")], "contains no operations of a device"),
         ([str(empty), "--config.seed=1"], "takes no --config.seed"),
     ):

@@ -193,7 +193,7 @@ def test_another_walk_is_told():
         UserWarning, match="is not the block that the remat policy was planned for: found .* where .* was expected"
     ):
         recomputed(foreign.loss_of("scan", policy))
-    with pytest.raises(ReportError, match=f"does not recognize this program's blocks under jax {jax.__version__}"):
+    with pytest.raises(ReportError, match=f"does not recognize the layers of this program under jax {jax.__version__}"):
         policy.check()
     silent = RematPolicy(Wanted(keys=frozenset({"dot_general float32[1]"}), known=wanted.known))
     recomputed(foreign.loss_of("scan", silent))

@@ -153,7 +153,7 @@ def test_rates_of_another_device_are_refused(h200, tmp_path, used):
     over = rates.select(targets.parse("h200:2x8"))
     assert {row.hosts > 1 for row in over.collectives} == {False, True} and over.source.endswith("network as published")
     assert [row for row in over.collectives if row.hosts == 1] == list(rates.load(file).collectives)
-    with pytest.raises(ReportError, match=r"rates of NVIDIA H200 for a100-80g, .*leave --rates out.*calibrate"):
+    with pytest.raises(ReportError, match=r"measured on NVIDIA H200, but a100-80g .*leave --rates out.*calibrate"):
         rates.select(targets.parse("a100-80g"))
     used(None)
     assert rates.select(h200).floor_seconds != FLOOR_SECONDS

@@ -21,7 +21,7 @@ OF_RATES = [
     ("--rates=missing.json", "missing.json: No such file"),
     ("--rates=notes.md", "notes.md is not JSON"),
     ("--rates=cut.json", "cut.json is not JSON"),
-    ("--rates=foreign.json", "foreign.json: rates of format None"),
+    ("--rates=foreign.json", "foreign.json: the rates have format None"),
     ("--rates=old.json", "reads format 1"),
     ("--rates=no_memory.json", "memory is"),
     (f"--rates={LONE}", "give the file that bytescope calibrate wrote"),
@@ -45,7 +45,7 @@ OF_WEIGHTS = [
     ("hf:cut", "config.json is damaged"),
     ("--config=hf:missing", "no folder"),
 ]
-OTHER_DEVICE = ("rates of NVIDIA H200 for", "leave --rates out")
+OTHER_DEVICE = ("measured on NVIDIA H200, but", "leave --rates out")
 STEPS = """
 import jax, jax.numpy as jnp
 
@@ -230,7 +230,7 @@ MISTAKES = {
     "trace": [
         ("", "required"),
         ("missing", "no *.xplane.pb"),
-        ("notes.md", "not a trace"),
+        ("notes.md", "not a profiler trace"),
         (".", "no *.xplane.pb"),
         (LONG, "no *.xplane.pb"),
         (LONE, "no *.xplane.pb"),
@@ -449,11 +449,11 @@ for command in ("report", "compare", "levers", "front", "fit"):
 for command in ("report", "names", "estimate", "compare", "levers", "front", "fit", "train"):
     MISTAKES[command] += OF_WEIGHTS
 MISTAKES["compare"] += [("--grid=config=tiny,hf:missing", "no folder missing")]
-MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "rates of NVIDIA H200 for h100")]
+MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "measured on NVIDIA H200, but h100")]
 MISTAKES["validate"] += [
     *OF_RATES,
-    ("--rates=rates.json", "rates of NVIDIA H200 for h100"),
-    ("--set=jax --only=v100 --rates=rates.json", "rates of NVIDIA H200 for v100"),
+    ("--rates=rates.json", "measured on NVIDIA H200, but h100"),
+    ("--set=jax --only=v100 --rates=rates.json", "measured on NVIDIA H200, but v100"),
 ]
 MISTAKES["trace"] += [(f"notes.md {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
