@@ -47,7 +47,7 @@ def read(path: Path) -> Dump:
     # The caller may pass the text of `Compiled.as_text` instead of a path.
     if _TEXT.match(str(path)[:4096].encode(errors="replace")):
         raise ReportError(
-            "this is the program as text, which does not contain buffers: give the Compiled or Lowered object; "
+            "the program is given as text, which does not contain buffers: give the Compiled or Lowered object; "
             f"{_REMEDY}"
         )
     return _read_largest(path) if path.is_dir() else Dump(_read_file(path))
@@ -122,7 +122,7 @@ def _read_largest(folder: Path) -> Dump:
         except ReportError as error:
             refused = error
     if not programs:
-        raise refused or ReportError(f"no *after_optimizations.hlo.pb in {folder}: {_REMEDY}")
+        raise refused or ReportError(f"there is no *after_optimizations.hlo.pb in {folder}: {_REMEDY}")
     programs.sort(key=lambda program: (-program[0], program[1].name))
     (size, path), *others = programs
     if not others:

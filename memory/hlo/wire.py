@@ -77,7 +77,7 @@ def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             break
-    raise WireError(f"the number at byte {at} has no end")
+    raise WireError(f"the varint at byte {at} has no end")
 
 
 def signed(value: int) -> int:

@@ -316,9 +316,9 @@ def test_an_optimizer_without_an_update_is_refused():
     "loss, args, message",
     [
         (3, (jnp.ones(2),), "an int is not a loss"),
-        (jnp.sum, (), "begins with what is differentiated"),
-        (jnp.sin, (jnp.ones(2),), r"returns a scalar, or \(scalar, anything\): this one returns float32\[2\]"),
-        (lambda w: (w.sum(), w, w), (jnp.ones(2),), "returns a scalar, or"),
+        (jnp.sum, (), "whose first item is differentiated"),
+        (jnp.sin, (jnp.ones(2),), r"must return a scalar or \(scalar, auxiliary result\), but it returns float32\[2\]"),
+        (lambda w: (w.sum(), w, w), (jnp.ones(2),), "must return a scalar or"),
         (
             jax.value_and_grad(lambda w: jnp.sin(w).sum()),
             (jnp.ones(2),),

@@ -122,7 +122,7 @@ def test_a_part_that_predictions_need_is_missed(h200):
     for part, told in (
         (PRODUCTS, "products is empty"),
         (ATTENTION, "attention"),
-        (MEMORY, "no memory"),
+        (MEMORY, "the rate of the device memory or of the host link was not measured"),
         (HOST_LINK, "no host link"),
     ):
         with pytest.raises(ReportError, match=told):
