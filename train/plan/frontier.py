@@ -55,6 +55,7 @@ class Fixed:
     """One remat policy that is the same for all layers, as a compiled program.
 
     Attributes:
+        policy: the name of the policy, or the tensors that it saves.
         flags: the command-line flags that select the policy.
         row: the bytes, predicted seconds and other figures of the compiled program.
     """
