@@ -84,7 +84,7 @@ EXPERTS = {
     "expert-slots": ShapeFlag(
         "slots",
         "model.moe_kernel",
-        "give every expert the same number of slots, as model.moe_kernel=capacity does; further rows are dropped",
+        "give every expert the same number of slots for token rows and drop further rows (model.moe_kernel=capacity)",
         kind=bool,
     ),
 }
@@ -174,13 +174,12 @@ def _fields_given(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> di
 
 
 def _parameters_per_layer(experts: Mapping[str, Any]) -> float:
-    """Returns how many times more parameters a layer with experts has than a dense GPT layer of the same width h.
+    """Returns the number of parameters of a layer with experts, relative to a dense GPT layer of the same width h.
 
     A dense layer has 12 h^2 parameters. Attention has 4 h^2, and each expert has 8 h^2.
 
     Raises:
-        ReportError: the width, the layers or the spacing of experts is given, so the count does not follow from h
-            alone.
+        ReportError: the flags describe the layers in more detail, so that the count does not follow from h.
     """
     if experts["width"] or experts["dense_layers"] or experts["every"] > 1:
         raise ReportError(

@@ -59,8 +59,7 @@ class Case:
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-batches per update. With `batch.accumulation_schedule` it is the largest number in the
-        schedule."""
+        """Number of micro-batches per update. With `batch.accumulation_schedule` it is the largest in the schedule."""
         if self.flat["batch.accumulation_schedule"]:
             return max(count for _, count in schedule(self.flat))
         if self.flat["batch.tokens"]:

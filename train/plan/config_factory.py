@@ -133,7 +133,7 @@ FACTORY = ConfigFactory()
 
 
 def program_modules() -> tuple[ModuleType, ...]:
-    """Returns the modules and packages whose code determines a training step, or the figures of its row in `compare`.
+    """Returns the modules and packages whose code determines a training step, or the figures of the step in `compare`.
 
     A package stands for all its modules. Searches, views, commands and the training loop are not included.
     """

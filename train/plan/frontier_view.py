@@ -1,5 +1,4 @@
-"""Shows a front on the terminal and as an HTML page: the cost at each memory budget, and the command that runs each
-plan.
+"""Shows the best remat plan for each memory budget (a front) on the terminal and as an HTML page, with the commands.
 
 Both show the JSON of a front (`train.plan.frontier.to_json`). The terminal has a row for each budget, the page has a
 row for each plan. The page is one HTML file that opens offline; `static/frontier.js` draws its chart.

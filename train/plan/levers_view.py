@@ -159,7 +159,7 @@ def render_text(staircase: Mapping[str, Any]) -> RenderableType:
     levels, target = staircase["levels"], staircase["target"]
     limit = _limit(levels)
     unit, size = _unit(levels)
-    words = f"{unit} allocated on each device, each stage with all before it:"
+    words = f"{unit} allocated on each device; each stage includes all stages before it:"
     head = heading(Text(f"{len(levels)} stages", "bold"), target, limit, staircase["versions"], words)
     records = [{**level, "number": number} for number, level in enumerate(levels, 1)]
     return blocks(

@@ -36,7 +36,7 @@ _VERDICT = 20
 
 
 class Lines:
-    """Prints each variant that a fit compiles on one line of the terminal, as soon as it is compiled.
+    """Prints each variant that `bytescope fit` compiles on one line of the terminal, as soon as it is compiled.
 
     A description that is too long for the line is printed on lines above the figures.
     """

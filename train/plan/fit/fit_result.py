@@ -44,7 +44,7 @@ def to_json(
     measured: Mapping[str, Any] | None = None,
     reach: Reach | None = None,
 ) -> dict[str, Any]:
-    """Returns the result of a fit as JSON values. The module docstring lists the keys.
+    """Returns the result of `bytescope fit` as JSON values. The module docstring lists the keys.
 
     Args:
         walk: the finished search.
@@ -84,7 +84,7 @@ def to_json(
 
 @dataclasses.dataclass(frozen=True)
 class MeshResult:
-    """A device mesh that a fit tried, and the best variant on it.
+    """A device mesh that `bytescope fit` tried, and the best variant on it.
 
     Attributes:
         layout: a description of the mesh.
@@ -113,7 +113,7 @@ class MeshResult:
 
 
 def mesh_results(walk: Walk) -> list[MeshResult]:
-    """Returns the device meshes that a fit tried, each with its best variant.
+    """Returns the device meshes that `bytescope fit` tried, each with its best variant.
 
     The chosen mesh comes first, then meshes that fit, fastest first, then meshes that do not fit.
     """

@@ -45,7 +45,7 @@ STAGES, CHUNKS = (2, 4, 8), 2
 
 @dataclasses.dataclass(frozen=True)
 class Squeeze:
-    """A set of memory savings that a fit tries together if recomputation is not enough.
+    """A set of memory savings that `bytescope fit` tries together if recomputation is not enough.
 
     Attributes:
         what: a description of the savings.
@@ -117,12 +117,13 @@ ADAPTER_SQUEEZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The search space of a fit: the meshes, micro-batches and memory savings that it may try for one config.
+    """The search space of `bytescope fit`: the meshes, micro-batches and memory savings that it may try for one
+    config.
 
     Attributes:
         flat: the config before any change, dotted key -> value.
         given: the keys that the command line sets. No variant changes them.
-        levers: what the fit may change, keys of LEVERS.
+        levers: what `bytescope fit` may change, keys of LEVERS.
         n_devices: number of devices of the target.
         per_host: number of devices per host.
         tokens: tokens per update, over all devices.
@@ -252,7 +253,7 @@ class Space:
         return keys
 
     def squeezes(self) -> list[Squeeze]:
-        """Returns the sets of memory savings that the fit may try, in order.
+        """Returns the sets of memory savings that `bytescope fit` may try, in order.
 
         A set is left out if a saving in it is not allowed, if it changes a key that the command line sets, or if it
         replaces an optimizer other than AdamW.
@@ -278,7 +279,7 @@ class Space:
 def stage_meshes(
     flat: Mapping[str, Any], given: Collection[str], n_devices: int, per_host: int
 ) -> Iterator[dict[str, str]]:
-    """Yields the config keys of each device mesh with pipeline stages that a fit should try.
+    """Yields the config keys of each device mesh with pipeline stages that `bytescope fit` should try.
 
     The numbers of stages are 2, 4, 8 and the number of hosts. On several hosts there is also a mesh with one stage per
     host and tensor parallelism within each host. Yields nothing if the config or the command line has a setting that
@@ -347,7 +348,8 @@ def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
 
 
 def choose_levers(text: str | None) -> frozenset[str]:
-    """Returns the levers that `--levers=a,b,c` lists: what a fit may change. If `text` is None, returns all levers.
+    """Returns the levers that `--levers=a,b,c` lists: what `bytescope fit` may change. If `text` is None, returns all
+    levers.
 
     Raises:
         ReportError: a lever is unknown.
@@ -368,12 +370,12 @@ def space_of(
     tokens: int | None,
     has_bf16: bool = True,
 ) -> Space:
-    """Returns the search space of a fit: the variants of a config that may be tried on a target.
+    """Returns the search space of `bytescope fit`: the variants of a config that may be tried on a target.
 
     Args:
         flat: the config, dotted key -> value.
         given: the keys that the command line sets.
-        levers: what the fit may change, keys of LEVERS.
+        levers: what `bytescope fit` may change, keys of LEVERS.
         n_devices: number of devices of the target.
         per_host: number of devices per host.
         tokens: tokens per update; None for the tokens of the config.
@@ -384,8 +386,8 @@ def space_of(
     """
     if flat["batch.accumulation_schedule"]:
         raise ReportError(
-            "batch.accumulation_schedule cannot be fitted, because a fit plans one batch size: fit the largest batch "
-            "with --batch-tokens, and give the schedule when training"
+            "batch.accumulation_schedule cannot be planned, because bytescope fit plans one batch size: give the "
+            "largest batch with --batch-tokens, and give the schedule when training"
         )
     length = flat["data.seq_len"]
     tokens = tokens or tokens_of(flat, n_devices)

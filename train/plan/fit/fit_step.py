@@ -16,7 +16,7 @@ from bytescope.train.plan.trials import Trials
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A variant of a config that a fit tried, with its compiled figures.
+    """A variant of a config that `bytescope fit` tried, with its compiled figures.
 
     Attributes:
         stage: the stage of the search, a key of `train.plan.fit.fit_progress.STAGES`.
@@ -65,7 +65,8 @@ class Step:
         return self.answer.get("allocated_bytes", 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the variant as an entry of `walk` in the JSON of a fit (see `train.plan.fit.fit_result`)."""
+        """Returns the variant as an entry of `walk` in the JSON result of `bytescope fit` (see
+        `train.plan.fit.fit_result`)."""
         low, high = self.spread
         return {
             "stage": self.stage,
@@ -82,7 +83,7 @@ class Step:
     def certificate(self, flags: str, budget: int, host_budget: float) -> dict[str, Any]:
         """Returns the memory and the missing bytes of the variant, as JSON values.
 
-        They are the `certificate` in the result of a fit in which nothing fits.
+        They are the `certificate` in the JSON result of `bytescope fit` if nothing fits.
 
         Args:
             flags: the command-line flags that run the variant.

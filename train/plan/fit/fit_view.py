@@ -160,15 +160,15 @@ FINISHED_COLUMNS = (
 
 
 def show(out: Mapping[str, Any], config: str, console: Console | None = None) -> None:
-    """Prints the result of a fit on the console, by default standard output.
+    """Prints the result of `bytescope fit` on the console, by default standard output.
 
-    out: the JSON of the fit (`train.plan.fit.fit_result`).
+    out: the JSON result of `bytescope fit` (`train.plan.fit.fit_result`).
     """
     put(render_text(out, config), console)
 
 
 def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
-    """Renders the result of a fit for the terminal: the chosen configuration with its flags, and tables.
+    """Renders the result of `bytescope fit` for the terminal: the chosen configuration with its flags, and tables.
 
     If nothing fits, renders the variant that misses the fewest bytes, with the missing bytes.
     """
@@ -205,13 +205,13 @@ def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], e
 
 
 def _reach_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns a table of the longest sequences and largest micro-batches for each rank of adapters; [] for a fit
-    without adapters."""
+    """Returns a table of the longest sequences and largest micro-batches for each rank of adapters; [] if no adapters
+    are trained."""
     rows = out.get("reach") or ()
     if not rows:
         return []
     table = TableView(REACH_COLUMNS, rows, emphasis=lambda row: "" if row["fits"] else "dim")
-    title = "each rank: the longest sequences that fit, and the most sequences at once"
+    title = "for each rank of adapters, the longest sequence and the largest micro-batch that fit"
     return [Text(title, style="bold"), terminal_table(table)]
 
 
@@ -277,7 +277,7 @@ def _finished_lines(out: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _layout_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns a table of the meshes that the fit tried, compared with the chosen one; [] if only one mesh was
+    """Returns a table of the meshes that `bytescope fit` tried, compared with the chosen one; [] if only one mesh was
     tried."""
     rows = out.get("layouts") or ()
     if len(rows) < 2:
@@ -298,9 +298,9 @@ def _layout_lines(out: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def render_page(out: Mapping[str, Any]) -> str:
-    """Returns the HTML page of a fit.
+    """Returns the HTML page with the result of `bytescope fit`.
 
-    out: the JSON of the fit (`train.plan.fit.fit_result`).
+    out: the JSON result of `bytescope fit` (`train.plan.fit.fit_result`).
     """
     config, target = out["config"], out["target"]
     return page(
@@ -466,8 +466,8 @@ def _host(out: Mapping[str, Any], variant: Mapping[str, Any]) -> str:
 
 
 def _walk(out: Mapping[str, Any]) -> PageTable:
-    """Returns the table of all variants that the fit tried, each with the command that runs it. The chosen one is
-    emphasized."""
+    """Returns the table of all variants that `bytescope fit` tried, each with the command that runs it. The chosen one
+    is emphasized."""
 
     def run(step: Record) -> str:
         if step["allocated_bytes"] is None:
@@ -493,14 +493,14 @@ def _reach(out: Mapping[str, Any]) -> PageTable | None:
     """Returns the table of the longest sequences and largest micro-batches for each rank of adapters, each with its
     command.
 
-    Returns None for a fit without adapters.
+    Returns None if no adapters are trained.
     """
     run = command_column(lambda row: command(out["config"], out["target"], row["flags"], fits=row["fits"]))
     return page_table(TableView((*REACH_COLUMNS, run), out["reach"])) if out.get("reach") else None
 
 
 def _layouts(out: Mapping[str, Any]) -> PageTable | None:
-    """Returns the table of the meshes that the fit tried, compared with the chosen one.
+    """Returns the table of the meshes that `bytescope fit` tried, compared with the chosen one.
 
     Returns None if only one mesh was tried, or if nothing fits.
     """

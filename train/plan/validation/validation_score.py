@@ -39,7 +39,7 @@ class ScoredRun:
         allocated_bytes: the bytes that our program allocates on one device.
         bound_by: the component of the prediction that takes longest, or `validation_result.HOST` for kernel launches.
         by_term: component of the prediction -> seconds.
-        program: name of the compiled program, which runs may share; "" for a program of its own.
+        program: name of the compiled program; "" for a program that no other run uses. Runs with equal names share it.
     """
 
     row: MeasuredRow

@@ -34,7 +34,7 @@ _MAX_WORST = 10
 _MIN_PAIRS = 5
 NOTES = (
     "For each measured run, the config that comes nearest to it is compiled. Its seconds are predicted from the "
-    "compiled schedule at the rates that the chip reaches.",
+    "compiled schedule, at the FLOP/s and bytes/s that the chip reaches.",
     "Pairs: two runs whose measured seconds differ by more than 5 % (near: by less than 1.5x). A pair is right if "
     "the faster run is predicted to be faster; a tie counts as half. The columns by tensor split show the fraction "
     "that sorting by the size of the tensor-parallel group gets right. Runs of different models or numbers of GPUs "
@@ -296,7 +296,8 @@ def _order(validation: Mapping[str, Any]) -> RenderableType | None:
     return Group(
         Prose(
             "order: pairs of runs with equal numbers of stages that differ by more than 5 % (near: by less than 1.5x), "
-            "the share that is predicted in the right order, and the share in the right order by tensor split:"
+            "the share that is predicted in the right order, and the share in the right order if runs are sorted by "
+            "the size of the tensor-parallel group:"
         ),
         terminal_table(TableView((*GROUP, *GROUP_PAIRS, *GROUP_RANKS), groups)),
     )
