@@ -430,8 +430,8 @@ def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
 
 
 def _host_memory_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the offload keys that the config sets, followed by "the policy" if its remat policy moves tensors to
-    host memory."""
+    """Returns the config keys that move tensors to host memory; the entry "the policy" stands for such a remat
+    policy."""
     keys = [key for key in ("offload.optimizer", "offload.params") if config.get(key) is True]
     words: list[Any] = []
     for key, value in config.items():

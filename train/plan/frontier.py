@@ -67,7 +67,7 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The remat plan of lowest cost that fits one memory budget.
+    """A memory budget, and the remat plan (which tensors each layer saves) of lowest cost that fits it.
 
     Attributes:
         budget_bytes: the budget in bytes on one device.
@@ -239,12 +239,12 @@ def points_of(
 def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Returns the command-line flags that run a remat plan, quoted for a shell.
 
-    The flags set the remat policy, and the other keys of the plan whose value differs from the config.
+    The flags set the remat policy, and all keys whose value in `values` differs from `config`.
 
     Args:
-        keys: the keys of the plan, dotted key -> text.
-        values: the resolved config with the keys of the plan.
-        config: the resolved config without the keys of the plan.
+        keys: the config keys that the plan sets, dotted key -> text.
+        values: the whole config with these keys.
+        config: the whole config without these keys.
     """
     return shlex.join(
         f"--config.{key}={as_text(values[key])}"

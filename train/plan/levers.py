@@ -84,7 +84,7 @@ class Level:
 
     @property
     def title(self) -> str:
-        """The title of the stage."""
+        """The title of the memory saving that this level adds."""
         return STAGES[self.stage].title
 
     @property

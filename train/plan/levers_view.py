@@ -101,9 +101,10 @@ def adds(level: Record) -> str:
 
 
 def numbered_adds(level: Record) -> str:
-    """Returns the number of a level, which also labels its bar, and the config keys that its memory saving sets.
+    """Returns the number of a level, which is also the label of its bar, and the config keys that its memory saving
+    sets.
 
-    If the saving sets no key, its title takes the place of the keys.
+    A saving that sets no key is named by its title instead.
     """
     return f"{level['number']} " + (adds(level) or level["title"]).replace("\n", "\n  ")
 
@@ -151,10 +152,9 @@ def show(staircase: Mapping[str, Any], console: Console | None = None) -> None:
 
 
 def render_text(staircase: Mapping[str, Any]) -> RenderableType:
-    """Renders the memory savings for the terminal.
+    """Renders the memory savings for the terminal: bars, a legend, a table, and the savings that are left out.
 
-    The text has a heading, bars, a legend, the table, the savings that are left out, and the flags of two levels: the
-    first one that fits, and the last one.
+    Below them are the command-line flags of the first level that fits, and of the last level.
     """
     levels, target = staircase["levels"], staircase["target"]
     limit = _limit(levels)

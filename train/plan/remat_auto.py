@@ -58,7 +58,9 @@ def with_keys(config: ConfigDict, keys: Mapping[str, str]) -> ConfigDict:
 
 @dataclasses.dataclass
 class Compiler:
-    """Compiles remat plans of one config for given devices. A call with plans returns the figures of their programs.
+    """Compiles remat plans (which tensors each layer saves) of one config for given devices.
+
+    A call with plans returns the bytes, seconds and FLOPs of their programs.
 
     Attributes:
         target: the devices as a target.

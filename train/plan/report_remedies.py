@@ -235,8 +235,7 @@ class _Keeping(NamedTuple):
 
 
 def _keep_more(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the remedy for memory that is left unused: a remat policy that should fit and avoids the most
-    recomputation.
+    """Returns the remedy for unused memory: the remat policy that should fit and avoids the most recomputation.
 
     The policy is used for all layers, or for as many first layers as fit.
     """

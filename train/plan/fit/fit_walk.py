@@ -124,12 +124,12 @@ class Walk:
 
     @property
     def ties(self) -> list[Step]:
-        """The variants that fit and whose predicted seconds tie with those of the best one, which is not included."""
+        """The variants that fit and are predicted to be as fast as the best one. The best one is not included."""
         fitting = [step for step in self.steps if step.fits]
         return [step for step in ranking.ties(fitting, _seconds) if step is not self.best]
 
     def _missing(self, step: Step) -> float:
-        """Returns the bytes that a variant needs in addition to the memory budgets of device and host."""
+        """Returns the bytes by which a variant exceeds the memory budgets of device and host."""
         return max(step.allocated - self.budget, 0) + max(step.answer["host_bytes"] - self.trials.host_budget, 0)
 
     def _try_all(self, tries: Sequence[tuple[str, Mapping[str, str], str]]) -> list[Step]:

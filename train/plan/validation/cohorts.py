@@ -53,13 +53,18 @@ class Cohort:
 
 
 def by_cohort(scored: Iterable[ScoredRun]) -> list[Cohort]:
-    """Returns the scores of each cohort of runs (`MeasuredRow.cohort`), sorted by name. Runs without a cohort are left
-    out."""
+    """Returns how well predictions match the measured runs of each cohort (`MeasuredRow.cohort`), sorted by name.
+
+    Runs without a cohort are left out.
+    """
     return _by(scored, lambda row: row.cohort)
 
 
 def by_source(scored: Iterable[ScoredRun]) -> list[Cohort]:
-    """Returns the scores of the runs of each source, sorted by name. Runs without a cohort are left out."""
+    """Returns how well predictions match the measured runs of each source, sorted by name.
+
+    Runs without a cohort are left out.
+    """
     return _by(scored, lambda row: row.source_id if row.cohort else "")
 
 
@@ -135,8 +140,7 @@ def median(pairs: Sequence[tuple[str, float]]) -> float | None:
 def quantile(pairs: Sequence[tuple[str, float]], at: float) -> float | None:
     """Returns a quantile of the ratios, in which each program has weight 1; None without pairs.
 
-    The quantile is interpolated between the midpoints of the weights. If each program has one run, this equals numpy's
-    method `hazen`.
+    The quantile is interpolated as numpy's method `hazen` does. Several runs of one program share its weight.
 
     Args:
         pairs: (program, ratio) of each run.

@@ -117,7 +117,7 @@ def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
 def score_row(
     row: MeasuredRow, answer: Mapping[str, Any], prediction: step_prediction.StepPrediction, program: str = ""
 ) -> ScoredRun:
-    """Returns a measured run with its predicted seconds and bytes.
+    """Returns a measured run together with its predicted seconds and bytes.
 
     The predicted seconds are at least the time that the measured framework needs to launch its kernels.
 

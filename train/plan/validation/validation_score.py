@@ -144,9 +144,9 @@ def with_launches(seconds: float, row: MeasuredRow) -> float:
 
 
 def groups(scored: Iterable[ScoredRun]) -> list[Group]:
-    """Returns the scores for each model and number of GPUs, sorted. Runs with pipeline stages form their own group.
+    """Returns how well predictions match the measured runs of each model on each number of GPUs, sorted.
 
-    Runs without measured seconds contribute only their bytes.
+    Runs with pipeline stages form their own group. Runs without measured seconds contribute only their bytes.
     """
     runs: dict[tuple[str, int, bool], list[ScoredRun]] = {}
     for run in scored:
@@ -159,10 +159,10 @@ def groups(scored: Iterable[ScoredRun]) -> list[Group]:
 
 
 def _group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequence[ScoredRun]) -> Group:
-    """Returns the scores of the runs of one model on one number of GPUs.
+    """Returns how well predictions match the measured runs of one model on one number of GPUs.
 
-    all_stages: if `some` has pipeline stages, all runs of the model on this number of GPUs, with any number of stages;
-    otherwise empty.
+    all_stages: if the runs in `some` have pipeline stages, all runs of the model on this number of GPUs, with and
+    without stages; otherwise empty.
     """
     timed = [one for one in some if one.ratio]
     ratios = sorted(one.ratio or 0.0 for one in timed)

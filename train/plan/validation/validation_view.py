@@ -71,9 +71,9 @@ def ratio(key: str, title: str, **more: Any) -> ColumnView:
 
 
 def cohort_columns(title: str) -> tuple[ColumnView, ...]:
-    """Returns the columns of the table that scores the seconds of runs over all models.
+    """Returns the columns of the table that compares predicted with measured seconds for groups of runs.
 
-    title: the title of the first column, which names the group of runs.
+    title: the title of the first column, which has the name of the group.
     """
     return (
         ColumnView("name", title, min_width=18),
@@ -281,10 +281,9 @@ def _seconds(validation: Mapping[str, Any]) -> RenderableType:
 
 
 def _order(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Renders the table of how many pairs of runs the prediction puts in the right order, for each model and number of
-    GPUs.
+    """Renders the table of how many pairs of runs are predicted in the right order, for each model and number of GPUs.
 
-    If models are pooled, only groups with at least `_MIN_PAIRS` pairs are included.
+    If runs of all models are scored together too, groups with fewer than `_MIN_PAIRS` pairs are left out.
     """
     groups = [
         group
@@ -358,7 +357,7 @@ def _worst(validation: Mapping[str, Any]) -> RenderableType | None:
 
 
 def _differing(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Renders the runs that are known to differ from our program, one line for each difference."""
+    """Renders the measured runs that are known to differ from our program, one line for each difference."""
     lines = [
         Prose(
             f"{one_line(reason)}: "
