@@ -76,7 +76,11 @@ class ConfigFactory(ProgramFactory):
         return configs.load_flat(*split(overrides))
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """Checks a config without devices. Raises a ValueError with an `exit_code` if it cannot run on any target."""
+        """Checks a config without devices.
+
+        Raises:
+            ValueError: the config cannot run on any target. The error has an `exit_code`.
+        """
         check_config(*split(overrides))
 
     def sources(self) -> Sequence[Path]:
@@ -184,8 +188,11 @@ def config_mistakes() -> Iterator[None]:
 
 
 def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
-    """Checks a config without devices. Raises a ValueError with an `exit_code` if a value is invalid on every
-    target."""
+    """Checks a config without devices.
+
+    Raises:
+        ValueError: a value of the config is invalid on every target. The error has an `exit_code`.
+    """
     from bytescope.train.program.checks import check_without_devices
     from bytescope.train.program.program_settings import read_settings
 

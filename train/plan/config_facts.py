@@ -394,7 +394,7 @@ def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
 
 
 def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
-    """Returns the remat policy of the layers to which `remat.layers` assigns no policy of their own."""
+    """Returns the remat policy of the layers that are in no range of `remat.layers`."""
     policy, layers = config["remat.policy"], config["model.n_layers"]
     if policy == "custom":
         return segment(policy, layers, 1, config["remat.save"], config["remat.offload"])
@@ -430,8 +430,8 @@ def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
 
 
 def _host_memory_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the config keys that move tensors to host memory; the entry "the policy" stands for such a remat
-    policy."""
+    """Returns the config keys that move tensors to host memory. "the policy" stands for a remat policy that does
+    so."""
     keys = [key for key in ("offload.optimizer", "offload.params") if config.get(key) is True]
     words: list[Any] = []
     for key, value in config.items():

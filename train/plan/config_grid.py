@@ -54,7 +54,7 @@ class ConfigRow(Row):
         return text
 
     def names_a_policy(self) -> bool:
-        """Returns whether all layers have one named remat policy. False for listed tensor names or several ranges of
+        """Returns whether all layers have one named remat policy. False if the config lists tensor names or ranges of
         layers."""
         layers = self.overrides.get(LAYERS) or "()"
         return as_text(layers) == "()" and self.overrides.get(POLICY) != "custom"

@@ -156,7 +156,7 @@ def _without_name(row: PrecisionBytes | OptimizerBytes) -> dict[str, Any]:
 
 
 def cards() -> dict[str, dict[str, Any]]:
-    """Returns the GPUs and other chips that the page offers: chip -> its name, the GiB available to programs, and the
+    """Returns the chips that the page offers as targets: chip -> its name, the GiB available to programs, and the
     dense FLOP/s by dtype."""
     return {
         name: {

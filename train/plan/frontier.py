@@ -239,7 +239,7 @@ def points_of(
 def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Returns the command-line flags that run a remat plan, quoted for a shell.
 
-    The flags set the remat policy, and all keys whose value in `values` differs from `config`.
+    The flags set the remat policy, and the other `keys` whose value in `values` differs from `config`.
 
     Args:
         keys: the config keys that the plan sets, dotted key -> text.
