@@ -365,7 +365,7 @@ def _costs(level: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(*levels: Mapping[str, Any] | None) -> list[HeaderFigure]:
-    """Returns the figures at the top of the page.
+    """Returns the numbers to show at the top of the page.
 
     They are the allocated bytes of the first level, of the first level that fits and of the last level, and the
     predicted speed of the first level that fits. A level that is None is left out.

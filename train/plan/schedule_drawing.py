@@ -71,7 +71,8 @@ def share(value: float | Fraction) -> str:
 
 
 def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableType:
-    """Returns the drawing and the figures of one pipeline schedule, for the terminal.
+    """Returns the drawing of a pipeline schedule, and a table with the layers, saved activations and idle time of each
+    stage.
 
     layers: number of layers of each virtual stage (chunk of layers); None if the model is unknown.
     """

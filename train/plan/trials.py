@@ -90,10 +90,9 @@ class Trials:
         return self.factory.resolve(self._overrides(keys))
 
     def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
-        """Compiles variants of the config, and returns the figures of each from its worker process
-        (`memory.compare.worker`).
+        """Compiles variants of the config. Returns for each the worker's JSON record of bytes, FLOPs and schedule.
 
-        For a variant that cannot run, the figures are only `{"status": reason}`.
+        The record is `{"status": reason}` for a variant that cannot run. `memory.compare.worker` lists its keys.
 
         Raises:
             Stopped: a limit was reached or the user pressed Ctrl-C.
@@ -101,7 +100,8 @@ class Trials:
         return self._ask([self.job(keys) for keys in variants])
 
     def done(self, keys: Keys) -> dict[str, Any] | None:
-        """Returns the figures of a variant that was compiled before; None if it was not."""
+        """Returns the worker's JSON record of bytes, FLOPs and schedule for a variant that was compiled before; None
+        if it was not."""
         return self._done.get(self.job(keys).name)
 
     def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> worker_pool.Job:
@@ -140,7 +140,7 @@ class Trials:
         return [self._done[job.name] for job in jobs]
 
     def _compile(self, jobs: Sequence[worker_pool.Job]) -> None:
-        """Compiles the jobs and stores their figures in `_done`.
+        """Compiles the jobs and stores the worker's record of each in `_done`.
 
         Raises:
             Stopped: a limit or Ctrl-C ended the compiles before every job was finished.
@@ -220,7 +220,7 @@ class Trials:
     def predicted(self, answer: Mapping[str, Any]) -> StepPrediction:
         """Returns the prediction of the seconds per update of a compiled variant.
 
-        answer: the figures of the variant from its worker process.
+        answer: the worker's JSON record of the variant.
 
         Raises:
             ReportError: the seconds cannot be predicted.
@@ -240,11 +240,9 @@ class Trials:
         return self.target.host_bytes_per_device
 
     def compiled(self, answer: Mapping[str, Any]) -> PlanFigures:
-        """Converts the figures of a variant into the record that the remat search reads.
+        """Converts the worker's JSON record of a variant into the record that the remat search reads.
 
-        The record has bytes on one device, and predicted seconds and recomputed FLOPs per update.
-
-        answer: the figures of the variant from its worker process.
+        That record has the bytes on one device, and the predicted seconds and recomputed FLOPs per update.
         """
         if answer["status"] != "ok":
             return PlanFigures(status=answer["status"])

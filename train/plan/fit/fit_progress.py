@@ -38,7 +38,7 @@ _VERDICT = 20
 class Lines:
     """Prints each variant that `bytescope fit` compiles on one line of the terminal, as soon as it is compiled.
 
-    A description that is too long for the line is printed on lines above the figures.
+    A description that is too long for the line is printed above it.
     """
 
     def __init__(self, target: Target, space: Space, budget: int, console: Console | None = None):
@@ -76,7 +76,7 @@ class Lines:
 
 
 class Line:
-    """A line of the terminal that describes one variant: its figures and whether it fits.
+    """A line of the terminal that describes one variant: its bytes, its predicted seconds and whether it fits.
 
     at: seconds from the start of the search.
     """

@@ -48,7 +48,7 @@ class Reached:
         base: the storage format of the frozen weights (`lora.base`).
         policy: the remat policy.
         most: which of the two was maximized, "length" or "micro".
-        step: the variant, its figures, and whether it fits.
+        step: the variant, its bytes and predicted seconds, and whether it fits.
         tokens: tokens per update.
         beyond: the smallest value that was tried and does not fit; 0 if the model's maximum length or the whole update
             fits.
@@ -79,7 +79,7 @@ class Reached:
         return f"{self.beyond:,} do not fit" if self.beyond else "the model's maximum"
 
     def to_json(self, flags: str) -> dict[str, Any]:
-        """Returns the variant and its figures as JSON values.
+        """Returns the variant, its bytes and its predicted speed as JSON values.
 
         flags: the command-line flags that run the variant.
         """
@@ -251,7 +251,7 @@ class Reach:
         return {key: text for key, text in keys.items() if not key.startswith("remat.")}
 
     def _compile(self, keys: Mapping[str, str], policy: str, most: str) -> Reached | None:
-        """Compiles a variant and returns its figures; None if the variant cannot run.
+        """Compiles a variant and returns its bytes and predicted speed; None if the variant cannot run.
 
         most: what the search maximizes, "length" or "micro".
         """

@@ -16,14 +16,14 @@ from bytescope.train.plan.trials import Trials
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A variant of a config that `bytescope fit` tried, with its compiled figures.
+    """A variant of a config that `bytescope fit` tried, and the result of compiling it.
 
     Attributes:
         stage: the stage of the search, a key of `train.plan.fit.fit_progress.STAGES`.
         what: a description of the variant.
         keys: the config keys of the variant, dotted key -> text.
-        answer: the figures from the worker process (`memory.compare.worker`). Its `status` is "ok", or the reason why
-            the variant cannot run.
+        answer: the worker's JSON record of bytes, FLOPs and schedule (`memory.compare.worker`). Its `status` is
+            "ok", or the reason why the variant cannot run.
         fits: whether the variant is within the memory budgets of device and host.
         verdict: "fits", or a text with the missing bytes or the reason why the variant cannot run.
         prediction: the predicted seconds per update; None if the variant cannot run.
@@ -111,7 +111,7 @@ def judge_variant(
         stage: the stage of the search.
         what: a description of the variant.
         keys: the config keys of the variant, dotted key -> text.
-        answer: the figures from the worker process.
+        answer: the worker's JSON record of bytes, FLOPs and schedule.
         budget: the bytes available on one device.
         trials: the compiler of the variants, which knows the budget of the host.
     """

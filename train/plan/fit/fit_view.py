@@ -393,7 +393,7 @@ def _verdict(out: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _figures(out: Mapping[str, Any]) -> list[HeaderFigure]:
-    """Returns the figures at the top of the page. A figure that is unknown is left out."""
+    """Returns the numbers to show at the top of the page. A number that is unknown is left out."""
     figures: list[HeaderFigure] = []
     if out["best"]:
         figures = _figures_of_best(out, out["best"])

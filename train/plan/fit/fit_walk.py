@@ -89,7 +89,7 @@ class Walk:
         Args:
             stage: the stage of the search.
             keys: the config keys of the variant, dotted key -> text.
-            answer: the figures from the worker process.
+            answer: the worker's JSON record of bytes, FLOPs and schedule.
             plan: a description of the tensors that the variant saves.
         """
         known = next((step for step in self.steps if step.keys == keys), None)

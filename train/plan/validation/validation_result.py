@@ -123,7 +123,7 @@ def score_row(
 
     Args:
         row: the measured run.
-        answer: the compiled figures of our nearest program.
+        answer: the worker's JSON record of our nearest program, with its bytes.
         prediction: the predicted seconds of our nearest program.
         program: the name of the compiled program (`ScoredRun.program`).
     """

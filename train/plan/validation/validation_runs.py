@@ -28,12 +28,12 @@ class Runs:
     """The compiled programs of published measurements ("rows").
 
     Attributes:
-        answers: row id -> the figures of its program (`memory.compare.worker.answer_to`), with the schedule and the
-            bytes.
-        failed: row id -> why the row has no figures.
+        answers: row id -> the worker's JSON record of its program: bytes, FLOPs and schedule
+            (`memory.compare.worker.answer_to`).
+        failed: row id -> why the row has no record.
         left: ids of the rows that were not compiled before Ctrl-C.
-        compiled: number of programs compiled in this call. The other figures were read from files.
-        programs: row id -> name of the file with its figures. Rows with the same file have the same program.
+        compiled: number of programs compiled in this call. The other records were read from files.
+        programs: row id -> name of the file of its record. Rows with the same file have the same program.
         elsewhere: ids of the rows whose program another environment compiled, because this one has no compiler for
             their chip.
     """
@@ -131,8 +131,10 @@ def run(
 def finished(
     rows: Sequence[MeasuredRow], factory: ProgramFactory, folder: Path
 ) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
-    """Returns row id -> name of the program's file, and row id -> figures for the files that exist. Compiles
-    nothing."""
+    """Returns row id -> name of the file of its program, and row id -> contents of the file, if it exists.
+
+    Nothing is compiled.
+    """
     jobs, _ = jobs_of(rows, factory)
     answers: dict[str, Mapping[str, Any]] = {}
     for key, job in jobs.items():
@@ -150,8 +152,7 @@ def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
 
 
 def _elsewhere(folder: Path, name: str) -> Mapping[str, Any] | None:
-    """Returns the newest readable figures of a program that other library versions compiled; None if there are
-    none."""
+    """Returns the newest readable file of a program that other library versions compiled; None if there is none."""
     program = name.rpartition("-")[0]
     newest_first = sorted(folder.glob(f"{program}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for file in newest_first:

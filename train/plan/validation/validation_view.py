@@ -468,7 +468,7 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(validation: Mapping[str, Any]) -> list[HeaderFigure]:
-    """Returns the figures at the top of the page.
+    """Returns the numbers to show at the top of the page.
 
     There is no overall score, because runs of different models are never pooled.
     """
