@@ -19,7 +19,7 @@ from bytescope.train.plan.config_grid import POLICY, given_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
+    """Adds the command-line arguments of `bytescope compare` to the parser."""
     add_subject(parser, "set a config key in every combination; bytescope keys lists the keys")
     compare_command.add_program(parser)
     parser.add_argument(
@@ -42,9 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table and writes the requested files.
+    """Compiles each combination, prints the table and writes the files of --html and --json.
 
-    Returns the exit code: 130 if Ctrl-C stopped the command, which then prints and writes the finished rows.
+    Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished rows are printed and
+    written.
     """
     if args.program is not None:
         _check_program(args)
@@ -55,13 +56,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fixed_overrides(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the overrides of every combination, key -> text: the config's name and the keys of the command line."""
+    """Returns the config overrides that all rows of the comparison share, as key -> text. The key "config" has the
+    config's name.
+    """
     return {**({CONFIG: args.config} if args.config else {}), **dict(args.overrides)}
 
 
 def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """Returns (key, values) of each grid of the command line. Raises ReportError for a grid or a list of policies that
-    cannot be parsed.
+    """Returns (key, values) of each grid that --grid and --remat ask for.
+
+    Raises ReportError if a grid or a list of policies cannot be parsed.
     """
     asked = [grids.parse_grid(text) for text in args.grid]
     if args.remat is not None:  # last, so that policies of the same program are neighbouring rows
@@ -75,7 +79,7 @@ def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
 
 def _check_program(args: argparse.Namespace) -> None:
-    """Raises ReportError for arguments that need a config, which a command with --program does not have."""
+    """Raises ReportError if --program is given together with arguments that need a config."""
     user_program.split(args.program)
     if args.config:
         raise ReportError("give either a config or --program, not both")

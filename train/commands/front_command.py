@@ -41,7 +41,7 @@ OWN = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
+    """Adds the command-line arguments of `bytescope front` to the parser."""
     add_subject(parser, "set a config key in every program, except remat.* keys, which the plans set")
     parser.add_argument(
         "--points",
@@ -78,9 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the points and writes the requested files.
+    """Finds the remat plan with the least recomputation for each memory budget; prints the plans and writes the
+    requested files.
 
-    Returns the exit code: 130 if Ctrl-C stopped the command, which then prints and writes the finished points.
+    Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished budgets are printed and
+    written.
     """
     target, ends = _checked(args)
     overrides = with_lora(args, args.overrides)
@@ -111,9 +113,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> tuple[str, tuple[int | None, int | None]]:
-    """Returns the target's name and the (smallest, largest) budget in bytes, None for a budget that is not given.
+    """Checks the arguments before anything is compiled. Returns the target's name, and the smallest and the largest
+    budget in bytes, each None if it is not given.
 
-    Raises ReportError for a mistake in the arguments, before anything is compiled.
+    Raises ReportError if an argument is wrong.
     """
     require_config(args)
     if args.points < 2:
@@ -145,7 +148,7 @@ def _size(flag: str, text: str | None) -> int | None:
 
 
 def _finish(args: argparse.Namespace, front: frontier.Front) -> None:
-    """Prints the points and writes the files."""
+    """Prints the remat plan of each budget and writes the files of --json and --html."""
     from bytescope.memory.devices.compiler import versions
     from bytescope.train.plan import frontier_view
 

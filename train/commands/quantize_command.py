@@ -29,7 +29,7 @@ BITS, GROUPS, FORMATS, METHODS = 4, (32, 64, 128), ("awq", "compressed-tensors")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command."""
+    """Returns the argument parser of `bytescope quantize`."""
     parser = Parser(
         prog="bytescope quantize",
         allow_abbrev=False,
@@ -128,10 +128,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks the command line, and adds `shard_bytes`, the maximum bytes per file.
+    """Parses and checks the command line of `bytescope quantize`. The result has `shard_bytes`, the maximum bytes per
+    file.
 
     Raises:
-      ValueError: a mistake in the command line; the error has an `exit_code`.
+      ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
     if args.target is None and args.calibrate is None and args.out is not None:
@@ -167,9 +168,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _target(text: str) -> str:
-    """Returns the target that is given in the position of OUT, which is allowed only without --calibrate.
+    """Returns `text`, the second positional argument of a command without --calibrate, if it is a target such as h100.
 
-    Raises UserError if the argument is not a target: an output folder needs --calibrate.
+    Raises UserError if it is not a target, since an output folder needs --calibrate.
     """
     from bytescope.memory.devices.targets import names
 
@@ -183,7 +184,7 @@ def _target(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantizes, or shows the memory if a target is given; returns the exit code."""
+    """Quantizes a model, or shows only the memory that this needs if a target is given; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.train.export.model_folder import disk_errors_explained
 
@@ -202,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Shows the memory that a quantization needs; returns the exit code, 3 if it does not fit."""
+    """Prints the memory that quantizing the model needs on the target. Returns the exit code: 0 if it fits, 3 if not."""
     from bytescope.memory.view.console import put
     from bytescope.train.quantize.quantize_setup import plan_memory
     from bytescope.train.quantize.quantize_view import plan_view
@@ -214,11 +215,11 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def quantize(args: argparse.Namespace) -> None:
-    """Writes the folder, prints the results and writes the requested files.
+    """Quantizes the model into the folder `args.out`, prints the results and writes the files of --html and --json.
 
     Raises:
-      UserError: a mistake of the user.
-      DoesNotFit: one layer does not fit the device.
+      UserError: an argument or an input file is wrong.
+      DoesNotFit: one layer does not fit in the memory of the device.
     """
     from bytescope.memory.commands.arguments import write
     from bytescope.memory.view.console import put
@@ -243,5 +244,7 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def _progress_callback(bar: ProgressBar) -> Callable[[int, int, str], None]:
-    """Returns a function (finished calls, total calls, description) that updates the progress bar."""
+    """Returns a function that updates the progress bar. Its arguments are the number of finished steps, the total
+    number of steps and a description.
+    """
     return lambda done, total, what: bar.show(done, total or None, what)

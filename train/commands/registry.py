@@ -28,15 +28,16 @@ or its files, 3 does not fit, 130 stopped by Ctrl-C"""
 
 @dataclasses.dataclass(frozen=True)
 class Subcommand:
-    """One row of COMMANDS.
+    """A subcommand of `bytescope`.
 
     Attributes:
-        module: the command's module under `bytescope`. It is imported only when needed, since some modules import jax.
-        group: the group of the overview that lists the command.
+        module: path of the command's module below `bytescope`. The module is imported only when needed, since some
+          import jax.
+        group: the group of the overview `bytescope --help` that lists the command.
         summary: what the command does, in one line.
         examples: arguments of example calls, used if the module has no parser of its own.
-        reads: what the command reads instead of a config, as words of the error for --config.KEY; "" if it takes
-          configs.
+        reads: for a command without a config, what it reads instead, such as "reads a trace", for the error about
+          --config.KEY; otherwise "".
     """
 
     module: str
@@ -46,7 +47,6 @@ class Subcommand:
     reads: str = ""
 
     def load(self) -> ModuleType:
-        """Imports and returns the command's module."""
         return importlib.import_module(f"bytescope.{self.module}")
 
 
@@ -199,7 +199,7 @@ GROUPS: Mapping[str, list[str]] = {
 
 
 def make_parser(name: str) -> Parser:
-    """Returns the parser of one command."""
+    """Returns the argument parser of the command `name`."""
     command = COMMANDS[name]
     module = command.load()
     if hasattr(module, "make_parser"):
@@ -221,10 +221,10 @@ def make_parser(name: str) -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks any command line without running it. The result has `command` and `overrides`.
+    """Parses and checks a command line without running the command. The result has `command` and `overrides`.
 
     Raises:
-      ValueError: an unknown command or argument; the error has an `exit_code`.
+      ValueError: the command or an argument is not known; the error has the exit code as `exit_code`.
     """
     name, *rest = argv or [""]
     if name not in COMMANDS:
@@ -239,7 +239,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse(name: str, argv: list[str]) -> argparse.Namespace:
-    """Parses the arguments of a command whose module does not define `parse`."""
+    """Parses the arguments of a command whose module has no function `parse`."""
     from bytescope.train.commands.config_arguments import settle_subject
 
     overrides: list[tuple[str, str]] = []
@@ -257,7 +257,7 @@ def _parse(name: str, argv: list[str]) -> argparse.Namespace:
 
 
 def _unknown(name: str) -> str:
-    """Returns the error for a command that does not exist."""
+    """Returns the start of the error message for a command that does not exist."""
     if not name or name.startswith("-"):
         return f"no command: give one of {', '.join(COMMANDS)}"
     return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'of ' + ', '.join(COMMANDS)}"

@@ -30,7 +30,7 @@ exit codes: 0 done, or saved after the first Ctrl-C; 2 mistake, 3 does not fit,
 
 
 def make_parser() -> Parser:
-    """Returns the parser of the command."""
+    """Returns the argument parser of `bytescope train`."""
     from bytescope.memory.commands.arguments import Parser, add_rates, user_path
     from bytescope.train.commands.config_arguments import add_lora
     from bytescope.train.launch.processes import add_flags
@@ -80,10 +80,10 @@ def make_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line; config overrides are in `overrides`.
+    """Parses and checks the command line of `bytescope train`. Config overrides are in `overrides`.
 
     Raises:
-      ValueError: a mistake in the command line; the error has an `exit_code`.
+      ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     from bytescope.train.commands.config_arguments import settle_subject
     from bytescope.train.program.config_files import keys_named, split_overrides
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains the config; returns the exit code."""
+    """Trains the model of the config; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform
     from bytescope.train.launch.signals import surviving_output
 
@@ -187,13 +187,14 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Returns the overrides, (dotted key, text), with the overrides that `bytescope fit` finds. The search is printed.
+    """Returns the config overrides of the command line together with the overrides that `bytescope fit` finds, as
+    pairs (dotted key, text). Prints the search.
 
     The search compiles in other processes, and ends before jax starts in this one.
 
     Raises:
-      DoesNotFit: nothing fits the budget.
-      UserError: a mistake in the config or the budget, or an interrupted search.
+      DoesNotFit: no configuration fits the budget.
+      UserError: the config or the budget is wrong, or the search was interrupted.
     """
     from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED
 
@@ -225,7 +226,7 @@ def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _show_data(config: Any) -> int:
-    """Prints the first row of data that a run would read; returns the exit code. No device is started."""
+    """Prints the first row of data that a training run would read; returns the exit code. Does not start the devices."""
     from bytescope.memory.view.console import make_console
     from bytescope.train.data.first_row import show_data
     from bytescope.train.data.settings import DataConfig
