@@ -311,7 +311,9 @@ def _mixture(question: Question) -> list[str]:
 
 
 def _table(estimated: Estimate) -> Any:
-    """Returns the table of estimated bytes: a row per use of memory, such as gradients, and a column per remat policy."""
+    """Returns the table of estimated bytes, with a row per use of memory, such as gradients, and a column per remat
+    policy.
+    """
     from bytescope.memory.view.text_table import FigureTable, figure, words
 
     document, q = estimated.to_json(), estimated.question

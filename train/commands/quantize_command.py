@@ -203,7 +203,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Prints the memory that quantizing the model needs on the target. Returns the exit code: 0 if it fits, 3 if not."""
+    """Prints the memory that quantizing the model needs on the target. Returns the exit code, which is 0 if it fits
+    and 3 if not.
+    """
     from bytescope.memory.view.console import put
     from bytescope.train.quantize.quantize_setup import plan_memory
     from bytescope.train.quantize.quantize_view import plan_view

@@ -136,8 +136,8 @@ def _report_generation(args: argparse.Namespace) -> int:
 
 
 def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
-    """If the program does not fit, prints the bytes over the target's memory, the memory savings that are still
-    possible, and a `bytescope fit` command.
+    """Prints the memory savings that the config does not use yet, and a `bytescope fit` command that finds the fastest
+    configuration that fits.
     """
     from rich.text import Text
 

@@ -226,7 +226,9 @@ def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _show_data(config: Any) -> int:
-    """Prints the first row of data that a training run would read; returns the exit code. Does not start the devices."""
+    """Prints the first row of data that a training run would read, without starting the devices. Returns the exit
+    code.
+    """
     from bytescope.memory.view.console import make_console
     from bytescope.train.data.first_row import show_data
     from bytescope.train.data.settings import DataConfig
