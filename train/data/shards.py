@@ -30,8 +30,8 @@ SCAN_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Shard:
-    """A memory-mapped file of token ids, integers [n]. Its `split` is "train" or "heldout", or "" if no index marks
-    it.
+    """A memory-mapped file of token ids, integers [n]. `split` is "train" or "heldout", from the index or the file's
+    name.
     """
 
     path: Path
@@ -72,8 +72,8 @@ class Shards:
     def split(self) -> tuple["Shards", "Shards"]:
         """Returns (training part, held-out part).
 
-        The index says which shards are held out. If no index says so, the last of several shards is held out; of a
-        single shard, its end.
+        The held-out part has the shards whose split is "heldout". If there are none, the last of several shards is
+        held out; of a single shard, its end.
         """
         if any(shard.split == "heldout" for shard in self.shards):
             return self.training_part(), self.held_out_part()
@@ -85,11 +85,11 @@ class Shards:
         return replace(self, shards=(train,)), replace(self, shards=(held_out,))
 
     def training_part(self) -> "Shards":
-        """Returns the shards that the index does not mark as held out."""
+        """Returns the shards whose split is not "heldout"."""
         return replace(self, shards=tuple(shard for shard in self.shards if shard.split != "heldout"))
 
     def held_out_part(self) -> "Shards":
-        """Returns the shards that the index marks as held out. If it marks none, returns all shards."""
+        """Returns the shards whose split is "heldout". If there are none, returns all shards."""
         marked = tuple(shard for shard in self.shards if shard.split == "heldout")
         return replace(self, shards=marked or self.shards)
 
