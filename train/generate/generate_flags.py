@@ -61,7 +61,7 @@ def add_devices(parser: argparse._ActionsContainer) -> None:
 
 
 def add_pool(parser: argparse._ActionsContainer) -> None:
-    """Adds the flags that decide the size of the KV cache, such as --sequences, --length and --cache."""
+    """Adds the flags that decide the size of the KV cache, such as --sequences, --length and --kv."""
     parser.add_argument(
         "--sequences", type=int, metavar="N", help="maximum concurrent sequences (default: 8 on a CPU, else 64)"
     )

@@ -57,10 +57,11 @@ class EngineSizes:
         return (*(width for width in (PAGE, 4 * PAGE) if width < self.chunk), self.chunk)
 
     def rows(self, count: int, width: int) -> int:
-        """Returns the number of rows of a program that computes `count` rows of `width` tokens each.
+        """Returns the number of rows of the program that computes `count` rows of `width` tokens each. The other rows
+        are padding.
 
-        A program for prompts has a fixed number of rows. A program for single tokens has a power of four, at most the
-        maximum number of sequences. Unused rows are padding; fewer row numbers need fewer programs.
+        A program for prompts always has chunk / width rows. The number of rows of a program for single tokens is a
+        power of four, or the maximum number of sequences, so that few programs have to be compiled.
         """
         if width > 1:
             return self.chunk // width
