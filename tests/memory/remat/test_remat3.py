@@ -191,6 +191,7 @@ def test_the_values_of_a_layer_are_those_that_jax_can_keep(flag):
     assert bool(products) == (not flag or jax.__version_info__ >= (0, 12))
 
 
+@pytest.mark.exhaustive
 def test_training_has_the_same_losses_and_the_same_report():
     """The policy keeps named values; others keep less with the flag (`memory/remat`)."""
     losses, reports = [], []
