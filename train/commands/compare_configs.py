@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remat",
         metavar="P,P",
-        help="remat policies to compare, short for --grid=remat.policy=P,P; "
+        help="remat policies to compare; the same as --grid=remat.policy=P,P; "
         "write custom policies in quotes: --remat='none,custom(v,up)+offload(block_in)'",
     )
     parser.add_argument(
@@ -33,10 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=V,V",
         action="append",
         default=[],
-        help="values to compare; KEY is a config key, config or target; "
+        help="config values to compare; KEY is a config key, or config, or target; "
         "repeat the flag to compare all combinations of several keys",
     )
-    parser.add_argument("--measure", action="store_true", help="also run and time each step on this machine's devices")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="also run each training step on this machine's devices and measure its time",
+    )
     parser.add_argument("--formulas", action="store_true", help="also show the memory that published formulas predict")
     add_compiling(parser, "the comparison")
 

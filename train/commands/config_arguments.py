@@ -36,7 +36,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "config_here",
         nargs="?",
         metavar="CONFIG",
-        help="a config file, or the name of a shipped config (bytescope configs)",
+        help="config file, or name of a shipped config; bytescope configs lists the names",
     )
     parser.add_argument("--config", metavar="CONFIG", help="the same as the argument CONFIG")
 
@@ -91,7 +91,8 @@ def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument(
         "--lora",
         action="store_true",
-        help=f"train LoRA adapters over frozen weights (rank: lora.rank, default {LORA_DEFAULT_RANK}){more}",
+        help=f"train LoRA adapters instead of the weights; --config.lora.rank sets the rank "
+        f"(default {LORA_DEFAULT_RANK}){more}",
     )
 
 
@@ -107,6 +108,7 @@ def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) ->
         return overrides
     if LORA_RANK in dict(overrides):
         raise ReportError(
-            f"--lora asks for adapters and --config.{LORA_RANK}={dict(overrides)[LORA_RANK]} for none: leave one out"
+            f"--lora trains adapters, but --config.{LORA_RANK}={dict(overrides)[LORA_RANK]} switches them "
+            "off: leave one out"
         )
     return [*overrides, (LORA_RANK, str(LORA_DEFAULT_RANK))]

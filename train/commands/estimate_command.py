@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 WORK = {
     "length": "tokens per sequence (default: from the config, 2048 with --params)",
     "batch": "sequences per data-parallel rank and micro-batch (default: from the config, 1 with --params)",
-    "logit-tokens": "tokens per rank for which logits exist at the same time; 0 for all tokens",
-    "mlp-tokens": "tokens per rank for which MLP activations exist at the same time; 0 for all tokens",
+    "logit-tokens": "tokens per rank whose logits are computed at the same time; 0 means all tokens",
+    "mlp-tokens": "tokens per rank whose MLP activations are computed at the same time; 0 means all tokens",
 }
 # Row of the JSON -> title of the row in the table.
 ROWS = {
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--params",
         metavar="N",
-        help="assume a GPT with about N parameters instead of a config, such as 7e9, 7b or 350m",
+        help="estimate a GPT with about N parameters instead of a config; N is a number such as 7e9, 7b or 350m",
     )
     for flag, (_, summary) in SHAPE.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
@@ -108,27 +108,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, choices, summary in (
         ("optimizer", config_facts.OPTIMIZERS, "the optimizer"),
         ("precision", config_facts.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
-        ("attention", transformer_formulas.ATTENTION, "attention kernel, which decides if scores are stored"),
-        ("offload", training_state.OFFLOAD, "state to move to host memory"),
+        ("attention", transformer_formulas.ATTENTION, "attention kernel; only some kernels store the attention scores"),
+        ("offload", training_state.OFFLOAD, "training state to keep in host memory"),
     ):
         parser.add_argument(f"--{flag}", choices=choices, metavar="NAME", help=f"{summary}: {', '.join(choices)}")
     parser.add_argument(
         "--lora-rank",
         type=int,
         metavar="N",
-        help="train LoRA adapters of rank N over frozen weights; 0 trains the weights (default: from the config, "
-        "else 0)",
+        help="rank of LoRA adapters, which are trained instead of the weights; 0 trains the weights (default: "
+        "from the config, else 0)",
     )
     parser.add_argument(
         "--lora-targets",
         metavar="T,T",
-        help=f"matrices with an adapter (default: {','.join(TARGETS)})",
+        help=f"weight matrices that have an adapter (default: {','.join(TARGETS)})",
     )
     parser.add_argument(
         "--lora-base",
         choices=adapter_formulas.BASES,
         metavar="NAME",
-        help=f"storage of the frozen weights: {', '.join(adapter_formulas.BASES)}",
+        help=f"storage format of the frozen weights: {', '.join(adapter_formulas.BASES)}",
     )
     parser.add_argument(
         "--fused",
@@ -187,7 +187,7 @@ def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
     for flag, part in (EXPERTS | LATENT).items():
         if getattr(args, flag.replace("-", "_")) is not None:
-            raise ReportError(f"--{flag} is for --params: with a config write --config.{part.key}=...")
+            raise ReportError(f"--{flag} is only valid with --params: with a config write --config.{part.key}=...")
     return question_of(config)
 
 

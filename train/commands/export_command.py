@@ -62,7 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="if the run trained LoRA adapters, add them to the weights and write the whole model "
         "(default: write only the adapters, which peft loads)",
     )
-    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="maximum bytes per file (default 5GB)")
+    parser.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a weight file, such as 2GB (default 5GB)"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it already contains a model")
     return parser
 

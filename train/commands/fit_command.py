@@ -39,14 +39,17 @@ MAX_MEASURED = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope fit` to the parser."""
-    add_subject(parser, "set a config key in every program; the search does not change the key")
+    add_subject(parser, "set a config key in all programs; the search does not change this key")
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="bytes per device, such as 72GiB (default: all memory that is available to programs)",
+        help="memory budget per device, such as 72GiB (default: all memory that is available to programs)",
     )
     parser.add_argument(
-        "--batch-tokens", metavar="N", type=int, help="tokens per update over all devices (default: from the config)"
+        "--batch-tokens",
+        metavar="N",
+        type=int,
+        help="tokens per optimizer update, summed over all devices (default: from the config)",
     )
     parser.add_argument(
         "--levers", metavar="L,L", help=f"settings that the search may change (default: {', '.join(fit_space.LEVERS)})"

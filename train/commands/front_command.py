@@ -48,19 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=10,
-        help="number of budgets, evenly spaced from the bytes of policy full to the bytes of policy none (default: 10)",
+        help="number of memory budgets, evenly spaced from --from to --to (default: 10)",
     )
     parser.add_argument(
         "--from",
         metavar="SIZE",
         dest="first",
-        help="smallest budget per device, such as 20GiB (default: the bytes of policy full)",
+        help="smallest memory budget per device, such as 20GiB (default: the peak memory with remat policy full)",
     )
     parser.add_argument(
         "--to",
         metavar="SIZE",
         dest="last",
-        help="largest budget per device, such as 40GiB (default: the bytes of policy none)",
+        help="largest memory budget per device, such as 40GiB (default: the peak memory with remat policy none)",
     )
     parser.add_argument(
         "--cost",
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to minimize at each budget: time, the predicted seconds per update, or flops, the recomputed "
         "FLOPs (default: time)",
     )
-    parser.add_argument("--auto-offload", action="store_true", help="let plans also move tensors to pinned host memory")
+    parser.add_argument("--auto-offload", action="store_true", help="allow plans to move tensors to pinned host memory")
     keep_old_flag(parser, "--offload", "--auto-offload")
     add_lora(parser)
     add_compiling(parser, "the front")

@@ -47,7 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt", metavar="TEXT", help="text to continue; the answer is printed while it is generated"
     )
-    parser.add_argument("--prompts", type=user_path, metavar="FILE", help="file of JSON lines; each row is a prompt")
+    parser.add_argument(
+        "--prompts", type=user_path, metavar="FILE", help='file of prompts, JSON lines such as {"text": "Once"}'
+    )
     parser.add_argument(
         "--out",
         type=user_path,
@@ -55,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --prompts: file to append each finished answer to; rows that it already answers are skipped",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="treat each text as a user's message and apply the chat template"
+        "--chat", action="store_true", help="treat each prompt as a user's message and apply the chat template"
     )
     generate_flags.add_sampling(parser)
     return parser

@@ -33,11 +33,11 @@ from bytescope.train.plan.levers import Level
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope levers` to the parser."""
-    add_subject(parser, "set a config key in every program; savings that would change the key are left out")
+    add_subject(parser, "set a config key in all programs; memory savings that would change this key are left out")
     parser.add_argument(
         "--savings",
         metavar="S,S",
-        help="savings to add one by one, in this order (default: "
+        help="memory savings to add one by one, in this order (default: "
         f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.OPTIONAL)})",
     )
     keep_old_flag(parser, "--stages", "--savings")

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         metavar="NAME",
         default=ALL,
-        help=f"{', '.join(SCHEDULES)}, or {ALL} for a table of all schedules (default: {ALL}; "
+        help=f"pipeline schedule: {', '.join(SCHEDULES)}, or {ALL} for a table of all schedules (default: {ALL}; "
         "config key pipeline.schedule)",
     )
     parser.add_argument(
@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config key pipeline.virtual)",
     )
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="number of layers of the model, to show how many each stage has"
+        "--layers",
+        type=int,
+        metavar="N",
+        help="number of layers of the model; if given, the number of layers per stage is shown",
     )
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the schedule or the table as JSON")
     parser.add_argument(
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     if args.stages * args.micro_batches * (args.virtual or 2) > MAX_UNITS:
         raise ReportError(
-            f"--stages={args.stages} --micro-batches={args.micro_batches} is too much to draw: give at most "
+            f"--stages={args.stages} --micro-batches={args.micro_batches} has too many units to draw: give at most "
             f"{MAX_UNITS:,} units, which are stages times micro-batches times chunks"
         )
     if args.virtual and args.schedule == ALL:

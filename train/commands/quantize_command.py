@@ -77,21 +77,21 @@ def make_parser() -> argparse.ArgumentParser:
         default=128,
         choices=GROUPS,
         metavar="N",
-        help="number of inputs that share a scale: 32, 64 or 128 (default 128)",
+        help="group size, the number of inputs that share a scale: 32, 64 or 128 (default 128)",
     )
     parser.add_argument(
         "--format",
         choices=FORMATS,
         default="awq",
         metavar="NAME",
-        help="format of the folder: awq or compressed-tensors (default awq)",
+        help="format of the written weights: awq or compressed-tensors (default awq)",
     )
     parser.add_argument(
         "--method",
         choices=METHODS,
         default="awq",
         metavar="NAME",
-        help="awq, or rounding without scales for comparison (default awq)",
+        help="quantization method: awq, or rounding, which uses no scales and serves for comparison (default awq)",
     )
     parser.add_argument(
         "--samples", type=int, default=64, metavar="N", help="maximum number of calibration sequences (default 64)"
@@ -112,7 +112,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="device memory to use, such as 20GiB (default: all available memory; on a CPU, half of it)",
     )
-    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="maximum bytes per file (default 5GB)")
+    parser.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a weight file, such as 2GB (default 5GB)"
+    )
     parser.add_argument(
         "--html", type=user_path, metavar="FILE", help="write the results, with the error of each layer, as a page"
     )

@@ -48,7 +48,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="file to score: each row of a .jsonl file is a text, any other file is one text",
     )
     parser.add_argument(
-        "--out", type=user_path, metavar="FILE", help="write a JSON line for each text: tokens, logprobs, perplexity"
+        "--out",
+        type=user_path,
+        metavar="FILE",
+        help="write a JSON line for each text, with its tokens, logprobs and perplexity",
     )
     return parser
 
@@ -96,7 +99,7 @@ def score(args: argparse.Namespace) -> int:
         if len(text) - start > 1
     ]
     if not windows:
-        raise UserError("the texts have no token to score: give a text of two tokens or more")
+        raise UserError("the texts have fewer than two tokens, so no token can be scored: give longer texts")
     scorer, params = open_scorer(args, source, max(len(window) for _, window in windows))
     parts: dict[int, dict[int, ScoredText]] = {}
     for scored_window in scorer.score(params, [window for _, window in windows]):

@@ -1,4 +1,4 @@
-"""bytescope train: trains a transformer; its memory is known before the first step."""
+"""bytescope train: trains a transformer and shows its memory before the first step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bytescope.memory.commands.arguments import Parser
 
 DESCRIPTION = """\
-train a transformer; its memory is known before the first step.
+train a transformer and show its memory before the first step.
 CONFIG is a config file, the name of a shipped config (default: tiny; bytescope
 configs lists the names), or hf:FOLDER for a folder of Hugging Face weights."""
 EPILOG = """\
@@ -60,17 +60,19 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="with --fit: bytes per device, such as 72GiB (default: all memory available to programs)",
+        help="with --fit: memory budget per device, such as 72GiB (default: all memory that is available to programs)",
     )
     add_lora(parser)
     parser.add_argument(
-        "--profile", metavar="STEPS", help="updates to profile: a number such as 3, or a range such as 100-103"
+        "--profile",
+        metavar="STEPS",
+        help="updates to profile: a number of updates, such as 3, or a range, such as 100-103",
     )
     add_rates(parser)
     parser.add_argument(
         "--show-data",
         action="store_true",
-        help="print the first row of data, with the trained tokens in [brackets], and exit",
+        help="print the first row of training data, with the tokens to train on in [brackets], and exit",
     )
     parser.add_argument(
         "--verbose", action="store_true", help="print the full memory report, and the reason for each choice"
@@ -215,10 +217,13 @@ def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
                 continue
         if code == INTERRUPTED:
             raise UserError(
-                "the search of --fit was stopped: train with the flags of the best configuration so far, shown above"
+                "the search of --fit was interrupted: train with the flags of the best configuration "
+                "so far, shown above"
             )
         if code == DOES_NOT_FIT:
-            raise DoesNotFit("no configuration fits, as shown above: give a larger --budget, or a smaller model")
+            raise DoesNotFit(
+                "no configuration fits the memory budget, as shown above: give a larger --budget, or a smaller model"
+            )
         if code or not out.exists():
             raise UserError("the search of --fit failed: correct the error shown above, or train without --fit")
         best = json.loads(out.read_text())["best"]

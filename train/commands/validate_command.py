@@ -33,19 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SETS,
         default="playbook",
         metavar="NAME",
-        help=f"set of measured runs (default: playbook). {listed}",
+        help=f"set of measured runs to compare with (default: playbook). {listed}",
     )
-    parser.add_argument("--gpus", metavar="N,N", help="only runs on these numbers of GPUs, such as 8,32 (default: all)")
+    parser.add_argument(
+        "--gpus", metavar="N,N", help="use only runs on these numbers of GPUs, such as 8,32 (default: all runs)"
+    )
     parser.add_argument(
         "--only",
         metavar="TEXT",
-        help="only runs whose model, chip or setup contains TEXT, such as tp4 (default: all)",
+        help="use only runs whose model, chip or setup contains TEXT, such as tp4 (default: all runs)",
     )
     parser.add_argument(
         "--folder",
         metavar="DIR",
         type=user_path,
-        help="folder for the compiled rows, from which an interrupted command resumes (default: a folder in the cache)",
+        help="folder to store compiled runs in, from which an interrupted command resumes (default: a folder in the "
+        "cache)",
     )
     add_rates(parser)
     parser.add_argument(
@@ -89,7 +92,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
         raise ReportError(f"--jobs={args.jobs}: give 1 or more")
     folder = args.folder or row_cache.folder().parent / "validate"
     if folder.exists() and not folder.is_dir():
-        raise ReportError(f"--folder={folder}: it is a file; give a folder")
+        raise ReportError(f"--folder={folder} is a file: give a folder")
     counts, text = _counts(args.gpus), (args.only or "").lower()
     rows = []
     for row in measured_rows.rows(args.set):
@@ -97,7 +100,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
         if (not counts or row.gpus in counts) and text in named:
             rows.append(row)
     if not rows:
-        raise ReportError(f"no row of {args.set} matches: leave --gpus or --only out")
+        raise ReportError(f"no measured run of --set={args.set} matches --gpus and --only: leave one of them out")
     return _mark_other_chips(args, rows), folder
 
 

@@ -183,7 +183,9 @@ def _parse(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     pairs = tuple((int(match[1]), int(match[2])) for match in matches if match)
     starts = [start for start, _ in pairs]
     if any(number >= 2**31 for pair in pairs for number in pair):  # updates and micro-steps are int32 on a device
-        raise ValueError(f"batch.accumulation_schedule={','.join(map(str, texts))}: give numbers below {2**31}")
+        raise ValueError(
+            f"batch.accumulation_schedule={','.join(map(str, texts))}: give numbers below {2**31}, the maximum of int32"
+        )
     if not all(matches) or starts != sorted(set(starts)) or starts[:1] not in ([], [0]) or not all(n for _, n in pairs):
         raise ValueError(
             f"batch.accumulation_schedule={','.join(map(str, texts))}: write UPDATE:ACCUMULATION from "

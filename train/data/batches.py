@@ -53,7 +53,7 @@ class TokenSource:
         Raises IndexError past the end, and UserError for a token outside the vocabulary.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"window {i} does not exist: give 0 to {len(self) - 1}")
+            raise IndexError(f"there is no window {i}: give an index from 0 to {len(self) - 1}")
         window = np.full(self.seq_len + 1, IGNORE, np.int32)
         start = i * self.seq_len
         stop = min(start + self.seq_len + 1, self.tokens)
@@ -187,7 +187,7 @@ def train_batches(
       UserError: a shard is damaged; the iterator raises this.
     """
     if position < 0:
-        raise ValueError(f"position={position} is negative: give the number of consumed sequences")
+        raise ValueError(f"position={position} is negative: give the number of sequences to skip, 0 or more")
     mine, source = _own_rows(rows, row_slices), data.train
     # grain shuffles epoch e with seed + e. The seed is hashed, so that seeds that differ by 1 do not share orders.
     shuffle_seed = int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest(), "big")

@@ -65,7 +65,7 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
         if not isinstance(config, dict):
-            raise ValueError("it is not a JSON object")
+            raise ValueError("the content of the file is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from None
     return config
@@ -239,10 +239,12 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
             spans.append((begun, length))
             begun = None
         elif part in (chat_renderer.BEGIN, chat_renderer.END):
-            raise Malformed("it has nested generation blocks, or U+FDD0 in the text")
+            raise Malformed(
+                "the template has nested generation blocks, or the text contains the reserved character U+FDD0"
+            )
         else:
             plain.append(part)
             length += len(part)
     if begun is not None:
-        raise Malformed("it has a generation block without an end")
+        raise Malformed("the template has a generation block without an end")
     return "".join(plain), spans

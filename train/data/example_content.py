@@ -57,10 +57,10 @@ def chat_of(values: dict[str, Any]) -> Chat:
     """
     messages = values.get("messages", values.get("conversations"))
     if not isinstance(messages, list) or not messages:
-        raise Malformed('it has no list of "messages" (or "conversations")')
+        raise Malformed('the record has no list of "messages" or "conversations"')
     tools = values.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise Malformed(f'"tools" is {type(tools).__name__}, not a list')
+        raise Malformed(f'"tools" of the record is {type(tools).__name__}, not a list')
     return Chat([_message(message, number) for number, message in enumerate(messages, 1)], tools or None)
 
 

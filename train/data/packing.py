@@ -95,7 +95,7 @@ class ExampleSource:
         Raises IndexError if there is no row i.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"row {i} does not exist: give 0 to {len(self) - 1}")
+            raise IndexError(f"there is no row {i}: give an index from 0 to {len(self) - 1}")
         row = self._padding()
         at = 0
         for segment, example in enumerate(self.order[self._rows[i] : self._rows[i + 1]].tolist(), 1):

@@ -153,32 +153,35 @@ def make_parser() -> argparse.ArgumentParser:
         "--source",
         required=True,
         metavar="PATH",
-        help="file, folder or glob of text or records, or stdlib",
+        help="text or records to tokenize: a file, a folder, a glob, or stdlib (Python's standard library)",
     )
     parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="folder to write, new or empty")
     parser.add_argument(
-        "--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or the path of a tokenizer.json"
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="tokenizer: bytes, or the path of a tokenizer.json (default bytes)",
     )
     parser.add_argument(
         "--special-tokens",
         choices=SPECIAL_TOKENS,
         default="text",
         metavar="HOW",
-        help="encoding of special tokens that are written in a text: text (default) encodes them as ordinary text, "
+        help="how to encode special tokens that occur in the text: text (default) encodes them as ordinary text, "
         "parse as special tokens",
     )
     parser.add_argument(
         "--field",
         default="text",
         metavar="NAME",
-        help="field of records with the document (default text)",
+        help="name of the record field that contains the document (default text)",
     )
     parser.add_argument(
         "--skip-bad",
         type=int,
         default=0,
         metavar="N",
-        help="maximum malformed records to leave out (default 0)",
+        help="maximum number of malformed records to leave out (default 0)",
     )
     parser.add_argument(
         "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard (default 100000000)"

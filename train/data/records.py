@@ -92,7 +92,9 @@ class Skipped:
         self.first = self.first or f"{place}: {why}"
         if self.count > self.allowed:
             already = f" ({self.count - 1:,} before it were left out)" if self.allowed else ""
-            raise UserError(f"{place}: {why}{already}; fix it, or allow some with data.skip_bad=N")
+            raise UserError(
+                f"{place}: {why}{already}; fix the record, or allow N malformed records with data.skip_bad=N"
+            )
 
     def refuse_nothing_left(self, title: str, left: int) -> None:
         """Raises UserError if no record of the source `title` remains because all were malformed. `left` is the number
@@ -148,9 +150,9 @@ def _listed(path: Path, names_in: Callable[[Any], list[str]], suffix: str = "") 
         names = names_in(json.loads(path.read_bytes()))
         # Files must be inside the folder.
         if wrong := [name for name in names if Path(name).name != name or not name.endswith(suffix)]:
-            raise ValueError(f"it has the invalid file name {wrong[0]!r}")
+            raise ValueError(f"it lists the invalid file name {wrong[0]!r}")
         if not names:
-            raise ValueError("it lists no files")
+            raise ValueError("the file lists no data files")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} cannot be used ({one_line(error)}): save the data set again") from None
     return names
@@ -261,7 +263,7 @@ def text_of(value: Any, what: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Malformed(f"{what} has half of a surrogate pair") from None
+        raise Malformed(f"{what} has half of a surrogate pair, which is not valid UTF-8") from None
     return value
 
 

@@ -178,7 +178,10 @@ class JsonTokenizer:
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
         renamed = self._varied(json.dumps(content))
         if wrong := [token for token, name in names.items() if renamed.id_of(name) != self.special[token]]:
-            raise UserError(f"{self.path} cannot encode {wrong[0]} as text: set data.special_tokens=parse")
+            raise UserError(
+                f"{self.path} cannot encode the special token {wrong[0]} as ordinary text: "
+                "set data.special_tokens=parse"
+            )
         return renamed, names
 
     def _varied(self, content: str) -> "JsonTokenizer":
@@ -235,7 +238,7 @@ class JsonTokenizer:
             thread.start()
             thread.join(limit)
             if thread.is_alive():
-                raise TimeoutError(f"{characters:,} characters took more than {limit:,.0f} s")
+                raise TimeoutError(f"tokenizing {characters:,} characters took more than {limit:,.0f} s")
             if errors:
                 raise errors[0]
         return results

@@ -164,7 +164,9 @@ class Files:
             for piece in pieces:
                 file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
             if (written := file.tell() - start) != tensor.nbytes:
-                raise ValueError(f"{tensor.name} has {written} bytes, not {tensor.nbytes}")
+                raise ValueError(
+                    f"{written} bytes were written for {tensor.name}, which has {tensor.nbytes} bytes: pass all pieces"
+                )
 
     def read(self, tensor: TensorToWrite, dtype: np.dtype) -> np.ndarray:
         """Returns a tensor that was written before. Raises OSError if the disk cannot be read."""

@@ -56,14 +56,21 @@ def add_devices(parser: argparse._ActionsContainer) -> None:
         help="number of tensor-parallel devices, which divide heads, MLP width and vocabulary (default 1)",
     )
     parser.add_argument(
-        "--fsdp", type=int, default=1, metavar="N", help="number of devices to shard all weights over (default 1)"
+        "--fsdp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of devices over which all weights are sharded (default 1)",
     )
 
 
 def add_pool(parser: argparse._ActionsContainer) -> None:
     """Adds the flags that decide the size of the KV cache, such as --sequences, --length and --kv."""
     parser.add_argument(
-        "--sequences", type=int, metavar="N", help="maximum concurrent sequences (default: 8 on a CPU, else 64)"
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="maximum number of concurrent sequences (default: 8 on a CPU, else 64)",
     )
     parser.add_argument(
         "--length",
@@ -164,11 +171,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end the answer when it contains TEXT; repeat the flag for several texts",
+        help="text that ends the answer; repeat the flag for several texts",
     )
-    parser.add_argument(
-        "--ignore-end", action="store_true", help="continue the answer after the token that ends a text"
-    )
+    parser.add_argument("--ignore-end", action="store_true", help="do not end the answer at the token that ends a text")
 
 
 def check_pool(args: argparse.Namespace) -> None:

@@ -51,7 +51,7 @@ class Pages:
         """
         missing = -(-length // PAGE) - len(pages)
         if missing > self.free:
-            raise NoPages(f"{missing} pages are needed, {self.free} are free")
+            raise NoPages(f"the sequence needs {missing} more pages of the KV cache, but only {self.free} are free")
         pages += [self._give() for _ in range(missing)]
 
     def _give(self) -> int:

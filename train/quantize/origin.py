@@ -73,8 +73,9 @@ def open_origin(path: Path, step: int | None, group: int) -> Origin:
         # Both formats store each weight in a tensor of its own, [outputs, inputs].
         if row.parts or pattern.ours[: len(pattern.theirs[1])] != pattern.theirs[1]:
             raise UserError(
-                f"{path}: {origin.raw['model_type']} stores weights in tensors ({row.tensor}) that are not one "
-                "nn.Linear each, as the 4-bit formats require; write it unquantized with bytescope export"
+                f"{path}: the 4-bit formats store each weight in a separate tensor [outputs, inputs], but "
+                f"{origin.raw['model_type']} stores {row.tensor} in another way: write the model unquantized with "
+                "bytescope export"
             )
     return origin
 

@@ -89,6 +89,6 @@ def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
     for key, length in (("model.max_seq_len", config.model.max_seq_len), ("data.seq_len", config.data.seq_len)):
         if described.window is not None and length > described.window:
             raise UserError(
-                f"{key}={length}: {where} has a sliding window of {described.window} positions, which our model does "
+                f"{key}={length}: {where} has a sliding window of {described.window} positions, which bytescope does "
                 f"not support; shorter sequences are computed the same, so set {key} to {described.window} or less"
             )

@@ -269,9 +269,9 @@ def _file(root: Path, name: str) -> Path:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
-        raise UserError(f"{root} has no {_quoted(name)}: download it") from None
+        raise UserError(f"{root} has no file {_quoted(name)}: download the file") from None
     if not stat.S_ISREG(mode):
-        raise UserError(f"{path} is not a regular file: download it")
+        raise UserError(f"{path} is not a regular file: download the file again")
     real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
     allowed = [real_root]
     if real_root.parent.name == "snapshots":  # Hugging Face's cache has links to its blobs
@@ -401,10 +401,10 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
         first = file.read(8)
         length = int.from_bytes(first, "little") if len(first) == 8 else -1
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise _damaged(path, f"{size:,} bytes are too few for a header of {max(length, 0):,}")
+            raise _damaged(path, f"its {size:,} bytes are too few for a header of {max(length, 0):,} bytes")
         text = file.read(length)
     if len(text) != length:
-        raise _damaged(path, "it ends within its header")
+        raise _damaged(path, "the file ends before the end of its header")
     tensors, end = [], 0
     for name, entry in _entries(path, text):
         tensor, stop = _tensor(path, name, entry, 8 + length)
@@ -413,12 +413,12 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
         if start - 8 - length != end:
             raise _damaged(
                 path,
-                f"the bytes of {_quoted(tensor.name)} begin at {start - 8 - length:,}, and the tensor before it ends "
-                f"at {end:,}",
+                f"the bytes of tensor {_quoted(tensor.name)} begin at {start - 8 - length:,}, but the tensor before "
+                f"it ends at {end:,}",
             )
         end = stop
     if 8 + length + end != size:
-        raise _damaged(path, f"it has {size:,} bytes, and according to its header {8 + length + end:,}")
+        raise _damaged(path, f"it has {size:,} bytes, but its header describes {8 + length + end:,} bytes")
     return {tensor.name: tensor for _, _, tensor in tensors}, text
 
 
@@ -436,7 +436,7 @@ def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its header: {one_line(error)}") from error
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is not a JSON object")
+        raise _damaged(path, "the header of the file is not a JSON object")
     return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
 
 
@@ -448,13 +448,13 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> tuple[StoredTensor
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         whole = [*shape, start, stop]
     except (TypeError, KeyError, ValueError) as error:
-        raise _damaged(path, f"{_quoted(name)} lacks dtype, shape or data_offsets") from error
+        raise _damaged(path, f"the header entry of {_quoted(name)} lacks dtype, shape or data_offsets") from error
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UserError(
             f"{path}: {_quoted(name)} has dtype {_quoted(dtype)}: give float32, float16 or bfloat16 weights"
         )
     if not all(type(number) is int and 0 <= number <= MAX_NUMBER for number in whole):
-        raise _damaged(path, f"shape or data_offsets of {_quoted(name)} are not whole numbers")
+        raise _damaged(path, f"the shape or the data_offsets of tensor {_quoted(name)} are not whole numbers")
     if math.prod(shape) * DTYPES[dtype] != stop - start:
         raise _damaged(
             path, f"{_quoted(name)} is {dtype} {tuple(shape)}, and its data_offsets span {stop - start:,} bytes"

@@ -1,4 +1,4 @@
-"""Reads config.json into keys of `config.model`, and refuses features that our model does not support, by name.
+"""Reads config.json into keys of `config.model`, and refuses features that bytescope does not support, by name.
 
 Both spellings of rotary positions are read: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5.
 """
@@ -23,7 +23,7 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor"),
 }
-# model_type of a family that is not supported -> the features that our model lacks.
+# model_type of a family that is not supported -> the features that bytescope lacks.
 MISSING: Mapping[str, str] = dict.fromkeys(
     ("llama4", "llama4_text"),
     (
@@ -41,7 +41,7 @@ OTHERS = (
     ("num_experts", EXPERTS),
     ("n_routed_experts", EXPERTS),
     ("kv_lora_rank", "latent attention, which is supported only for DeepSeek-V3"),
-    ("alibi", "ALiBi positions, which our model does not have"),
+    ("alibi", "ALiBi positions, which bytescope does not support"),
     ("peft_type", "an adapter, not a model: give the folder of its base model"),
 )
 # Keys of `config.model` that only a model with experts reads.
@@ -87,7 +87,7 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
     known |= set(family.expected) if family else set()
     if isinstance(name, str) and name in MISSING:
         raise UserError(
-            f"{where}: model_type={name} is not supported: our model lacks {MISSING[name]}; supported "
+            f"{where}: model_type={name} is not supported: bytescope lacks {MISSING[name]}; supported "
             f"families: {', '.join(FAMILIES)}"
         )
     fp8_block(raw, where)
@@ -165,7 +165,7 @@ class _Reader:
         """Raises UserError unless the key is absent, is null, or has one of these values."""
         value = self.raw.get(key)
         if value is not None and not any(type(value) is type(one) and value == one for one in values):
-            raise self.wrong(key, f"our model supports only {' or '.join(map(str, values))}")
+            raise self.wrong(key, f"bytescope supports only {' or '.join(map(str, values))}")
 
     def activation(self, names: str, ours: Mapping[str, str]) -> str:
         """Returns our value of `model.mlp`. `names` has the possible keys of the activation function; the first that
@@ -174,7 +174,7 @@ class _Reader:
         name = next((name for name in names.split("|") if self.raw.get(name) is not None), None)
         value = next(iter(ours)) if name is None else self.raw[name]
         if not isinstance(value, str) or value not in ours:
-            raise self.wrong(name or names, f"our model supports only {' or '.join(ours)}")
+            raise self.wrong(name or names, f"bytescope supports only {' or '.join(ours)}")
         return ours[value]
 
     def field(self, ours: str, field: Field, keys: Mapping[str, Any]) -> Any:
@@ -242,11 +242,11 @@ class _Reader:
         partial = settings.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
         if partial is not None and partial != 1:
             raise UserError(
-                f"{self.where}: partial_rotary_factor={_quoted(partial)}: our model supports only the value 1"
+                f"{self.where}: partial_rotary_factor={_quoted(partial)}: bytescope supports only the value 1"
             )
         if not isinstance(kind, str) or kind not in SCALINGS:
             raise UserError(
-                f"{self.where}: rotary positions of the kind {_quoted(kind)}: our model supports only "
+                f"{self.where}: rotary positions of the kind {_quoted(kind)}: bytescope supports only "
                 f"{', '.join(SCALINGS)}"
             )
         values = self._yarn(settings) if kind == "yarn" else settings
@@ -256,7 +256,8 @@ class _Reader:
         """Returns the settings of YaRN, with the defaults of transformers for absent keys."""
         if scaling.get("truncate") not in (None, True):
             raise UserError(
-                f"{self.where}: truncate={_quoted(scaling['truncate'])}: our model needs truncate=true with YaRN"
+                f"{self.where}: truncate={_quoted(scaling['truncate'])}: bytescope supports only truncate=true "
+                "with YaRN"
             )
         values = {key: value for key, value in scaling.items() if value is not None}
         original = self.number("original_max_position_embeddings", values.get("original_max_position_embeddings"), 1.0)
@@ -296,7 +297,7 @@ def _ropes(reader: _Reader) -> dict[str, Any]:
     theta, scaling = reader.rope(both.get("full_attention", raw.get("rope_scaling")), raw.get("rope_theta", 1e6))
     local, none = reader.rope(both.get("sliding_attention"), raw.get("rope_local_base_freq", 1e4))
     if none:
-        raise reader.wrong("rope_parameters", "our model scales positions only in layers without a sliding window")
+        raise reader.wrong("rope_parameters", "bytescope scales positions only in layers without a sliding window")
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_theta": local, "global_every": every}
 
 
@@ -339,7 +340,7 @@ def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
     if keys_of_experts is None:
         raise reader.wrong(
             "mlp_only_layers" if dense else "decoder_sparse_step",
-            "our model supports only dense layers first, and then experts in every n-th layer",
+            "bytescope supports only dense layers first, and then experts in every n-th layer",
         )
     return keys_of_experts
 
@@ -448,7 +449,7 @@ def _global_every(reader: _Reader) -> int:
     if False in slide and reader.raw.get("layer_types") is not None:
         every = slide.index(False) + 1
     if slide != [(layer + 1) % every != 0 for layer in range(len(slide))]:
-        raise reader.wrong("layer_types", "our model supports only full_attention in every n-th layer")
+        raise reader.wrong("layer_types", "bytescope supports only full_attention in every n-th layer")
     return every
 
 

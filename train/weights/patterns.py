@@ -57,7 +57,7 @@ def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
     """Returns the [start, stop) of a slice along each axis. Raises ValueError if the index has steps."""
     spans = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     if any(step != 1 for _, _, step in spans):
-        raise ValueError(f"index {tuple(index)} has steps: give spans")
+        raise ValueError(f"index {tuple(index)} has steps: give slices without steps")
     return [(start, max(start, stop)) for start, stop, _ in spans]
 
 
@@ -83,7 +83,7 @@ class Pattern:
         theirs = tuple(tuple(re.findall(r"\w", group)) for group in re.findall(r"\([^)]*\)|\w", left))
         ours = tuple(re.findall(r"\w", right))
         if sorted(sum(theirs, ())) != sorted(set(ours)) or len(set(ours)) != len(ours):
-            raise ValueError(f"pattern {text!r}: give the same letters on both sides, each once")
+            raise ValueError(f"pattern {text!r} is not valid: give the same letters on both sides, each once")
         return cls(theirs, ours, "".join(re.findall(r"(\w)~", left)))
 
     def axis_of(self, part: str) -> tuple[int, bool]:
