@@ -187,7 +187,7 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
             targets.parse(name)
             if args.measure:
                 raise ReportError(
-                    f"--measure runs programs on this machine, but target {name} is not this machine: leave the target out"
+                    f"--measure runs on this machine, but target {name} is another machine: leave the target out"
                 )
     check_files(args)
     if args.jobs is not None and args.jobs < 1:

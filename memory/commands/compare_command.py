@@ -32,7 +32,8 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope compare --program`: compares the programs that a user's function returns. Returns the exit code."""
+    """Runs `bytescope compare --program`: compares the programs that a user's function returns. Returns the exit
+    code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
     choose_platform()  # before the user's module imports jax

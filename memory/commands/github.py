@@ -66,7 +66,8 @@ def difference_annotations(
 
 
 def report_annotations(report: ReportRecord) -> list[str]:
-    """Returns GitHub annotations for a report: an error if the program does not fit, and a warning for each finding."""
+    """Returns GitHub annotations for a report: an error if the program does not fit, and a warning for each
+    finding."""
     out = []
     if report.fits is False:
         largest = max((b for b in report.alive_at(report.peak_index) if b.source), key=lambda b: b.bytes, default=None)

@@ -41,7 +41,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also print the memory timeline, the largest buffers, the training state, memory traffic, and the reason for each chosen setting",
+        help="also print the memory timeline, the largest buffers, the training state, memory traffic, "
+        "and the reason for each chosen setting",
     )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)

@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope trace`: prints where the traced time went, without starting jax, and writes the requested files."""
+    """Runs `bytescope trace`: prints where the traced time went, without starting jax, and writes the requested
+    files."""
     check_files(args)
     measured = breakdown.find(xplane.read(xplane.find(args.trace)))
     report = report_record.load(args.report) if args.report else None
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _name(trace: str) -> str:
-    """Returns the name that the page shows for a trace: the name of the run directory, or of the given file or folder."""
+    """Returns the name that the page shows for a trace: the name of the run directory, or of the given file or
+    folder."""
     path = Path(trace).absolute()
     return path.parent.name if path.name == "profile" else path.name
 

@@ -103,7 +103,8 @@ def _values(row: Row, keys: Sequence[str]) -> Values:
 
 
 def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
-    """Returns the distinct combinations of the rows' values for `keys`, in the order in which the values first appear."""
+    """Returns the distinct combinations of the rows' values for `keys`, in the order in which the values first
+    appear."""
     order = [list(dict.fromkeys(row.value_text(key) for row in rows)) for key in keys]
     return sorted(
         {_values(row, keys) for row in rows},

@@ -39,7 +39,8 @@ def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console
 
 
 def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Prints the residual bytes, peak bytes and HFU/MFU of each compiled row beside the values of published formulas."""
+    """Prints the residual bytes, peak bytes and HFU/MFU of each compiled row beside the values of published
+    formulas."""
     keys, done = varying(rows), [row for row in rows if row.ok]
     unit, size = unit_of(done)
     named = key_columns(keys) or [ColumnView("key", kind="value", read=lambda record: "as configured")]

@@ -70,7 +70,8 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
     tokens = own["tokens"]
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
         raise ReportError(
-            f"{program.name} returns tokens={tokens!r}, which is not a number of tokens: return the tokens per update, an int of 1 or more"
+            f"{program.name} returns tokens={tokens!r}, which is not a number of tokens: "
+            "return the tokens per update, an int of 1 or more"
         )
     is_local = (target if isinstance(target, str) else target.name) == "local"
     chosen = own["target"] if is_local else target

@@ -71,7 +71,8 @@ class ProgramFactory:
         raise NotImplementedError
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """Raises ValueError with an `exit_code` attribute if a program with these overrides cannot run on any target."""
+        """Raises ValueError with an `exit_code` attribute if a program with these overrides cannot run on any
+        target."""
 
     def sources(self) -> Sequence[Path]:
         """Returns the source files that decide what a program computes. If one of them changes, cached results are no

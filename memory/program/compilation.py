@@ -54,7 +54,9 @@ def compiled_for(
     if isinstance(target, str):
         target = targets.parse(target)
     elif target is not None and not isinstance(target, Target):
-        raise ReportError(f'target={target!r:.60}: give a name such as "h200:8", or memory.target("h200:8")')
+        raise ReportError(
+            f'target={target!r:.60} is not a target: give a name such as "h200:8", or memory.target("h200:8")'
+        )
     if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
         raise ReportError(
             f"{type_phrase(program)} with arguments: it is a program already, leave the arguments out; or "

@@ -34,7 +34,8 @@ class ResultPair:
 
 
 def keys_of(path: str) -> Keys:
-    """Returns the keys of a pytree path, without the argument's name: `state.params['w'][0]` -> ("params", "w", "0")."""
+    """Returns the keys of a pytree path, without the argument's name: `state.params['w'][0]` -> ("params", "w",
+    "0")."""
     return tuple(next(filter(None, match), "") for match in _KEY.findall(path[len(root_of(path)) :]))
 
 

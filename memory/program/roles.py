@@ -87,7 +87,8 @@ class Evidence:
 
     @property
     def weight(self) -> bool:
-        """True if the program reads the array as it reads a weight: in matrix products, and without a batch dimension."""
+        """True if the program reads the array as it reads a weight: in matrix products, and without a batch
+        dimension."""
         return self.floats and bool(self.shape) and self.products and not self.batch_dim
 
 

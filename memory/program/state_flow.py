@@ -292,7 +292,8 @@ class StateFlow:
             yield from ((operand, ()) for operand in operands[skipped:])
 
     def _passed(self, parameter: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the values that callers pass for a parameter of a computation. The entry computation has no callers."""
+        """Yields the values that callers pass for a parameter of a computation. The entry computation has no
+        callers."""
         for caller in self.flow.callers.get(parameter.computation, ()):
             operands = self._operands(caller)
             if caller.opcode == "while":
@@ -378,7 +379,8 @@ class StateFlow:
                 yield inner, index
 
     def _returned(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the call instructions whose result is this value, because it is the root of the called computation."""
+        """Yields the call instructions whose result is this value, because it is the root of the called
+        computation."""
         computation = self.module.computations.get(instruction.computation)
         if computation is not None and computation.root == instruction.id:
             yield from (

@@ -208,7 +208,8 @@ def _is_static(leaf: Any) -> bool:
 
 @functools.cache
 def _static() -> type:
-    """Returns the class of static leaves. It is a pytree node without children; jax recompiles if the object changes."""
+    """Returns the class of static leaves. It is a pytree node without children; jax recompiles if the object
+    changes."""
     import jax
 
     class Static:

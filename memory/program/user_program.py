@@ -245,7 +245,8 @@ def _function(module: ModuleType, name: str) -> Any:
 
 
 def _near_function(holder: Any, name: str, module: ModuleType) -> str:
-    """Returns a hint that names functions with a name similar to the missing one, otherwise the functions that exist."""
+    """Returns a hint that names functions with a name similar to the missing one, otherwise the functions that
+    exist."""
     own = [
         key
         for key, value in vars(holder).items()

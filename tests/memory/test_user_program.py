@@ -142,7 +142,7 @@ def test_options_and_stages(folder):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("their_train", "write it as module:function"),
+        ("their_train", "write module:function"),
         (":program", "write it as"),
         ("their_train:", "write it as"),
         ("their_train:a b", "write it as"),
