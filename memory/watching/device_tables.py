@@ -72,7 +72,7 @@ def target(name: str) -> Target:
     Raises ReportError for an unknown name or for a shape that does not exist.
     """
     if not isinstance(name, str):
-        raise ReportError(f'target {name!r:.60}: give a name such as "h200:8"; memory.targets() lists them')
+        raise ReportError(f'target {name!r:.60} is not a name: give text such as "h200:8"; memory.targets() lists them')
     return target_names.parse(name)
 
 

@@ -50,7 +50,7 @@ class _CompiledStep:
 
 
 class Watched:
-    """A watched step, called like the step itself; `watch` creates it.
+    """A watched step, as returned by `watch`. It is called like the step itself.
 
     Attributes:
         report: the report of the current executable, None before the first call.
@@ -58,8 +58,8 @@ class Watched:
         calls: the number of calls so far.
         post_mortem: the post-mortem of the last call that ran out of memory, None if no call did.
 
-    Other attributes are read from the step. As a context manager around a loop, `with memory.watch(step) as step:
-    ...`, it also explains out-of-memory errors that are raised when results are read.
+    Other attributes are read from the step. Used as a context manager around a loop, as in `with memory.watch(step) as
+    step: ...`, it also explains out-of-memory errors that are raised later, when results are read.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ def watch(
     """
     check_options(options, "watch")
     if every < 0:
-        raise ReportError(f"every={every}: give a number of calls, 0 for no comparisons")
+        raise ReportError(f"every={every} is not a number of calls: give 1 or more, or 0 for no comparisons")
     decorate = functools.partial(
         Watched,
         every=every,
