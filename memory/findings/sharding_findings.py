@@ -66,8 +66,8 @@ def nothing_sharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult
 
 
 def _is_replicated(program: PlacedProgram) -> bool:
-    """Returns whether every device holds all arguments and results completely and no device communicates. All devices
-    then compute the same."""
+    """Returns whether every device holds all arguments and results completely. If there are no collectives either, all
+    devices compute the same."""
     module = program.module
     for number, parameter in module.parameters.items():
         known = program.replicated
