@@ -25,7 +25,8 @@ def budget_of(text: str, limit: int, what: str) -> int:
         raise ReportError(f"{what}: {error}") from error
     if not 0 < size <= limit:
         raise ReportError(
-            f"{what}={text}: a device has {human(limit)} available; give more than 0 and at most that, or leave it out"
+            f"{what}={text} is out of range: a device has {human(limit)} available; give more than 0 and at most that, "
+            "or leave it out"
         )
     return size
 

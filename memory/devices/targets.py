@@ -120,8 +120,8 @@ class Target:
         if math.prod(sizes) != self.n_devices:
             mesh = " x ".join(map(str, sizes)) or "()"
             raise ReportError(
-                f"a mesh of {mesh} devices on {self.name}, which has {self.n_devices} devices: change the mesh or the "
-                "target"
+                f"a mesh of {mesh} devices does not fit {self.name}, which has {self.n_devices} devices: change the "
+                "mesh or the target"
             )
         return np.array(self.devices()).reshape(sizes)
 
@@ -167,7 +167,9 @@ def parse(name: str) -> Target:
         )
     shape = _numbers(count) if colon else ()
     if colon and not shape:
-        raise ReportError(f"target {name!r}: write a count such as 8 or a shape such as 2x8 after the colon")
+        raise ReportError(
+            f"target {name!r} has no number of devices after the colon: write a count such as 8 or a shape such as 2x8"
+        )
     if base == "local":
         if colon:
             raise ReportError(f"target {name!r}: local takes no count; write local for all devices of this process")
@@ -304,7 +306,7 @@ def _figures(chip: Chip) -> dict[str, Any]:
 
 def _cpu(name: str, shape: tuple[int, ...]) -> Target:
     if len(shape) > 1:
-        raise ReportError(f"target {name!r}: CPU devices have a count and no shape; write cpu:8")
+        raise ReportError(f"target {name!r} is not valid: CPU devices have a count and no shape; write cpu:8")
     n = shape[0] if shape else 1
     plain = f"cpu:{n}"
     _devices(plain)
@@ -366,7 +368,7 @@ def _devices(name: str) -> tuple[JaxDevice, ...]:
         n, devices = int(count), _start_jax(name, functools.partial(jax.local_devices, backend="cpu"))
         if len(devices) < n:
             raise ReportError(
-                f"target {name}: this process has {len(devices)} CPU devices; "
+                f"target {name}: this process has only {len(devices)} CPU devices; "
                 + _CPU_REMEDY.format(n=n)
                 + " before jax starts"
             )
