@@ -59,7 +59,7 @@ def compiled_for(
         )
     if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
         raise ReportError(
-            f"{type_phrase(program)} with arguments: it is a program already, leave the arguments out; or "
+            f"{type_phrase(program)} is a program already and takes no arguments: leave the arguments out, or "
             f"give the step with its arguments, {_CALLED}"
         )
     if isinstance(program, Compilation):

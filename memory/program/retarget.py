@@ -234,7 +234,7 @@ class TargetPlacement:
         if mesh.size != self.target.n_devices:
             axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
             raise ReportError(
-                f"a mesh of {mesh.size} devices ({axes}) on {self.target.name}, which has "
+                f"a mesh of {mesh.size} devices ({axes}) does not fit {self.target.name}, which has "
                 f"{self.target.n_devices} devices: change the mesh or the target"
             )
         return self.target.mesh_devices(*mesh.axis_sizes)

@@ -240,11 +240,12 @@ def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ..
     pairs = () if isinstance(extra, (str, Mapping)) and extra else tuple(extra)
     if (extra and not pairs) or not all(isinstance(each, (tuple, list)) and len(each) == 2 for each in pairs):
         raise ReportError(
-            f"roles={repr(extra)[:60]}: give (regular expression, role) pairs, such as [('weights', 'params')]"
+            f"roles={repr(extra)[:60]} is not a list of pairs: give (regular expression, role) pairs, such as "
+            "[('weights', 'params')]"
         )
     for pattern, name in pairs:
         if name not in ROLES:
-            raise ReportError(f"role {name!r} for {pattern!r}: {remedy_for(str(name), sorted(ROLES))}")
+            raise ReportError(f"the role {name!r} for {pattern!r} is unknown: {remedy_for(str(name), sorted(ROLES))}")
         try:
             _compiled(pattern)
         except (re.error, TypeError) as error:

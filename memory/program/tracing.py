@@ -38,8 +38,8 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     is_jitted = hasattr(step, "trace") or hasattr(step, "lower")
     if is_jitted and given:
         raise ReportError(
-            f"{', '.join(given)} with a step that is jitted already: give the options to jax.jit, or give the plain "
-            "function"
+            f"{', '.join(given)} cannot be set for a step that is jitted already: give the options to jax.jit, or give "
+            "the plain function"
         )
     if hasattr(step, "trace"):
         return step.trace(*args, **kwargs)
@@ -80,7 +80,10 @@ def check_options(options: Iterable[str], function: str) -> None:
     """
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise TypeError(f"{function}() got {', '.join(unknown)}: give only options of jax.jit, {', '.join(OPTIONS)}")
+        raise TypeError(
+            f"{function}() got the unknown option {', '.join(unknown)}: give only options of jax.jit, "
+            + ", ".join(OPTIONS)
+        )
 
 
 def takes_no_arguments(step: Any) -> bool:

@@ -338,7 +338,8 @@ def _read_result(name: str, result: Any, module: ModuleType, within: bool = Fals
             f"{os.path.relpath(file)}"
         )
     raise ReportError(
-        f"{name} returns {_kind(result)}: {_RETURN}, or a config that has such a function as `{FUNCTION}`"
+        f"{name} returns {_kind(result)}, which is not a program: {_RETURN}, or a config that has such a function as "
+        f"`{FUNCTION}`"
     )
 
 
@@ -356,8 +357,8 @@ def _read_parts(name: str, parts: Sequence[Any]) -> UserProgram:
         )
     if len(rest) > 2 or (len(rest) == 2 and not isinstance(rest[1], Mapping)):
         raise ReportError(
-            f"{name} returns ({', '.join(map(_kind, parts))}): return (step, arguments) or (step, "
-            "arguments, {option: value})"
+            f"{name} returns ({', '.join(map(_kind, parts))}), which is not a program: return (step, arguments) or "
+            "(step, arguments, {option: value})"
         )
     options = dict(rest[1]) if len(rest) == 2 else {}
     return UserProgram(name, step, tuple(rest[0]), _checked(name, options))
@@ -375,7 +376,9 @@ def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
                 "arguments of the step go into {'kwargs': {...}}"
             )
     if not isinstance(options.get("kwargs", {}), Mapping):
-        raise ReportError(f"{name} returns the option 'kwargs' as {_kind(options['kwargs'])}: return a dict")
+        raise ReportError(
+            f"{name} returns the option 'kwargs' as {_kind(options['kwargs'])}, which is not a dict: return a dict"
+        )
     return options
 
 

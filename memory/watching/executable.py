@@ -80,7 +80,7 @@ class Executable:
             inputs, named_inputs, values = self._statics.split(args, kwargs)
             if values != self._values:
                 raise TypeError(
-                    f"compiled for the static arguments {_named(self._values)}, called with "
+                    f"the step was compiled for the static arguments {_named(self._values)}, but is called with "
                     f"{_named(values)}: compile the step again for these values"
                 )
             return self._run(*inputs, **named_inputs)
@@ -142,8 +142,8 @@ def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
         return jax.jit(in_place.refuse_lost_updates(step), **given)
     if given:
         raise ReportError(
-            f"{', '.join(given)} with a step that is jitted already: give the options to jax.jit, or give the plain "
-            "function"
+            f"{', '.join(given)} cannot be set for a step that is jitted already: give the options to jax.jit, or give "
+            "the plain function"
         )
     return step
 
@@ -211,7 +211,7 @@ def _refusing(target: str) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         raise ReportError(
-            f"compiled for {target}, which is not present: the executable cannot run, but its report is valid; call "
+            f"the step was compiled for {target}, which is not present: it cannot run, but its report is valid; call "
             "memory.compile(step, *arguments) without a target to compile for this machine"
         )
 
