@@ -127,7 +127,7 @@ def test_a_wrapper_of_jit_is_called_as_it_wants_to_be(compiles):
 
 
 def test_mistakes_are_named():
-    with pytest.raises(TypeError, match=r"compile\(\) got donate"):
+    with pytest.raises(TypeError, match=r"compile\(\) got the unknown option donate"):
         executable.compile(step, *arguments(), donate=0)
     with pytest.raises(ReportError, match="is not a step"):
         executable.compile(jax.jit(step).lower(*arguments()))
