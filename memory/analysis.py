@@ -351,8 +351,8 @@ def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Map
 
 
 def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:
-    """Returns whether the allocations alone give every live range, because no temporary allocation is shared by
-    several values."""
+    """Returns whether the allocations give every live range without a heap trace, because no temporary allocation is
+    shared by several values."""
     return bool(program.allocations) and all(
         a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations
     )
@@ -411,7 +411,7 @@ def _with_xla_totals(account: PeakAccount, program: hlo_buffers.HloProgram, stat
             rows[row], excess = rows[row] - taken, excess - taken
     rows["fragmentation"] = allocated - peak
     notes.append(
-        f"lifetimes are derived from the schedule: their peak is {account.peak_bytes} bytes, XLA's totals say {peak}"
+        f"lifetimes are derived from the schedule: their peak is {account.peak_bytes} bytes, XLA's totals give {peak}"
     )
     return dataclasses.replace(
         account, peak_bytes=peak, allocated_bytes=allocated, breakdown=rows, buffers=buffers, notes=tuple(notes)

@@ -19,7 +19,7 @@ from typing import Any
 MAX_SUGGESTIONS = 3
 # Minimum similarity of a suggested name (difflib's ratio, 0 to 1), and its maximum distance from the best similarity.
 _MIN_RATIO, _MAX_DISTANCE = 0.6, 0.1
-# A longer word is not compared: it is no misspelt name, and difflib takes quadratic time.
+# A longer word is not compared, because it cannot be a misspelt name and difflib takes quadratic time.
 _MAX_WORD = 80
 # A word that may fill a screen, such as a long path or number: `in_one_line` leaves out its middle.
 _LONG_WORD = re.compile(r"(\S{60})\S{240,}(\S{60})")

@@ -47,8 +47,9 @@ def column_unit(figure: float, share: float = 0.1) -> tuple[str, int]:
 def parse_bytes(size: int | str) -> int:
     """Returns the number of bytes of a size such as "512 MB", "72GiB", or a plain number of bytes from 1 MiB up.
 
-    Raises: ReportError: the size is not valid; the message has the value and the valid forms. A plain number below 1
-    MiB is refused because its unit was most likely forgotten (72 for 72GiB).
+    Raises:
+      ReportError: the size is not valid; the message has the value and the valid forms. A plain number below 1 MiB is
+          refused because its unit was most likely forgotten (72 for 72GiB).
     """
     unit = ""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:

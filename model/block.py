@@ -165,8 +165,8 @@ class Block(nnx.Module):
     def __call__(
         self, x_BLD: jax.Array, key_B: jax.Array | None = None, packed: Packed | None = None
     ) -> tuple[jax.Array, Load | None]:
-        """Returns the block's output [B, L, D] for the residual stream `x_BLD` and its router's load (None without
-        experts).
+        """Returns the block's output [B, L, D] for the residual stream `x_BLD`, and the statistics of its router (None
+        without experts).
 
         `key_B`: dropout keys, None for no dropout. `packed`: segment ids and padding of the rows.
         """

@@ -355,5 +355,6 @@ def dropout(x: jax.Array, key_B: jax.Array | None, rate: float, mask_name: str) 
 
 
 def fold(key_B: jax.Array | None, salt: int | jax.Array) -> jax.Array | None:
-    """Derives keys [B] for one use or one layer from the keys of the sequences. Returns None for None."""
+    """Derives dropout keys [B] for one use or one layer from the keys of the sequences. Returns None if `key_B` is
+    None."""
     return None if key_B is None else jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_B)

@@ -10,7 +10,6 @@ from contextvars import ContextVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 
 # name -> (shape suffix, description); the last letter of a scale is the dimension that is cut into tiles of 128
 NAMES = {
@@ -102,19 +101,3 @@ def collect_tagged() -> Iterator[dict[str, jax.Array]]:
         yield tagged
     finally:
         _TAGGED.reset(token)
-
-
-def names_in(jaxpr: core.Jaxpr) -> set[str]:
-    """Returns the checkpoint names in a traced program, including its loops and calls."""
-    names = {equation.params["name"] for equation in jaxpr.eqns if equation.primitive.name == "name"}
-    for equation in jaxpr.eqns:
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if isinstance(value, core.ClosedJaxpr):
-                names |= names_in(value.jaxpr)
-            elif isinstance(value, core.Jaxpr):
-                names |= names_in(value)
-    return names
-
-
-def _is_jaxpr(value: object) -> bool:
-    return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))

@@ -145,8 +145,8 @@ class Placement:
         return x_BLD
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns a parameter gathered along the axes that are sharded only in storage (ZeRO-3), as a layer computes
-        with it."""
+        """Returns a parameter in the form that a layer multiplies: gathered along the axes that are sharded only in
+        storage (ZeRO-3)."""
         del axes
         return w
 

@@ -71,7 +71,8 @@ def runs_of(config: ModelConfig, segments: Sequence[Segment]) -> list[LayerRun]:
 
 
 def stack_loads(loads: Sequence[Load | None]) -> Load | None:
-    """Concatenates the loads of several runs along their axis of layers. Returns None if no run has experts."""
+    """Concatenates the router statistics of several runs along their axis of layers. Returns None if no run has
+    experts."""
     present = [load for load in loads if load is not None]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *present) if present else None
 

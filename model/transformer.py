@@ -116,7 +116,7 @@ class Transformer(nnx.Module):
     def hidden(
         self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None, segments_BL: jax.Array | None = None
     ) -> jax.Array:
-        """Returns only the hidden state of `hidden_and_load`."""
+        """Returns only the first result of `hidden_and_load`: the normed output of the last block, [B, L, D]."""
         return self.hidden_and_load(tokens_BL, dropout_key_B, segments_BL)[0]
 
     def hidden_and_load(

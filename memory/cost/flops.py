@@ -142,7 +142,7 @@ def _equation(equation: Any, stack: str) -> FlopCount:
         flops, recomputed = KERNELS[name](equation)
         return _marked(flops, recomputed, stack, _unit(equation))
     if name in OPAQUE:
-        return FlopCount(notes=(f"{name}: what a foreign kernel computes is not counted",))
+        return FlopCount(notes=(f"{name}: the FLOPs of this foreign kernel are not counted",))
     return CONTROL.get(name, _call)(equation, stack)
 
 

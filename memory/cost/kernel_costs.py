@@ -3,8 +3,8 @@
 Each kernel of the schedule (a fusion, a matrix product, a reduction, a copy ...) reads its operands and writes its
 results once. A kernel that slices an operand reads only the slice, and a kernel that updates a slice in place writes
 only the slice. A loop counts with its trip count, or once if that is unknown. A conditional counts as its largest
-branch. Reads that a cache saves, and operands that a kernel reads twice, are not modelled. Of a copy to or from host
-or on-chip memory, only the bytes in device memory count.
+branch. The model ignores caches, and kernels that read an operand twice. A copy between device memory and host or
+on-chip memory counts only its bytes in device memory.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _elements(module: Module, instruction: Instruction | None) -> int:
 
 
 def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]) -> int:
-    """Returns the bytes that a fusion reads and writes. Of an operand, only the part counts that the fused operations
+    """Returns the bytes that a fusion reads and writes. An operand counts only with the part that the fused operations
     need."""
     inside = module.computations[fusion.called[0]]
     users: dict[int, list[Instruction]] = {}
@@ -206,8 +206,11 @@ def _needed(
     root: int,
     itself: bool = True,
 ) -> int:
-    """Returns the bytes of a fusion's operand that the fused operations read. `itself`: whether `value` is still the
-    unchanged operand."""
+    """Returns the number of bytes of a fusion's operand that the fused operations read.
+
+    `value` is the operand inside the fusion, or a value computed from it. `itself`: whether it is still the unchanged
+    operand.
+    """
     if value.id == root:
         return _device_bytes(source)
     total = 0

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from bytescope.memory.cost import flops
-from bytescope.memory.jaxprs import bodies
+from bytescope.memory.jaxprs import bodies, checkpoint_name_of
 from bytescope.memory.units import human
 
 # Equations whose result has the same elements as their operand.
-_FORMS = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy", "name", "sharding_constraint"))
+_FORMS = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy", "sharding_constraint"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +75,20 @@ def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
 
 
 def excess_warnings(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
-    """Returns one sentence for each name whose saved tensor takes more bytes than are read."""
+    """Returns a sentence for each checkpoint name whose tensor is saved in a dtype of more bytes than the dtype in
+    which it is read."""
     return tuple(
         f"{tensor.name} is kept in {tensor.dtype} and read in {tensor.read_as}: "
-        f"{tensor.itemsize / tensor.read_itemsize:g} times what is needed, {human(tensor.excess)} "
-        "too much over all devices; name it after the cast"
+        f"{tensor.itemsize / tensor.read_itemsize:g} times the needed bytes, {human(tensor.excess)} "
+        "too much over all devices; call checkpoint_name after the cast"
         for tensor in tensors
         if tensor.read_as
     )
 
 
 def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Iterator[NamedTensor]:
-    """Yields the names of one body. `stacked` are the variables that a loop stores for each of its iterations."""
+    """Yields the checkpoint names in one jaxpr. `stacked`: the variables that the loop around the jaxpr stores for
+    every iteration."""
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     outputs = _variables(jaxpr.outvars)
     readers: dict[Any, list[Any]] = {}
@@ -94,14 +96,14 @@ def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Ite
         for variable in _variables(equation.invars):
             readers.setdefault(variable, []).append(equation)
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "name":
+        if name := checkpoint_name_of(equation):
             variable = equation.outvars[0]
             dtype = variable.aval.dtype
             same, read = _onward(variable, readers)
             narrow = None if same & outputs else _narrow_dtype(dtype, read)
             in_backward = any("transpose(" in str(reader.source_info.name_stack) for reader in read)
             yield NamedTensor(
-                name=equation.params["name"],
+                name=name,
                 shape=tuple(variable.aval.shape),
                 dtype=dtype.name,
                 itemsize=dtype.itemsize,
@@ -132,7 +134,7 @@ def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset[Any
     same, read, todo = {variable}, [], [variable]
     while todo:
         for equation in readers.get(todo.pop(), ()):
-            if equation.primitive.name in _FORMS:
+            if equation.primitive.name in _FORMS or checkpoint_name_of(equation):
                 same.add(equation.outvars[0])
                 todo.append(equation.outvars[0])
             else:
@@ -162,7 +164,7 @@ def _cost(variable: Any, makers: dict[Any, Any]) -> int:
     while todo:
         wanted = todo.pop()
         equation = makers.get(wanted)
-        if equation is None or equation.primitive.name == "name":
+        if equation is None or checkpoint_name_of(equation):
             continue
         if id(equation) in needed:
             needed[id(equation)][1].add(wanted)

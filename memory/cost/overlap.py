@@ -57,7 +57,7 @@ class Overlap(NamedTuple):
 
 
 def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
-    """Returns the compute that one device's schedule has between an asynchronous start and its done."""
+    """Returns the compute operations that are scheduled between an asynchronous start and its done, on one device."""
     module = attribution.module
     settings = backend_config(module, start).get("collective_backend_config")
     if isinstance(settings, dict) and settings.get("is_sync") is True:

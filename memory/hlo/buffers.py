@@ -35,8 +35,10 @@ class LogicalBuffer:
 
 @dataclasses.dataclass(slots=True)
 class Allocation:
-    """A contiguous range of `size` bytes that the runtime allocates. `assigned` lists (logical buffer, offset,
-    bytes)."""
+    """A contiguous range of `size` bytes that the runtime allocates.
+
+    `assigned` lists the buffers in it: (id of the logical buffer, offset in bytes, size in bytes).
+    """
 
     index: int = 0
     size: int = 0

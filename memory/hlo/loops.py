@@ -105,8 +105,8 @@ def _integer(module: Module, constant: Instruction) -> list[int]:
 
 
 def backend_config(module: Module, instruction: Instruction) -> dict[str, Any]:
-    """Returns the settings that a backend wrote on an instruction (field 43, JSON); {} if there are none or they are
-    not JSON."""
+    """Returns the settings that a backend wrote on an instruction (field 43, as JSON); {} if there are none or they
+    are not valid JSON."""
     for field, value in wire.fields(module.data, instruction.span):
         if field == 43:
             try:

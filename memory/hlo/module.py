@@ -137,7 +137,7 @@ class Module:
 
     @property
     def parameters(self) -> dict[int, Instruction]:
-        """Number -> instruction of every entry parameter; {} if the module has no entry computation."""
+        """The instructions of the entry parameters by parameter number; {} if the module has no entry computation."""
         entry = self.computations.get(self.entry)
         return {number: self.instructions[id] for number, id in entry.parameters.items()} if entry else {}
 

@@ -1,9 +1,9 @@
 """Reads the protobuf wire format, to walk messages whose field numbers are known.
 
-There is no generated code and no protobuf package, because a report must read protos of any XLA version and skip
-unknown fields. The value of a field is an int (varint and fixed widths) or a `Span`, a (start, end) pair of offsets
-into the data, so that large messages are walked without copies. Every read is checked against the end of its message
-and raises WireError beyond it.
+This module uses neither generated code nor the protobuf package, because a report must read protos of any XLA version
+and skip unknown fields. The value of a field is an int (varint and fixed widths) or a `Span`, a (start, end) pair of
+offsets into the data, so that large messages are walked without copies. Every read is checked against the end of its
+message and raises WireError beyond it.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class _Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class _CountedBuffer:
-    """A buffer of the report and the number of elements of its value, 0 if the value is unknown."""
+    """A buffer of the report, with the number of array elements that it holds (0 if unknown)."""
 
     buffer: Buffer
     elements: int = 0
@@ -196,7 +196,8 @@ def _bytes_by_label(buffers: Iterable[Buffer], category: str) -> dict[str, int]:
 
 
 def _timeline(attribution: Attribution, curve: Curve, base: int) -> tuple[TimelinePoint, ...]:
-    """Returns the points of the curve plus `base`, the bytes that are held through the whole step."""
+    """Returns the timeline: the points of the curve, with `base` bytes added to each. `base`: bytes that are held
+    through the whole step."""
     module = attribution.module
     points = []
     phase, component = "forward", ""
@@ -324,8 +325,11 @@ def _described_buffer(
         blocks = next((word for word in scope.path if word.lower() in CONTAINERS), outermost)
         checkpoint_name = f"({blocks} input)"
     elif category == "residuals":
-        makers = (*fact.origin.chain, instruction)
-        checkpoint_name = attribution.names.find(attribution.module.metadata(maker) for maker in makers)
+        marked = attribution.naming.marked(instruction, index)
+        makers = (*fact.origin.chain, instruction, *((marked,) if marked else ()))
+        made = fact.origin.instruction
+        elements = attribution.flow.shape(made).elements if marked and made else 0
+        checkpoint_name = attribution.names.find((attribution.module.metadata(maker) for maker in makers), elements)
 
     is_gradient = category == "gradients" or stretch.held == "output"
     parameter = attribution.gradient_of(instruction, index) if is_gradient else ""

@@ -19,7 +19,7 @@ from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.buffers import Allocation, HloProgram
 from bytescope.memory.hlo.mesh import ArgumentLayout, Axes
 from bytescope.memory.hlo.module import Module
-from bytescope.memory.jaxprs import bodies
+from bytescope.memory.jaxprs import bodies, checkpoint_name_of
 from bytescope.memory.peak.checkpoint_names import Place
 from bytescope.memory.program.program_arguments import Arguments
 
@@ -158,7 +158,7 @@ def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activati
                 dims=tuple(result.aval.shape),
                 dtype=result.aval.dtype.name,
                 labels=known[result],
-                name=equation.params.get("name", ""),
+                name=checkpoint_name_of(equation),
             )
 
 
@@ -187,7 +187,7 @@ def _moved(labels: Labels, by: int) -> Labels:
 
 
 def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Keeps the labels of dimensions whose position and size do not change."""
+    """Returns the labels of dimensions whose position and size do not change."""
     out: Labels = {}
     for variable, own in zip(equation.invars, labels):
         dims = tuple(getattr(variable.aval, "shape", ()))
@@ -197,8 +197,8 @@ def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels
 
 
 def _dot(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Orders the labels as the dimensions of a matrix product: batch, then the free dimensions of the left and the
-    right operand."""
+    """Returns the labels of a matrix product: batch dimensions, then the free dimensions of the left and the right
+    operand."""
     contracted, batch = equation.params["dimension_numbers"]
     out: Labels = {}
     place = len(batch[0])
@@ -229,7 +229,8 @@ def _reduce(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labe
 
 
 def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """If dimensions are merged or one is split, its label goes to the most significant of the resulting dimensions."""
+    """Returns the labels of a reshaped array. If dimensions are merged or split, a label goes to the most significant
+    result."""
     out: Labels = {}
     dims = equation.invars[0].aval.shape
     for dim, axes in labels[0].items():
@@ -241,7 +242,8 @@ def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Lab
 
 
 def _gather(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Labels the result's dimensions outside of the slices like the dimensions of the indices, except the last."""
+    """Returns the labels of a gather. The result's dimensions outside of the slices are labelled like the dimensions
+    of the indices, except the last."""
     offsets = equation.params["dimension_numbers"].offset_dims
     free = [dim for dim in range(len(shape)) if dim not in offsets]
     return {free[dim]: axes for dim, axes in labels[1].items() if dim < len(free)}

@@ -151,7 +151,7 @@ class Attribution:
     def __init__(self, program: HloProgram, flow: Flow, order: Mapping[int, int], arguments: Arguments, names: Names):
         self.program, self.module, self.flow = program, program.module, flow
         self.order, self.arguments, self.roles, self.names = order, arguments, arguments.roles, names
-        self.naming = Naming(program.module, flow)
+        self.naming = Naming(program.module, flow, names.displaced_marks)
         self._feeds: dict[tuple[int, Index], bool] = {}
         self.after_backward = flow.dependent(
             {id for id in order if self.scope(self.module.instructions[id]).phase == "backward"}

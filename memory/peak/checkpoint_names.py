@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.scopes import COMPONENTS
+from bytescope.memory.jaxprs import bodies, checkpoint_name_of
 
 Place = tuple[str, int, int]
 Chain = tuple[Place, ...]
@@ -50,13 +52,16 @@ class NamedPlace(NamedTuple):
         chain: (file, line, column) of each stack frame, innermost first.
         end: (line, column) at which the expression of the innermost frame ends.
         suffix: the end of the op_name of the instruction that is compiled from the equation.
-        name: the checkpoint name.
+        name: the checkpoint name, "" for none.
+        elements: number of elements of a saved value whose mark has another position than the value; 0 for all other
+            equations.
     """
 
     chain: Chain
     end: tuple[int, int]
     suffix: str
     name: str
+    elements: int = 0
 
 
 class Names:
@@ -67,20 +72,29 @@ class Names:
         # A word that also names a part of the model, such as "embed", does not identify a tensor.
         self.vocabulary = frozenset(vocabulary) - COMPONENTS.keys()
         self._in_source = places is None
+        # Innermost positions of the marks that have another position than their value.
+        self.displaced_marks: set[Place] = set()
         self._table: dict[Chain, list[NamedPlace]] = {}
         for place in places or ():
+            if place.elements:
+                self.displaced_marks.add(place.chain[0])
             # The compiled program may lack outer frames, so every prefix of the chain can match.
             for length in range(1, len(place.chain) + 1):
                 self._table.setdefault(place.chain[:length], []).append(place)
 
-    def find(self, makers: Iterable[Metadata]) -> str:
+    def find(self, makers: Iterable[Metadata], elements: int = 0) -> str:
         """Returns the checkpoint name of a value; "" if it has none.
 
-        `makers`: metadata of the instructions that made the value, nearest first.
+        Args:
+            makers: metadata of the instructions that made the value, nearest first.
+            elements: number of elements of a value with a displaced mark, on one device in one iteration of a loop.
         """
         metadata = [item for item in makers if item.op_name]
-        by_place = (_call, _around) if self._in_source else (self._by_place,)
-        for lookup in (self._by_word, *by_place):
+
+        def by_place(item: Metadata) -> str:
+            return self._by_place(item, elements)
+
+        for lookup in (self._by_word, *((_call, _around) if self._in_source else (by_place,))):
             for item in metadata:
                 name = lookup(item)
                 if name:
@@ -91,13 +105,15 @@ class Names:
         words = reversed(metadata.op_name.split("/"))
         return next((word for word in words if word in self.vocabulary), "") if self.vocabulary else ""
 
-    def _by_place(self, metadata: Metadata) -> str:
+    def _by_place(self, metadata: Metadata, elements: int) -> str:
         chain = tuple(frame[:3] for frame in metadata.frames)
         for length in range(len(chain), 0, -1):
             names = {
                 place.name
                 for place in self._table.get(chain[:length], ())
-                if metadata.op_name.endswith(place.suffix) and _same_end(metadata.frames[0], place.end)
+                if metadata.op_name.endswith(place.suffix)
+                and _same_end(metadata.frames[0], place.end)
+                and place.elements in (0, elements)
             }
             if names:
                 return names.pop() if len(names) == 1 else ""
@@ -137,7 +153,7 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
             continue
         seen.add(id(inner))
         makers = {id(variable): equation for equation in inner.eqns for variable in equation.outvars}
-        named = [equation for equation in inner.eqns if equation.primitive.name == "name"]
+        named = [equation for equation in inner.eqns if checkpoint_name_of(equation)]
         # Equations of one expression that cannot be distinguished, such as the products within a GELU, are skipped.
         alike = Counter(_where(equation) for equation in inner.eqns) if named else Counter()
         for equation in named:
@@ -148,11 +164,38 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
                 chain, end, stack, primitive = where
                 # The compiled instruction is named after the maker's primitive, or after JAX's mark on a saved value.
                 for operation in (primitive, MARK):
-                    places.append(NamedPlace(chain, end, f"{stack}/{operation}", equation.params["name"]))
+                    places.append(NamedPlace(chain, end, f"{stack}/{operation}", checkpoint_name_of(equation)))
+        places += _displaced_marks(inner, makers)
         for equation in inner.eqns:
-            for value in equation.params.values():
-                pending += value if isinstance(value, (tuple, list)) else [value]
+            pending += bodies(equation)
     return [place for place in places if place.chain]
+
+
+def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPlace]:
+    """Yields the places of JAX's marks on saved values that have another position than their value.
+
+    With `jax_remat3`, jax before 0.12 gives all marks the position of the `jax.checkpoint`. The number of elements
+    distinguishes them.
+
+    `makers`: id of a variable -> the equation that makes it.
+    """
+    for mark in jaxpr.eqns:
+        maker = makers.get(id(mark.invars[0])) if mark.primitive.name == MARK else None
+        if maker is None:
+            continue
+        chain, end, stack, _ = _where(mark)
+        if (chain, end) != _where(maker)[:2] and _keeps_all_bits(mark):
+            elements = math.prod(mark.outvars[0].aval.shape)
+            yield NamedPlace(chain, end, f"{stack}/{MARK}", checkpoint_name_of(maker), elements)
+
+
+def _keeps_all_bits(equation: Any) -> bool:
+    """Returns whether a `reduce_precision` keeps the precision of its operand: then it is a mark and does not round."""
+    from jax import numpy as jnp
+
+    known = jnp.finfo(equation.outvars[0].aval.dtype)
+    given = equation.params
+    return (known.nexp, known.nmant) == (given["exponent_bits"], given["mantissa_bits"])
 
 
 def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
@@ -161,7 +204,7 @@ def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
     variable = equation.invars[0]
     for _ in range(8):
         equation = makers.get(id(variable))
-        if equation is None or equation.primitive.name == "name":
+        if equation is None or checkpoint_name_of(equation):
             break
         out.append(equation)
         variable = _same_elements(equation, variable)

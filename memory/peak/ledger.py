@@ -177,8 +177,8 @@ class State:
     expert: int = 1
 
     def shards(self, role: str) -> float:
-        """Returns the number of devices that shard a role, 1 if none do. With routed experts, it is a mean over the
-        parameters."""
+        """Returns the number of devices that shard a role, 1 if none do. With routed experts, returns a mean weighted
+        by parameters."""
         degree = self.degree if role in ZERO[self.zero or 0] else 1
         if degree >= self.expert:
             return degree
@@ -231,7 +231,8 @@ def parameter_counts(
 
 
 def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int]) -> dict[str, int]:
-    """Returns path -> bytes of the arrays of state that the axes of `shard` do not all shard, largest first."""
+    """Returns the path and bytes of each array of state that is not sharded over all axes of `shard`, largest
+    first."""
     module, sizes = program.module, {}
     entry = module.computations[module.entry]
     for number, layout in program.layouts.items():

@@ -179,7 +179,6 @@ class _Derivation:
         return None
 
     def _groups(self, instructions: list[Instruction]) -> dict[Node, _Group]:
-        """Returns root node -> its range of memory with its live range."""
         groups: dict[Node, _Group] = {}
         entry = self.module.computations.get(self.module.entry)
         for instruction in instructions:
@@ -210,7 +209,8 @@ class _Derivation:
         return groups
 
     def _overwrite(self, instructions: list[Instruction], groups: dict[Node, _Group]) -> None:
-        """Lets a result use the memory of an operand of the same size whose live range ends there."""
+        """Merges the memory of a result with the memory of an operand of the same size whose live range ends at the
+        result."""
         for instruction in instructions:
             if instruction.opcode not in _OVERWRITING:
                 continue

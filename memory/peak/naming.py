@@ -10,14 +10,14 @@ modules that a key covers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from bytescope.memory.hlo import scopes, sources
 from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Frame, Instruction, Metadata, Module
 from bytescope.memory.hlo.scopes import NOISE, Scope, locate, parse
 from bytescope.memory.hlo.shapes import Index
-from bytescope.memory.peak.checkpoint_names import MARK
+from bytescope.memory.peak.checkpoint_names import MARK, Place
 from bytescope.memory.records.report_record import Buffer
 
 # Operations that only keep or move a value; functions by which a scan reads and writes its stacks.
@@ -36,10 +36,13 @@ _OPERATIONS = frozenset(("transpose", ""))
 
 
 class Naming:
-    """Looks up scopes and source lines in one module, with a cache."""
+    """Looks up scopes and source lines in one module, with a cache.
 
-    def __init__(self, module: Module, flow: Flow):
-        self.module, self.flow = module, flow
+    `displaced_marks`: positions of JAX's marks on saved values that have another position than their value.
+    """
+
+    def __init__(self, module: Module, flow: Flow, displaced_marks: Collection[Place] = ()):
+        self.module, self.flow, self.displaced_marks = module, flow, displaced_marks
         self._scopes: dict[int, Scope] = {}
         self._best: dict[tuple[int, Index], tuple[Instruction | None, Metadata, Scope]] = {}
         self._code: dict[int, tuple[str, tuple[str, ...]]] = {}
@@ -93,6 +96,14 @@ class Naming:
         if named is None:
             return None, Metadata(), Scope()
         metadata, scope = self.module.metadata(named), self.scope(named)
+        marked = self.marked(instruction, index)
+        if marked:
+            source, saved = self.scope(marked), self.module.metadata(marked)
+            return (
+                named,
+                Metadata(f"{saved.op_name.rpartition('/')[0]}/{MARK}", saved.frames),
+                Scope(scope.phase, source.path, source.component, scope.operation),
+            )
         if rank and scope.component not in scopes.KNOWN:
             copied = self._copied(instruction, index)
             if copied:
@@ -108,6 +119,16 @@ class Naming:
             component, path = self._by_code(scope, metadata)
             scope = Scope(scope.phase, path, component, scope.operation)
         return named, metadata, scope
+
+    def marked(self, instruction: Instruction, index: Index) -> Instruction | None:
+        """Returns the named instruction that made a saved value with a displaced mark; None for other values."""
+        mark = self.flow.origin(instruction, index).instruction
+        if mark is None or mark.opcode != "reduce-precision":
+            return None
+        frames = self.module.metadata(mark).frames
+        if not frames or frames[0][:3] not in self.displaced_marks:
+            return None
+        return self._nearest(self.flow.makers(self.module.operand(mark, 0)))[1]
 
     def _nearest(self, candidates: Iterable[Instruction], first: bool = False) -> tuple[int, Instruction | None]:
         """Returns (rank, instruction) of the best named candidate, the first of equal rank; (3, None) if none is

@@ -128,15 +128,15 @@ ITEMS = (
         "results not yet read",
         POOL,
         lambda facts: facts.loop.results * sum(facts.results),
-        "train/run/loop.py: metrics are read a step late",
+        "train/run/loop.py: metrics are read one step late",
     ),
     Item("rounding", POOL, _rounding, "bfc_allocator.cc, RoundedBytes: 256 bytes a request; from the source"),
     Item(
         "cuBLAS workspace",
         POOL,
         _blas,
-        "gemm_workspace_rewriter.cc: a result of the call where a card was there to tune on, and then counted by the "
-        "compiler; else at most this; from the source, an upper bound",
+        "gemm_workspace_rewriter.cc: if the compiler had a GPU to tune on, the workspace is a result of the call, "
+        "which it counts; otherwise at most these bytes; from the source, an upper bound",
     ),
     Item("context", CARD, lambda facts: facts.context, "CONTEXT_BYTES on CUDA, the compiler's own on TPU; estimate"),
     Item("NCCL", CARD, _nccl, "a ring for each group of devices that exchanges data; estimate"),

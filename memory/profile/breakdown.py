@@ -287,7 +287,7 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
     rest = stop - start - sum(taken.values())
     if not rows or rest < 0:  # there are no annotations, or they are of several concurrent threads
         return rows
-    gaps = sum(high - low for found in idle for low, high in found) // max(len(idle), 1)
+    gaps = sum(high - low for intervals in idle for low, high in intervals) // max(len(idle), 1)
     return [*rows, HostRow("launch and other", rest, gaps - sum(device_idle.values()), 0)]
 
 

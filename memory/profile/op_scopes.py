@@ -171,8 +171,8 @@ class _Module:
 
 
 def priority(scope: OpScope) -> int:
-    """Returns the rank of an instruction among the instructions that run at one moment: compute, collectives,
-    transfers, loops."""
+    """Returns the rank by which instructions that run at the same moment share the time: compute first, then
+    collectives, transfers, loops."""
     if scope.opcode in _ENCLOSING:
         return ENCLOSING
     return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(scope.component, COMPUTE)

@@ -32,8 +32,8 @@ def show(breakdown: Breakdown, console: Console | None = None, predicted: Mappin
 
 
 def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
-    """Returns tables of phases and components, the host's work and the longest instructions, and the predicted
-    time."""
+    """Returns the breakdown as a rich renderable: tables of phases and components, the host's work and the longest
+    instructions, then the predicted time."""
     unit, scale = next(
         ((name, size) for name, size in _UNITS if breakdown.wall * PICO / breakdown.updates >= size), _UNITS[-1]
     )

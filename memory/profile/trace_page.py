@@ -19,12 +19,12 @@ from bytescope.memory.view.frame import page
 # Maximum rows of the table of operations, and maximum bars of components. The rest is merged into one.
 MAX_OPERATIONS, MAX_BARS = 250, 24
 NOTES = (
-    "Seconds per update and device. An instant shared by several instructions is shared evenly between them, so the "
-    "cells add up to the busy time, and that with the idle time to the whole.",
-    "Collectives and transfers that run behind compute take no time of their own here: they are listed as hidden.",
+    "Seconds per update and device. A moment in which several instructions run is divided evenly between them, so the "
+    "cells add up to the busy time, and busy and idle time add up to the whole.",
+    "Collectives and transfers that compute overlaps take no time in this table: they are listed as hidden.",
     f"blocks: reads and writes the stacks of the loop over layers. {LOOPS}: time between the instructions of a loop. "
     f"{COPIES}: added by the compiler.",
-    "Idle meanwhile: how much of the host's work the devices waited for.",
+    "Idle meanwhile: the part of the host's work during which the devices were idle.",
 )
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
@@ -84,7 +84,7 @@ def page_data(breakdown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unit(seconds: float) -> tuple[str, float]:
-    """Returns (name, seconds) of the unit for figures of at most `seconds`."""
+    """Returns (name, size in seconds) of the time unit for figures of at most `seconds` seconds."""
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale), _UNITS[-1])
 
 
@@ -121,7 +121,6 @@ def share(seconds: float, whole: float) -> Cell:
 
 
 def _components(breakdown: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    """Returns (component, phase -> seconds) of each component, the longest first."""
     rows: dict[str, dict[str, float]] = {}
     for cell in breakdown["cells"]:
         row = rows.setdefault(cell["component"], {})

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bytescope.memory.jaxprs import bodies, inner_jaxpr
+from bytescope.memory.jaxprs import bodies, inner_jaxpr, with_parameters
 
 # Primitive -> whether it has side effects, so that it is called even if nothing uses its results.
 CALLBACKS = {"debug_callback": True, "debug_print": True, "io_callback": True, "pure_callback": False}
@@ -86,7 +86,7 @@ class _CallbackRewriter:
             if equation.primitive.name in CALLBACKS:
                 equations += self.call(equation)
             elif _inner(equation):
-                params = {key: self.value(value) for key, value in equation.params.items()}
+                params = with_parameters(equation, lambda _, value: self.value(value))
                 equations.append(equation.replace(params=params, effects=_without_callbacks(equation.effects)))
             else:
                 equations.append(equation)

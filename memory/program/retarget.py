@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.hlo.jax_types import LoweredStage, TracedStage
+from bytescope.memory.jaxprs import parameters, with_parameters
 from bytescope.memory.program import callbacks
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _meshes(jaxpr: Any, seen: dict[int, Any]) -> Iterator[Any]:
     seen[id(jaxpr)] = jaxpr
     leaves: list[Any] = []
     for equation in jaxpr.eqns:
-        for value in equation.params.values():
+        for value in parameters(equation).values():
             leaves += value if isinstance(value, (tuple, list)) else (value,)
     for leaf in leaves:
         mesh = leaf if isinstance(leaf, jax.sharding.Mesh) else getattr(leaf, "mesh", None)
@@ -299,7 +300,7 @@ class TargetPlacement:
         for equation in jaxpr.eqns:
             # Variables are moved before parameters, so that `context` uses the program's first abstract mesh.
             invars, outvars = atoms(equation.invars), atoms(equation.outvars)
-            params = {key: self.parameter(value) for key, value in equation.params.items()}
+            params = with_parameters(equation, lambda _, value: self.parameter(value), self.type)
             context = self.equation_context(equation)
             equations.append(equation.replace(invars=invars, outvars=outvars, params=params, ctx=context))
         moved = jaxpr.replace(

@@ -120,7 +120,8 @@ def _flops(report: ReportRecord, phase: str = "") -> float:
 
 
 def _sent(report: ReportRecord) -> dict[str, int]:
-    """Returns a text with kind and mesh axes of a collective -> bytes that one device sends in a call."""
+    """Returns a mapping from a text with kind and mesh axes of a collective to the bytes that one device sends in a
+    call."""
     out: dict[str, int] = {}
     for row in report.communication:
         name = f"sent by {row.kind} over {' x '.join(row.axes) or f'groups of {row.group}'}"
@@ -161,7 +162,7 @@ def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
             break
     if before.method != after.method:
         sentences.append(
-            "One peak is of the compiler's own heap trace, the other is derived from the schedule: they may "
+            "One peak is from the compiler's own heap trace, the other is derived from the schedule: they may "
             "differ by some per cent for the same program."
         )
     return tuple(sentences)
@@ -173,7 +174,8 @@ def grown_buffers(changes: Iterable[Change]) -> list[Change]:
 
 
 def sources(report: ReportRecord) -> dict[str, str]:
-    """Returns the name of a buffer's change -> "file.py:line" of the largest buffer with that name at the peak."""
+    """Returns a mapping from the name of a buffer's `Change` to the source of the largest buffer with that name at the
+    peak, as "file.py:line"."""
     lines: dict[str, str] = {}
     for b in report.alive_at(report.peak_index):  # the largest first
         if b.source:

@@ -86,8 +86,9 @@ def finite(value: Any) -> Any:
 def read_item(record: type[Record], value: Any) -> Record:
     """Returns a record of class `record` with the fields of a JSON object. Unknown keys are ignored.
 
-    Raises: TypeError: the value is not a JSON object, or a field does not have the type of its annotation. The message
-    has the field and the value.
+    Raises:
+      TypeError: the value is not a JSON object, or a field does not have the type of its annotation. The message has
+          the field and the value.
     """
     if not isinstance(value, dict):
         raise TypeError(f"{record.__name__} is {type(value).__name__}, not an object")

@@ -120,7 +120,7 @@ IN_RUN = "memory.json"
 # Method by which live ranges were found -> a sentence about its accuracy.
 METHODS = {
     "heap_trace": "exact: the compiler's own heap trace",
-    "schedule": "totals are XLA's; lifetimes derived from the scheduled HLO, the difference is a row",
+    "schedule": "totals are XLA's; live ranges are derived from the scheduled HLO, the difference is a row",
 }
 VERDICTS = ("fits", "tight", "exceeds", "unknown")
 
@@ -299,7 +299,7 @@ class ReportRecord(JudgedProgram):
             raise ReportError("not a memory report: write one with bytescope report --json=FILE")
         if value.get("schema") != SCHEMA:
             raise ReportError(
-                f"a report of schema {value.get('schema')!r}, this version reads {SCHEMA}: "
+                f"the report has schema {value.get('schema')!r}, but this version reads schema {SCHEMA}: "
                 "write it again with bytescope report --json=FILE"
             )
         if "runtime_overheads" not in value and "unseen" in value:  # written by version 0.1
@@ -383,7 +383,9 @@ def load(path: str | Path) -> ReportRecord:
     except ReportError as error:
         raise ReportError(f"{path}: {error}") from error
     except ValueError as error:
-        raise ReportError(f"{path}: not JSON ({one_line(error)})") from error
+        raise ReportError(
+            f"{path} is not JSON ({one_line(error)}): give a report that bytescope report --json=FILE wrote"
+        ) from error
 
 
 def _read(key: str, value: Any) -> Any:

@@ -14,4 +14,20 @@ policies can be exchanged. `memory/report/remat_planning.py` uses them.
 
 To give the search more choices, name another value of the block with `checkpoint_name`; the search reads the names
 from the jaxpr.
+
+With `jax.config.jax_remat3`, jax has another implementation of `jax.checkpoint`. Layers, plans and reports are the same
+with it, except for these differences of jax, measured with jax 0.10.2 and 0.12.0.1:
+
+- Only named values and the results of products can be kept; all other values are recomputed, whatever the policy. A
+  name given in the forward rule of a custom gradient has no effect: `remat.policy=megatron` recomputes `probs`.
+- jax 0.10.2 ignores every policy except `save_only_these_names`, `save_any_names_but_these`, `dots_saveable`,
+  `dots_with_no_batch_dims_saveable` and `everything_saveable`, and recomputes everything instead. It ignores policies
+  that offload (`remat.policy=offload`, `offload_dots`), and `RematPolicy`, whose `check` then raises an error. Plans
+  choose among names, and their policy is a `save_only_these_names`. jax 0.12 calls every policy.
+- `everything_saveable` keeps only named values with jax 0.10.2. With jax 0.12 it keeps what plain autodiff keeps, and
+  the step has another workspace.
+- jax 0.10.2 ignores `prevent_cse=False`, and puts optimization barriers around other values. The workspace can differ:
+  4 of 112 KiB on two CPU devices, and 0.25 of 113 KiB compiled for two H100, with one product kept per layer.
+- jax 0.10.2 gives the marks of all saved values the position of the `jax.checkpoint`. `memory/peak` finds their names
+  by the number of their elements and by the operations that made them.
 """

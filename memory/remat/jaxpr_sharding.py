@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.jaxprs import parameters
+
 # For each dimension of a value, the axes of the mesh over which it is sharded.
 Spec = tuple[tuple[str, ...], ...]
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -79,7 +81,7 @@ class JaxprSharding:
         return _whole(atom.aval) if hasattr(atom, "val") else self._known.get(atom, _whole(atom.aval))
 
     def _possible(self, spec: Spec, aval: Any) -> Spec:
-        """Returns the spec without mesh axes whose size does not divide their dimension."""
+        """Returns the spec without the mesh axes whose size does not divide the size of their dimension."""
         shape = getattr(aval, "shape", ())
         return tuple(axes if size % self._devices(axes) == 0 else () for axes, size in zip(spec, shape))
 
@@ -88,7 +90,8 @@ class JaxprSharding:
 
     def _equation(self, equation: Any, ins: list[Spec]) -> list[Spec]:
         name = equation.primitive.name
-        body = next((equation.params[key] for key in _BODIES if key in equation.params), None)
+        given = parameters(equation)
+        body = next((given[key] for key in _BODIES if key in given), None)
         inner = getattr(body, "jaxpr", body)
         if name == "scan":
             return self._loop(equation, inner, ins)
@@ -129,7 +132,8 @@ def _padded(spec: Any, rank: int) -> Spec:
 
 
 def _stated(aval: Any) -> Spec:
-    """Returns the spec in a type if the axes of the mesh are explicit; () if the type has none."""
+    """Returns the spec that the type of a value contains if the axes of the mesh are explicit; () if the type has no
+    spec."""
     spec = _padded(getattr(getattr(aval, "sharding", None), "spec", ()), len(getattr(aval, "shape", ())))
     return spec if any(spec) else ()
 
@@ -147,7 +151,8 @@ def _merged(specs: Sequence[Spec], rank: int) -> Spec:
 
 
 def _same_dims(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """The rule for elementwise work and other operations that keep the dimensions."""
+    """Returns the spec of a result whose dimensions are those of the operands, such as the result of elementwise
+    work."""
     shape = getattr(out, "shape", ())
     same: list[Spec] = []
     for spec, atom in zip(ins, equation.invars):
@@ -192,7 +197,8 @@ def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
 
 
 def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """If dimensions are merged or split, the axes of the first one go to the first one of the result."""
+    """Returns the spec of a reshaped value. If dimensions are merged or split, the axes of the first one go to the
+    first resulting one."""
     placed: list[tuple[str, ...]] = [()] * len(out.shape)
     given = equation.invars[0].aval.shape
     before = {math.prod(given[:number]): axes for number, axes in enumerate(ins[0]) if given[number] > 1}
@@ -203,7 +209,7 @@ def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
 
 
 def _gather(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """The gathered rows are sharded like their indices."""
+    """Returns the spec of gathered rows, which are sharded like their indices."""
     inside = equation.params["dimension_numbers"].offset_dims
     rows = iter(ins[1][:-1])
     return tuple(() if number in inside else next(rows, ()) for number in range(len(out.shape)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from bytescope.memory.cost import flops
 from bytescope.memory.errors import ReportError
+from bytescope.memory.jaxprs import checkpoint_name_of, checkpoint_of, parameters, with_parameters
 
 # Primitives of calls that only run their body.
 INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
@@ -110,7 +111,7 @@ def _names_a_value(jaxpr: Any) -> bool:
     for equation in jaxpr.eqns:
         body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         inlined = equation.primitive.name in INLINED and body is not None
-        if equation.primitive.name == "name" or (inlined and _names_a_value(body.jaxpr)):
+        if checkpoint_name_of(equation) or (inlined and _names_a_value(body.jaxpr)):
             return True
     return False
 
@@ -162,8 +163,9 @@ class _Finder:
         every = [any(active)] * len(equation.outvars)
         if name in _STOPS:
             return [False] * len(every)
-        if is_checkpoint(equation):
-            self._note(equation, CHECKPOINT, equation.params["jaxpr"], active, times)
+        checkpoint = checkpoint_of(equation)
+        if checkpoint:
+            self._note(equation, CHECKPOINT, checkpoint.jaxpr, active, times)
             return every
         if name == "scan":
             return self._loop(equation, active, times)
@@ -204,7 +206,7 @@ class _Finder:
                 how,
                 _name(equation, closed),
                 where_of(equation) or _defined(closed),
-                equation.params.get("policy"),
+                parameters(equation).get("policy"),
                 *loop,
             )
         )
@@ -222,19 +224,14 @@ def count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(outside, inside))
 
 
-def is_checkpoint(equation: Any) -> bool:
-    """Returns whether an equation is a `jax.checkpoint`."""
-    return "prevent_cse" in equation.params and "policy" in equation.params
-
-
 def mark(body: Any) -> str:
     """Returns the text of a body without memory addresses, which is equal for bodies that compute the same."""
     return _ADDRESS.sub("", str(getattr(body, "jaxpr", body)))
 
 
 def with_policy(jaxpr: Any, layers: Sequence[Layer], policy: Any) -> Any:
-    """Returns the ClosedJaxpr with a policy for the checkpoints of these layers. Layers without a checkpoint get
-    one."""
+    """Returns the ClosedJaxpr in which the checkpoints of these layers have a policy. Layers without a checkpoint are
+    put under one."""
     return _PolicyRewriter({layer.mark for layer in layers}, layers[0].how, policy).closed(jaxpr)
 
 
@@ -261,10 +258,12 @@ class _PolicyRewriter:
 
     def _equation(self, equation: Any) -> Any:
         name, how = equation.primitive.name, self._how
-        if is_checkpoint(equation):
-            if how != CHECKPOINT or mark(equation.params["jaxpr"]) not in self._marks:
+        checkpoint = checkpoint_of(equation)
+        if checkpoint:
+            if how != CHECKPOINT or mark(checkpoint.jaxpr) not in self._marks:
                 return equation
-            return equation.replace(params={**equation.params, "policy": self._policy})
+            params = with_parameters(equation, lambda key, value: self._policy if key == "policy" else value)
+            return equation.replace(params=params)
         if name in _OWN_RULE:
             return equation
         body = equation.params.get("jaxpr")

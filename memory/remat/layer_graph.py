@@ -186,8 +186,8 @@ def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[
 
 
 def _live(equation: Any, which: Sequence[int]) -> int:
-    """Returns the FLOPs of an equation if only these results are needed. A call or a loop then runs only a part of its
-    body."""
+    """Returns the FLOPs of an equation if only the results at the indices `which` are needed. A call or a loop then
+    runs only a part of its body."""
     from jax.interpreters import partial_eval
 
     rule = partial_eval.dce_rules.get(equation.primitive)

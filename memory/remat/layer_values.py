@@ -14,17 +14,17 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bytescope.memory.jaxprs import bodies
+from bytescope.memory.jaxprs import NAME, bodies, checkpoint_name_of, checkpoint_of, parameters
 from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
-from bytescope.memory.remat.layer_discovery import INLINED, Layer, input_specs, is_checkpoint, where_of
+from bytescope.memory.remat.layer_discovery import INLINED, Layer, input_specs, where_of
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph, build_step, size_of
-from bytescope.memory.remat.recognition import Value, Wanted, key_of, type_of
+from bytescope.memory.remat.recognition import NamesRead, Value, Wanted, key_of, type_of
 
 # Functions with a custom derivative rule. If such a function remains in a derivative, because the rule of another
 # function calls it, jax asks a policy about the function as a whole.
 _WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call"))
 # Calls whose bodies jax walks with the policy, or inlines when it differentiates.
-_INLINED_CALLS = INLINED | _WITH_RULES | {"remat2", "checkpoint"}
+_INLINED_CALLS = INLINED | _WITH_RULES
 # Matches a scope opened by a user or a module, but not transformations (which have brackets) and einsum equations.
 _SCOPE = re.compile(r"[\w.-]+")
 # A matrix product with fewer FLOPs per byte of its result counts as elementwise work.
@@ -275,7 +275,7 @@ class LayerForward:
         self.order = [
             (number, key)
             for number, key in top
-            if key not in hidden and not key.startswith("name ") and once[key] == derived[key] == plain[key]
+            if key not in hidden and not key.startswith(f"{NAME} ") and once[key] == derived[key] == plain[key]
         ]
 
     def _read(self, jaxpr: Any, given: Sequence[_Operand], nested: bool) -> list[_Operand]:
@@ -329,11 +329,26 @@ def _calls(layer: Layer) -> list[str]:
     keys: list[str] = []
 
     def note(primitive: Any, *avals: Any, **params: Any) -> bool:
-        keys.append(key_of(primitive, avals, params))
+        keys.append(key_of(primitive.name, avals, params))
         return False
 
-    jax.make_jaxpr(lambda *inputs: _vjp(layer, note, inputs))(*input_specs(layer.body.jaxpr))
-    return keys
+    specs = input_specs(layer.body.jaxpr)
+    jax.make_jaxpr(lambda *inputs: _vjp(layer, note, inputs))(*specs)
+    if keys:
+        return keys
+    # jax calls no policy except its own (`asks_any_policy`), or the layer has nothing to keep.
+    read = NamesRead()
+    jax.make_jaxpr(lambda *inputs: _vjp(layer, read.policy(), inputs))(*specs)
+    return [_key_of(equation) for equation in _named(layer.body.jaxpr) if checkpoint_name_of(equation) in read.names]
+
+
+def _named(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations that name values in a Jaxpr and its inner jaxprs."""
+    for equation in jaxpr.eqns:
+        if checkpoint_name_of(equation):
+            yield equation
+        for body in bodies(equation):
+            yield from _named(body)
 
 
 def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
@@ -355,9 +370,10 @@ def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
 
 def _body(equation: Any) -> Any:
     """Returns the Jaxpr of a call that jax inlines, None for other equations."""
-    if equation.primitive.name not in _INLINED_CALLS and not is_checkpoint(equation):
+    if equation.primitive.name not in _INLINED_CALLS and not checkpoint_of(equation):
         return None
-    inner = next((equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params), None)
+    given = parameters(equation)
+    inner = next((given[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in given), None)
     return getattr(inner, "jaxpr", inner)
 
 
@@ -369,7 +385,8 @@ def _key(equation: Any) -> str:
 
 
 def _key_of(equation: Any) -> str:
-    return key_of(equation.primitive, [atom.aval for atom in equation.invars], equation.params)
+    primitive = NAME if checkpoint_name_of(equation) else equation.primitive.name
+    return key_of(primitive, [atom.aval for atom in equation.invars], parameters(equation))
 
 
 def _keys(jaxpr: Any) -> Iterator[str]:
@@ -415,7 +432,7 @@ def _labels(
         if not one.key or one.key not in forward.asked or one.key in in_loops:
             continue
         at = place.get(number, -1)
-        name = one.equation.params["name"] if one.equation.primitive.name == "name" else ""
+        name = checkpoint_name_of(one.equation)
         recognized_by: tuple[str, Any] = ("key", one.key)
         if name:
             recognized_by = ("name", name)

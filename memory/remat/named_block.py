@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from bytescope.memory.jaxprs import checkpoint_name_of
 from bytescope.memory.remat.layer_discovery import named_loop
 from bytescope.memory.remat.layer_graph import LAYER_INPUT, LayerGraph, build_step, size_of
 from bytescope.memory.remat.layer_values import LayerForward
@@ -37,7 +38,7 @@ def named_block(
     steps, divisor = [], parts(LAYER_INPUT)
     sizes: dict[int, int] = {}  # value -> bytes over all devices
     for one in forward.equations:
-        name = one.equation.params["name"] if one.equation.primitive.name == "name" else ""
+        name = checkpoint_name_of(one.equation)
         divisor = parts(name) if name else divisor
         steps.append(build_step(one.equation, one.outs, one.ins, name, divisor))
         sizes.update(zip(one.outs, (size_of(variable.aval) for variable in one.equation.outvars)))

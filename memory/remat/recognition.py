@@ -17,18 +17,19 @@ from typing import Any
 
 from bytescope.memory.cost.flops import KERNELS
 from bytescope.memory.errors import ReportError
+from bytescope.memory.jaxprs import NAME
 
 _PLAIN = (str, int, float, bool, type(None), enum.Enum)
 # Parameters with devices and source lines, which are not part of a key.
 _ELSEWHERE = ("sharding", "out_sharding", "mesh", "devices", "name_and_src_info", "debug_info")
 
 
-def key_of(primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]) -> str:
+def key_of(primitive: str, avals: Sequence[Any], params: Mapping[str, Any]) -> str:
     """Returns the key of an equation: "dot_general float32[8,32] float32[32,64] dimension_numbers=..."."""
     parameters = [
         f"{name}={value!r}" for name, value in sorted(params.items()) if name not in _ELSEWHERE and _plain(value)
     ]
-    return " ".join([str(primitive.name), *map(type_of, avals), *parameters])
+    return " ".join([primitive, *map(type_of, avals), *parameters])
 
 
 def _plain(value: Any) -> bool:
@@ -110,6 +111,63 @@ class Value:
     where: str
 
 
+def asks_any_policy() -> bool:
+    """Returns whether `jax.checkpoint` calls any function that is its policy.
+
+    With `jax_remat3`, jax before 0.12 ignores all policies except its own.
+    """
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+
+    asked: list[Any] = []
+
+    def note(primitive: Any, *avals: Any, **params: Any) -> bool:
+        asked.append(primitive)
+        return False
+
+    def function(x: Any) -> Any:
+        return checkpoint_name(x * x, "x") * x
+
+    jax.make_jaxpr(jax.grad(jax.checkpoint(function, policy=note)))(1.0)
+    return bool(asked)
+
+
+def policy_keeping(wanted: Wanted) -> Any:
+    """Returns a policy that keeps these values: a RematPolicy, or `save_only_these_names` if jax ignores others."""
+    import jax
+
+    if asks_any_policy():
+        return RematPolicy(wanted)
+    return jax.checkpoint_policies.save_only_these_names(*sorted(wanted.names))
+
+
+class NamesRead:
+    """Records the names that jax looks up in its policy `save_only_these_names`.
+
+    This shows which names can be kept if jax calls no other policy.
+
+    Attributes:
+        names: the names that were looked up so far.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def policy(self) -> Any:
+        """Returns a `save_only_these_names` that looks its names up in this object."""
+        import jax
+
+        policy: Any = jax.checkpoint_policies.save_only_these_names()
+        if not dataclasses.is_dataclass(policy):
+            return policy
+        kind: Any = type(policy)
+        return kind(self)
+
+    def __contains__(self, name: str) -> bool:
+        self.names.add(name)
+        return False
+
+
 class RematPolicy:
     """A policy for `jax.checkpoint`, `flax.linen.remat` and similar functions, made by `memory.plan_remat`.
 
@@ -135,23 +193,23 @@ class RematPolicy:
         self.lost = ""
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
-        if primitive.name == "name":
+        if primitive.name == NAME:
             return self._keep(params["name"]) if params["name"] in self.wanted.names else False
-        key = key_of(primitive, avals, params)
+        key = key_of(primitive.name, avals, params)
         if key in self._ordered:
             return self._in_order(key)
         if key not in self.wanted.known and primitive.name in KERNELS:
-            self._tell(f"{key} is in none of the blocks that it was planned for")
+            self._tell(f"{key} is in none of the blocks that the policy was planned for")
         return self._keep(key) if key in self.wanted.keys else False
 
     def _in_order(self, key: str) -> bool:
-        """Returns whether to keep the next equation of a walk whose order is known."""
+        """Returns whether to keep the next equation of a walk, for equations whose order is known."""
         order = self.wanted.order
         after = [(kind, at + 1) for kind, at in self._at if at < len(order[kind]) and order[kind][at] == key]
         if not after:
             if self._at and not any(at == len(order[kind]) for kind, at in self._at):
                 kind, at = self._at[0]
-                self._tell(f"{key} comes where {order[kind][at]} was expected")
+                self._tell(f"found {key} where {order[kind][at]} was expected")
             after = [(kind, 1) for kind, keys in enumerate(order) if keys[:1] == (key,)]
         self._at = after
         kept = {(kind, at - 1) for kind, at in after if at - 1 in self.wanted.places[kind]}
@@ -186,7 +244,7 @@ class RematPolicy:
 
         missed = self.missed()
         if self.lost or missed:
-            why = self.lost or f"{len(missed)} of the values that it keeps were not there, the first {missed[0]}"
+            why = self.lost or f"{len(missed)} of the kept values were not in the program, the first is {missed[0]}"
             raise ReportError(
                 "the remat policy does not recognize this program's blocks under jax "
                 f"{jax.__version__}: {why}; call plan_remat again"

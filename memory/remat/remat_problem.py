@@ -180,7 +180,7 @@ class PlanFigures:
         host_bytes: bytes in host memory.
         seconds: predicted seconds of an update or of a call, the same within one search.
         flops: recomputed FLOPs.
-        status: "ok", or the reason why there are no figures.
+        status: "ok", or an error message if the plan could not be compiled.
     """
 
     allocated_bytes: int = 0

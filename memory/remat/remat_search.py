@@ -388,8 +388,8 @@ def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
     """Returns the bytes allocated by a plan that keeps `kept` bytes, from points (bytes kept, bytes allocated).
 
     The result is piecewise linear between the points, has slope 1 before the first point, and has the slope of the
-    last two points after the last. That slope is below 1 if the peak does not depend on kept bytes, for example in the
-    update of the parameters.
+    last two points after the last. This last slope is below 1 if the peak does not depend on kept bytes, for example
+    in the update of the parameters.
     """
     (first, lowest), (last, highest) = points[0], points[-1]
     if kept <= first:

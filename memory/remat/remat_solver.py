@@ -154,7 +154,7 @@ def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Seq
 
 
 def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRates) -> _Front:
-    """Returns the front with one more value kept on the device or in host memory."""
+    """Returns the partial choices with one more value kept on the device or in host memory."""
     decisions = front.decisions.copy()
     decisions[:, column] = option
     if option == KEEP:
@@ -167,8 +167,8 @@ def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRa
 def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: RecomputeRates) -> tuple[float, float]:
     """Returns the FLOPs and seconds of computing the wanted results of a step again.
 
-    A matrix product runs at the rate of its compute unit, and its results and named values are written and read once.
-    Other elementwise work counts as part of the kernels around it.
+    A matrix product runs at the rate of its compute unit. Its results and named values are written and read once.
+    Other elementwise work is assumed to be fused into the kernels around it.
     """
     flops = float(sum(count for count, result in zip(step.flops, wanted) if result))
     for results, count in step.shared:

@@ -1,6 +1,6 @@
-"""The report that users of the library hold: an object that prints, shows, saves and compares itself.
+"""Shows, saves and compares reports: the `Report` object, its text, pages, tables and differences, and `plan_remat`.
 
-In: the record of a report (`records.report_record`). Out: text, pages, notebook output, tables and differences. Start
-at `report_object.py`. `report_text`, `report_page` and `notebook_summary` draw the report, `buffer_tables` its largest
-buffers, `difference` compares two reports, `remat_planning` is `plan_remat`, `remat_plan` its result.
+The input is the record of a report (`records.report_record`). Start at `report_object.py`. `report_text`,
+`report_page` and `notebook_summary` draw the report, `buffer_tables` lists its largest buffers, `difference` compares
+two reports, `remat_planning` implements `plan_remat`, and `remat_plan` is its result.
 """

@@ -1,4 +1,4 @@
-"""The largest buffers at the peak, as text and as a table object, and the names of buffers in every list."""
+"""Lists the largest buffers at the peak, as text and as a table object, and names buffers for all lists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = 10
 # Maximum characters of a buffer's name and of its type.
 _NAME, _TYPE = 60, 28
 _KINDS = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u", "complex": "c"}
-# The number of a layer in a name.
+# Matches the number of a layer in a name.
 _NUMBER = re.compile(r"(\d+)")
 _DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
 # Columns of the table that `Report.table` returns.
@@ -39,7 +39,7 @@ TABLE_COLUMNS = (
 
 
 def render(report: ReportRecord, n: int = SHOWN) -> RenderableType | None:
-    """Returns the largest buffers at the peak, equal ones in one line; None if there are none."""
+    """Returns the `n` largest buffers at the peak, with equal buffers in one line; None if there are no buffers."""
     groups = largest(report, n)
     if not groups:
         return None
@@ -55,22 +55,24 @@ def render(report: ReportRecord, n: int = SHOWN) -> RenderableType | None:
     for alike in groups:
         name, kind = shorten(one_line(alike.name), _NAME), shorten(one_line(array_type(alike.one)), _TYPE)
         table.add(name, alike.times_text, human(alike.one.bytes), kind, alike.one.category, line(alike.one.source))
-    return Group(table, Prose(of_all(report, groups), "dim"))
+    return Group(table, Prose(listed_share(report, groups), "dim"))
 
 
 def largest_table(report: ReportRecord, n: int = 10) -> Table:
-    """Returns the `n` largest buffers at the peak as a table. Buffers that differ only in a layer's number are one row.
+    """Returns the `n` largest buffers at the peak as a table. Buffers that differ only in the number of the layer are
+    one row.
 
-    Keys of a row: what (path of an argument, else scopes and operation), times (number of buffers), bytes (of one),
-    dtype, shape, type (dtype and shape as text), row (of the breakdown), phase, scope (the named scopes),
-    checkpoint_name, line ("file.py:line", shortened), source (as the compiler has it), name (the compiler's).
+    Keys of a row: what (path of an argument, or scopes and operation), times (number of buffers), bytes (of one
+    buffer), dtype, shape, type (dtype and shape as text), row (of the breakdown), phase, scope (the named scopes),
+    checkpoint_name, line ("file.py:line", shortened), source (the source as the compiler has it), name (the compiler's
+    name).
 
     Raises ReportError if `n` is not an integer of 1 or more.
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ReportError(f"n={n!r}: the number of buffers to list, 1 or more")
     groups = largest(report, n)
-    return Table(TABLE_COLUMNS, tuple(map(_cells, groups)), note=of_all(report, groups))
+    return Table(TABLE_COLUMNS, tuple(map(_cells, groups)), note=listed_share(report, groups))
 
 
 def _cells(alike: Alike) -> dict[str, Any]:
@@ -93,7 +95,13 @@ def _cells(alike: Alike) -> dict[str, Any]:
 
 
 class Alike(NamedTuple):
-    """Buffers with equal cells in every column: their name, their number, and one of them."""
+    """Buffers with equal cells in every column.
+
+    Fields:
+        name: their common name.
+        times: number of buffers.
+        one: one of the buffers.
+    """
 
     name: str
     times: int
@@ -101,14 +109,14 @@ class Alike(NamedTuple):
 
     @property
     def times_text(self) -> str:
-        """The number of buffers, "6 x"; "" for one."""
+        """The number of buffers as text, "6 x"; "" for one buffer."""
         return f"{self.times:,} x" if self.times > 1 else ""
 
 
 def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
-    """Returns the `n` largest buffers in main memory at the peak.
+    """Returns the `n` largest buffers in device memory at the peak.
 
-    Buffers of unscanned layers whose names differ only in the layer's number are one entry.
+    Buffers of unrolled layers whose names differ only in the number of the layer are one entry.
     """
     groups: dict[tuple[object, ...], list[Buffer]] = {}
     for buffer in report.alive_at(report.peak_index):
@@ -124,7 +132,7 @@ def _common(names: list[str]) -> str:
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
-def of_all(report: ReportRecord, groups: Iterable[Alike]) -> str:
+def listed_share(report: ReportRecord, groups: Iterable[Alike]) -> str:
     """Returns the number of listed buffers and their share of the peak, in words."""
     groups = tuple(groups)
     count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in groups)
@@ -133,10 +141,10 @@ def of_all(report: ReportRecord, groups: Iterable[Alike]) -> str:
 
 
 def what(buffer: Buffer) -> str:
-    """Returns a buffer's name for a reader: the path of an argument, the parameter of a gradient, else scopes and
+    """Returns a readable name of a buffer: the path of an argument, the parameter of a gradient, else scopes and
     operation, else the compiler's name.
 
-    Instructions are called `while.3` or `fusion.12`; `blocks/mlp · mul` says where that is in the model.
+    The compiler's names are `while.3` or `fusion.12`; `blocks/mlp · mul` shows the place in the model.
     """
     if buffer.phase == "argument":
         return buffer.name
@@ -148,7 +156,7 @@ def what(buffer: Buffer) -> str:
 
 
 def array_type(buffer: Buffer) -> str:
-    """Returns the type of a buffer's array, `bf16[8,4096,1024]`; "" if it holds no array."""
+    """Returns the type of a buffer's array, `bf16[8,4096,1024]`; "" if the buffer holds no array."""
     if not buffer.dtype:
         return ""
     return f"{_DTYPE.sub(_short, buffer.dtype, count=1)}[{','.join(map(str, buffer.shape))}]"
@@ -160,8 +168,8 @@ def _short(dtype: re.Match[str]) -> str:
 
 
 def line(source: str) -> str:
-    """Shortens a source to `file.py:line`, relative to the working directory or, outside of it, with one folder;
-    `In[3]:line` for a cell of a notebook."""
+    """Returns a source as `file.py:line`. The path is relative to the working directory; outside of it, it has one
+    folder. A notebook cell is `In[3]:line`."""
     path, colon, number = source.rpartition(":")
     if not colon or not os.path.isabs(path):
         return source

@@ -1,7 +1,7 @@
-"""Two reports against each other, on the terminal and as a page: both timelines, and what grew and shrank.
+"""Shows two reports side by side, on the terminal and as a page: both timelines, and the rows that grew and shrank.
 
-The page is one HTML file that opens offline: what does not move is prepared here for `templates/diff.html`; the
-timelines and the waterfall are drawn by `static/diff.js`. `notebook_difference` shows the same columns in a notebook.
+The page is one HTML file that opens offline. This module prepares its static parts for `templates/diff.html`;
+`static/diff.js` draws the timelines and the waterfall. `notebook_difference` shows the same columns in a notebook.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from bytescope.memory.view.table_model import PAGE, ColumnView, TableView
 from bytescope.memory.view.table_views import page_table, terminal_table
 from bytescope.memory.view.text_layout import Items, Prose, blocks
 
-# Buffers that the terminal lists. Figures that differ by less than this share are the same.
+# Number of buffers on the terminal; relative difference below which figures are equal.
 _SHOWN, _SAME = 20, 1e-9
-# Places along the schedule at which both timelines are drawn, and rows of the table, at most.
+# Maximum points of each timeline, and maximum rows of the table of changes.
 MAX_PLACES, MAX_CHANGES = 600, 400
 NOTES = (
-    "Both schedules are drawn over the whole width, whatever their lengths: a place is a share of the schedule, not a "
-    "time. Each place has the highest bytes of its stretch, so no peak is lost.",
+    "Both schedules are drawn over the whole width, whatever their lengths: a position is a fraction of the schedule, "
+    "not a time. Each position has the highest bytes of its stretch, so no peak is lost.",
     "All bytes are of one device. The rows of the waterfall add up from the allocated bytes before to those after.",
-    "Buffers are matched by what they are: category, phase, scopes, operation, shape and dtype; those that are left by "
+    "Buffers are matched by category, phase, scopes, operation, shape and dtype; the remaining ones are matched by "
     "category, shape and dtype. A buffer whose shape changed is a row that went and a row that came.",
 )
 
@@ -40,14 +40,15 @@ NOTES = (
 
 
 def verdict_of_growth(growth: float) -> str:
-    """The verdict by which a growth is coloured."""
+    """Returns the verdict whose colour marks a growth."""
     if growth > 0:
         return "exceeds"
     return "fits" if growth < 0 else "dim"
 
 
 def change_columns(title: str, name: Callable[[Change], str]) -> tuple[ColumnView, ...]:
-    """The columns of changes in bytes. title, name: of the column that names them."""
+    """Returns the columns of changes in bytes. The first column has the given title, and `name` returns the text of
+    its cells."""
     return (
         ColumnView("name", title, "path", read=name),
         ColumnView("kind", "kind", "text", only=PAGE),
@@ -70,7 +71,7 @@ def change_columns(title: str, name: Callable[[Change], str]) -> tuple[ColumnVie
     )
 
 
-# Unit of a measure -> how it is written.
+# Unit of a measure -> function that formats it.
 UNITS: Mapping[str, Callable[[float], str]] = {
     "seconds": lambda seconds: f"{seconds:#.3g} s",
     "FLOPs": lambda flops: f"{flops / 1e12:,.3g} TFLOP",
@@ -79,13 +80,14 @@ UNITS: Mapping[str, Callable[[float], str]] = {
 
 
 def measured_change(row: Measure) -> float:
-    """The change of a measure; 0 for one so small that it comes from adding the same seconds in another order."""
+    """Returns the change of a measure; 0 for a change so small that it comes from adding the same seconds in another
+    order."""
     change = row.after - row.before
     return 0 if abs(change) < _SAME * row.before else change
 
 
 def measured_growth(row: Measure) -> str:
-    """The change in words: "+1.00 s"."""
+    """Returns the change of a measure as text: "+1.00 s"."""
     change = measured_change(row)
     if not change:
         return "unchanged"
@@ -93,7 +95,7 @@ def measured_growth(row: Measure) -> str:
 
 
 def measured_percent(row: Measure) -> str:
-    """The change in per cent; "new" of what was 0, "" of what is the same."""
+    """Returns the change of a measure in per cent as text; "new" if it was 0 before, "" if it did not change."""
     if not row.before:
         return "new"
     change = measured_change(row)
@@ -112,11 +114,11 @@ MEASURE_COLUMNS = (
 
 
 def differing(row: tuple[str, str, str]) -> str:
-    """The verdict of a fact of two programs, which stands out where they differ."""
+    """Returns the verdict whose colour marks a fact that differs between two programs."""
     return "tight" if row[1] != row[2] and row[0] != "report" else ""
 
 
-# What was compiled: (name, before, after).
+# Columns of the facts about both programs: (name, before, after).
 PROGRAM_COLUMNS = (
     ColumnView("name", path="0"),
     ColumnView("before", "before", "words", read=lambda row: row[1] or "-", verdict=differing),
@@ -128,13 +130,13 @@ PROGRAM_COLUMNS = (
 
 
 def render_text(
-    before: ReportRecord, after: ReportRecord, changes: Iterable[Change], shown: int = _SHOWN
+    before: ReportRecord, after: ReportRecord, changes: Iterable[Change], max_buffers: int = _SHOWN
 ) -> RenderableType:
-    """Returns the warnings, the totals with changed categories and residuals, then seconds, FLOPs and traffic, then the
-    `shown` buffers that changed most, then versions."""
+    """Returns the warnings, the totals with changed categories and residuals, then seconds, FLOPs and traffic, then
+    the `max_buffers` buffers with the largest changes, then versions."""
     sizes = [change for change in changes if change.kind != "buffer"]
     buffers = [change for change in changes if change.kind == "buffer"]
-    more = len(buffers) - shown
+    more = len(buffers) - max_buffers
     warning_lines = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
     versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
     rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
@@ -144,7 +146,7 @@ def render_text(
         Group(*warning_lines) if warning_lines else None,
         terminal_table(TableView(change_columns("", _kind_and_name), sizes)) if sizes else None,
         terminal_table(TableView(MEASURE_COLUMNS, measured)) if measured else None,
-        Group(terminal_table(TableView(named, buffers[:shown])), *rest) if buffers else None,
+        Group(terminal_table(TableView(named, buffers[:max_buffers])), *rest) if buffers else None,
         Items(versions, style="dim", separator=";", gap=1) if versions else None,
     )
     return printed if printed.renderables else Text("nothing to compare")
@@ -158,7 +160,7 @@ def _kind_and_name(change: Change) -> str:
 
 
 def render_page(before: ReportRecord, after: ReportRecord, names: tuple[str, str] = ("before", "after")) -> str:
-    """The page of two reports, as text. `names`: what the reports are called, such as their files."""
+    """Returns the page of two reports as text. `names`: the titles of the two reports, such as their files."""
     changes = diff(before, after)
     parts = [change for change in changes if change.kind != "total"]
     return page(
@@ -181,7 +183,7 @@ def render_page(before: ReportRecord, after: ReportRecord, names: tuple[str, str
 
 
 def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> dict[str, Any]:
-    """Everything the script draws, as JSON values; bytes on one device."""
+    """Returns the JSON values that the script draws. Bytes are those of one device."""
     both = (before, after)
     places = min(max(len(before.timeline), len(after.timeline)), MAX_PLACES)
     most = max((report.peak_bytes for report in both), default=0)
@@ -196,7 +198,8 @@ def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -
 
 
 def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]]:
-    """The highest point of the stretch at each place: bytes, phase and instruction; empty for no timeline."""
+    """Returns bytes, phase and instruction of the highest point in each of `places` equal stretches; empty lists
+    without a timeline."""
     highest = (
         [
             max(
@@ -220,8 +223,11 @@ def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]
 
 
 def waterfall(before: ReportRecord, after: ReportRecord) -> list[dict[str, Any]]:
-    """The bars from the allocated bytes before to those after: `row` of the breakdown ("" for the two totals), `name`,
-    `from` and `bytes`, which are negative for what shrank. Rows that stayed are left out."""
+    """Returns the bars from the allocated bytes before to the allocated bytes after.
+
+    Keys of a bar: `row` of the breakdown ("" for the two totals), `name`, `from` (bytes) and `bytes`, which are
+    negative if the row shrank. Rows that did not change are left out.
+    """
     reached, bars = before.allocated_bytes, [_bar("", "before", 0, before.allocated_bytes)]
     changed = sorted(
         (change for change in diff(before, after) if change.kind == "category"), key=lambda change: -change.growth
@@ -229,7 +235,7 @@ def waterfall(before: ReportRecord, after: ReportRecord) -> list[dict[str, Any]]
     for change in changed:
         bars.append(_bar(change.name, row_name(change.name), reached, change.growth))
         reached += change.growth
-    if reached != after.allocated_bytes:  # damaged or foreign reports, whose rows do not add up
+    if reached != after.allocated_bytes:  # the rows of damaged reports may not add up
         bars.append(_bar("unattributed", "not in the rows", reached, after.allocated_bytes - reached))
     return [*bars, _bar("", "after", 0, after.allocated_bytes)]
 
@@ -259,7 +265,7 @@ def _figures(before: ReportRecord, after: ReportRecord) -> list[HeaderFigure]:
     return [*figures, *_seconds(before, after)]
 
 
-# What is compared of the time of two reports: the title, and where a report has it; the first that both have.
+# (title, function that reads the seconds from a report). The first one that both reports have is shown.
 _TIMES = (
     ("predicted update", lambda report: report.prediction.get("seconds")),
     ("step, at least", lambda report: report.roofline.get("total")),
@@ -276,7 +282,7 @@ def _seconds(before: ReportRecord, after: ReportRecord) -> list[HeaderFigure]:
 
 
 def _growth(before: int, after: int) -> str:
-    """A change in words: "+1.20 GiB (+6.1 %)"."""
+    """Returns a change as text: "+1.20 GiB (+6.1 %)"."""
     change = after - before
     if not change:
         return "unchanged"
@@ -284,7 +290,7 @@ def _growth(before: int, after: int) -> str:
     return f"{'+' if change > 0 else '-'}{human(abs(change))}{share}"
 
 
-# What names a program: the name of the row, and what it says of a report.
+# Facts that identify a program: (name of the row, function that reads the fact from a report).
 _FACTS = (
     ("config", lambda report: report.subject.name),
     ("batch", lambda report: report.subject.batch),
@@ -298,8 +304,9 @@ _FACTS = (
 
 
 def _programs(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> TableView:
-    """What was compiled, before and after: what names the programs, then every version and config key that differs."""
-    rows = [("report", *names), *((name, said(before), said(after)) for name, said in _FACTS)]
+    """Returns a table of the two programs: the facts that identify them, then every version and config key that
+    differs."""
+    rows = [("report", *names), *((name, read(before), read(after)) for name, read in _FACTS)]
     rows += [row for row in _different(before.versions, after.versions) if row[0] != "jax"]
     rows += _config(before, after)
     return TableView(PROGRAM_COLUMNS, [row for row in rows if row[1] or row[2]])
@@ -310,7 +317,7 @@ def _config(before: ReportRecord, after: ReportRecord) -> list[tuple[str, str, s
 
 
 def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(name, value before, value after) of the names whose values differ."""
+    """Returns (name, value before, value after) of the names whose values differ."""
     rows = []
     for name in dict.fromkeys((*before, *after)):
         old, new = str(before.get(name, "")), str(after.get(name, ""))

@@ -1,4 +1,4 @@
-"""Two reports against each other as an object: what grew and what shrank, at a prompt, in a notebook, as a page."""
+"""Compares two reports: an object that shows the changes at a prompt, in a notebook and as a page."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from bytescope.memory.records import report_diff as plan_diff
 from bytescope.memory.records.report_diff import Change
 from bytescope.memory.records.report_record import ReportRecord, load
 
-# Buffers that a prompt and a notebook list; `show` prints what the command prints.
+# Number of buffers that a prompt and a notebook list. `show` prints as many as the command.
 _BUFFERS = 5
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Difference:
-    """What changed from one report to another.
+    """The changes from one report to another.
 
     Fields:
         before, after: the reports.
-        changes: the totals first, then what grew or shrank: categories, residuals, workspace, buffers, each the
-            largest change first; bytes on one device.
+        changes: the totals, then the changes of categories, residuals, workspace and buffers, each kind with its
+            largest change first. Bytes are those of one device.
     """
 
     before: ReportRecord
@@ -32,7 +32,8 @@ class Difference:
 
     @property
     def rows(self) -> tuple[Mapping[str, Any], ...]:
-        """The changes as plain data: kind, name, before, after, growth (bytes), percent (infinite for what is new)."""
+        """The changes as plain data: kind, name, before, after, growth (bytes), percent (infinite if there were no
+        bytes before)."""
         return tuple(
             {**dataclasses.asdict(change), "growth": change.growth, "percent": change.percent}
             for change in self.changes
@@ -40,11 +41,12 @@ class Difference:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the two hard to compare, a sentence each: other targets, other versions of jax."""
+        """A sentence for each reason why the two reports are hard to compare: other targets, other versions of jax."""
         return plan_diff.warnings(self.before, self.after)
 
     def grew_above(self, percent: float) -> tuple[Change, ...]:
-        """Of peak and allocated bytes, those that grew by more than `percent` per cent: a guard for a test."""
+        """Returns the changes of total peak and allocated bytes that are larger than `percent` per cent, for a test to
+        check."""
         return plan_diff.grew_above(self.changes, percent)
 
     def __repr__(self) -> str:
@@ -59,16 +61,17 @@ class Difference:
         return notebook_difference.render(self.before, self.after, self.changes, _BUFFERS)
 
     def show(self) -> None:
-        """Prints all that `bytescope diff` prints, as wide as the terminal; in a notebook it is displayed there."""
+        """Prints the output of `bytescope diff`, as wide as the terminal. In a notebook, displays it."""
         from bytescope.memory.report import diff_view
         from bytescope.memory.view.output_file import put_or_display
 
         put_or_display(self, diff_view.render_text(self.before, self.after, self.changes))
 
     def to_html(self, path: str | Path) -> None:
-        """Writes the page that `bytescope diff --html` writes: both timelines, a waterfall of what grew, every change.
+        """Writes the page that `bytescope diff --html` writes: both timelines, a waterfall of the changes, and a table
+        of every change.
 
-        Raises ReportError where it cannot be written.
+        Raises ReportError if the page cannot be written.
         """
         from bytescope.memory.report import diff_view
         from bytescope.memory.view.output_file import write
@@ -77,9 +80,9 @@ class Difference:
 
 
 def diff(before: ReportRecord | str | Path, after: ReportRecord | str | Path) -> Difference:
-    """What grew and shrank from one report to another; either may be the path of a saved one.
+    """Returns the difference from one report to another. Each may be the path of a saved report.
 
-    Raises ReportError for what is neither, and for a file that cannot be read.
+    Raises ReportError if an argument is neither a report nor a path, or if a file cannot be read.
     """
     before, after = _report(before), _report(after)
     return Difference(before, after, plan_diff.diff(before, after))
@@ -91,5 +94,5 @@ def _report(given: Any) -> ReportRecord:
     if isinstance(given, str | Path):
         return load(given)
     raise ReportError(
-        f"{type_phrase(given)} is not a report: give what memory.analyze returns, or the path of one that was saved"
+        f"{type_phrase(given)} is not a report: give the result of memory.analyze, or the path of a saved report"
     )

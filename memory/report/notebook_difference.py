@@ -1,4 +1,4 @@
-"""Two reports against each other in an output area: the totals, and what changed."""
+"""Shows two reports side by side in a notebook: the totals, and the changes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _name(change: Change) -> str:
 COLUMNS = change_columns("", _name)
 
 
-def render(before: ReportRecord, after: ReportRecord, changes: Iterable[Change], shown: int) -> str:
-    """The piece of a difference, with the `shown` buffers that changed most."""
+def render(before: ReportRecord, after: ReportRecord, changes: Iterable[Change], max_buffers: int) -> str:
+    """Returns the HTML of a difference, with at most `max_buffers` buffers, those with the largest changes."""
     changes = list(changes)
     buffers = [change for change in changes if change.kind == "buffer"]
     rest = [change for change in changes if change.kind not in ("buffer", "total")]
@@ -43,8 +43,8 @@ def render(before: ReportRecord, after: ReportRecord, changes: Iterable[Change],
             ("what changed", notebook_table(TableView(COLUMNS, rest[:_PARTS])), max(len(rest) - _PARTS, 0)),
             (
                 "buffers that changed most",
-                notebook_table(TableView(COLUMNS, buffers[:shown])),
-                max(len(buffers) - shown, 0),
+                notebook_table(TableView(COLUMNS, buffers[:max_buffers])),
+                max(len(buffers) - max_buffers, 0),
             ),
         ],
         versions=versions,

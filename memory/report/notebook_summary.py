@@ -1,7 +1,7 @@
-"""A report in an output area: figures, the bar of the rows, the timeline, findings, the largest buffers.
+"""Shows a report in a notebook: figures, the bar of the rows, the timeline, findings, the largest buffers.
 
-The names of a program are cut, so that the piece is small whatever the program. The timeline is an SVG of paths: an
-area for each category, and a band of phases below.
+Long names are cut, so that the output is small for every program. The timeline is an SVG of paths: an area for each
+category, and a band of phases below.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from bytescope.memory.records.report_record import METHODS, STEP_PHASES, Finding, ReportRecord
-from bytescope.memory.report.buffer_tables import array_type, largest, line, of_all
+from bytescope.memory.report.buffer_tables import array_type, largest, line, listed_share
 from bytescope.memory.report.report_data import by_category, phase_bands, thin
 from bytescope.memory.report.report_page import figures, verdict
 from bytescope.memory.report.report_text import versions_text
@@ -24,11 +24,12 @@ FINDINGS, BUFFERS, NOTES = 5, 10, 10
 _SENTENCE = 600
 HEADS = (("what", False), ("bytes", True), ("type", False), ("row", False), ("line", False))
 
-# The box of the timeline, which is stretched to the width of the output area; the band of phases is below it.
-WIDE, HIGH, BAND = 1000, 150, 7
+# Size of the timeline's box, which is stretched to the width of the output area, and height of the band of phases
+# below it.
+BOX_WIDTH, BOX_HEIGHT, BAND_HEIGHT = 1000, 150, 7
 # Maximum points and bands, so that the output stays small.
 MAX_TIMELINE_POINTS, MAX_TIMELINE_BANDS = 240, 100
-# A limit of up to this multiple of the peak is drawn: a higher one would press the areas flat.
+# A limit is drawn only up to this multiple of the peak, because a higher limit would flatten the areas.
 _NEAR = 1.5
 
 
@@ -55,12 +56,12 @@ def render(report: ReportRecord) -> str:
         figures=_figures(report),
         breakdown=parts(report.breakdown, report.allocated_bytes),
         timeline=timeline(report),
-        box=(WIDE, HIGH, BAND),
+        box=(BOX_WIDTH, BOX_HEIGHT, BAND_HEIGHT),
         peak=human(report.peak_bytes),
         limit=human(report.limit_bytes),
         heads=HEADS,
         cells=cells,
-        of_all=of_all(report, groups),
+        listed_share=listed_share(report, groups),
         findings=[_finding(each) for each in report.findings[:FINDINGS]],
         findings_left=max(len(report.findings) - FINDINGS, 0),
         notes=[cut(note, _SENTENCE) for note in notes],
@@ -68,7 +69,7 @@ def render(report: ReportRecord) -> str:
 
 
 def _finding(finding: Finding) -> tuple[str, str, str]:
-    """Message, remedy and the flags to copy."""
+    """Returns (message, remedy, flags to copy) of a finding."""
     return cut(finding.message, _SENTENCE), cut(finding.remedy, _SENTENCE), cut(finding.flags, _SENTENCE)
 
 
@@ -81,7 +82,7 @@ def _figures(report: ReportRecord) -> list[HeaderFigure]:
 
 @dataclasses.dataclass(frozen=True)
 class Area:
-    """The area of a category: the row that gives its colour, its text on hover, its SVG path."""
+    """The area of a category: the row that gives its colour, its text on hover, and its SVG path."""
 
     row: str
     title: str
@@ -90,10 +91,14 @@ class Area:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The drawing for the template, in units of the box.
+    """The drawing of the timeline for the template, in units of its box.
 
-    `bands`: (x, width, phase); `phases`: phases of the bands, in the order of a step; `peak`: (x, y); `limit`: y of the
-    line, None if no limit is drawn.
+    Fields:
+        areas: the areas of the categories.
+        bands: (x, width, phase) of each stretch of one phase.
+        phases: phases of the bands, in the order of a step.
+        peak: (x, y) of the peak.
+        limit: y of the line at the limit, None if no limit is drawn.
     """
 
     areas: tuple[Area, ...]
@@ -104,7 +109,7 @@ class Timeline:
 
 
 def timeline(report: ReportRecord) -> Timeline | None:
-    """Returns the drawing of a report; None for fewer than two points."""
+    """Returns the drawing of a report's timeline; None for fewer than two points."""
     points = report.timeline
     if len(points) < 2:
         return None
@@ -138,7 +143,7 @@ def timeline(report: ReportRecord) -> Timeline | None:
 
 
 def _stacked(series: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns cumulative sums of the series at each point, zeros first."""
+    """Returns the cumulative sums of the series at each point, zeros first."""
     stacks = [[0] * len(series[0])]
     for sizes in series:
         stacks.append([below + size for below, size in zip(stacks[-1], sizes)])
@@ -146,11 +151,11 @@ def _stacked(series: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _x(index: int, count: int) -> float:
-    return min(round(WIDE * index / (count - 1), 1), WIDE)
+    return min(round(BOX_WIDTH * index / (count - 1), 1), BOX_WIDTH)
 
 
 def _y(size: int, top: int) -> float:
-    return round(HIGH * (1 - size / top), 1)
+    return round(BOX_HEIGHT * (1 - size / top), 1)
 
 
 def _path(xs: Sequence[float], high: Sequence[float], low: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""What is known of a step that ran out of memory, on one screen: at most 40 lines at any width from 80 columns."""
+"""Shows a step that ran out of memory on one screen: at most 40 lines at any width from 80 columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bytescope.memory.view.console import one_line, safe, shorten
 from bytescope.memory.view.text_layout import Items, Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, label
 
-# Groups of arrays, rows of the peak and characters of the error that are shown.
+# Maximum groups of arrays, rows of the peak, characters of the error, and characters of a remedy.
 _GROUPS, _ROWS, _ERROR, _WAY = 5, 4, 160, 210
 _ALLOCATOR = (
     ("in use", "bytes_in_use"),
@@ -23,7 +23,8 @@ _ALLOCATOR = (
 
 
 def render(post_mortem: PostMortem, files: tuple[str, ...] = ()) -> RenderableType:
-    """Returns the post-mortem for rich; `files`: paths of the files with more details."""
+    """Returns the post-mortem of a step that ran out of memory, as a rich renderable. `files`: paths of the files with
+    more details."""
     return blocks(
         _head(post_mortem),
         _held(post_mortem),
@@ -44,7 +45,7 @@ def _head(post_mortem: PostMortem) -> RenderableType:
         Prose(shorten(one_line(post_mortem.error[: 2 * _ERROR]), _ERROR), "dim"),
     ]
     if post_mortem.report:
-        lines.append(Prose(sum_of(post_mortem)))
+        lines.append(Prose(memory_sum(post_mortem)))
     figures = [
         f"{name} {human(post_mortem.allocator[key])}" for name, key in _ALLOCATOR if post_mortem.allocator.get(key)
     ]
@@ -53,7 +54,7 @@ def _head(post_mortem: PostMortem) -> RenderableType:
     return Group(*lines)
 
 
-def sum_of(post_mortem: PostMortem) -> str:
+def memory_sum(post_mortem: PostMortem) -> str:
     """Returns the sum of the step and other arrays, compared with the available bytes, in one line."""
     report, limit = post_mortem.report, post_mortem.limit_bytes
     parts = f"the step takes {human(report.predicted_bytes if report else None)}"
@@ -65,10 +66,7 @@ def sum_of(post_mortem: PostMortem) -> str:
     verdict = (
         f"{human(missing)} too much"
         if missing > 0
-        else (
-            f"{human(-missing)} should be left: fragmentation, other processes or what the compiler does not "
-            "count took it"
-        )
+        else (f"{human(-missing)} should be left: fragmentation, other processes or runtime overheads take this memory")
     )
     return f"{parts} of {human(limit)}, {verdict}"
 

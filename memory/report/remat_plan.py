@@ -1,10 +1,11 @@
-"""`RematPlan`: what a model's layers keep for their backward pass, and its account on the terminal and in a notebook.
+"""`RematPlan`: the values that a model's layers keep for their backward pass, with an account for terminal and
+notebook.
 
     plan = memory.plan_remat(loss, (params, batch), target="h200", budget="72GiB")
     print(plan)
     block = jax.checkpoint(block, policy=plan.policy)      # or flax.linen.remat(Block, policy=plan.policy)
 
-The account lists the kept values, their cost, and jax's own policies. `remat_planning` finds the plan.
+The account lists the kept values, their cost, and jax's own policies. `remat_planning` computes the plan.
 """
 
 from __future__ import annotations
@@ -44,9 +45,13 @@ _HOW = {
 
 @dataclasses.dataclass(frozen=True)
 class PolicyFigures:
-    """The compiler's figures of a policy: bytes allocated on one device, FLOPs recomputed in one step over all devices.
+    """The compiler's figures of a policy.
 
-    `status`: "ok", or why there are no figures.
+    Fields:
+        name: the name of the policy.
+        allocated_bytes: bytes allocated on one device.
+        recomputed_flops: FLOPs recomputed in one step, over all devices.
+        status: "ok", or an error message if the policy could not be compiled.
     """
 
     name: str
@@ -57,17 +62,22 @@ class PolicyFigures:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RematPlan:
-    """The values that a model's layers keep for their backward pass; shows its account at a prompt and in a notebook.
+    """The values that a model's layers keep for their backward pass. At a prompt and in a notebook, it shows its
+    account.
 
     Fields:
-        policy: for `jax.checkpoint`: a RematPolicy, or one of `jax.checkpoint_policies` if that is best.
-        name: the name of the policy of `jax.checkpoint_policies`, "" for a RematPolicy.
-        kept: values that the policy keeps by choice, largest first; the inputs of a layer are always kept.
+        policy: the argument for `jax.checkpoint`: a RematPolicy (with `jax_remat3` and jax before 0.12 a
+            `save_only_these_names`), or one of `jax.checkpoint_policies` if that is best.
+        name: the name of the policy of `jax.checkpoint_policies`, "" for a policy that keeps chosen values.
+        kept: values that the policy keeps by choice, largest first. The inputs of a layer are always kept.
         allocated_bytes: bytes that the compiled gradient takes on one device; at most budget_bytes.
-        recomputed_flops, model_flops: of one step over all devices; the two have no FLOPs in common.
-        built_in: the figures of jax's own policies. compiled: number of compiled programs.
+        budget_bytes: the budget in bytes on one device.
+        recomputed_flops, model_flops: FLOPs of one step over all devices, recomputed and without recomputation.
+        built_in: the figures of jax's own policies.
+        compiled: number of compiled programs.
         layers: the layers that were planned for (`remat.layer_discovery`).
-        report: of the program under the plan. target: the target's name.
+        report: the report of the program under the plan.
+        target: the target's name.
     """
 
     policy: Any
@@ -84,9 +94,10 @@ class RematPlan:
     report: Report
 
     def apply(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the loss with this policy in the checkpoints of its layers, without a change to its code. Layers
-        without a checkpoint are put under one. The returned function is differentiated, jitted or sharded like the
-        loss.
+        """Returns the loss with this policy in the checkpoints of its layers, without a change to its code.
+
+        Layers without a checkpoint are put under one. The returned function can be differentiated, jitted and sharded
+        like the loss.
         """
 
         @functools.wraps(loss)
@@ -96,13 +107,13 @@ class RematPlan:
         return planned
 
     def check(self) -> None:
-        """Raises ReportError if the traces so far lack a value that the policy keeps: with another version of jax,
-        other shapes or another block it would keep something else. A policy of jax's own needs no check."""
+        """Raises ReportError if the traces so far lack a value that the policy keeps. This happens with another
+        version of jax, other shapes or another block. A policy of jax's own needs no check."""
         if isinstance(self.policy, RematPolicy):
             self.policy.check()
 
     def __repr__(self) -> str:
-        """The account as text, as wide as COLUMNS says, else 100 columns."""
+        """Returns the account as text, as wide as the environment variable COLUMNS says, or else 100 columns."""
         return plain_text(_account(self), columns())
 
     def _repr_html_(self) -> str:
@@ -182,7 +193,7 @@ def _kept(plan: RematPlan) -> list[list[str]]:
 
 
 def _policies(plan: RematPlan) -> list[list[str]]:
-    """Returns the cells of this plan and of each of jax's own policies; a failed policy has only its status."""
+    """Returns the cells of this plan and of each of jax's own policies. A failed policy has only its status."""
     rows = []
     if not plan.name:
         rows.append([THIS_PLAN, human(plan.allocated_bytes), _share(plan.recomputed_flops, plan), "fits"])
@@ -204,7 +215,7 @@ def _share(flops: int, plan: RematPlan) -> str:
 
 
 def _short(where: str) -> str:
-    """Shortens a place to its path from the current directory, or from the installed package on. A line of a notebook
+    """Returns a place with its path from the current directory, or from the installed package on. A line of a notebook
     cell becomes "In[3]:7"."""
     if notebook_cell(where.rpartition(":")[0]):
         return short_place(where)

@@ -1,8 +1,8 @@
-"""`plan_remat`: finds the least recomputation within a budget for anyone's model, as a policy for `jax.checkpoint`.
+"""`plan_remat`: finds the least recomputation within a budget for any model, as a policy for `jax.checkpoint`.
 
 The loss is traced once. Its layers are found in the jaxpr (remat/layer_discovery.py), and the values that they can
 keep are read from jax's own derivative (remat/layer_values.py). The search (remat/remat_search.py) compiles the
-gradient with a policy for each plan that it tries, and with the policies of jax.
+gradient with a policy for each plan that it tries, and with jax's own policies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.remat.layer_discovery import find_layers
 from bytescope.memory.remat.layer_values import LayerValues, find_values
 from bytescope.memory.remat.loss_gradient import Loss
-from bytescope.memory.remat.recognition import RematPolicy
+from bytescope.memory.remat.recognition import RematPolicy, policy_keeping
 from bytescope.memory.remat.remat_problem import (
     CompiledPlan,
     LayerPlan,
@@ -36,7 +36,7 @@ from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import MAX_BYTES, human
 
-# The search's name of a policy that comes with jax -> its name in `jax.checkpoint_policies`.
+# The search's name of a policy of jax -> its name in `jax.checkpoint_policies`.
 BUILT_IN = {
     FULL: "nothing_saveable",
     "dots_with_no_batch_dims_saveable": "dots_with_no_batch_dims_saveable",
@@ -56,22 +56,26 @@ def plan_remat(
     blocks: Collection[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> RematPlan:
-    """Decides what the layers of a model keep for their backward pass: the least recomputation within a budget.
+    """Returns the plan of least recomputation within a memory budget: the values that the layers of a model keep for
+    their backward pass.
 
-    Layers are what the loss has under `jax.checkpoint` (flax.linen.remat, equinox.filter_checkpoint), in a scan or
-    called one after the other; their present policy does not matter. The gradient by the first argument is compiled
-    for the target with every plan that is tried.
+    Layers are the functions that the loss has under `jax.checkpoint` (flax.linen.remat, equinox.filter_checkpoint), in
+    a scan, or called one after the other. Their present policy does not matter. The gradient by the first argument is
+    compiled for the target with every plan that is tried.
 
     Args:
-        loss: of (params, ...) to a scalar, or to (scalar, anything); plain or jitted.
-        args: arrays, ShapeDtypeStructs, or pytrees of them; their shardings count.
-        target: as in `memory.analyze`.
-        budget: bytes on one device, as a number or "72GiB"; None: all that the target has available.
-        optimizer: with `init` and `update`, such as optax's: its state and update are part of the program then.
-        blocks: names of functions under `jax.checkpoint` that are planned for, where not all are layers.
-        tell: called with a line for each program that is compiled.
+        loss: function (params, ...) -> a scalar, or (scalar, anything); plain or jitted.
+        args: arrays, ShapeDtypeStructs, or pytrees of them. Their shardings are used.
+        target: the target, as in `memory.analyze`.
+        budget: bytes on one device, as a number or text such as "72GiB". None: all bytes that are available on the
+            target.
+        optimizer: object with `init` and `update`, such as an optax optimizer. With it, the program includes the
+            optimizer's state and update.
+        kwargs: keyword arguments of the loss.
+        blocks: names of functions under `jax.checkpoint` to plan for, if not all of them are layers.
+        tell: called with a line of text for each program that is compiled.
 
-    Raises ReportError where no layers are found, for a budget that is not a valid size, and where nothing fits it.
+    Raises ReportError if no layers are found, the budget is not a valid size, or no plan fits the budget.
     """
     return plan_remats(loss, args, target, [budget], optimizer=optimizer, kwargs=kwargs, blocks=blocks, tell=tell)[0]
 
@@ -87,27 +91,32 @@ def plan_remats(
     blocks: Collection[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[RematPlan]:
-    """Returns a plan for each budget; the searches share what is compiled. Raises as `plan_remat` does."""
+    """Returns a plan for each budget. The searches share their compiled programs.
+
+    Raises ReportError for the same reasons as `plan_remat`.
+    """
     for budget in budgets:
-        limits.budget_of(written(budget), MAX_BYTES, "budget")  # a mistake shows before anything is compiled
+        limits.budget_of(
+            written(budget), MAX_BYTES, "budget"
+        )  # an invalid budget is refused before anything is compiled
     compiler = PolicyCompiler(Loss(loss, args, kwargs or {}), target, optimizer, blocks)
     sizes = [compiler.budget(budget) for budget in budgets]
 
     def show(tried: CompiledPlan) -> None:
-        name = name_of(tried.plan) or str(tried.plan)
+        name = policy_name(tried.plan) or str(tried.plan)
         tell(f"{name}: {human(tried.compiled.allocated_bytes) if tried.ok else tried.compiled.status}")
 
     search = RematSearch(compiler.problem(), compiler, show)
     search.compile(search.fixed)
-    return [plan_of(compiler, search, outcome, size) for outcome, size in zip(search.run_all(sizes), sizes)]
+    return [make_plan(compiler, search, outcome, size) for outcome, size in zip(search.run_all(sizes), sizes)]
 
 
-def plan_of(compiler: PolicyCompiler, search: RematSearch, outcome: SearchOutcome, budget: int) -> RematPlan:
+def make_plan(compiler: PolicyCompiler, search: RematSearch, outcome: SearchOutcome, budget: int) -> RematPlan:
     """Returns the plan that a search found for a budget. Raises ReportError if no plan fits the budget."""
     report = compiler.full.report
     if outcome.best is None:
         raise _nothing_fits(outcome, budget)
-    best, name = outcome.best, name_of(outcome.best.plan)
+    best, name = outcome.best, policy_name(outcome.best.plan)
     built, kept = compiler.built[name or str(best.plan)], best.plan.ranges[0][0].save
     figures = [search.tried[str(plan)] for plan in search.fixed]
     return RematPlan(
@@ -120,7 +129,7 @@ def plan_of(compiler: PolicyCompiler, search: RematSearch, outcome: SearchOutcom
         model_flops=built.counted.total - built.counted.recomputed,
         built_in=tuple(
             PolicyFigures(
-                BUILT_IN[name_of(tried.plan)],
+                BUILT_IN[policy_name(tried.plan)],
                 tried.compiled.allocated_bytes,
                 int(tried.compiled.flops),
                 tried.compiled.status,
@@ -139,7 +148,7 @@ def _nothing_fits(outcome: SearchOutcome, budget: int) -> ReportError:
         return ReportError(f"no plan could be compiled: {outcome.tried[0].compiled.status}")
     plan, least = outcome.tightest.plan, outcome.tightest.compiled.allocated_bytes
     return ReportError(
-        f"nothing fits {human(budget)}: with {BUILT_IN.get(name_of(plan), plan)} the step takes "
+        f"nothing fits {human(budget)}: with {BUILT_IN.get(policy_name(plan), plan)} the step takes "
         f"{human(least)}, {human(least - budget)} more; give a larger budget or a smaller batch"
     )
 
@@ -148,15 +157,15 @@ def _nothing_fits(outcome: SearchOutcome, budget: int) -> ReportError:
 
 
 class PolicyCompiler:
-    """Compiles the step of a loss under the policies that a search asks for."""
+    """Compiles the step of a loss under the policies that a search proposes."""
 
     def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):
         self.loss, self.optimizer, self._target = loss, optimizer, target
         self.layers = find_layers(loss.jaxpr, loss.active, blocks)
         self.values: LayerValues = find_values(self.layers, loss.shards)
         self.built: dict[str, Built] = {}
-        # The program that recomputes everything gives the target, and shows whether the layers are traced in it in the
-        # same order as alone.
+        # The program that recomputes everything gives the target, and shows whether the layers are traced in the same
+        # order inside the program as alone.
         probe = RematPolicy(self.values.wanted(()))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -165,13 +174,13 @@ class PolicyCompiler:
             self.values = find_values(self.layers, loss.shards, ordered=False)
 
     def policy(self, plan: LayerPlan) -> Any:
-        """Returns jax's own policy if the plan is one, else a policy that keeps the plan's values."""
+        """Returns jax's own policy if the plan is one, or else a policy that keeps the plan's values."""
         import jax
 
-        name = name_of(plan)
+        name = policy_name(plan)
         if name:
             return getattr(jax.checkpoint_policies, BUILT_IN[name])
-        return RematPolicy(self.values.wanted(plan.ranges[0][0].save))
+        return policy_keeping(self.values.wanted(plan.ranges[0][0].save))
 
     def _build(self, policy: Any) -> Built:
         traced = self.loss.step(self.layers, policy, self.optimizer)
@@ -183,13 +192,17 @@ class PolicyCompiler:
         return [self._one(plan) for plan in plans]
 
     def _one(self, plan: LayerPlan) -> PlanFigures:
-        name = name_of(plan) or str(plan)
+        name = policy_name(plan) or str(plan)
         if name not in self.built:
             try:
                 self.built[name] = self._build(self.policy(plan))
             except ReportError:
                 raise
-            except (ValueError, RuntimeError, NotImplementedError) as error:  # the search leaves it out
+            except (
+                ValueError,
+                RuntimeError,
+                NotImplementedError,
+            ) as error:  # the search skips a plan that does not compile
                 return PlanFigures(status=" ".join(str(error).split()))
         built = self.built[name]
         if isinstance(built.policy, RematPolicy) and name != FULL:
@@ -197,10 +210,11 @@ class PolicyCompiler:
         return PlanFigures(built.report.allocated_bytes, built.report.host_bytes, 0.0, built.counted.recomputed)
 
     def budget(self, budget: str | float | None) -> int:
-        """Returns the bytes that the program may allocate: the budget, at most the target's limit without overheads."""
+        """Returns the bytes that the program may allocate: the budget, but at most the target's limit minus the
+        runtime overheads."""
         report = self.full.report
         if report.limit_bytes is None:
-            raise ReportError('the memory of the device is not known: name a target, such as target="h100"')
+            raise ReportError('the memory of the device is not known: give a target, such as target="h100"')
         limit = report.limit_bytes - (report.predicted_bytes - report.allocated_bytes)
         return limits.budget_of(written(budget), limit, "budget")
 
@@ -213,7 +227,7 @@ class PolicyCompiler:
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A policy, the report of the program under it, and its FLOPs."""
+    """A policy, the report of the program under this policy, and the FLOPs of the program."""
 
     policy: Any
     report: Report
@@ -227,6 +241,6 @@ def written(budget: str | float | None) -> str:
     return budget if isinstance(budget, str) else f"{budget:.0f}"
 
 
-def name_of(plan: LayerPlan) -> str:
-    """Returns the search's name of a plan that is a policy of jax's own; "" for a choice of values."""
+def policy_name(plan: LayerPlan) -> str:
+    """Returns the search's name of jax's own policy if the plan is one; "" if the plan is a choice of values."""
     return plan.ranges[0][0].policy

@@ -1,4 +1,5 @@
-"""The data of the report page: the columns that its script draws, cut to what a browser shows without delay.
+"""Prepares the data of the report page: the columns that its script draws, limited to what a browser shows without
+delay.
 
 Pure functions from records to lists. Each string is written once and columns have its index, because thousands of
 buffers share a few hundred scopes, phases and source lines. Sizes are bytes on one device.
@@ -14,19 +15,20 @@ from bytescope.memory.report.buffer_tables import array_type, what
 from bytescope.memory.units import column_unit
 from bytescope.memory.view.elements import row_name
 
-# Limits that keep the page responsive in a browser. Beyond a limit the largest items are kept, and the page says so.
+# Limits that keep the page responsive in a browser. Beyond a limit, only the largest items are kept, and the page says
+# so.
 MAX_POINTS = 3000
 MAX_BUFFERS = 20_000
 MAX_BANDS = 240
 MAX_TILES = 700
-# Units of the time axis, each with its number in a second: the first in which the step takes 1 or more is used.
+# (unit of the time axis, number of units in a second). The first unit in which the step takes 1 or more is used.
 TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 
 Tile = tuple[str, str, str, int, str, int]
 
 
 class Strings:
-    """Distinct strings in the order of their first use."""
+    """Distinct strings in the order of their first use. Calling it with a string returns the string's index."""
 
     def __init__(self) -> None:
         self.all: dict[str, int] = {}
@@ -36,7 +38,7 @@ class Strings:
 
 
 def page_data(report: ReportRecord) -> dict[str, Any]:
-    """Returns the data of the page's script as JSON values; static/report.js draws them."""
+    """Returns the JSON values that static/report.js draws."""
     strings = Strings()
     indices = thin(report.timeline, report.peak_index)
     device = [b for b in report.buffers if b.memory == "device"]
@@ -70,8 +72,11 @@ def page_data(report: ReportRecord) -> dict[str, Any]:
 
 
 def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -> list[int]:
-    """Returns the indices of the points to draw: all points, or the lowest and the highest point of each of `most / 2`
-    stretches, and the peak. So the drawn curve has every maximum of the full one.
+    """Returns the indices of the timeline's points to draw.
+
+    If there are at most `most` points, all are drawn. Otherwise, the timeline is divided into `most / 2` stretches,
+    and the lowest and the highest point of each stretch are drawn, and the peak. So the drawn curve has every maximum
+    of the full curve.
     """
     n = len(timeline)
     if n <= most:
@@ -86,7 +91,7 @@ def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -
 
 
 def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]) -> dict[str, list[int]]:
-    """Returns category -> live bytes at each shown point, without categories that are always empty."""
+    """Returns category -> live bytes at each of the points `indices`, without categories that are always empty."""
     steps = {category: [0] * (n_points + 1) for category in CATEGORIES}
     for buffer in buffers:
         if buffer.category not in steps or buffer.start >= n_points or buffer.end < buffer.start:
@@ -105,7 +110,8 @@ def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]
 def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> list[tuple[int, int, str]]:
     """Returns (first point, last point, phase) of each stretch of one phase.
 
-    A schedule with more than `most` stretches is cut into `most` equal ones, each with the phase of most of its points.
+    If there are more than `most` stretches, the timeline is cut into `most` equal stretches, each with the phase of
+    most of its points.
     """
     runs = _runs([p.phase for p in timeline])
     if len(runs) <= most:
@@ -120,7 +126,7 @@ def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> lis
 def time_axis(
     report: ReportRecord, indices: Sequence[int], bands: Sequence[tuple[int, int, str]]
 ) -> dict[str, Any] | None:
-    """Returns the times of the shown points and of the phases' first and last points, in one unit; None if no seconds
+    """Returns the times of the drawn points and of the phases' first and last points, in one unit; None if no seconds
     are known.
 
     Keys: unit ("s", "ms" or "µs"), points, bands ([from, to] each), end (of the step).
@@ -145,7 +151,7 @@ def _runs(values: Sequence[str]) -> list[tuple[int, int, str]]:
 
 
 def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]]:
-    """Returns the columns of the buffer table, strings as indices."""
+    """Returns the columns of the buffer table, with strings as indices."""
     text = {
         "what": what,
         "name": lambda b: b.name,
@@ -167,13 +173,13 @@ def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]
 def tiles(
     report: ReportRecord, buffers: Iterable[Buffer], rows: Mapping[int, int], most: int = MAX_TILES
 ) -> list[Tile]:
-    """Returns (id, parent, label, bytes, category, row) of each tile of the treemap: category > group > buffer, at the
-    peak.
+    """Returns (id, parent, label, bytes, category, row) of each tile of the treemap at the peak: category > group >
+    buffer.
 
-    Only leaves have bytes, so that levels cannot disagree. Beyond `most` buffers, the smaller ones of a group are one
-    leaf. Bytes of the breakdown that are in no buffer are a leaf of their own.
+    Only leaves have bytes, so that levels cannot disagree. Buffers beyond the `most` largest are merged into one leaf
+    per group. Bytes of the breakdown that are in no buffer are a leaf of their own.
 
-    rows: `id` of a buffer -> its row in the table; other tiles have row -1.
+    `rows`: `id` of a buffer -> its row in the table; other tiles have row -1.
     """
     alive = sorted((b for b in buffers if b.at_peak and b.bytes), key=lambda b: -b.bytes)
     out: list[Tile] = []
@@ -206,7 +212,7 @@ def tiles(
 
 
 def _tile_label(buffer: Buffer, group: str) -> str:
-    """Returns the part of a buffer's name that the tile around it does not have."""
+    """Returns the part of a buffer's name that is not in the name of the enclosing tile."""
     if buffer.phase == "argument":
         return buffer.name.removeprefix(group) or buffer.name
     return what(buffer).rsplit("/", 1)[-1]
@@ -218,6 +224,6 @@ def group_of(buffer: Buffer) -> str:
         return buffer.checkpoint_name or buffer.component or "unnamed"
     if buffer.category == "workspace":
         return "/".join(part for part in (buffer.phase, buffer.component) if part) or "other"
-    if buffer.phase == "argument":  # params['blocks']['wq'] stands under params['blocks']
+    if buffer.phase == "argument":  # the group of params['blocks']['wq'] is params['blocks']
         return re.sub(r"(\[[^\]]*\]|\.\w+)$", "", buffer.name) or buffer.name
     return buffer.component or buffer.module.rsplit("/", 1)[-1] or buffer.dtype or "other"

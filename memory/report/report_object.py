@@ -1,19 +1,19 @@
-"""`Report`: a report that prints, shows, saves and compares itself, and the public functions that return one.
+"""`Report`, a report that prints, shows, saves and compares itself, and the public functions that return one.
 
     report = memory.analyze(step, state, batch, target="h200")
-    report                        # at a prompt one screen; in a notebook the bar and the timeline
+    report                        # at a prompt, one screen; in a notebook, the bar and the timeline
     print(report)                 # the same screen with the remedies of findings
     report.show()                 # everything that `bytescope report` prints
     report.table()                # the ten largest buffers at the peak
     report.to_html("report.html"), report.save("report.json"), memory.diff("before.json", report)
 
-`assert_fits` guards a program's memory in anyone's tests; memory/pytest_guard.py has it as a fixture of pytest.
+`assert_fits` guards the memory of a program in a test; memory/pytest_guard.py provides it as a fixture of pytest.
 
     def test_step_fits():
-        memory.assert_fits(step, state, batch, target="h100:8", donate_argnums=0)       # what the target has
+        memory.assert_fits(step, state, batch, target="h100:8", donate_argnums=0)       # the target's limit
         memory.assert_fits(jax.jit(step).lower(state, batch), "72GiB")                  # or any size
 
-Commands and the trainer use the plain `ReportRecord`. Modules that draw are imported when something is drawn.
+Commands and the trainer use the plain `ReportRecord`. Modules that draw are imported only if something is drawn.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ if TYPE_CHECKING:
 
 
 class Report(report_record.ReportRecord):
-    """What every byte of a program's peak is, on one device: a `ReportRecord` with methods that draw it.
+    """The report of a program: what every byte of device memory holds at the peak. A `ReportRecord` with methods that
+    draw it.
 
-    Two reports are equal if their records are equal. Pickling, `dataclasses.replace` and `from_json` return a `Report`.
+    Two reports are equal if their records are equal. Pickling, `dataclasses.replace` and `from_json` return a
+    `Report`.
     """
 
     @classmethod
     def of(cls, record: report_record.ReportRecord) -> Report:
-        """Returns the report of a record; a `Report` is returned as it is."""
+        """Returns the report of a record. A `Report` is returned unchanged."""
         if isinstance(record, cls):
             return record
         return cls(**{field.name: getattr(record, field.name) for field in dataclasses.fields(record)})
@@ -79,7 +81,7 @@ class Report(report_record.ReportRecord):
         return notebook_summary.render(self)
 
     def show(self) -> None:
-        """Prints what `bytescope report` prints, as wide as the terminal; in a notebook, displays it."""
+        """Prints the output of `bytescope report`, as wide as the terminal. In a notebook, displays it."""
         from bytescope.memory.report import report_text
         from bytescope.memory.view.output_file import put_or_display
 
@@ -94,7 +96,7 @@ class Report(report_record.ReportRecord):
     def to_html(self, path: str | Path) -> None:
         """Writes the page that `bytescope report --html` writes: one file that opens offline.
 
-        Raises ReportError if it cannot be written.
+        Raises ReportError if the file cannot be written.
         """
         from bytescope.memory.report import report_page
         from bytescope.memory.view.output_file import write
@@ -104,7 +106,7 @@ class Report(report_record.ReportRecord):
     def save(self, path: str | Path) -> None:
         """Writes the JSON that `memory.load` and `bytescope diff` read.
 
-        Raises ReportError if it cannot be written.
+        Raises ReportError if the file cannot be written.
         """
         try:
             super().save(path)
@@ -129,29 +131,29 @@ def analyze(
     names: Iterable[str] = (),
     **options: Any,
 ) -> Report:
-    """Returns the report of a program: what every byte of its peak is, on one device.
+    """Returns the report of a program: what every byte of device memory holds at the peak, on one device.
 
     Args:
-        program: a step, plain or jitted, and in `args` and `kwargs` its arguments: arrays, ShapeDtypeStructs, or
+        program: a step, plain or jitted, whose arguments are in `args` and `kwargs`: arrays, ShapeDtypeStructs, or
             pytrees of them. It is traced once and compiled for the target. Or, without arguments, a
             `jax.stages.Traced`, a `Lowered` or `Compiled` for the target's own devices, a serialized HloProto (bytes),
             or the path of one.
-        target: a `memory.devices.targets.Target` or its name ("h200:8"). None: the devices of the arguments' shardings,
-            else the available devices. A proto without a target has no verdict.
-        config: stored in the report unchanged.
-        facts: the trainer's facts of the step (`memory.formulas.model_facts.ModelFacts`): shapes, mesh, precision,
-            remat. With them the report has ZeRO's accounting, the collectives by formula, active parameters, and
-            findings on experts and stages.
-        roles: (regular expression, role) pairs for the pytree paths of arguments, tried before all other rules;
-            roles are params, frozen, optimizer, accumulator, cache, rng, gradients and batch.
-        names: the program's checkpoint names, for programs that use them as named scopes too.
-        options: of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
+        target: a `memory.devices.targets.Target` or its name ("h200:8"). None: the devices of the arguments'
+            shardings, or else the available devices. A proto without a target has no verdict.
+        config: a mapping that is stored in the report unchanged.
+        facts: the trainer's facts about the step (`memory.formulas.model_facts.ModelFacts`): shapes, mesh, precision,
+            remat. With them, the report has ZeRO's accounting, collectives by formula, active parameters, and findings
+            on experts and stages.
+        roles: (regular expression, role) pairs for the pytree paths of arguments, which are tried before all other
+            rules. Roles are params, frozen, optimizer, accumulator, cache, rng, gradients and batch.
+        names: the program's checkpoint names, for programs that also use them as named scopes.
+        options: options of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
             static_argnums, static_argnames.
 
     Raises:
-      ReportError: `program` is not a program, or was lowered for other devices than the target's; a damaged proto; an
-          unknown target.
-      TypeError: an option that `jax.jit` does not know.
+      ReportError: `program` is not a program, was lowered for other devices than the target's, or is a damaged proto;
+          or the target is unknown.
+      TypeError: an option is not an option of `jax.jit`.
     """
     return _compile_and_report(
         program,
@@ -168,23 +170,24 @@ def analyze(
 
 
 def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
-    """Asserts that a program's predicted bytes are at most `size`; returns its report.
+    """Asserts that a program's predicted bytes are at most `size`, and returns its report.
 
     Args:
-        program, args, options: those of `memory.analyze`: a step with its arguments and a target, or a lowered
-            program; or a report.
-        size: bytes of one device, or text such as "72GiB"; without arguments it may follow the program. None: the bytes
-            that are available on one device of the target. A number below 1 MiB needs a unit: "512B".
+        program: a step with its arguments and a target, a lowered program, or a report.
+        args, options: the arguments of `memory.analyze` with these names.
+        size: bytes of one device, or text such as "72GiB". If the program takes no arguments, the size may follow it
+            as a positional argument. None: the bytes that are available on one device of the target. A number below 1
+            MiB needs a unit: "512B".
 
     Raises:
-      GuardError (an AssertionError): the program does not fit; the message names the largest parts of the peak.
+      GuardError (an AssertionError): the program does not fit. The message names the largest parts of the peak.
       ReportError: neither a size nor a limit is known, the size is not valid, or it is among the arguments of a step.
     """
-    __tracebackhide__ = True  # pytest's: the test is where a reader has to look
+    __tracebackhide__ = True  # pytest then shows the line of the test, not this function
     if len(args) == 1 and size is None and not takes_arguments(program):
         (size,), args = args, ()
     if args and isinstance(args[-1], str) and reads_as_size(args[-1]):
-        raise ReportError(f"{args[-1]!r} as an argument of the step: give it by its name, size={args[-1]!r}")
+        raise ReportError(f"{args[-1]!r} is a size, not an argument of the step: give it by name, size={args[-1]!r}")
     limit = None if size is None else parse_bytes(size)  # an invalid size is refused before anything is compiled
     if isinstance(program, report_record.ReportRecord):
         report = Report.of(program)
@@ -192,7 +195,9 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
         report = _compile_and_report(program, args, predict=False, **options)
     limit = report.limit_bytes if limit is None else limit
     if limit is None:
-        raise ReportError('no size to compare with: give one as in assert_fits(program, "72GiB"), or a target')
+        raise ReportError(
+            'there is no size to compare with: give one, as in assert_fits(program, "72GiB"), or a target'
+        )
     if report.predicted_bytes <= limit:
         return report
     share = limit_share(report.target, limit)
@@ -228,7 +233,7 @@ def _compile_and_report(
 
 
 def _largest_parts(report: Report) -> str:
-    """Returns the largest rows of the peak, and the runtime overheads in the allocator's pool."""
+    """Returns the largest rows of the peak and the runtime overheads in the allocator's pool, as text."""
     rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
     overheads = [(row.name, row.bytes) for row in report.runtime_overheads if row.where == report_record.POOL]
     return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *overheads) if count)
@@ -237,6 +242,6 @@ def _largest_parts(report: Report) -> str:
 def load(path: str | Path) -> Report:
     """Reads a report that `Report.save` or `bytescope report --json` wrote, or the report in a run directory.
 
-    Raises ReportError for a missing, damaged or foreign file.
+    Raises ReportError if the file is missing or damaged, or is not a report.
     """
     return Report.of(report_record.load(path))

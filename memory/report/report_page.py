@@ -1,4 +1,4 @@
-"""A report as one HTML file that opens offline: timeline, treemap, buffers, ledger, findings.
+"""Shows a report as one HTML file that opens offline: timeline, treemap, buffers, ledger, findings.
 
 This module prepares the static parts for `templates/report.html`. `static/report.js` draws the interactive parts from
 the columns of `report_data.py`.
@@ -14,7 +14,7 @@ from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import METHODS, Collective, Communication, ReportRecord, Transfer
-from bytescope.memory.report.post_mortem_text import sum_of
+from bytescope.memory.report.post_mortem_text import memory_sum
 from bytescope.memory.report.report_data import page_data
 from bytescope.memory.report.report_text import over, overheads, overlapped_by
 from bytescope.memory.seconds.step_prediction import StepPrediction
@@ -35,7 +35,7 @@ from bytescope.memory.view.elements import (
 )
 from bytescope.memory.view.frame import page
 
-# Verdict -> its mark and its words.
+# Verdict -> (mark, words).
 VERDICTS = {
     "fits": ("✓", "fits"),
     "tight": ("▲", "tight: over 95 % of the limit"),
@@ -43,16 +43,23 @@ VERDICTS = {
     "unknown": ("?", "no limit known"),
 }
 
-# How many names a bar list shows before it folds the rest into one line.
+# Maximum number of bars in a bar list. The rest is summed in one bar.
 MAX_BARS = 30
-# Collectives that the page lists; the JSON has all.
+# Maximum number of collectives on the page. The JSON has all collectives.
 MAX_COLLECTIVES = 60
-# Kind, and class, of the rows that sum up those above them.
+# Kind and CSS class of rows with the sum of the rows above.
 TOTAL = "total"
 
 
 class RankedBar(NamedTuple):
-    """A line of a bar list: the name, the text on hover, the bytes, and the width in percent of the widest."""
+    """A line of a bar list.
+
+    Fields:
+        name: the name shown.
+        title: the text on hover.
+        bytes: the size in bytes.
+        width: the width of the bar in per cent of the largest bar.
+    """
 
     name: str
     title: str
@@ -113,7 +120,7 @@ def _failure(post_mortem: PostMortem) -> dict[str, Any]:
     return {
         "title": f"{post_mortem.step} ran out of memory at call {post_mortem.call:,}",
         "error": post_mortem.error,
-        "sum": sum_of(post_mortem),
+        "sum": memory_sum(post_mortem),
         "ways": post_mortem.ways_out,
         "held": table(columns, post_mortem.held[:MAX_BARS]),
         "left": max(len(post_mortem.held) - MAX_BARS, 0),
@@ -122,7 +129,7 @@ def _failure(post_mortem: PostMortem) -> dict[str, Any]:
 
 
 def verdict(report: ReportRecord) -> dict[str, str]:
-    """The verdict's class, mark and words."""
+    """Returns the CSS class, mark and words of the verdict."""
     kind = report.verdict if report.verdict in VERDICTS else "unknown"
     mark, words = VERDICTS[kind]
     return {"kind": kind, "mark": mark, "words": words}
@@ -145,8 +152,8 @@ def figures(report: ReportRecord) -> list[HeaderFigure]:
 
 
 def _speed(report: ReportRecord) -> list[HeaderFigure]:
-    """Returns predicted seconds, tokens/s and MFU, then the bound by data-sheet rates. Without a prediction, returns
-    the bounds of the three; without rates of the target, returns []."""
+    """Returns the header figures of speed: predicted seconds, tokens/s and MFU, then the bound by data-sheet rates.
+    Without a prediction, returns the bounds of the three figures. Without rates of the target, returns []."""
     best, prediction = at_best(report), StepPrediction.stated(report)
     per = "update" if report.subject.tokens else "call"
     if prediction:
@@ -241,7 +248,8 @@ def _collectives(collectives: Sequence[Collective]) -> PageTable:
 
 
 def _transfers(report: ReportRecord) -> PageTable | None:
-    """Returns bytes and seconds per step over the host link by direction and phase, with sums; None without any."""
+    """Returns bytes and seconds per step over the host link by direction and phase, with sums; None if there are no
+    transfers."""
     rows = report.transfers
     if not rows:
         return None
@@ -279,7 +287,7 @@ def _ledger(report: ReportRecord) -> PageTable | None:
 
 
 def _zero(report: ReportRecord) -> PageTable | None:
-    """Returns bytes per parameter by ZeRO's accounting and as compiled, with the reasons of differences."""
+    """Returns bytes per parameter by ZeRO's accounting and as compiled, with the reasons for differences."""
     columns = (
         ("state", "name", lambda row: row.role),
         ("ZeRO", "num", lambda row: f"{row.classic:.3g}"),
@@ -294,9 +302,9 @@ def _total(row: Any) -> str:
 
 
 def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[RankedBar]:
-    """Returns the bars of the entries, largest first; entries beyond `MAX_BARS` are summed in one bar.
+    """Returns the bars of the entries, largest first. Entries beyond `MAX_BARS` are summed in one bar.
 
-    `folded`: name -> its short form for several modules, with their number.
+    `folded`: name -> the same name with the number of modules that it covers.
     """
     entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])
     rest = entries[MAX_BARS:]
@@ -338,7 +346,7 @@ def _figure(name: str, value: Any) -> Any:
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Flattens nested mappings to dotted names: {"a": {"b": 1}} -> [("a.b", 1)]; lists become one line of text."""
+    """Flattens nested mappings to dotted names: {"a": {"b": 1}} -> [("a.b", 1)]. A list becomes one line of text."""
     if isinstance(value, Mapping):
         return [
             entry for key, inner in value.items() for entry in flatten(inner, f"{prefix}.{key}" if prefix else str(key))

@@ -1,7 +1,7 @@
-"""The report on a terminal, and its summary at a prompt.
+"""Shows a report on a terminal, and its summary at a prompt.
 
-`render` has verdict, findings and what is at the peak on one screen; with `verbose`, all of the report. `summary` is
-what the object shows at a prompt.
+`render` shows verdict, findings and the rows at the peak on one screen; with `verbose`, the whole report. `summary` is
+the text that a `Report` shows at a prompt.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ PHASE_STYLE = {
     "": "dim",
 }
 _BAR, _NAMES, _NAME, _FINDINGS, _TRAFFIC, _COLLECTIVES = 20, 7, 30, 5, 6, 4
-# Rows of the breakdown that hold less of the peak would read 0.0 %: they are summed in one line.
-_LEAST_SHARE = 0.0005
+# Rows of the breakdown below this fraction of the peak would show 0.0 %, so they are summed in one line.
+_MIN_SHARE = 0.0005
 MORE = "the timeline, the largest buffers, the state and the traffic: --verbose, or a page: --html=report.html"
-# Kinds and collectives of less than this share of the bytes on the wire are summed in one line.
+# Kinds and collectives below this fraction of the bytes on the wire are summed in one line.
 _SMALL = 0.001
-# The timeline is no wider than this: more columns would show the same curve.
+# Maximum columns of the timeline; more columns would show the same curve.
 _CURVE = 120
 # Limits of the summary, which keep it under 2,000 characters for any program: columns, findings, and characters of a
 # name and of a finding.
@@ -57,16 +57,17 @@ _SUMMARY_WIDTH, _SUMMARY_FINDINGS, _SUMMARY_NAME, _SUMMARY_MESSAGE = 80, 3, 36, 
 
 
 def show(report: ReportRecord, console: Console | None = None, choices: str = "", verbose: bool = True) -> None:
-    """Prints the report, to stdout when no console is given. The arguments are those of `render`."""
+    """Prints the report to a console, by default to stdout. The other arguments are those of `render`."""
     put(render(report, choices, verbose), console)
 
 
 def render(report: ReportRecord, choices: str = "", verbose: bool = True) -> RenderableType:
-    """Returns the report for rich.
+    """Returns the report as a rich renderable.
 
     Args:
-      choices: what the trainer chose, one choice per line.
-      verbose: whether timeline, largest buffers, state and traffic follow the verdict, the findings and the breakdown.
+        choices: the choices that the trainer made, one per line.
+        verbose: whether timeline, largest buffers, state and traffic follow the verdict, the findings and the
+            breakdown.
     """
     parts = [_head(report, choices, verbose), findings(report), _composition(report)]
     if verbose:
@@ -116,7 +117,7 @@ def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
 
 def verdict_line(report: ReportRecord) -> RenderableType:
     """Returns the verdict, the predicted bytes with their share of the limit, allocated bytes and peak, in one line if
-    there is room; the next line has the limit as a share of the GPU's memory."""
+    there is room. The next line has the limit as a share of the GPU's memory."""
     limit = report.limit_bytes
     share = f" of {human(limit)} ({report.predicted_bytes / limit:.1%})" if limit else ""
     verdict = Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold"))
@@ -158,7 +159,6 @@ def _items(report: ReportRecord, where: str) -> str:
 
 
 def _composition(report: ReportRecord) -> RenderableType | None:
-    """Returns the rows at the peak with residuals and workspace, side by side if there is room."""
     left = breakdown(report)
     folded = naming.fold_labels(report.buffers)
     residuals = _names("residuals by checkpoint name", report.residuals_by_name, folded)
@@ -168,14 +168,14 @@ def _composition(report: ReportRecord) -> RenderableType | None:
 
 
 def breakdown(report: ReportRecord) -> RenderableType | None:
-    """Returns the rows at the peak with their shares and bars, without empty rows; None if all are empty."""
+    """Returns the rows at the peak with their shares and bars, without empty rows; None if all rows are empty."""
     if not any(report.breakdown.values()):
         return None
     table = FigureTable(label(), figure(), figure(), fixed(style="cyan"))
     largest, peak = max(report.breakdown.values()), max(report.peak_bytes, 1)
-    smaller = [size for size in report.breakdown.values() if 0 < size < _LEAST_SHARE * peak]
+    smaller = [size for size in report.breakdown.values() if 0 < size < _MIN_SHARE * peak]
     for row, size in report.breakdown.items():
-        if size >= _LEAST_SHARE * peak:
+        if size >= _MIN_SHARE * peak:
             table.add(row, human(size), f"{size / peak:.1%}", _bar(size / largest))
     if smaller:
         table.add(f"{len(smaller)} more", human(sum(smaller)), style="dim")
@@ -183,7 +183,7 @@ def breakdown(report: ReportRecord) -> RenderableType | None:
 
 
 def _bar(share: float) -> str:
-    """A bar of up to 20 columns; a sliver for less than half a column."""
+    """Returns a bar of up to `_BAR` columns, and at least a thin one."""
     return "█" * round(_BAR * share) or "▏"
 
 
@@ -201,7 +201,8 @@ def _names(title: str, sizes: Mapping[str, int], folded: Mapping[str, str]) -> R
 
 
 class _Curve:
-    """Live bytes over the step: a column has the maximum of its points, and the colour and letter of their phase."""
+    """Live bytes over the step. Each column shows the maximum of its points, with the colour and letter of their
+    phase."""
 
     def __init__(self, timeline: tuple[TimelinePoint, ...]) -> None:
         self._timeline = timeline
@@ -247,7 +248,6 @@ def _ledger(report: ReportRecord) -> RenderableType | None:
 
 
 def _zero(report: ReportRecord) -> RenderableType | None:
-    """Returns bytes per parameter by ZeRO's accounting and as compiled."""
     if not report.zero:
         return None
     table = _table("bytes per parameter", figure("ZeRO"), figure("held"), words("why"))
@@ -259,12 +259,11 @@ def _zero(report: ReportRecord) -> RenderableType | None:
 
 
 def _table(title: str, *columns: FigureColumn) -> FigureTable:
-    """A table whose first column is the title's, the other titles dim."""
+    """Returns an empty table whose first column has the table's title in bold and whose other titles are dim."""
     return FigureTable(label(Text(title, style="bold")), *columns, heading="dim")
 
 
 def _communication(report: ReportRecord) -> RenderableType | None:
-    """Returns bytes per step by kind of collective and mesh axes, with those by formula."""
     if not report.communication:
         return None
     table = _table(
@@ -304,7 +303,6 @@ def _communication(report: ReportRecord) -> RenderableType | None:
 
 
 def _transfers(report: ReportRecord) -> RenderableType | None:
-    """Returns bytes per step over the host link with their seconds."""
     if not report.transfers:
         return None
     table = _table("host link", figure("bytes per step"), figure("seconds"), label("phase"))
@@ -314,7 +312,6 @@ def _transfers(report: ReportRecord) -> RenderableType | None:
 
 
 def _largest(report: ReportRecord) -> RenderableType | None:
-    """Returns the largest collectives with the compute that overlaps them."""
     table = _table(
         "",
         label("over"),
@@ -342,15 +339,15 @@ def _largest(report: ReportRecord) -> RenderableType | None:
 
 
 def over(axes: Iterable[str], group: int, hosts: int = 1) -> str:
-    """Returns the devices that a collective spans: "data x fsdp 8", "groups of 8" if no axis is known, "stage 4, 4
-    hosts" for a collective over the network."""
+    """Returns the devices that a collective spans as text: "data x fsdp 8"; "groups of 8" if no axis is known; "stage
+    4, 4 hosts" for a collective over the network."""
     spanned = f"{' x '.join(axes)} {group}" if axes else f"groups of {group}"
     return f"{spanned}, {hosts} hosts" if hosts > 1 else spanned
 
 
 def overlapped_by(item: Collective) -> str:
-    """Returns the compute that overlaps a collective: "5 ops, 1.37 TFLOP"; "exposed" if there is none, "synchronous" if
-    the device waits for the collective."""
+    """Returns the compute that overlaps a collective as text: "5 ops, 1.37 TFLOP"; "exposed" if there is none;
+    "synchronous" if the device waits for the collective."""
     if item.exposed:
         return "exposed" if item.asynchronous else "synchronous"
     operations = "1 op" if item.overlapped == 1 else f"{item.overlapped} ops"
@@ -376,7 +373,8 @@ def findings(report: ReportRecord) -> RenderableType | None:
 
 
 def _remarks(report: ReportRecord) -> RenderableType | None:
-    """Returns the method, unless lifetimes are exact, and the notes on what is not exact."""
+    """Returns the method by which live ranges were derived, unless they are exact, and the notes about inexact
+    figures."""
     lines = [f"note: {note}" for note in report.notes]
     if report.method != "heap_trace":
         lines.insert(0, f"method: {METHODS.get(report.method, report.method)}")
@@ -388,9 +386,9 @@ def _remarks(report: ReportRecord) -> RenderableType | None:
 
 def summary(report: ReportRecord, remedies: bool = False) -> str:
     """Returns the summary as plain text in at most 80 columns: the title, the figures, the rows at the peak, the first
-    findings. Without `remedies`, it has at most 2,000 characters.
+    findings.
 
-    remedies: whether findings are uncut and have their remedies.
+    `remedies`: whether findings are uncut and have their remedies. If False, the summary has at most 2,000 characters.
     """
     finding_lines = findings(report) if remedies else _cut_findings(report)
     notes = [finding_lines] if finding_lines is not None else []

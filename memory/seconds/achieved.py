@@ -1,8 +1,8 @@
 """Published measurements of the rates that chips reach, each with its source.
 
 Data sheets are in `devices.chips`. A rate that is not published for a chip is taken from the nearest chip with a
-published rate (`NEAREST`, the same generation first), times the ratio of their data sheets. `DeviceRates.source` then
-says so.
+published rate (`NEAREST`, the same generation first), times the ratio of their data sheets. The field
+`DeviceRates.source` names that chip.
 
 Bandwidths of collectives are NCCL's bus bandwidths and include the latency. An all-reduce on NVSwitch of Hopper and
 later may exceed the bandwidth of the link, because the switch adds the data (NVLink SHARP), so that fewer bytes cross

@@ -79,7 +79,7 @@ CPU_SPREAD = Spread(0.5, 2.0, 0, "assumed, for a CPU")
 
 
 def spread_of(target: Mapping[str, Any]) -> Spread:
-    """Returns the spread for a target's JSON, by its chip."""
+    """Returns the spread of predictions for the chip of a target. `target`: the JSON of a target."""
     if target.get("platform") == "cpu":
         return CPU_SPREAD
     name = str(target.get("name", "")).partition(":")[0]

@@ -58,7 +58,7 @@ def preferred(items: Iterable[Item], seconds: Callable[[Item], float], otherwise
 
 
 def ties(items: Iterable[Item], seconds: Callable[[Item], float]) -> list[Item]:
-    """Returns the items within the fraction `TIE` of the fewest seconds, in their order."""
+    """Returns the items whose seconds exceed the fewest seconds by at most the fraction `TIE`, in their order."""
     known = list(items)
     most = min(map(seconds, known), default=math.inf) * (1 + TIE)
     return [item for item in known if seconds(item) <= most]

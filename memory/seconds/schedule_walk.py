@@ -97,7 +97,7 @@ def start_seconds(
 ) -> tuple[dict[str, float], float]:
     """Returns (instruction -> seconds from the start of the step to its start, seconds of the step).
 
-    The instructions of a loop's body have one turn in `order`. That turn is stretched to the seconds of all turns.
+    The instructions of a loop's body have one turn in `order`. The turn is stretched to the seconds of all turns.
 
     Args:
         order: the schedule of one device and one call, instruction by instruction, before `settle`.

@@ -58,7 +58,7 @@ class StepPrediction:
 
     @classmethod
     def stated(cls, report: ReportRecord) -> StepPrediction | None:
-        """Returns the prediction that a report contains; None if it has none."""
+        """Returns the prediction that is stored in a report; None if the report has none."""
         if not report.prediction:
             return None
         values: dict[str, Any] = {}

@@ -233,7 +233,7 @@ def _sum(parts: jax.Array, axis: int) -> jax.Array:
 def _computed(
     which: Sequence[Weight], weights: Sequence[jax.Array], dtype: jnp.dtype, place: Placement
 ) -> tuple[jax.Array, ...]:
-    """Returns the weights as a layer multiplies them: cast, then gathered."""
+    """Returns the weights in the form that a layer multiplies: cast, then gathered."""
     return tuple(place.weight(to_device(w).astype(dtype), one.axes) for one, w in zip(which, weights))
 
 

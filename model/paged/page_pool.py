@@ -99,8 +99,8 @@ class PagePool:
 def _put(
     pool: jax.Array, scales: jax.Array | None, new_BTGK: jax.Array, at: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Writes `new_BTGK` at (page, offset) and returns the pool and scales. 8-bit pools have one scale per head of a
-    token."""
+    """Writes keys or values `new_BTGK` at (page, offset). Returns the pool and its scales; 8-bit pools have one scale
+    per head of a token."""
     if scales is None:
         return pool.at[at].set(new_BTGK.astype(pool.dtype)), None
     integers = jnp.issubdtype(pool.dtype, jnp.integer)

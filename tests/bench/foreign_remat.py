@@ -36,7 +36,7 @@ from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import CompiledPlan
 from bytescope.memory.remat.remat_search import RematSearch
 from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan
-from bytescope.memory.report.remat_planning import BUILT_IN, PolicyCompiler, name_of, plan_of
+from bytescope.memory.report.remat_planning import BUILT_IN, PolicyCompiler, make_plan, policy_name
 from bytescope.memory.units import human
 
 
@@ -233,10 +233,12 @@ def plans_of(model: Model, target: str) -> list[RematPlan]:
 
     compiler = PolicyCompiler(Loss(model.loss(None), model.args, {}), target, None, ())
     search = RematSearch(compiler.problem(), compiler, tell)
-    sizes = {BUILT_IN[name_of(tried.plan)]: tried.compiled.allocated_bytes for tried in search.compile(search.fixed)}
+    sizes = {
+        BUILT_IN[policy_name(tried.plan)]: tried.compiled.allocated_bytes for tried in search.compile(search.fixed)
+    }
     least, most = sizes["nothing_saveable"], sizes["dots_saveable"]
     budgets = [least + (most - least) * eighths // 8 for eighths in EIGHTHS]
-    plans = [plan_of(compiler, search, outcome, budget) for outcome, budget in zip(search.run_all(budgets), budgets)]
+    plans = [make_plan(compiler, search, outcome, budget) for outcome, budget in zip(search.run_all(budgets), budgets)]
     assert len({plan.recomputed_flops for plan in plans}) == len(plans)
     for plan in plans:
         assert plan.allocated_bytes <= plan.budget_bytes

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from support.bench_scripts import bench_script
+
 FOLDER = Path(__file__).parents[2] / "memory" / "examples"
 CHEAPEST = "compare_policies_and_meshes"
 # The others compile more programs than the default set has time for.
@@ -16,11 +18,8 @@ NOTEBOOKS = [
 
 
 @pytest.fixture
-def examples(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
-    import examples
-
-    return examples
+def examples():
+    return bench_script("examples")
 
 
 @pytest.mark.oracle("notebook", "cuda", "equinox")

@@ -182,8 +182,8 @@ def test_a_name_wider_than_its_readers_is_told():
         "both": ("", 0),
     }
     assert excess_warnings(found.values()) == (
-        "wide is kept in float32 and read in bfloat16: 2 times what is needed, 512.00 KiB too much over all devices; "
-        "name it after the cast",
+        "wide is kept in float32 and read in bfloat16: 2 times the needed bytes, 512.00 KiB too much over all devices; "
+        "call checkpoint_name after the cast",
     )
 
 

@@ -28,9 +28,9 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from bytescope.memory.errors import one_line
 from bytescope.model.frozen import merge_parameters, router_biases, split_parameters
 from bytescope.train.checkpoints.stored_array import StoredArray
-from bytescope.train.launch.failures import keep_library_log
+from bytescope.train.launch.failures import store_library_log
 from bytescope.train.launch.processes import ALONE, Processes
-from bytescope.train.launch.runtime import stderr_held
+from bytescope.train.launch.runtime import captured_stderr
 from bytescope.train.pipeline.layer_order import LAYERS, Order, describe_reordered, reorder
 from bytescope.train.source import CHECKPOINTS
 from bytescope.train.step.optimizer.host_offload import fetch, is_hosted
@@ -255,7 +255,7 @@ class Checkpoints:
         )
         # Done before Orbax lists the checkpoints.
         self._damage_notes = processes.from_first(self._repair_listing() if processes.first else None)
-        keep_library_log()
+        store_library_log()
         self._manager = ocp.CheckpointManager(self.root.absolute(), options=self._options)
         self._inode = self.root.stat().st_ino
         self._was_read = False  # True once a checkpoint of this run was read back
@@ -328,7 +328,7 @@ class Checkpoints:
         self.wait()
         damage = ""
         if self._processes.first:
-            with stderr_held() as complaints:
+            with captured_stderr() as complaints:
                 try:
                     _read_from_disk(self._manager.directory / str(step), READ_BACK_S)
                 except Exception as error:  # Orbax, tensorstore and json raise many kinds
@@ -380,7 +380,7 @@ class Checkpoints:
         # a process that cannot.
         folder = self._manager.directory / str(step)
         state, damage = None, ""
-        with stderr_held() as complaints:
+        with captured_stderr() as complaints:
             try:
                 meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
                 position = Position(int(meta["step"]), int(meta["sequences"]))

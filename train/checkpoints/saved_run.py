@@ -20,8 +20,8 @@ from bytescope.configs import base
 from bytescope.memory.errors import one_line
 from bytescope.train.checkpoints.stored_array import Slices, StoredArray, whole
 from bytescope.train.checkpoints.workdir import Identity, recorded, require_utf8
-from bytescope.train.launch.failures import keep_library_log
-from bytescope.train.launch.runtime import stderr_held
+from bytescope.train.launch.failures import store_library_log
+from bytescope.train.launch.runtime import captured_stderr
 from bytescope.train.program.config_files import flatten
 from bytescope.train.source import CHECKPOINTS, CONFIG
 from bytescope.train.user_errors import UserError
@@ -76,7 +76,7 @@ class SavedRun:
           UserError: there is no run or no such checkpoint, a file is damaged, or the path is not valid UTF-8.
         """
         require_utf8(workdir)
-        keep_library_log()
+        store_library_log()
         identity = recorded(workdir / CONFIG)
         config = _config(identity, workdir)
         steps = _steps(workdir)
@@ -126,7 +126,7 @@ class SavedRun:
     @contextlib.contextmanager
     def reporting_damage(self) -> Iterator[None]:
         """Turns the errors of Orbax, tensorstore and json about damaged files into a one-line UserError."""
-        with stderr_held() as complaints:
+        with captured_stderr() as complaints:
             try:
                 yield
             except Exception as error:

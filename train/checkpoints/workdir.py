@@ -196,8 +196,8 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> Iterator[list[str]]:
     """Reserves `workdir` for this run while the context lasts. Yields notes about changes, one line each.
 
-    Process 0 holds the lock for all processes. Raises UserError as `claim_together`, and if another run holds the
-    directory.
+    Process 0 holds the lock for all processes. Raises the UserErrors of `claim_together`, and a UserError if another
+    run holds the directory.
     """
     if not processes.first:
         yield claim_together(workdir, identity, extend=extend, processes=processes)
@@ -222,7 +222,7 @@ def _refuse_foreign(workdir: Path) -> None:
 
 
 def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> list[str]:
-    """Calls `claim` in process 0, after checking that all processes train the same run. Returns its notes.
+    """Calls `claim` in process 0, after checking that all processes train the same run. Returns the notes of `claim`.
 
     Raises:
       UserError: `claim` raises it, this process has another config or other data, or it does not see the directory.

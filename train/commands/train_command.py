@@ -73,7 +73,7 @@ def make_parser() -> Parser:
         help="print the first row of data, with the trained tokens in [brackets], and exit",
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="print the full memory report, and the reason for each automatic choice"
+        "--verbose", action="store_true", help="print the full memory report, and the reason for each choice"
     )
     add_flags(parser)
     return parser

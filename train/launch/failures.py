@@ -15,7 +15,7 @@ from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.live import sample
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
-from bytescope.train.launch.runtime import RAISE_FILES, forgive_abandoned
+from bytescope.train.launch.runtime import RAISE_FILES, silence_abandoned
 from bytescope.train.user_errors import DoesNotFit, UserError
 
 # errno values of a full, read-only or broken disk.
@@ -124,10 +124,12 @@ def disk_explained() -> Iterator[None]:
 
 
 # Orbax's log is stored, not printed: a single full disk logs 364 lines or more, and its error is printed in one line.
-KEPT = 20  # maximum number of stored records; the first ones are about the failure, later ones about its consequences
+MAX_STORED = (
+    20  # maximum number of stored records; the first ones are about the failure, later ones about its consequences
+)
 
 
-class _Keep(logging.Filter):
+class _StoredLog(logging.Filter):
     """A log filter that stores the error records of Orbax instead of printing them. Other records pass."""
 
     def __init__(self) -> None:
@@ -137,27 +139,27 @@ class _Keep(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if "orbax" not in record.pathname:
             return True
-        if record.levelno >= logging.ERROR and len(self.records) < KEPT:
+        if record.levelno >= logging.ERROR and len(self.records) < MAX_STORED:
             self.records.append(record)
         return False
 
 
-_KEEP = _Keep()
+_STORED_LOG = _StoredLog()
 
 
-def keep_library_log() -> None:
+def store_library_log() -> None:
     """Stores Orbax's log records from now on, instead of printing them. It may be called several times."""
     logger = logging.getLogger("absl")  # the logger that Orbax uses
     logger.setLevel(logging.ERROR)
-    if _KEEP not in logger.filters:
-        logger.addFilter(_KEEP)
-        forgive_abandoned()
+    if _STORED_LOG not in logger.filters:
+        logger.addFilter(_STORED_LOG)
+        silence_abandoned()
 
 
 def show_library_log() -> None:
     """Prints the stored log records to standard error, for failures that are not the user's."""
-    for record in _KEEP.records:
+    for record in _STORED_LOG.records:
         print(f"{record.levelname}: {record.getMessage()}", file=sys.stderr)
         if record.exc_info:
             print(logging.Formatter().formatException(record.exc_info), file=sys.stderr)
-    _KEEP.records.clear()
+    _STORED_LOG.records.clear()

@@ -164,49 +164,49 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-class Held:
+class CapturedStderr:
     """Standard error of a `with` block. It is printed at the end of the block unless `drop` is set."""
 
     drop = False
 
 
 @contextlib.contextmanager
-def stderr_held() -> Iterator[Held]:
+def captured_stderr() -> Iterator[CapturedStderr]:
     """Captures standard error in a block, for a call whose failure is reported in one line.
 
     A library's threads print a traceback for each read that nobody waits for any more, some of them only when the
     failed coroutine is garbage-collected.
     """
     sys.stderr.flush()
-    held, screen = Held(), os.dup(2)
+    captured, screen = CapturedStderr(), os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
-            yield held
+            yield captured
         finally:
-            if held.drop:
-                forgive_abandoned()  # some coroutines are garbage-collected later
+            if captured.drop:
+                silence_abandoned()  # some coroutines are garbage-collected later
                 gc.collect()
                 time.sleep(SETTLE_S)
             sys.stderr.flush()
             os.dup2(screen, 2)
             os.close(screen)
             file.seek(0)
-            if not held.drop:
+            if not captured.drop:
                 os.write(2, file.read())
 
 
-def forgive_abandoned() -> None:
+def silence_abandoned() -> None:
     """Silences, from now on, tracebacks of coroutines and tensorstore writes that a failed read or write has left
     behind.
 
     The writes report to an event loop that is already closed.
     """
-    if not isinstance(sys.unraisablehook, _Forgiving):
-        sys.unraisablehook = _Forgiving(sys.unraisablehook)
+    if not isinstance(sys.unraisablehook, _AbandonedFilter):
+        sys.unraisablehook = _AbandonedFilter(sys.unraisablehook)
 
 
-class _Forgiving:
+class _AbandonedFilter:
     """An unraisable hook that ignores abandoned coroutines and writes, and passes other exceptions to the hook before
     it.
     """

@@ -213,7 +213,7 @@ class Layout(Placement):
         return jax.shard_map(row_major, mesh=self.mesh, in_specs=spec, out_specs=spec)(x_BLD)
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns a parameter as a layer computes with it: gathered if the strategy gathers layer by layer."""
+        """Returns a parameter in the form that a layer multiplies: gathered if the strategy gathers layer by layer."""
         return self.gather(w, axes) if self.strategy.by_layer else self._constrain(w, self.spec(axes))
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:

@@ -85,8 +85,10 @@ class Schedule:
 
     @cached_property
     def stash_slots(self) -> tuple[int, ...]:
-        """The number of stash slots that each stage needs. All stages run one program, which allocates the maximum on
-        every stage."""
+        """The number of slots for residuals of a chunk that each stage needs.
+
+        All stages run one program, which allocates the maximum on every stage.
+        """
         return tuple(int(self.forward[:, stage, 2].max()) + 1 for stage in range(self.stages))
 
     @property
@@ -96,7 +98,7 @@ class Schedule:
 
     @property
     def bends(self) -> bool:
-        """True if virtual stages turn back at the last stage, as in a V."""
+        """True if the virtual stages turn back at the last stage, as in the V placement."""
         return any(
             held != tuple(range(stage, self.virtual_stages, self.stages)) for stage, held in enumerate(self.placement)
         )

@@ -37,7 +37,10 @@ def bubble(stages: int, micro_batches: int, virtual: int = 1) -> Fraction:
 
 
 def expected_bubble(schedule: Schedule) -> tuple[str, Fraction]:
-    """Returns (formula, value) of a schedule's bubble. In a ring more chunks make it smaller; in a V they do not."""
+    """Returns the formula and the value of a schedule's bubble, the fraction of time that a stage is idle.
+
+    In a ring more chunks per stage make the bubble smaller; in a V they do not.
+    """
     words, virtual = ("(P-1)/(M+P-1)", 1) if schedule.bends else ("(P-1)/(vM+P-1)", schedule.virtual)
     return words, bubble(schedule.stages, schedule.micro_batches, virtual)
 

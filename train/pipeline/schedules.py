@@ -70,7 +70,7 @@ def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
         )
 
     def item(m: int, chunk: int) -> int:
-        """Returns the index of a unit among the units of its stage."""
+        """Returns the index of a (micro-batch, chunk) in the order in which its stage runs them."""
         return (m // P * v + chunk) * P + m % P if v > 1 else m
 
     forward = {(m, chunk * P + s): item(m, chunk) + s for m in range(M) for chunk in range(v) for s in range(P)}

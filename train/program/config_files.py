@@ -72,7 +72,7 @@ def load_flat(name: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str,
 
 
 def purposes() -> dict[str, str]:
-    """Returns shipped config name -> the first paragraph of its docstring, in one line."""
+    """Returns the first paragraph of the docstring of every shipped config, in one line, by the name of the config."""
     docstrings = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in shipped()}
     return {name: " ".join(text.split("\n\n")[0].split()) for name, text in docstrings.items()}
 

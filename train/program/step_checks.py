@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.hlo import divergence
 from bytescope.memory.hlo import mesh as hlo_mesh
-from bytescope.model.names import NAMES, names_in
+from bytescope.memory.jaxprs import checkpoint_names_in
+from bytescope.model.names import NAMES
 from bytescope.train.program.choices import Choices
 from bytescope.train.step.state import TrainState
 
@@ -43,7 +44,7 @@ def _check_checkpoint_names(choices: Choices, loss: Callable[..., Any], state: T
     arrays = dict.fromkeys(choices.batch_names, tokens_BL)
     # Some names exist only in custom gradients, so the gradient is traced.
     traced = jax.make_jaxpr(jax.grad(loss, has_aux=True))(state.params, arrays, keys, state.frozen)
-    present = names_in(traced.jaxpr)
+    present = checkpoint_names_in(traced)
     if missing := asked - present:
         raise ValueError(
             f"checkpoint name {min(missing)!r} does not occur in this program: choose from {', '.join(sorted(present))}"

@@ -36,10 +36,10 @@ def _attention(model: ModelConfig) -> dict[str, int]:
 
 
 def _matrices(model: ModelConfig, routed: bool) -> dict[str, int]:
-    """Returns the number of parameters that a token is multiplied with, for each matrix of one layer, by the last two
-    keys of its path.
+    """Returns the size of each matrix of one layer that a token is multiplied with, by the last two keys of its path.
 
-    `routed`: True for a layer with experts, of which a token visits `experts_per_token`.
+    Sizes are numbers of parameters. `routed`: True for a layer with experts, of which a token visits
+    `experts_per_token`.
     """
     D, gated = model.d_model, MLPS[model.mlp][0]
     names = ("w_gate", "w_up", "w_down") if gated else ("w_up", "w_down")

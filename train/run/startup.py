@@ -44,7 +44,7 @@ REPORT, PAGE = "memory.json", "memory.html"
 
 
 def parameters_by_component(params: Any, quantized: Mapping[str, tuple[str, Matrix]] = {}) -> dict[str, int]:
-    """Returns component (a second column of _COMPONENTS, or "other") -> number of parameters.
+    """Returns the number of parameters by component (a second column of _COMPONENTS, or "other").
 
     `quantized`: dotted path of a weight that is stored as codes and scales -> (its row of FORMATS, its matrix).
     """

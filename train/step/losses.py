@@ -82,8 +82,10 @@ def _without_padding(logits_V: jax.Array, settings: LossSettings) -> jax.Array:
 
 
 def _nll(logits_V: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (negative log-likelihood, log-denominator) of each position, float32 [...]. Ignored targets get
-    likelihood 0."""
+    """Returns the negative log-likelihood and the log-denominator of each position, float32 [...].
+
+    The negative log-likelihood of ignored targets is 0.
+    """
     logits_V = logits_V.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits_V, axis=-1)
     chosen = jnp.take_along_axis(logits_V, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
@@ -114,8 +116,10 @@ _narrow_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
-    """Returns the loss from all logits at once: 4 bytes x B x L x V, and several arrays of this size in the backward
-    pass."""
+    """Returns the sum of negative log-likelihoods, computed from all logits at once.
+
+    The logits take 4 bytes x B x L x V, and the backward pass needs several arrays of this size.
+    """
     w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
     all_logits = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
     logits_BLV = all_logits(x_BLD, w_head, settings)
@@ -160,7 +164,7 @@ def _times_slope(d_logits_RBCV: jax.Array, logits_RBCV: jax.Array, settings: Los
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
-    """Returns the loss from the logits of one chunk of positions at a time, forward and backward.
+    """Returns the sum of negative log-likelihoods, computed from the logits of one chunk of positions at a time.
 
     When it is differentiated, the gradients are computed in the same pass as the loss, while the logits of a chunk
     exist: three matrix products, none of them twice (as in fused linear cross-entropy, Hsu et al. 2024, arXiv

@@ -19,13 +19,14 @@ Routed = tuple[int, int] | None
 
 
 def no_load(layers: int, experts: int) -> Load:
-    """Returns the load before the first micro-batch: zeros."""
+    """Returns router statistics of zeros, the start of the sum over micro-batches."""
     by_layer = jnp.zeros(layers, jnp.float32)
     return Load(jnp.zeros((layers, experts), jnp.float32), by_layer, by_layer, by_layer, by_layer)
 
 
 def weighted_load(load: Load | None, tokens: jax.Array) -> Load | None:
-    """Returns a micro-batch's load with its means multiplied by the unmasked targets, so that loads can be summed."""
+    """Multiplies the means in a micro-batch's router statistics by the number of unmasked targets, so that they can be
+    summed."""
     if load is None:
         return None
     means = {name: getattr(load, name) * tokens for name in ("entropy", "balance", "router_z")}

@@ -35,7 +35,7 @@ class Tally:
 
 
 def zero_tally(routed: Routed = None) -> Tally:
-    """Returns the tally before the first micro-batch of an update. `routed`: (layers with experts, experts in each)."""
+    """Returns sums of zero, for the start of an update. `routed`: (layers with experts, experts in each)."""
     return Tally(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), routed and no_load(*routed))
 
 

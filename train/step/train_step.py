@@ -84,14 +84,15 @@ class StepParts:
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(rows))
 
     def factor(self, state: TrainState) -> jax.Array | None:
-        """Returns the factor of the loss before the backward pass, float32; None without a loss scale."""
+        """Returns the factor by which the loss is multiplied before the backward pass, float32; None without a loss
+        scale."""
         if self.scaling is None:
             return None
         assert state.loss_scale is not None
         return self.scaling.factor(state.loss_scale)
 
     def gradients(self, state: TrainState, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
-        """Returns the tally and the gradients, summed over the A micro-batches [A, B, L]."""
+        """Returns the loss sums (tally) and the gradients of all A micro-batches [A, B, L] together."""
         weights, factor = self.weights.copy(state.params), self.factor(state)
         if self.pipeline is not None:
             return self.pipeline(weights, batch, key_AB, factor, state.frozen)
@@ -161,9 +162,10 @@ def _sums(
     *,
     local: bool = False,
 ) -> tuple[Tally, Any]:
-    """Returns tally and gradients of all micro-batches. Unless `local`, each gradient is reduced over the ranks.
+    """Returns the loss sums (tally) and the gradients of all micro-batches. Unless `local`, gradients are reduced over
+    the ranks.
 
-    The gradients are those of the loss times `factor`. The tally is not multiplied by it.
+    The gradients are multiplied by `factor`, the tally is not.
     """
     loss = parts.local_loss if local else parts.loss
     keep = (lambda grads: grads) if local else parts.weights.gradients

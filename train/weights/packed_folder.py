@@ -85,7 +85,7 @@ def packed_paths(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def matrices(model: ModelConfig) -> dict[str, Matrix]:
     """Returns the quantized matrices of a layer, by their path in the layer, such as `attention.w_q`."""
-    return matrices_of(model, "int8")  # int8 has no groups, so it fits any size
+    return matrices_of(model, "int8")  # the format int8 fits matrices of any size
 
 
 def _check(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], optional: bool) -> None:

@@ -311,7 +311,7 @@ def _product_cases(
 
 
 def _thin_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
-    """Pairs of products as in a transformer's block: (m, k) x (k, n), and back to (m, k)."""
+    """Yields pairs of thin matrix products as in a block of a transformer: (m, k) x (k, n), and back to (m, k)."""
 
     def make(m: int, k: int, n: int, links: int) -> Chain:
         times, dtype = _times(unit), _dtype(unit)

@@ -263,7 +263,7 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
 
 
 def _work_seconds(sample: Sample, floor: float) -> float:
-    """Returns the seconds of a link without the floor of its kernel."""
+    """Returns the seconds of one link minus the floor seconds of its kernel."""
     return max(sample.seconds - floor, _MIN_SHARE * sample.seconds)
 
 

@@ -134,7 +134,7 @@ def test_the_json_is_a_report_too(tmp_path):
 
 def test_what_fits_by_the_figures_is_said_to():
     found = PostMortem("step", 1, "RESOURCE_EXHAUSTED", report=report_of(KEPT))
-    assert text.sum_of(found).startswith("the step takes 6.00 GiB of 8.00 GiB, 2.00 GiB should be left")
-    assert text.sum_of(dataclasses.replace(found, allocator={"bytes_limit": GIB})).endswith(
+    assert text.memory_sum(found).startswith("the step takes 6.00 GiB of 8.00 GiB, 2.00 GiB should be left")
+    assert text.memory_sum(dataclasses.replace(found, allocator={"bytes_limit": GIB})).endswith(
         "of 1.00 GiB, 5.00 GiB too much"
     )

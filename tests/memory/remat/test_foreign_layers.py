@@ -190,14 +190,14 @@ def test_another_walk_is_told():
     turned = Wanted(wanted.names, wanted.keys, tuple(keys[::-1] for keys in wanted.order), wanted.places, wanted.known)
     policy = RematPolicy(turned)
     with pytest.warns(
-        UserWarning, match="is not the block that the remat policy was planned for: .* comes where .* was expected"
+        UserWarning, match="is not the block that the remat policy was planned for: found .* where .* was expected"
     ):
         recomputed(foreign.loss_of("scan", policy))
     with pytest.raises(ReportError, match=f"does not recognize this program's blocks under jax {jax.__version__}"):
         policy.check()
     silent = RematPolicy(Wanted(keys=frozenset({"dot_general float32[1]"}), known=wanted.known))
     recomputed(foreign.loss_of("scan", silent))
-    with pytest.raises(ReportError, match="1 of the values that it keeps were not there, the first dot_general"):
+    with pytest.raises(ReportError, match="1 of the kept values were not in the program, the first is dot_general"):
         silent.check()
 
 

@@ -34,7 +34,7 @@ def plans():
 def test_a_device_of_unknown_memory_is_refused_in_one_line():
     compiler = object.__new__(PolicyCompiler)  # without compiling anything
     compiler.full = Built(None, memory.Report(1, 1, {}), flops.FlopCount())
-    with pytest.raises(ReportError, match="name a target"):
+    with pytest.raises(ReportError, match="give a target"):
         compiler.budget("1GiB")
 
 

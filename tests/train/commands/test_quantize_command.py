@@ -167,7 +167,7 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
     code, _, err = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--method=rounding")
     assert code == 2 and "1 layers that were quantized with method=awq" in err
     code, _, err = quantize(capsys, "wide", "again", *SHORT)
-    assert code == 2 and "unfinished folder with text=" in err  # perplexity would be of another text
+    assert code == 2 and "quantized with text=" in err  # perplexity would be of another text
     calls.clear()
     monkeypatch.setattr(
         quantize_work.Quantization, "_round", lambda self, *args: calls.append(args) or whole(self, *args)
@@ -240,7 +240,10 @@ def test_the_plan_is_what_the_work_says(made, capsys):
         (["awq", "out", *SHORT], "is quantized already"),
         (["wide", "awq", *SHORT], "awq is not empty"),
         (["wide", "wide", *SHORT, "--force"], "the folder to quantize"),
-        (["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"], "has 1 windows of 64 tokens, and 2"),
+        (
+            ["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"],
+            "has 1 windows of 64 tokens, and at least",
+        ),
         (["gpt2", "out", *SHORT], "gpt2 stores weights in tensors"),
         (["wide", "out", *SHORT, "--limit=10KiB"], ": give a shorter --length"),
         (["wide", "h999"], "h999"),

@@ -11,7 +11,7 @@ import pytest
 
 from bytescope.train.checkpoints.checkpoint import Checkpoints, _held_out_loss
 from bytescope.train.checkpoints.workdir import write_atomically
-from bytescope.train.launch.failures import disk_explained, explain, keep_library_log, show_library_log
+from bytescope.train.launch.failures import disk_explained, explain, show_library_log, store_library_log
 from bytescope.train.run.metrics import has_evaluation
 from bytescope.train.user_errors import DoesNotFit, UserError
 
@@ -73,8 +73,8 @@ def test_other_errors_pass_through():
 
 
 def test_what_orbax_logs_is_kept_until_a_failure_is_unknown(capsys):
-    keep_library_log()
-    keep_library_log()
+    store_library_log()
+    store_library_log()
     logger = logging.getLogger("absl")
     for place in ("site-packages/orbax/checkpoint/future.py", "grain/sampler.py"):
         logger.handle(logger.makeRecord("absl", logging.ERROR, place, 1, f"said by {place}", (), None))
@@ -88,9 +88,9 @@ def test_what_orbax_logs_is_kept_until_a_failure_is_unknown(capsys):
 LATE = """
 import asyncio, tempfile, time
 import numpy as np, tensorstore
-from bytescope.train.launch.failures import keep_library_log
+from bytescope.train.launch.failures import store_library_log
 
-keep_library_log()
+store_library_log()
 
 async def write():
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": tempfile.mkdtemp()}, "create": True,

@@ -60,7 +60,7 @@ class Scaling:
         return LossScale(jnp.float32(self.initial), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def factor(self, state: LossScale) -> jax.Array:
-        """Returns the factor of the summed loss, float32."""
+        """Returns the factor by which the summed loss is multiplied before the backward pass, float32."""
         return state.scale / 2.0 ** math.ceil(math.log2(self.positions))
 
     def after(self, state: LossScale, finite: jax.Array) -> LossScale:

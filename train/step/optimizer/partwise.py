@@ -145,7 +145,7 @@ class PartwiseUpdate:
 
     @cached_property
     def parts(self) -> tuple[list[Part], list[int]]:
-        """(parts, indices of the state that belongs to no parameter), see `parts_of`."""
+        """(parts, indices of the optimizer state that belongs to no parameter), as returned by `parts_of`."""
         inner = self.opt_state.inner_opt_state if self.every > 1 else self.opt_state
         return parts_of(self.params, inner[1], self.stacked, self.in_rows)
 
@@ -218,10 +218,10 @@ class PartwiseUpdate:
         return own if before is None else jax.lax.optimization_barrier((own, before))[0]
 
     def scales(self, grads: Leaves, tokens: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Returns the factors from summed to mean, clipped gradients by group, and the global norm of the mean
-        gradient, float32.
+        """Returns the gradient factors by group of parts, and the global norm of the mean gradient, float32.
 
-        A factor is [N], one per layer, for a stack that is clipped by layer.
+        A factor turns a gradient that is summed over tokens into the clipped mean gradient. For a stack that is
+        clipped by layer it is [N], one factor per layer.
         """
         inverse = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
         with jax.named_scope("grad_norm"):
@@ -253,11 +253,12 @@ class PartwiseUpdate:
         return each if part.stacked else each.sum()
 
     def shared(self, kept: Leaves) -> Leaves:
-        """Returns the leaves of the state that belong to no parameter, the `shared` argument of other methods."""
+        """Returns the leaves of the optimizer state that belong to no parameter, such as counters: the argument
+        `shared` of other methods."""
         return [kept[place] for place in self.parts[1]]
 
     def counted(self, shared: Leaves) -> Leaves:
-        """Returns the leaves `shared` after the update."""
+        """Returns the leaves `shared`, such as counters, after the update."""
         return self._rule(Part((), (), 0, False, ""), [], [], [], shared)[2]
 
     def _part(
@@ -356,12 +357,13 @@ def make_partwise(
     vocabulary: int,
     stacked: bool,
 ) -> PartwiseUpdate:
-    """Returns the update by parts for state in host memory, clipping by layer or a fused backward pass.
+    """Returns the update by parts. It is used for state in host memory, clipping by layer or a fused backward pass.
 
     Args:
-      every, stacked: as in `PartwiseUpdate`.
+      every: number of calls whose gradients are summed before an update.
       state: the abstract TrainState.
       vocabulary: number of tokens in the vocabulary.
+      stacked: True if the first axis of the blocks' leaves is the layers.
     """
     return PartwiseUpdate(
         make_rule(config, schedule, vocabulary),

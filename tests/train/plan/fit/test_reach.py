@@ -140,7 +140,7 @@ def test_rows_are_ordered_and_printed():
     out = as_json(done, found)
     assert [(row["length"], row["beyond"]) for row in out["reach"]] == [(row.length, row.beyond) for row in rows]
     text = printed(out)
-    assert "each rank: the longest sequences" in text and "5,120 do not fit" in text
+    assert "for each rank of adapters, the longest sequence" in text and "5,120 do not fit" in text
     assert max(map(len, text.splitlines())) <= 100 and "each rank" not in printed(as_json(done))
 
 
