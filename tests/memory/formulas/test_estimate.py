@@ -153,7 +153,7 @@ def test_a_config_of_unknown_devices_says_so(capsys):
     assert "mesh.fsdp=-1 counts as 1 device" in run(capsys, "--config=llama_8b")[1]
     assert "counts as" not in run(capsys, "--config=llama_8b", "--data=8")[1]
     ring = run(capsys, "--config=llama_8b", "--config.mesh.fsdp=4", "--config.mesh.context=2")[1]
-    assert "mesh.context=2 is left out" in ring and "counts as" not in ring
+    assert "mesh.context=2 is ignored" in ring and "counts as" not in ring
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,10 @@ def test_a_config_of_unknown_devices_says_so(capsys):
         ([], "or --params=7e9"),
         (["--params=7b", "--d-expert=64"], "--d-expert=64 has no effect without --experts"),
         (["--params=7b", "--experts=8", "--expert-parallel=3"], "--expert-parallel=3 does not divide the 8 experts"),
-        (["--params=7b", "--experts=8", "--expert-parallel=4", "--data=2"], "does not divide the 2 data-parallel ranks"),
+        (
+            ["--params=7b", "--experts=8", "--expert-parallel=4", "--data=2"],
+            "does not divide the 2 data-parallel ranks",
+        ),
         (["--params=7b", "--expert-parallel=4"], "needs a model with experts: give --experts too"),
         (["--params=7b", "--experts=8", "--dense-layers=99"], "give --layers and --d-model too"),
         (["--params=7b", "--html=/no/such/place.html"], "cannot write /no/such/place.html"),
