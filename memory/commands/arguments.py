@@ -42,7 +42,9 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """Raises argparse.ArgumentError if a value is not one of the choices of its flag."""
         if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, f"{value!r}: {remedy_for(str(value), map(str, action.choices))}")
+            raise argparse.ArgumentError(
+                action, f"{value!r} is not a known value: {remedy_for(str(value), map(str, action.choices))}"
+            )
 
 
 class OldFlag(argparse.Action):
@@ -69,7 +71,7 @@ class OldFlag(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Prints the new name of the flag, then runs the action of the new flag."""
+        """Prints the new spelling of the flag, then runs the action of the flag."""
         print(
             f"note: {option_string} is now {self.renamed.option_strings[0]}; the next version no longer has the old "
             "name",
@@ -91,10 +93,10 @@ def user_path(text: str) -> Path:
     """
     path = os.path.expanduser(text)
     if not path:
-        raise argparse.ArgumentTypeError("the path is empty; give a file or folder")
+        raise argparse.ArgumentTypeError("the name is empty; give a file or folder")
     if path.startswith("~"):
         raise argparse.ArgumentTypeError(
-            f"{text}: the user does not exist; write ./{text} for a name that begins with ~"
+            f"{text} names a user that does not exist: write ./{text} for a file name that begins with ~"
         )
     return Path(path)
 
@@ -105,7 +107,9 @@ def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
 
     result: the name of the output in the help lines, such as "the comparison".
     """
-    parser.add_argument("--no-cache", action="store_true", help="compile every program again, without the cache")
+    parser.add_argument(
+        "--no-cache", action="store_true", help="compile every program again instead of using cached results"
+    )
     add_rates(parser)
     parser.add_argument(
         "--jobs",

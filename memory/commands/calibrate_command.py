@@ -14,7 +14,7 @@ SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `bytescope calibrate`: --out and --seconds."""
     parser.add_argument(
         "--out",
         metavar="FILE",

@@ -15,7 +15,7 @@ from bytescope.memory.view.text_layout import Prose
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `bytescope diff`: the two reports, --fail-above, and the output files."""
     parser.add_argument(
         "before",
         metavar="BEFORE.json",
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         metavar="FILE",
         type=user_path,
-        help="write the difference as a page that opens offline: both memory timelines, and the buffers that grew",
+        help="write the differences as a page that opens offline, with both memory timelines and the buffers that grew",
     )
 
 

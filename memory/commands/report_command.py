@@ -48,7 +48,9 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write the report as a page that opens offline")
-    parser.add_argument("--export", metavar="DIR", type=user_path, help="write files for XProf, TensorBoard and pprof")
+    parser.add_argument(
+        "--export", metavar="DIR", type=user_path, help="write files for XProf, TensorBoard and pprof to this folder"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

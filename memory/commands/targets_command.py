@@ -15,7 +15,12 @@ Rows = Iterable[Sequence[str]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --grep=WORD, which filters the printed rows. Every command that prints a list has this flag."""
-    parser.add_argument("--grep", metavar="WORD", default="", help="list only rows that contain WORD, ignoring case")
+    parser.add_argument(
+        "--grep",
+        metavar="WORD",
+        default="",
+        help="print only the rows that contain WORD; upper and lower case are equal",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +40,9 @@ def show_listing(args: argparse.Namespace, headings: Sequence[str], rows: Rows) 
     """Prints the rows of a list that contain the word of --grep. Raises ReportError if no row contains it."""
     matches = [row for row in rows if args.grep.lower() in " ".join(row).lower()]
     if not matches:
-        raise ReportError(f"--grep={args.grep}: no row of bytescope {args.command} contains this word; give another")
+        raise ReportError(
+            f"--grep={args.grep}: no row that bytescope {args.command} prints contains this word; give another word"
+        )
     show(headings, matches)
 
 

@@ -13,12 +13,12 @@ from bytescope.memory.seconds import step_prediction
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `bytescope trace`: the trace, the report to compare with, and the output files."""
     parser.add_argument(
         "trace",
         metavar="DIR",
-        help="folder written by bytescope train --profile or jax.profiler, whose newest trace is read, or one file "
-        "*.xplane.pb",
+        help="one file *.xplane.pb, or a folder written by bytescope train --profile or jax.profiler, whose newest "
+        "trace is read",
     )
     parser.add_argument(
         "--report",

@@ -31,7 +31,7 @@ def export(directory: str | Path, report: ReportRecord | None = None, hlo_proto:
         # No time in the header: the same report gives the same bytes.
         files["memory.pprof.gz"] = gzip.compress(pprof(report), mtime=0)
     if not files:
-        raise ReportError("nothing to export: pass a report or an HloProto")
+        raise ReportError("there is nothing to export: pass a report or a serialized HloProto")
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ class _Table:
         return self.strings.setdefault(text.encode("utf-8", "replace").decode(), len(self.strings))
 
     def location(self, name: str, file: str, line: int) -> int:
-        """Returns the id of a stack frame; ids start at 1."""
+        """Returns the id of a stack frame (called a location in pprof). Ids start at 1."""
         key = (name, file, line)
         if key not in self._ids:
             number = self._ids[key] = len(self._ids) + 1

@@ -55,13 +55,15 @@ def key_columns(keys: Sequence[str]) -> list[ColumnView]:
 
 
 def hfu_over_mfu(record: Record) -> float | None:
-    """Returns hardware FLOPs / model FLOPs of a record; None if either is missing or 0."""
+    """Returns hardware FLOPs / model FLOPs of a compared program, which is HFU / MFU. Returns None if either is
+    missing or 0."""
     hardware, model = record["hardware_flops"], record["model_flops"]
     return hardware / model if hardware and model else None
 
 
 def formula_hfu_over_mfu(record: Record) -> float | None:
-    """Returns hardware FLOPs / model FLOPs by the published formulas; None if the formulas do not give both."""
+    """Returns HFU / MFU (hardware FLOPs / model FLOPs) as given by published formulas. Returns None if they do not
+    give both."""
     hardware, model = value_at(record, "formula.hardware_flops"), value_at(record, "formula.model_flops")
     return hardware / model if hardware and model else None
 

@@ -137,7 +137,7 @@ class FunctionFactory(ProgramFactory):
         return keys | {key: _typed(key, value, keys.get(key)) for key, value in overrides.items()}
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """Raises ReportError for an unknown key or a value of the wrong type."""
+        """Raises ReportError if a key is not a parameter of the user's function, or if a value has the wrong type."""
         self.resolve(overrides)
 
     def sources(self) -> Sequence[Path]:

@@ -97,7 +97,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
     }
     if job["measure"]:
         if program.measure is None:
-            raise ReportError(f"--measure: {program.name} cannot be run on this machine; run without --measure")
+            raise ReportError(f"--measure cannot run {program.name} on this machine: leave out --measure")
         row["measured"] = dict(program.measure(compilation))
     return row
 

@@ -188,7 +188,7 @@ class Pool:
         self.stop()
 
     def stop(self) -> None:
-        """Kills the workers and waits for their threads."""
+        """Kills the worker processes and waits until the threads that serve them end."""
         self._stopped.set()
         for _ in self._threads:
             self._waiting.put(None)

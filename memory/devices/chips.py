@@ -21,7 +21,7 @@ CONTEXT_BYTES = 500 * MIB
 
 @dataclasses.dataclass(frozen=True)
 class GpuShape:
-    """The properties of a GPU that XLA's compiler reads. Sizes are in bytes, the clock is in GHz.
+    """The properties of a GPU that XLA's compiler needs to compile for it. Sizes are in bytes, the clock is in GHz.
 
     Source: CUDA C++ Programming Guide, table of technical specifications per compute capability. Core count, L2 size
     and boost clock are from the GPU's data sheet.

@@ -101,7 +101,7 @@ class Compilation:
 
     @property
     def executable(self) -> CompiledStage:
-        """The executable. Raises ReportError if the compilation was read from a proto and has none."""
+        """The executable. Raises ReportError if there is none, because the compilation was read from a proto."""
         if self.compiled is None:
             raise ReportError("an HLO dump has no executable that can be run: give the step with its arguments")
         return self.compiled

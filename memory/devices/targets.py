@@ -246,7 +246,8 @@ def _gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
         hosts, left = divmod(math.prod(shape), per_host)
         example = f"{chip.name}:{hosts if hosts and not left else 2}x{per_host}"
         raise ReportError(
-            f"target {name!r}: a host has at most {per_host} of these devices; write {example} (hosts x devices)"
+            f"target {name!r} does not exist: a host has at most {per_host} of these devices; "
+            f"write {example} (hosts x devices)"
         )
     if chip.max_shape and full[0] > chip.max_shape[0]:
         largest = "x".join(map(str, chip.max_shape))
@@ -267,7 +268,7 @@ def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
     if not fits or not (full == smallest or (full[0] % 2 == 0 and full[1] % 2 == 0)):
         min_shape, max_shape = ("x".join(map(str, bound)) for bound in (smallest, chip.max_shape))
         raise ReportError(
-            f"target {name!r}: a {chip.name} slice has {rank} axes; give {min_shape}, or even numbers "
+            f"target {name!r} does not exist: a {chip.name} slice has {rank} axes; give {min_shape}, or even numbers "
             f"of chips on the first two axes, up to {max_shape}"
         )
     return full

@@ -100,7 +100,7 @@ class PostMortem:
 
     @property
     def ways_out(self) -> tuple[WayOut, ...]:
-        """The cheapest remedies, at most `MAX_REMEDIES`."""
+        """At most `MAX_REMEDIES` remedies for the step, the cheapest first."""
         return ways_out(self.report, self.held, self.allocator.get("bytes_limit", 0))
 
     def to_json(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Function(NamedTuple):
 
     @property
     def nameless(self) -> bool:
-        """True if the function is a lambda or a comprehension."""
+        """True if the function is a lambda or a comprehension, which has no name to show."""
         return self.name.endswith(">")
 
 

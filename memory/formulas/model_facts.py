@@ -85,26 +85,27 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A training step, described by its trainer.
+    """A description of a training step by its trainer, which formulas and findings use.
 
     Fields:
-        question: shapes, layout, precision and optimizer of the step, for the formulas. `batch` counts whole
-            sequences, even if devices share a sequence. None if a part of the step has no formula.
+        question: model shape, sharding, precision and optimizer of the step, for the formulas. Its `batch` counts
+            whole sequences, even if devices share a sequence. None if a part of the step has no formula.
         no_formula: the reason why the step has no formula, in one line; "" if it has one.
         mesh: axis -> number of devices. Neighbouring devices are along the last axis.
-        roles: axis of the mesh -> its role, one of AXIS_ROLES.
+        roles: axis of the mesh -> what it shards, one of AXIS_ROLES.
         micro_steps: maximum number of micro-batches per update.
         accumulates_inside: whether one call of the step processes all micro-batches of an update.
         segments: all layers in order, grouped by remat policy.
-        policy: the policy of layers for which no other policy is set.
-        kernel_outside: whether the attention kernel is outside a block's checkpoint, and keeps the inputs of its
-            gradient.
+        policy: the remat policy of layers for which no other policy is set.
+        kernel_outside: whether the attention kernel is outside a block's checkpoint, so that the inputs of its
+            gradient are kept.
         halves: whether attention and MLP of a block have separate checkpoints.
         skips_masked: whether the attention kernel skips blocks of scores that the mask hides.
         sent_parameter: bytes per element of parameters in collectives. 0 if the collectives have no formula.
         sent_gradient: bytes per element of gradients in collectives. 0 if gradients are sent in the dtype in which
             they are computed.
-        exchange: key of `communication_volume.EXCHANGES` by which tokens reach their experts, "" if it has no formula.
+        exchange: the way in which tokens are sent to their experts, a key of `communication_volume.EXCHANGES`; "" if
+            it has no formula.
         expert_rows: whether the number of rows that experts compute is static, independent of the tokens.
         pipeline: the schedule of the pipeline, None for one stage.
         compute: dtype of the matrix products, such as "bfloat16".

@@ -11,12 +11,13 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Low-rank adapters over frozen weights. Only the adapters are trained.
+    """Low-rank adapters (LoRA; Hu et al. 2021, arXiv 2106.09685) over frozen weights. Only the adapters are trained.
 
     Fields:
-        rank: r of the paper (Hu et al. 2021, arXiv 2106.09685).
-        targets: names of TARGETS. Names of matrices that the model does not have are ignored.
-        base: a key of `adapter_formulas.BASES`, the storage format of the frozen weights.
+        rank: the inner width r of an adapter's two matrices.
+        targets: names of the matrices that have an adapter, from TARGETS. Names that the model does not have are
+            ignored.
+        base: the storage format of the frozen weights, a key of `adapter_formulas.BASES`.
     """
 
     rank: int

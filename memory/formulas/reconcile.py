@@ -166,7 +166,7 @@ def _state(asked: Question, facts: ModelFacts) -> dict[str, float]:
 
 
 def _notes(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]:
-    """Returns notes on parts of this step that the formulas do not include."""
+    """Returns notes on the parts of this training step that the formulas do not include."""
     everything = any(segment.everything for segment in facts.segments)
     unknown = ", ".join(sorted({s.policy for s in facts.segments if not (s.known or s.everything)}))
     model, layout = asked.model, asked.layout

@@ -228,7 +228,7 @@ def tiles_flops(model: ModelShape, sequence: int) -> float:
 
 
 def forward_flops(model: ModelShape, attention: str, sequence: int) -> float:
-    """Returns the FLOPs per token and layer of the forward pass."""
+    """Returns the FLOPs of a layer's forward pass per token."""
     names = [name for name in _table(model, attention) if _exists(name, model)]
     return recomputed_flops(model, attention, names, sequence)
 

@@ -140,8 +140,8 @@ def _side_effects() -> frozenset[Any]:
 
 
 def _key_data(operand: Any) -> Any:
-    """Converts a random key to its integers, because the compiler has no type for random keys. Other operands are
-    unchanged."""
+    """Returns the integers of a random key, because the compiler has no type for random keys. Other operands are
+    returned unchanged."""
     import jax
 
     return jax.random.key_data(operand) if jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key) else operand

@@ -122,7 +122,7 @@ def is_stage(program: Any) -> bool:
 
 
 def _stage(program: Any) -> Any:
-    """Returns the jax stage inside a wrapper of Flax or equinox; returns any other object unchanged."""
+    """Returns the jax stage that a Flax or equinox object wraps. Other objects are returned unchanged."""
     for name in ("traced", "lowered", "compiled"):
         stage = getattr(program, name, None)
         if _is_traced(stage) or _is_lowered(stage) or _is_compiled(stage):

@@ -158,7 +158,7 @@ class _Reading:
         return Arguments(by_number, self._values(by_number, results), results)
 
     def _decided(self, evidence: Sequence[Evidence]) -> list[str]:
-        """Returns the role of each leaf: by the caller's patterns, otherwise by the evidence."""
+        """Returns the role of each argument leaf. The caller's patterns decide first, then the evidence."""
         decided = roles.mark_frozen(evidence, roles.decide(evidence))
         return [roles.given(one.path, self.extra) or role for one, role in zip(evidence, decided)]
 

@@ -51,7 +51,7 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         mapped, available = _mapped_devices(step, args, kwargs), jax.local_device_count()
         if mapped > available and _PMAP_ERROR.search(str(error)):
             raise ReportError(
-                f"jax.pmap over {mapped} devices, but this process has {available}: set "
+                f"jax.pmap maps over {mapped} devices, but this process has {available}: set "
                 f"JAX_NUM_CPU_DEVICES={mapped} before jax starts, or use jax.jit over a mesh of the "
                 "target's devices"
             ) from error

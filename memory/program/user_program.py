@@ -305,7 +305,8 @@ def _call(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: A
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a function by name; {} for a function written in C."""
+    """Returns the parameters of a function by name. Returns {} if Python cannot determine them, as for a function
+    written in C."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):

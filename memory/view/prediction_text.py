@@ -58,7 +58,7 @@ def unit(seconds: float) -> tuple[str, float]:
 
 
 def predicted_time(prediction: StepPrediction) -> str:
-    """Returns the predicted time with its unit: "0.721 s"."""
+    """Returns the predicted time with its unit, such as "0.721 s"."""
     name, scale = unit(prediction.seconds)
     return f"{rounded(prediction.seconds / scale)} {name}"
 

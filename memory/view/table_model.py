@@ -170,16 +170,16 @@ class ColumnView:
 
     @property
     def heading(self) -> str:
-        """The column's title on the terminal."""
+        """The column's title as printed on the terminal, where it may be shorter."""
         return self.short or self.title
 
     @property
     def is_figure(self) -> bool:
-        """True if the column's cells are right-aligned and never shortened."""
+        """True if the column shows numbers, which are right-aligned and never shortened."""
         return KINDS[self.kind].css == "num"
 
     def only_on(self, place: str) -> ColumnView:
-        """Returns a copy of the column for one view only: TERMINAL, PAGE or NOTEBOOK."""
+        """Returns a copy of the column that is shown in one place only: TERMINAL, PAGE or NOTEBOOK."""
         return dataclasses.replace(self, only=place)
 
     def value(self, row: Any) -> Any:

@@ -108,10 +108,10 @@ class CopyCommand:
 
 
 def wrap_command(text: str, width: int, indent: int = 0) -> list[str]:
-    """Wraps a command to lines of up to `width` columns; each line except the last ends in a backslash.
+    """Wraps a shell command to lines of up to `width` columns. Each line except the last ends in a backslash.
 
-    An argument that is longer than a line is split after a comma. It continues at the very start of the next line, so
-    that a shell joins its parts. A part without a comma stays whole.
+    An argument that is longer than a line is split after a comma. Its rest begins in the first column of the next
+    line, so that a shell joins both parts. A part without a comma is not split.
     """
     try:
         arguments = shlex.split(text)

@@ -68,12 +68,12 @@ def place(title: str | Text = "", style: str = "", min_width: int = MIN_PLACE) -
 
 
 def figure(title: str | Text = "", style: str = "") -> FigureColumn:
-    """Returns a right-aligned column of numbers with units, which are never shortened."""
+    """Returns a right-aligned column for numbers with units. They are never shortened."""
     return FigureColumn(title, style, right=True)
 
 
 def fixed(title: str | Text = "", style: str = "") -> FigureColumn:
-    """Returns a left-aligned column of short words such as verdicts, which are never shortened."""
+    """Returns a left-aligned column for short words, such as verdicts. They are never shortened."""
     return FigureColumn(title, style)
 
 

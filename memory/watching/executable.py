@@ -70,7 +70,7 @@ class Executable:
         self.compiled, self._run, self._statics, self._values = compiled, run, statics, values
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step.
+        """Runs the compiled step with these arguments.
 
         Raises:
             TypeError: shapes, dtypes or static values differ from those that the step was compiled for.

@@ -112,7 +112,7 @@ class StepReporter:
             self._tell(f"no post-mortem of {self.name}: {type(own).__name__}: {in_one_line(str(own))}")
 
     def _print_once(self, line: str) -> None:
-        """Prints a line in process 0 only, because it is the same in every process of a run."""
+        """Prints a line in process 0 only, because all processes of a run would print the same line."""
         import jax
 
         if jax.process_index() == 0:

@@ -85,7 +85,7 @@ class Watched:
         self._checked = is_wrapper(self._step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the step. Raises whatever the step raises."""
+        """Calls the step and returns its result. Errors of the step are raised unchanged."""
         self.calls += 1
         try:
             out = self._run(*args, **kwargs)
@@ -118,12 +118,12 @@ class Watched:
 
     @property
     def report(self) -> Report | None:
-        """The report of the current executable; None before the first call, and for a step without a watch."""
+        """The report of the current executable. None before the first call, or if the step could not be watched."""
         return self._now.report
 
     @property
     def compiled(self) -> Executable | None:
-        """The current executable; None before the first call, and for a step without a watch."""
+        """The current executable. None before the first call, or if the step could not be watched."""
         return self._now.run if isinstance(self._now.run, Executable) else None
 
     @property

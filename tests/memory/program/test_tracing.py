@@ -206,7 +206,7 @@ def test_pmap_over_more_devices_than_are_here_is_refused_with_the_remedy(mapped)
     step, x = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i"), spec((mapped, 4), jnp.float32)
     with pytest.raises(
         memory.ReportError,
-        match=f"^jax.pmap over {mapped} devices, but this process has 8: set "
+        match=f"^jax.pmap maps over {mapped} devices, but this process has 8: set "
         f"JAX_NUM_CPU_DEVICES={mapped} before jax starts",
     ):
         tracing.trace(step, (x,), {}, {})
