@@ -1,4 +1,4 @@
-"""bytescope compare: compares combinations of the keys of any program.
+"""bytescope compare: compares variants of a program, one per combination of config values.
 
 This module compares the programs of a `ProgramFactory`; `train.commands.compare_configs` adds configs.
 """

@@ -1,4 +1,4 @@
-"""Makes the jobs of a comparison: overrides and a target, resolved by the factory and named for the cache."""
+"""Creates the compile jobs of a comparison. A job has config overrides, a target, and the name of its cached result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Factories: functions from overrides to a program, whose parameters are the keys of a comparison.
+"""Factories, which make a program from config keys and their values. A comparison varies these values.
 
 Any function that `bytescope report --program` accepts is a factory. Its parameters with defaults are the keys of a
 grid.

@@ -1,4 +1,4 @@
-"""Computes the bytes available to programs on a device, with which a program's peak is compared."""
+"""Computes the bytes that programs can use on a device. A program's peak is compared with this limit."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Samples the memory of a device, and compares it with the predicted bytes.
+"""Measures the memory of a device, and compares it with the predicted bytes.
 
 `sample()` is cheap: 0.25 ms on the CPU, mostly for reading /proc, or 0.05 ms without the limit. It waits for no
 computation and never raises. Figures that a backend does not provide are None.

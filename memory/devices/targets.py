@@ -1,4 +1,4 @@
-"""Finds the target of a name: available devices, simulated devices, or described devices that are not present.
+"""Converts names to targets: devices of this machine, simulated CPU devices, or devices that are not present.
 
     local              the default devices of jax
     cpu:8              eight CPU devices of this process (simulated devices share the host)

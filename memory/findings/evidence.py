@@ -1,4 +1,4 @@
-"""Evidence that several rules read: minimum shares of the peak, buffers by row, batch arguments. Pure."""
+"""Functions that several rules use to examine a program, such as its batch and its buffers at the peak. Pure."""
 
 from __future__ import annotations
 

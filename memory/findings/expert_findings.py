@@ -1,4 +1,4 @@
-"""A rule about mixtures of experts: the bytes of the experts' token rows, and the part of them that is empty.
+"""A rule about mixtures of experts: finds buffers of the experts that are mostly empty.
 
 A device allocates a fixed number of rows, each for one token of one expert: whole tiles, slots of one size, or the
 maximum number of tokens that all devices sharing the experts can send. If experts have equal loads, most rows may be

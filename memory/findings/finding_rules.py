@@ -1,4 +1,4 @@
-"""The table of rules that find what can be improved in a report, and the short rules.
+"""The table of rules that find memory which a program could save, and those rules that are short.
 
 A rule takes (report, program) and returns a `RuleResult`, or None if it finds nothing or lacks the evidence. `RULES`
 lists the rules with their remedies in JAX's terms. The name of a rule is the kind of the finding. Longer rules are in

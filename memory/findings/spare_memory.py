@@ -1,4 +1,4 @@
-"""A rule that finds free memory in a step that recomputes, and proposes a remat policy that uses the memory.
+"""A rule that finds unused memory in a step that recomputes activations, and proposes a remat policy that uses it.
 
 A `jax.checkpoint` policy that saves the results of matrix products adds the bytes of the recomputed products. The sum
 of their bytes is an upper bound, because results that no gradient needs are not saved. A policy is proposed only if
