@@ -1,4 +1,4 @@
-"""`bytescope generate`: generates text from a run or a folder of weights; the memory is known before it starts."""
+"""`bytescope generate`: generates text from a run or a folder of weights, and shows the memory before it starts."""
 
 from __future__ import annotations
 
