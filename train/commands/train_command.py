@@ -51,32 +51,28 @@ def make_parser() -> Parser:
         "--workdir",
         type=user_path,
         metavar="DIR",
-        help="run directory; an existing run is resumed (default: runs/<config>-<time>)",
+        help="run directory, new or resumed (default: new in runs/)",
     )
     parser.add_argument("--extend", action="store_true", help="continue a finished run past its planned steps")
-    parser.add_argument(
-        "--fit", action="store_true", help="first find the fastest configuration that fits, as bytescope fit does"
-    )
+    parser.add_argument("--fit", action="store_true", help="first search for the fastest configuration that fits")
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="with --fit: memory budget per device, such as 72GiB (default: all memory that is available to programs)",
+        help="with --fit: bytes per device (72GiB; default: all)",
     )
     add_lora(parser)
     parser.add_argument(
         "--profile",
         metavar="STEPS",
-        help="updates to profile: a number of updates, such as 3, or a range, such as 100-103",
+        help="updates to profile: a count (3) or a range (100-103)",
     )
     add_rates(parser)
     parser.add_argument(
         "--show-data",
         action="store_true",
-        help="print the first row of training data, with the tokens to train on in [brackets], and exit",
+        help="print the first row, trained tokens in [brackets]; exit",
     )
-    parser.add_argument(
-        "--verbose", action="store_true", help="print the full memory report, and the reason for each choice"
-    )
+    parser.add_argument("--verbose", action="store_true", help="print the full report, and the reason for each choice")
     add_flags(parser)
     return parser
 
