@@ -13,18 +13,19 @@ LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, 
 
 
 def get_config() -> ConfigDict:
-    """Returns the base config, a small Llama-like model on bytes. An experiment changes the keys that differ."""
+    """Returns the base config: a small Llama-like model trained on bytes. Other configs start from it and change some
+    keys."""
     config = ConfigDict({name: group() for name, group in GROUPS.items()})
     config.seed = 0  # random seed of parameters, data order and dropout
     return config
 
 
 def _model() -> ConfigDict:
-    """The architecture.
+    """Returns the config group `model`: the architecture.
 
-    With experts the MLP of a block is a mixture of experts (model/experts). dense_layers and moe_every choose the
-    blocks that keep a dense MLP of width d_ff. The coefficients of the auxiliary losses are in the group loss. With
-    mlp_chunk no remat policy saves mlp_norm, gate, up, act or mlp_out.
+    If `experts` is above 0, the MLP of a block is a mixture of experts (model/experts); dense_layers and moe_every
+    choose the blocks that keep a dense MLP of width d_ff. The coefficients of the auxiliary losses are in the group
+    `loss`. If mlp_chunk is set, no remat policy saves the tensors mlp_norm, gate, up, act and mlp_out.
     """
     model = ConfigDict()
     model.d_model = 256  # width of the residual stream
@@ -94,7 +95,8 @@ def _init() -> ConfigDict:
 
 
 def _lora() -> ConfigDict:
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685). Only adapters are trained; other parameters are frozen."""
+    """Returns the config group `lora`: low-rank adapters (Hu et al. 2021, arXiv 2106.09685). Only adapters are
+    trained; all other parameters are frozen."""
     lora = ConfigDict()
     lora.rank = 0  # rank of the adapters; 0: no adapters, all parameters are trained
     lora.alpha = 16.0  # the output of an adapter is multiplied by alpha / rank
@@ -105,7 +107,7 @@ def _lora() -> ConfigDict:
 
 
 def _loss() -> ConfigDict:
-    """Cross-entropy over the vocabulary."""
+    """Returns the config group `loss`: cross-entropy over the vocabulary and auxiliary losses."""
     loss = ConfigDict()
     loss.kind = "chunked"  # chunked: never holds the whole logits array | full
     loss.balance = 0.01  # coefficient of the experts' load-balance loss (Switch, arXiv 2101.03961)
@@ -118,13 +120,14 @@ def _loss() -> ConfigDict:
 
 
 def _precision() -> ConfigDict:
-    """Dtypes by role (model/precision.py). "" means the dtype of the preset.
+    """Returns the config group `precision`: a preset, and dtypes by role (model/precision.py). "" means the dtype of
+    the preset.
 
-    bf16 computes in bf16 with float32 master parameters. bf16_grads also has gradients and a copy of the parameters in
-    bf16, 16 bytes per parameter with Adam. fp32_grads is bf16_grads with float32 sums over micro-batches, 20 bytes.
-    bf16_params has no float32 master parameters and rounds updates stochastically. fp16 scales the loss dynamically.
-    fp8 is bf16 with float8_e4m3fn operands in the weight matmuls of the blocks: one scale per 1x128 of an activation
-    and per 128x128 of a weight.
+    The presets: bf16 computes in bf16 with float32 master parameters. bf16_grads also stores gradients and a copy of
+    the parameters in bf16, which takes 16 bytes per parameter with Adam. fp32_grads is bf16_grads with float32 sums
+    over micro-batches, which takes 20 bytes. bf16_params has no float32 master parameters and rounds updates
+    stochastically. fp16 scales the loss dynamically. fp8 is bf16 with float8_e4m3fn operands in the weight matmuls of
+    the blocks: each 1x128 tile of an activation and each 128x128 tile of a weight has a scale.
     """
     precision = ConfigDict()
     precision.preset = "bf16"  # a row of dtypes: bf16 | fp32 | bf16_grads | fp32_grads | bf16_params | fp16 | fp8
@@ -143,8 +146,8 @@ def _precision() -> ConfigDict:
 
 
 def _remat() -> ConfigDict:
-    """The tensors that blocks save for the backward pass. `bytescope policies` and `bytescope names` list the
-    choices."""
+    """Returns the config group `remat`: the tensors that blocks save for the backward pass. `bytescope policies` and
+    `bytescope names` list the possible values."""
     remat = ConfigDict()
     # none | full | selective | megatron | minimal | dots | dots_no_batch | sqrt | offload | offload_dots | custom
     # (remat.save, remat.offload) | auto (the least recomputation within remat.budget)
@@ -161,7 +164,7 @@ def _remat() -> ConfigDict:
 
 
 def _data() -> ConfigDict:
-    """Training and evaluation data."""
+    """Returns the config group `data`: training and evaluation data."""
     data = ConfigDict()
     data.source = "stdlib"  # stdlib | file | folder | glob; text, records, or .bin/.npy token shards
     data.eval_source = ""  # held-out data; empty: one twentieth of the source, chosen by file name or record content
@@ -182,7 +185,7 @@ def _data() -> ConfigDict:
 
 
 def _batch() -> ConfigDict:
-    """The batch of one update."""
+    """Returns the config group `batch`: the batch of one update."""
     batch = ConfigDict()
     batch.micro = 8  # sequences per data-parallel rank and micro-step
     batch.accumulation = 1  # micro-steps per optimizer update
@@ -193,11 +196,11 @@ def _batch() -> ConfigDict:
 
 
 def _optimizer() -> ConfigDict:
-    """The optimizer.
+    """Returns the config group `optimizer`.
 
-    The best learning rate depends on the optimizer: about a tenth of the one for adamw for lion, ten times as much for
-    adagrad, a hundred times or more for momentum. muon, adafactor and the other adamw variants use the one for adamw.
-    A fused backward pass does not know the global norm when it updates a layer, so it needs clip_norm=0 or
+    The best learning rate depends on the optimizer. Relative to adamw, lion needs about a tenth, adagrad ten times,
+    and momentum a hundred times or more. muon, adafactor and the other adamw variants need the same as adamw. A fused
+    backward pass does not know the global norm when it updates a layer, so a fused backward pass needs clip_norm=0 or
     clip="layer".
     """
     optimizer = ConfigDict()
@@ -222,7 +225,8 @@ def _optimizer() -> ConfigDict:
 
 
 def _offload() -> ConfigDict:
-    """Training state in pinned host memory, streamed layer by layer. For activations see remat.policy."""
+    """Returns the config group `offload`: training state in pinned host memory, which is streamed to the device layer
+    by layer. To offload activations, see remat.policy."""
     offload = ConfigDict()
     offload.optimizer = False  # moments in host memory, read and written once per update
     offload.params = False  # master parameters in host memory; gradients pass through host memory too
@@ -230,7 +234,8 @@ def _offload() -> ConfigDict:
 
 
 def _mesh() -> ConfigDict:
-    """Number of devices on each mesh axis; one of them may be -1, which means all remaining devices."""
+    """Returns the config group `mesh`: the number of devices on each mesh axis. One of them may be -1, which means all
+    remaining devices."""
     mesh = ConfigDict()
     mesh.strategy = "zero3"  # ddp | zero1: masters and moments sharded | zero2: gradients too | zero3: parameters too
     mesh.stage = 1  # pipeline stages, each with a range of layers
@@ -247,9 +252,8 @@ def _mesh() -> ConfigDict:
 
 
 def _pipeline() -> ConfigDict:
-    """The order in which the stages of mesh.stage run the micro-batches of batch.accumulation, with
-    batch.mode=scan.
-    """
+    """Returns the config group `pipeline`: the order in which the pipeline stages (mesh.stage) run the micro-batches
+    of an update. Pipelines need batch.mode=scan."""
     pipeline = ConfigDict()
     pipeline.schedule = "1f1b"  # gpipe | 1f1b | interleaved | v | zero_bubble: bytescope pipeline draws them
     pipeline.virtual = 1  # chunks of layers per stage: several for interleaved, two for v
@@ -257,10 +261,11 @@ def _pipeline() -> ConfigDict:
 
 
 def _xla() -> ConfigDict:
-    """Options of XLA's GPU compiler (train/parallel/xla_options.py), for GPUs only. "" is the default of XLA.
+    """Returns the config group `xla`: options of XLA's GPU compiler (train/parallel/xla_options.py), for GPUs only. ""
+    is XLA's default.
 
-    From O1 on XLA pipelines collectives and schedules by latency. These levels are refused on several GPUs with
-    model.attention=chunked, because XLA itself (0.10 to 0.12) aborts then.
+    At optimization level O1 and above XLA pipelines collectives and hides their latency. On several GPUs these levels
+    are an error with model.attention=chunked, because XLA (0.10 to 0.12) itself aborts.
     """
     xla = ConfigDict()
     xla.optimization_level = ""  # O0 | O1 | O2 | O3: effort that XLA spends on speed
@@ -272,7 +277,7 @@ def _xla() -> ConfigDict:
 
 
 def _train() -> ConfigDict:
-    """The length of a run, and when it evaluates, saves and logs."""
+    """Returns the config group `train`: the length of a run, and when it evaluates, saves and logs."""
     train = ConfigDict()
     train.steps = 1000  # optimizer updates
     train.log_every = 10  # updates between log lines

@@ -36,8 +36,8 @@ class Lora:
       alpha: adapter outputs are multiplied by alpha / rank.
       targets: the matrices that get adapters, keys of TARGETS.
       dropout: dropout rate of the adapters' input, 0 to below 1.
-      shared: True if the devices that share optimizer state can divide the rank evenly. Then adapter matrices without
-        a model-width axis are sharded along the rank.
+      shared: True if the rank is divisible by the number of devices that share optimizer state. Adapter matrices
+        without a model-width axis are then sharded along the rank.
 
     Raises:
       ValueError: the rank is below 1, a target is unknown, or the dropout rate is outside [0, 1).
@@ -79,7 +79,7 @@ def is_adapter(name: str) -> bool:
 def add_adapters(module: Adaptable, lora: Lora, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
     """Adds the adapters in `lora.targets` to `module`. Targets that the module does not have are skipped.
 
-    Call it after all other parameters of the block are created: then they get the same initial values as without
+    Call it after all other parameters of the block are created, so that their initial values are the same as without
     adapters.
     """
     module.lora = lora
@@ -103,8 +103,8 @@ def add_adapters(module: Adaptable, lora: Lora, dtype: DTypeLike, rngs: nnx.Rngs
 
 
 def _rank(lora: Lora, others: Sequence[str]) -> str:
-    """Returns the logical axis name of the rank in a matrix whose other axes are `others`. ZeRO shards the rank of
-    matrices without a model-width axis."""
+    """Returns the logical axis name of the rank in an adapter matrix whose other axes are `others`. ZeRO shards the
+    rank of matrices that have no model-width axis."""
     return "adapter_state" if lora.shared and "d_model" not in others else "adapter"
 
 
@@ -117,11 +117,10 @@ def add_adapter_outputs(
     key_B: jax.Array | None,
     mask: str,
 ) -> list[jax.Array]:
-    """Adds the output of each adapter to `outs`, the products of `x` with the matrices `targets` of `module`.
+    """Adds the output of each adapter to `outs`, the matrix products of `x` with the weights `targets` of `module`.
 
     Args:
-      spec: the einsum of the products of `x` with the matrices. The input axes of a matrix are the letters it shares
-        with `x`.
+      spec: the einsum of `x` with a weight. The input axes of a weight are the letters it shares with `x`.
       key_B: dropout keys, None for no dropout.
       mask: the checkpoint name of the dropout mask.
     """

@@ -28,8 +28,8 @@ class Block(nnx.Module):
     """Computes x + attention(norm(x)), then x + mlp(norm(x)). With `config.post_norms` each branch is normed again
     before it is added.
 
-    `routed`: True to use experts instead of the MLP. The experts that every token visits are then one MLP, `shared`.
-    `pooled`: see `Experts`.
+    `routed`: True to use experts instead of the MLP. Shared experts, which every token visits, are then one MLP,
+    `shared`. `pooled`: True to record `Load.shares`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Block(nnx.Module):
     def cached(
         self, x_BTD: jax.Array, packed: Packed, core: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
     ) -> jax.Array:
-        """Returns the block's output [B, T, D] with attention over cached earlier tokens.
+        """Returns the block's output [B, T, D] for new tokens, with attention also over cached earlier tokens.
 
         `core` receives the results of `Attention.cached_inputs` (queries and the keys and values to store) and returns
         the context. `packed`: the tokens' positions.
@@ -152,8 +152,8 @@ class Block(nnx.Module):
         return self._feed(self._join(x_BTD, context_BTHK, None), None, packed.real_BL)[0]
 
     def set(self, layer: jax.Array | int, regather: bool) -> "Block":
-        """Sets this block's layer index (from 0) and whether it gathers its parameters again in the backward pass
-        (`regather` of `layers.enter`). Returns the block."""
+        """Sets this block's layer index (from 0) and whether it gathers its parameters again in the backward pass (see
+        `layers.enter`). Returns the block."""
         self.attention.regather = regather
         for mlp in self._dense_mlps():
             mlp.regather = regather

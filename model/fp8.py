@@ -39,7 +39,7 @@ FIRST_WITH_UNITS = (8, 9)
 
 
 class BlockScaled(NamedTuple):
-    """A quantized array. Each element is its value times the scale of its tile.
+    """A quantized array. An element is its stored value times the scale of its tile.
 
     Fields:
       values: float8_e4m3fn of any shape.
@@ -51,7 +51,8 @@ class BlockScaled(NamedTuple):
 
 
 def tiles(size: int) -> int:
-    """Returns the number of tiles of a dimension of `size` elements. A short last tile counts."""
+    """Returns the number of tiles of TILE elements that cover a dimension of `size` elements. The last tile may be
+    shorter."""
     return -(-size // TILE)
 
 
@@ -83,19 +84,20 @@ def dequantize(q: BlockScaled, tile: Sequence[int]) -> jax.Array:
 
 
 def rows(x_RC: jax.Array) -> BlockScaled:
-    """Quantizes `x` in tiles of 1x128: values [R, C], scales [R, C / 128]."""
+    """Quantizes `x` in tiles of 1x128. Returns values [R, C] and scales [R, C / 128]."""
     return quantize(x_RC, (1, TILE))
 
 
 def blocks(w_RC: jax.Array) -> BlockScaled:
-    """Quantizes `w` in tiles of 128x128: values [R, C], scales [R, C / 128], repeated for each row of a tile."""
+    """Quantizes `w` in tiles of 128x128. Returns values [R, C] and scales [R, C / 128]; the scale of a tile is
+    repeated for each of its rows."""
     q = quantize(w_RC, (TILE, TILE))
     return BlockScaled(q.values, jnp.repeat(q.scale, TILE, 0)[: w_RC.shape[0]])
 
 
 def emulated(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
-    """Returns the product a b^T over C, [M, N] in `dtype`: operands are dequantized, multiplied and summed in
-    float32."""
+    """Returns the matrix product a b^T, contracted over C, [M, N] in `dtype`. Operands are dequantized, multiplied and
+    summed in float32."""
     a32_MC, b32_NC = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
     return jnp.einsum("mc,nc->mn", a32_MC, b32_NC, preferred_element_type=jnp.float32).astype(dtype)
 
@@ -113,8 +115,8 @@ PRODUCTS: Mapping[str, Callable[[BlockScaled, BlockScaled, jnp.dtype], jax.Array
 
 
 def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
-    """Returns how `device` computes the weight matmuls of the blocks, and the reason. The first is "wide"
-    (unquantized) or a row of PRODUCTS."""
+    """Returns how `device` computes the weight matmuls of the blocks, and the reason. The result is "wide"
+    (unquantized) or the name of an fp8 product, a row of PRODUCTS."""
     if precision.matmul == "wide":
         return "wide", f"in {jnp.dtype(precision.compute).name}"
     emulation = "same quantization, multiplied in float32"
@@ -128,17 +130,18 @@ def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Static description of the products of one activation with several weights, the argument of `linear`.
+    """Static description of the matrix products of one activation with several weights, an argument of `linear`.
 
     Fields:
       spec: the einsum of each product, "activation,weight->out". Contracted letters end the activation and begin the
         weight.
       weights: the logical axes of each weight.
-      kept, within, back: logical axes of the activation as saved, as multiplied, and of its gradient.
-      name: checkpoint name of the activation; "" saves it unquantized, for an activation that is saved anyway.
+      kept, within, back: logical axes of the saved activation, of the multiplied activation, and of its gradient.
+      name: checkpoint name of the quantized activation. "" saves the activation unquantized, if it is saved anyway.
       outs: names of the products.
-      regather: True if weights are passed as stored, and gathered and cast in both the forward and the backward pass.
-      product: a row of PRODUCTS.
+      regather: True if weights are passed as stored. They are then gathered and cast in the forward and again in the
+        backward pass.
+      product: name of the fp8 product, a row of PRODUCTS.
     """
 
     spec: str
@@ -167,8 +170,7 @@ class Linear:
         return (*self.within[:2], *self.sums(weight)[1])
 
     def read(self, w: jax.Array, axes: Axes, dtype: jnp.dtype, place: Placement) -> jax.Array:
-        """Returns the weight as a product reads it: cast and gathered if it is passed as stored (`regather`), else
-        unchanged."""
+        """Returns the weight as it is multiplied. If it is passed as stored (`regather`), it is cast and gathered."""
         return place.weight(w.astype(dtype), axes) if self.regather else w
 
 
@@ -186,7 +188,8 @@ def _keep(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _axes(how: Linear, kept: tuple[jax.Array, ...]) -> tuple[Axes, ...]:
-    """Returns the logical axes, as multiplied, of the saved values and, if there are any, of their scales."""
+    """Returns the logical axes that the saved values have when they are multiplied, and those of their scales if there
+    are any."""
     return (how.within, how.within[:3])[: len(kept)]
 
 
@@ -226,8 +229,8 @@ def linear(how: Linear, place: Placement, x: jax.Array, weights: tuple[jax.Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear(how, place, x, quantized, weights):
-    """Returns the products. `x` is an argument so that it receives the gradient. Its values are read only if
-    `quantized` is None."""
+    """Returns the matrix products. The argument `x` receives the gradient; its values are read only if `quantized` is
+    None."""
     return _products(how, place, quantized or (place(x, how.kept),), weights, x.dtype)
 
 
@@ -333,7 +336,8 @@ def scaled_product(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns the sum over tiles t of (a_t b_t^T) a_scale_t b_scale_t, [M, N] in `dtype`, from one GPU kernel.
+    """Returns the sum over tiles t of (a_t b_t^T) a_scale_t b_scale_t, [M, N] in `dtype`, computed by one GPU kernel.
+    Tiles divide C into parts of 128.
 
     Args:
       a_MC, b_NC: float8_e4m3fn operands.

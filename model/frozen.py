@@ -25,7 +25,8 @@ def dotted(path: tuple[Any, ...]) -> str:
 
 
 def freeze(model: Transformer, names: Collection[str], dtype: DTypeLike) -> Transformer:
-    """Marks the parameters `names` (dotted paths) as frozen and casts them to `dtype`, in place. Returns the model."""
+    """Marks the parameters `names` (dotted paths) as frozen and casts them to `dtype`. Changes the model in place and
+    returns it."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param) and dotted(path) in names and not node.get_metadata()["frozen"]:
             node.set_metadata("frozen", True)
@@ -40,15 +41,15 @@ def names_of(model: Transformer) -> list[str]:
 
 
 def router_biases(tree: Any) -> list[str]:
-    """Returns the dotted paths of the router biases in a tree of parameters. They have no gradient, but the step
-    updates them."""
+    """Returns the dotted paths of the router biases in a tree of parameters. Router biases have no gradient; the train
+    step itself updates them."""
     paths = [dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return [path for path in paths if path.endswith(ROUTER_BIAS)]
 
 
 def split_parameters(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
-    """Splits nested dicts of parameters by `names`, dotted paths: returns (parameters not in `names`, parameters in
-    `names`).
+    """Splits nested dicts of parameters. Returns (parameters not in `names`, parameters in `names`). `names`: dotted
+    paths.
 
     The results contain no empty dicts. Returns (tree, None) if `names` is empty.
     """
@@ -65,8 +66,7 @@ def split_parameters(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
 
 
 def merge_parameters(trained: Any, frozen: Any) -> Any:
-    """Merges two parts of a parameter tree that `split_parameters` returned. `frozen` is None if all parameters
-    are trained."""
+    """Merges the two trees that `split_parameters` returned. `frozen` is None if all parameters are trained."""
     if frozen is None:
         return trained
     keys = {**trained, **frozen}

@@ -31,8 +31,8 @@ def param(
     contracted: bool = False,
     always_float32: bool = False,
 ) -> nnx.Param:
-    """Returns a parameter with its logical axes in the metadata: normal with `std` if there is a key, else constant
-    `fill`.
+    """Returns a parameter with its logical axes in the metadata. Values are normally distributed with standard
+    deviation `std`, or all `fill` if `key` is None.
 
     Args:
       pad: number of zeros to append to each dimension of `shape`.
@@ -53,8 +53,8 @@ def param(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gathered(value: jax.Array, place: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns a parameter's value with the sharding that a layer computes with. Its gradient gets the sharding and
-    dtype that gradients are stored in."""
+    """Returns the parameter with the sharding that a layer computes with. Its gradient gets the sharding and dtype of
+    stored gradients."""
     return place.weight(value, axes)
 
 
@@ -73,15 +73,15 @@ gathered.defvjp(_gather_forward, _gather_backward)
 
 
 def read(p: nnx.Param | Quantized, dtype: DTypeLike, place: Placement) -> jax.Array:
-    """Returns the parameter in `dtype`, gathered for the computation. It is cast first, so that the gather moves the
-    smaller dtype."""
+    """Returns the parameter in `dtype`, gathered for the computation. The cast is before the gather, which then moves
+    fewer bytes."""
     if isinstance(p, Quantized):
         return p.read(dtype, place)
     return gathered(to_device(p[...]).astype(dtype), place, p.get_metadata()["axes"])
 
 
 def _read_for(p: nnx.Param | Quantized, x: jax.Array, place: Placement) -> jax.Array:
-    """Returns `read(p)` in the dtype of `x`, which the parameter is multiplied with.
+    """Returns the parameter in the dtype of `x`, gathered for its product with `x`.
 
     If layers are unrolled, the compiler would dequantize the weights of many layers as early as it can. The result for
     quantized weights therefore depends on `x`, so that dequantization waits for `x`.
@@ -113,8 +113,8 @@ def _narrow_rows_backward(place, residuals, d_BLD):
     table_VD, tokens_BL = residuals
 
     def sums(d_BLD, tokens_BL, rows_V):
-        """Returns the float32 sums over a device's own tokens of its own table rows, cast down if devices exchange a
-        smaller dtype."""
+        """Returns the float32 sums of a device's own gradients for the table rows that it stores. They are cast down
+        if devices exchange a smaller dtype."""
         row_BL = jnp.clip(tokens_BL, 0, table_VD.shape[0] - 1) - rows_V[0]
         row_BL = jnp.where(row_BL < 0, rows_V.size, row_BL)  # a negative index would count from the end
         zeros_VD = jnp.zeros((rows_V.size, d_BLD.shape[-1]), jnp.float32)
@@ -132,8 +132,7 @@ _narrow_rows.defvjp(_narrow_rows_forward, _narrow_rows_backward)
 def look_up(table_VD: jax.Array, tokens_BL: jax.Array, place: Placement = ONE_DEVICE) -> jax.Array:
     """Returns the table rows of int32 tokens, [B, L, D] in the table's dtype.
 
-    The gradient of a row is summed in float32 for any table dtype, because a frequent token adds to its row thousands
-    of times.
+    The gradient of a row is always summed in float32, because a frequent token adds to its row thousands of times.
     """
     if jnp.dtype(table_VD.dtype).itemsize < 4:
         return _narrow_rows(table_VD, tokens_BL, place)
@@ -165,8 +164,8 @@ move.defvjp(_move_forward, _move_backward)
 
 
 def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns one product per (name, spec), each in a named scope, by which a report identifies the compiled
-    product."""
+    """Returns one einsum of `x` and a weight per (name, spec). Each is in a named scope, by which a report identifies
+    the compiled product."""
     out = []
     for (name, spec), weight in zip(specs, weights):
         with jax.named_scope(name):
@@ -176,7 +175,7 @@ def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """Static description of one product of an activation with a weight.
+    """Static description of one matrix product of an activation with a weight.
 
     Fields:
       name: the named scope of the product.
@@ -184,7 +183,7 @@ class _Product:
       axes: logical axes of the weight.
       frozen: True if the weight is frozen. The product then computes no weight gradient and saves no activation for
         it.
-      stored: the row of FORMATS and the matrix of a quantized weight, None for an unquantized weight.
+      stored: (storage format, description of the matrix) of a quantized weight, None for an unquantized weight.
     """
 
     name: str
@@ -201,7 +200,7 @@ class _Product:
         return cls(name, spec, p.get_metadata()["axes"], p.get_metadata()["frozen"])
 
     def read(self, w: Any, dtype: DTypeLike, place: Placement) -> jax.Array:
-        """Returns the weight whose stored value is `w` (see `_value`) in `dtype`, gathered for the computation."""
+        """Returns the weight in `dtype`, gathered for the computation. `w`: the stored value, a result of `_value`."""
         if self.stored:
             return dequantize(*self.stored, w, dtype, place)
         return place.weight(to_device(w).astype(dtype), self.axes)
@@ -219,7 +218,7 @@ def _regathered(
     x: jax.Array,
     weights: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Returns the products of `x` with stored weights, which are read again in the backward pass.
+    """Returns the matrix products of `x` with stored weights, which are cast and gathered again in the backward pass.
 
     `x` is moved to the first layout of `moves` before the products, and its gradient to the second layout afterwards.
     """
@@ -262,13 +261,13 @@ def enter(
     matmul: str = "wide",
     name: str = "",
 ) -> tuple[jax.Array, ...]:
-    """Returns `einsum(spec, x, p)` of the residual stream with each named parameter, in the dtype of `x`. One gather
-    of `x` serves all products.
+    """Returns `einsum(spec, x, p)` of the residual stream `x` with each named parameter `p`, in the dtype of `x`. One
+    gather of `x` serves all products.
 
     Args:
-      regather: True to save `x` and the parameters as stored for the gradient, and to gather and cast them again in the
-        backward pass. Autodiff would save the gathered parameters of every layer. Inside a checkpoint, which keeps
-        them for only one layer, pass False: one gather then serves the recomputation and the gradient.
+      regather: True to save `x` and the parameters as stored for the gradient, and to gather and cast them again in
+        the backward pass. Autodiff would save the gathered parameters of every layer. Pass False inside a checkpoint:
+        it keeps the gathered parameters of only one layer, and one gather serves the recomputation and the gradient.
       matmul: "wide" for unquantized operands, or a row of PRODUCTS (model/fp8.py), whose products save `x` quantized.
       name: prefix of the checkpoint names of the quantized `x`.
     """
@@ -302,7 +301,7 @@ def leave(
 
     Args:
       regather, matmul: as in `enter`.
-      name: as in `enter`. If it is "", fp8 products save `x` unquantized; use that if `x` is saved anyway.
+      name: as in `enter`. Pass "" if `x` is saved anyway: fp8 products then do not save a quantized `x` as well.
       out: the named scope of the product.
     """
     if matmul != "wide":
@@ -316,9 +315,7 @@ def leave(
 
 
 def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, regather: bool, name: str) -> jax.Array:
-    """Returns `einsum(spec, x, p)` in the dtype of `x`, without moving `x` or the result. `regather`: as in
-    `enter`.
-    """
+    """Returns `einsum(spec, x, p)` in the dtype of `x`, without moving `x` or the result. `regather`: as in `enter`."""
     if regather:
         return _regathered((_Product.from_param(name, spec, p),), place, None, x, (_value(p),))[0]
     return jnp.einsum(spec, x, _read_for(p, x, place))
@@ -342,8 +339,8 @@ def soft_cap(x: jax.Array, cap: float) -> jax.Array:
 
 
 def dropout(x: jax.Array, key_B: jax.Array | None, rate: float, mask_name: str) -> jax.Array:
-    """Applies inverted dropout to `x` [B, ...] with one key per sequence. Returns `x` unchanged without keys or at
-    rate 0.
+    """Applies inverted dropout to `x` [B, ...] with one key per sequence. Returns `x` unchanged if `key_B` is None or
+    the rate is 0.
 
     The mask of a sequence does not depend on how the global batch is split into micro-batches. It takes one byte per
     element and has the checkpoint name `mask_name`.
@@ -357,6 +354,6 @@ def dropout(x: jax.Array, key_B: jax.Array | None, rate: float, mask_name: str) 
 
 
 def fold(key_B: jax.Array | None, salt: int | jax.Array) -> jax.Array | None:
-    """Derives dropout keys [B] for one use or one layer from the keys of the sequences. Returns None if `key_B` is
-    None."""
+    """Derives dropout keys [B] for one layer, or one use in a layer, from the keys of the sequences. `salt` is its
+    number. Returns None if `key_B` is None."""
     return None if key_B is None else jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_B)

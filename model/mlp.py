@@ -14,8 +14,8 @@ from bytescope.model.precision import Precision
 
 
 class Mlp(nnx.Module):
-    """Feed-forward layer, gated or not by `config.mlp` (a row of MLPS): [B, L, D] to [B, L, D]. `width`: F, 0 for
-    `config.d_ff`."""
+    """Feed-forward layer [B, L, D] -> [B, L, D]. `config.mlp` selects the activation and whether there is a gate.
+    `width`: F, the hidden size; 0 means `config.d_ff`."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, width: int = 0, rngs: nnx.Rngs):
         self.config, self.precision, self.place, self.regather = config, precision, place, False

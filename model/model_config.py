@@ -30,7 +30,7 @@ NOT_NEGATIVE = ("experts", "d_expert", "shared_experts", "dense_layers", "mla_q_
 
 @dataclasses.dataclass(frozen=True)
 class ModelKeys:
-    """The group `model` of a config before it is checked. configs/base.py explains each key."""
+    """The config group `model` before its values are checked. configs/base.py explains each key."""
 
     d_model: int
     n_layers: int
@@ -92,7 +92,7 @@ class ModelConfig(ModelKeys):
     """The checked, immutable description of a model's architecture.
 
     Raises:
-      ValueError: the sizes cannot be built. The message has the value and the remedy.
+      ValueError: values are invalid or contradict each other. The message has the value and the remedy.
     """
 
     @classmethod
@@ -102,11 +102,11 @@ class ModelConfig(ModelKeys):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
-        """Builds the architecture from the dictionary `config.model`, which must have exactly the fields of this
+        """Returns the architecture from the dictionary `config.model`, which must have exactly the fields of this
         class.
 
         Raises:
-          ValueError: a key is missing or unknown, or the sizes cannot be built.
+          ValueError: a key is missing or unknown, or a value is invalid.
         """
         names = {f.name for f in dataclasses.fields(cls)}
         if set(values) != names:
@@ -115,23 +115,24 @@ class ModelConfig(ModelKeys):
         return cls(**{**values, "rope_scaling": tuple(values["rope_scaling"])})
 
     def is_global(self, layer: Any) -> Any:
-        """Returns True if layer `layer` (from 0) rotates by `rope_theta`: the last of every `global_every` layers."""
+        """Returns True if layer `layer` (from 0) is a global layer: every `global_every`-th layer, which uses the
+        rotary base `rope_theta` instead of `rope_local_theta`."""
         return (layer + 1) % self.global_every == 0
 
     def has_experts(self, layer: int) -> bool:
-        """Returns True if layer `layer` (from 0) has experts: after the dense layers, the last of every `moe_every`
-        layers."""
+        """Returns True if layer `layer` (from 0) has experts. The first `dense_layers` layers have none; of the layers
+        after them, every `moe_every`-th layer has experts."""
         routed = layer - self.dense_layers
         return self.experts > 0 and routed >= 0 and (routed + 1) % self.moe_every == 0
 
     @property
     def score_width(self) -> int:
-        """Width of a head's queries and keys in the attention kernel."""
+        """Number of elements of a head's queries and keys in the attention kernel."""
         return self.d_head + (self.mla_d_rope if self.attention_kind == "mla" else 0)
 
     @property
     def value_width(self) -> int:
-        """Width of a head's values."""
+        """Number of elements of a head's values."""
         return self.mla_d_value if self.attention_kind == "mla" else self.d_head
 
     @property
@@ -151,7 +152,7 @@ class ModelConfig(ModelKeys):
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token table: the vocabulary size rounded up to a multiple of `vocab_multiple`."""
+        """Number of rows of the token table: the vocabulary size rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def __post_init__(self):
@@ -176,7 +177,7 @@ class ModelConfig(ModelKeys):
                 "model.scan=true, or model.unroll=1"
             )
         if self.mlp_chunk < 0:
-            raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for no tiles")
+            raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for one piece")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout}: give a probability from 0 to below 1")
         if self.position == "rope" and self.d_head % 2 and self.attention_kind != "mla":
@@ -210,7 +211,7 @@ class ModelConfig(ModelKeys):
             )
 
     def _check_latent(self) -> None:
-        """Raises ValueError if latent attention cannot be built."""
+        """Raises ValueError if other config keys contradict latent attention."""
         kind = "model.attention_kind=mla"
         for name in ("bias", "qkv_bias", "qk_norm"):
             if getattr(self, name):
@@ -235,7 +236,7 @@ class ModelConfig(ModelKeys):
             )
 
     def _check_experts(self) -> None:
-        """Raises ValueError if the experts cannot be built."""
+        """Raises ValueError if config keys contradict the experts."""
         if self.experts_per_token > self.experts:
             raise ValueError(
                 f"model.experts_per_token={self.experts_per_token} of model.experts={self.experts}: give "

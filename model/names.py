@@ -89,11 +89,11 @@ _TAGGED: ContextVar[dict[str, jax.Array] | None] = ContextVar("tagged", default=
 
 @contextlib.contextmanager
 def collect_tagged() -> Iterator[dict[str, jax.Array]]:
-    """Collects the values that are tagged inside the `with` block in a dict by name. The current trace may return
-    them.
+    """Collects the values that are tagged inside the `with` block in a dict, checkpoint name -> value. The function
+    that is being traced may return them.
 
-    Use it for one block without a checkpoint and with the naive attention kernel: values that are tagged in an inner
-    trace, such as a loop or a function with a custom gradient, must not be read outside that trace.
+    Use it for one block that has no checkpoint and uses the naive attention kernel. Values tagged in an inner trace,
+    such as a loop or a function with a custom gradient, must not be read outside that trace.
     """
     tagged: dict[str, jax.Array] = {}
     token = _TAGGED.set(tagged)

@@ -16,7 +16,7 @@ from bytescope.model.precision import Precision
 
 
 def _along_last(vector_D: jax.Array, x_D: jax.Array) -> jax.Array:
-    """Returns the vector [D] with the rank of `x_D` [..., D]."""
+    """Adds leading dimensions to the vector [D], so that it broadcasts against `x_D` [..., D]."""
     return vector_D[(None,) * (x_D.ndim - 1) + (slice(None),)]
 
 
@@ -57,8 +57,8 @@ _shifted.defvjp(_shifted_forward, _shifted_backward)
 
 
 def _sum_others(place: Placement, axes: Axes, dy_D: jax.Array) -> jax.Array:
-    """Sums over all dimensions but the last. Devices exchange the sums in `place.reduce`. `axes`: logical axes of
-    `dy_D`."""
+    """Sums `dy_D` over all dimensions but the last. Devices exchange the sums in the dtype `place.reduce`. `axes`:
+    logical axes of `dy_D`."""
     others = tuple(range(dy_D.ndim - 1))
     own = place.own(lambda dy_D: (place.reduced(dy_D.sum(others)),), (axes,), ((None,),), sums=(axes[:-1],))
     return own(dy_D)[0].astype(dy_D.dtype)
@@ -69,10 +69,10 @@ class Norm(nnx.Module):
     `precision.norm`.
 
     Args:
-      width: the field of `config` that gives the size of the normed dimension. For any field but `d_model` the norm is
-        RMSNorm.
+      width: name of the `config` field with the size of the normed dimension. If it is not `d_model`, the norm is
+        always RMSNorm.
       axes: logical axes of the input.
-      axis: logical axis of the scale, "" for `width`.
+      axis: logical axis of the scale; "" means the value of `width`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Norm(nnx.Module):
 
 
 class NormKind(NamedTuple):
-    """A row of NORMS.
+    """One kind of norm, a row of NORMS.
 
     Fields:
       center: True to subtract the mean.

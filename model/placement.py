@@ -18,15 +18,14 @@ Axes = tuple[str | None, ...]
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """Returns `x` [...] with its last dimension contiguous in memory, like the arguments of a program, so that the
+    """Returns `x` [...] in row-major layout (last dimension contiguous), the layout of a program's arguments. The
     compiler cannot choose another layout."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The devices that share a sequence in ring attention (model/attention/ring.py), and the sharding of the arrays
-    there.
+    """The devices that share a sequence in ring attention (model/attention/ring.py), and the sharding of its arrays.
 
     Fields:
       mesh: all devices.
@@ -42,7 +41,7 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """The number of ranks, C."""
+        """The number of ranks in the ring, C."""
         return self.mesh.shape[self.axis]
 
     @property
@@ -52,7 +51,7 @@ class Ring:
 
     @property
     def ids(self) -> P:
-        """The partition of the segment ids of packed rows, [B, L]: every device has whole rows."""
+        """The partition of the segment ids of packed rows, [B, L]: the sequence dimension is not sharded."""
         return P(self.batch, None)
 
     @property
@@ -63,12 +62,12 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """The devices that share the experts, as seen from one of them. The default is one device.
+    """The devices that share the experts, as seen from one of these devices. The default is one device.
 
     Fields:
       axis: the mesh axis of the devices.
       size: the number of devices.
-      emulated: True if the backend has no ragged all-to-all.
+      emulated: True if the backend has no ragged all-to-all, which is then computed by gathering.
     """
 
     axis: str = "expert"
@@ -118,12 +117,13 @@ class Placement:
         return Peers()
 
     def exchange(self, slots: bool) -> str:
-        """Returns the row of EXCHANGES (model/experts/exchange.py) that moves rows to their experts. `slots`: True if
-        each expert has a fixed number of slots."""
+        """Returns the name of the way rows are moved to their experts, a row of EXCHANGES (model/experts/exchange.py).
+        `slots`: True if each expert has a fixed number of slots."""
         return "slots" if slots else "local"
 
     def positions(self, length: int) -> jax.Array:
-        """Returns the position in the sequence of each index along the length, int32 [L]."""
+        """Returns the sequence position at each index of the length dimension, int32 [L]. The order can differ with
+        ring attention."""
         return jnp.arange(length)
 
     def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
@@ -132,21 +132,21 @@ class Placement:
         return x
 
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
-        """Runs `function(place, *arrays [B, L, D], weights)`, which returns a result [B, L, D] and a gradient of each
-        weight.
+        """Runs `function(place, *arrays, weights)` on each rank's own tokens. The arrays are [B, L, D].
 
-        Each rank computes on the tokens that it holds, and the gradients are summed over the ranks.
+        The function returns a result [B, L, D] and the gradient of each weight. The gradients are summed over the
+        ranks.
         """
         return function(self, *arrays, weights)
 
     def stream(self, x_BLD: jax.Array) -> jax.Array:
         """Returns the residual stream `x_BLD` that enters a layer, with the sharding in which the loop over layers
-        stacks it."""
+        saves it."""
         return x_BLD
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns a parameter in the form that a layer multiplies: gathered along the axes that are sharded only in
-        storage (ZeRO-3)."""
+        """Returns a parameter as a layer multiplies it: gathered along the axes that are sharded only in storage
+        (ZeRO-3)."""
         del axes
         return w
 
@@ -155,11 +155,12 @@ class Placement:
         return d_w if self.reduce is None else d_w.astype(self.reduce)
 
     def narrows(self, dtype: DTypeLike) -> bool:
-        """Returns True if devices sum gradients in a smaller dtype than `dtype`."""
+        """Returns True if the dtype in which devices sum gradients is smaller than `dtype`."""
         return self.reduce is not None and jnp.dtype(self.reduce).itemsize < jnp.dtype(dtype).itemsize
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns the gradient `d_w` of a parameter with the dtype and sharding that gradients have until the update.
+        """Returns the gradient `d_w` of a parameter with the dtype and sharding in which gradients are stored until
+        the update.
 
         `axes`: the logical axes of the parameter.
         """
@@ -167,7 +168,7 @@ class Placement:
         return d_w
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
-        """Returns a function that applies `function` to the shard of each array that a device holds.
+        """Returns a function that applies `function` on each device to the device's shards of the arguments.
 
         Args:
           inputs, outputs: trees of logical axes, with the structure of the arguments and of the result.

@@ -25,13 +25,14 @@ class Precision:
       compute: matrix products and activations.
       norm: norms.
       logits: the stored logits, which are summed in float32.
-      reduce: gradients from the backward pass to the update, and thus what devices send. None: each gradient has the
-        dtype of the product that computes it.
+      reduce: gradients between the backward pass and the update, and thus the dtype that devices send. None means the
+        dtype of the matrix product that computes the gradient.
       accumulator: the sum of gradients over micro-batches.
       rounding: how updated parameters are rounded to `param`, one of ROUNDINGS.
-      cast: when parameters are cast to `compute`: each matrix as a `layer` reads it, or all of them once per `step`.
+      cast: when parameters are cast to `compute`. `layer`: each matrix when a layer reads it. `step`: all once per
+        step.
       matmul: operands of the blocks' weight matmuls: `wide` (unquantized, in `compute`) or `fp8` (block-scaled). In a
-        program `fp8` is replaced by the row of PRODUCTS (model/fp8.py) that its device runs.
+        compiled program `fp8` is replaced by the row of PRODUCTS (model/fp8.py) that the device runs.
       loss_scale: `none` or `dynamic` (train/step/optimizer/loss_scale.py).
     """
 
@@ -48,15 +49,16 @@ class Precision:
 
     @property
     def copied(self) -> bool:
-        """True if a step casts all parameters first and computes with the copy."""
+        """True if a step first casts a copy of all parameters and computes with the copy."""
         return self.cast == "step"
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> "Precision":
-        """Returns the precision for `config.precision`: the roles of the preset, replaced by the keys that are not "".
+        """Returns the dtypes for the config group `precision`: those of the preset, and for each key that is not ""
+        the dtype in the key.
 
         Raises:
-          ValueError: a value is not in its table, or the values cannot be combined.
+          ValueError: a value is unknown, or the values cannot be combined.
         """
         _choose("preset", values["preset"], PRECISIONS)
         chosen = {role: _choose(role, values[role], table) for role, table in ROLES.items() if values[role] != ""}
@@ -67,7 +69,7 @@ class Precision:
         return precision
 
     def describe(self) -> str:
-        """Returns the roles that differ from the default preset, as config keys in text."""
+        """Returns text with the config keys and dtypes that differ from the default preset."""
         default = Precision()
         rows = {
             field.name: getattr(self, field.name)

@@ -59,9 +59,9 @@ def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array, amplit
 
 @jax.custom_vjp
 def rotate_by_layer(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array) -> jax.Array:
-    """Computes `rotate` with frequencies that depend on the layer and get no gradient.
+    """Applies rotary positions like `rotate`, with frequencies that depend on the layer and get no gradient.
 
-    The residuals of a layer are the positions and frequencies, not the sines and cosines of all positions.
+    Saves only the positions and frequencies for the backward pass, not the sines and cosines of all positions.
     """
     return rotate(x_BLHK, positions, frequency)
 

@@ -17,10 +17,10 @@ BLOCKS, DENSE = "blocks", "dense_blocks"
 
 @dataclasses.dataclass(frozen=True)
 class LayerRun:
-    """Layers [start, stop) of `segment`, all dense or all with experts.
+    """Consecutive layers with the same remat policy that are all dense or all with experts.
 
     Fields:
-      segment: the range of layers and its policy.
+      segment: the range of layers and their policy.
       stack: BLOCKS or DENSE, the parameter stack that contains these layers if layers are scanned.
       first: the index of the first of these layers in the stack.
     """
@@ -36,17 +36,17 @@ class LayerRun:
 
     @property
     def offset(self) -> int:
-        """The difference between a layer's index in the model and its index in the stack."""
+        """The difference between a layer's index in the model and the layer's index in the stack."""
         return self.segment.start - self.first
 
 
 def stack_of(config: ModelConfig, layer: int) -> str:
-    """Returns the name of the stack that contains a layer."""
+    """Returns the name of the parameter stack (BLOCKS or DENSE) that contains a layer."""
     return BLOCKS if not config.experts or config.has_experts(layer) else DENSE
 
 
 def layers_of(config: ModelConfig, stack: str) -> list[int]:
-    """Returns the indices of the layers of a stack, in order."""
+    """Returns the model indices of the layers in a parameter stack, in order."""
     return [layer for layer in range(config.n_layers) if stack_of(config, layer) == stack]
 
 
@@ -71,7 +71,7 @@ def runs_of(config: ModelConfig, segments: Sequence[Segment]) -> list[LayerRun]:
 
 
 def stack_loads(loads: Sequence[Load | None]) -> Load | None:
-    """Concatenates the router statistics of several runs along their axis of layers. Returns None if no run has
+    """Concatenates the router statistics of several runs of layers along the layer axis. Returns None if no run has
     experts."""
     present = [load for load in loads if load is not None]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *present) if present else None
@@ -79,10 +79,11 @@ def stack_loads(loads: Sequence[Load | None]) -> Load | None:
 
 @jax.custom_vjp
 def read_from_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array:
-    """Reads `leaf` from the stack of all layers, `whole_N`, at index `layer`. The gradient goes to `leaf`.
+    """Returns `whole_N[layer]`, the parameter `leaf` read from the stack of all layers. The gradient goes to `leaf`.
 
-    The compiler copies the part of a stack that a loop iterates over, which costs the memory of all parameters once
-    more. A loop that reads the whole stack at an offset copies nothing, and the unused `leaf` is removed.
+    If a loop iterates over part of a stack, the compiler copies that part, which can double the memory of the
+    parameters. A loop that reads the whole stack at an offset copies nothing, and the compiler removes the unused
+    `leaf`.
     """
     del leaf
     return jax.lax.dynamic_index_in_dim(whole_N, layer, keepdims=False)
@@ -95,8 +96,8 @@ read_from_stack.defvjp(
 
 
 def split_layers(state_N: nnx.State, sizes: list[int]) -> list[nnx.State]:
-    """Splits the stacked state along its layers. The gradient of the split is one concatenation instead of a sum of
-    padded arrays."""
+    """Splits the state of stacked layers into consecutive parts of `sizes` layers. Its gradient is one concatenation,
+    not a sum of padded arrays."""
     if len(sizes) == 1:
         return [state_N]
     leaves, tree = jax.tree.flatten(state_N)

@@ -16,13 +16,13 @@ class Packed:
     """The segment ids, token positions and padding of packed rows. A segment is one example of a row.
 
     Fields:
-      ids_BL: int32, the example of each position: 1, 2, ... in order, 0 for padding at the end of the row. Always in
-        the order of the row: with ring attention every device of the ring has the whole row, 4 bytes per token. None
-        if every row is one example.
-      positions_BL: int32, the position of each token in its example, in the order of the tokens, which is `zigzag`
-        order with ring attention. None if every row is one example.
-      real_BL: bool, True for a token and False for padding, in the order of the tokens. Only expert routers read it.
-        None if every position is a token.
+      ids_BL: int32, the number of each position's example: 1, 2, ..., or 0 for padding at the end of the row. They are
+        in the order of the row, also with ring attention, whose devices each have the ids of the whole row. None if
+        every row is one example.
+      positions_BL: int32, the position of each token in its example, in the order in which devices store tokens
+        (`zigzag` order with ring attention). None if every row is one example.
+      real_BL: bool, False for padding, in the order in which devices store tokens. Only expert routers read it. None
+        if every position is a token.
     """
 
     ids_BL: jax.Array | None
@@ -33,7 +33,8 @@ class Packed:
     def from_ids(
         cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None, place: Placement = ONE_DEVICE
     ) -> "Packed | None":
-        """Builds the record from segment ids in the order of the row and a token mask in the order of the tokens.
+        """Builds the record from segment ids, in the order of the row, and a mask that is False for padding, in the
+        order in which devices store tokens.
 
         Returns None if both are None.
         """

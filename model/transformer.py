@@ -41,13 +41,13 @@ class Transformer(nnx.Module):
       precision: dtypes by role.
       remat: the tensors that each layer saves for its backward pass.
       place: shards activations, parameters and gradients over the mesh.
-      ahead: number of layers per step of the loop over layers, so that the compiler can overlap the next layer's
-        communication. The larger of `ahead` and `config.unroll` is used.
+      ahead: number of layers per iteration of the loop over layers. More than one lets the compiler overlap
+        communication with computation. The larger of `ahead` and `config.unroll` is used.
       base: storage format of the blocks' weight matrices, a row of FORMATS. All formats but bf16 are frozen.
-      lora: adapters of the blocks, None for none. All other parameters have the same values with and without adapters.
+      lora: adapters of the blocks; None for no adapters. Initial values of other parameters do not depend on it.
       pooled: True if the balance loss of experts pools all layers (`model.experts.expert_layer.pool_balance`).
-      order: stack name -> for each row of the stack the index of the layer it holds, -1 for an unused row. None if
-        stacks hold their layers in order.
+      order: stack name -> the layer index of each row of the stack, -1 for an unused row. None if all layers are in
+        order.
       rngs: its `params` stream initializes the parameters. Build under `nnx.eval_shape` to describe the model without
         allocating memory.
     """
@@ -116,7 +116,8 @@ class Transformer(nnx.Module):
     def hidden(
         self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None, segments_BL: jax.Array | None = None
     ) -> jax.Array:
-        """Returns only the first result of `hidden_and_load`: the normed output of the last block, [B, L, D]."""
+        """Returns the normed output of the last block, [B, L, D] in the compute dtype. Arguments and errors as for
+        `hidden_and_load`."""
         return self.hidden_and_load(tokens_BL, dropout_key_B, segments_BL)[0]
 
     def hidden_and_load(
@@ -134,11 +135,11 @@ class Transformer(nnx.Module):
         Args:
           tokens_BL: int32 token ids, L at most `max_seq_len`.
           dropout_key_B: one key per sequence, or None for no dropout (evaluation, generation).
-          segments_BL: for packed rows the example of each position, int32: 1, 2, ... in order, 0 for padding at the
-            end. Attention and positions then stay within examples. The ids are in the order of the row, also if ring
-            attention has the tokens in `zigzag` order.
-          real_BL: bool, False for padding, which visits no expert and is not counted in the statistics; in the order
-            of the tokens. None: every position is a token.
+          segments_BL: for packed rows, the number of each position's example, int32: 1, 2, ..., or 0 for padding at
+            the end. Attention and positions then stay within examples. The ids are in the order of the row, also if
+            ring attention stores the tokens in `zigzag` order.
+          real_BL: bool, False for padding, which visits no expert and is not counted in the statistics. It is in the
+            order of `tokens_BL`. None if there is no padding.
 
         Raises:
           ValueError: the sequences are longer than `max_seq_len`.
@@ -156,8 +157,8 @@ class Transformer(nnx.Module):
         return self.config.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     def packed(self, segments_BL: jax.Array | None, real_BL: jax.Array | None = None) -> Packed | None:
-        """Returns the data of packed or padded rows that `begin` and the blocks read. None if every row is one full
-        example.
+        """Returns segment ids, positions and padding of the rows, an argument of `begin` and of the blocks. Returns
+        None if every row is one full example.
 
         Arguments as for `hidden_and_load`.
         """
@@ -183,15 +184,15 @@ class Transformer(nnx.Module):
         return runs_of(self.config, self.remat.segments(self.config.n_layers))
 
     def layers(self) -> list[tuple[LayerRun, Callable[..., tuple[jax.Array, Load | None]]]]:
-        """Returns for each run of scanned layers a function that computes one layer under the run's remat policy.
+        """Returns for each run (consecutive layers with the same structure) a function that computes one layer under
+        the run's remat policy.
 
         The function is block(x_BLD, parameters of a layer, layer index, key_B, packed) -> (x_BLD, load).
         """
         return [(run, self._block(run, nnx.split(getattr(self, run.stack))[0])) for run in self.runs]
 
     def at_once(self, segment: Segment) -> int:
-        """Returns the number of layers per iteration of the loop over a range of layers, or over one group of a nested
-        policy."""
+        """Returns the number of layers that one iteration of the loop over `segment`, a range of layers, computes."""
         return min(max(self.config.unroll, self.ahead), (segment.stop - segment.start) // segment.groups)
 
     def finish(self, x_BLD: jax.Array) -> jax.Array:
@@ -214,7 +215,7 @@ class Transformer(nnx.Module):
         return x_BLD
 
     def _position_rows(self, x_BLD: jax.Array, packed: Packed | None) -> jax.Array:
-        """Returns the rows of the position table for `x_BLD`, [1 or B, L, D]."""
+        """Returns the position embeddings for `x_BLD`, [1 or B, L, D]."""
         w_position = read(self.w_position, x_BLD.dtype, self.place)
         positions = token_positions(packed, x_BLD.shape[1], self.place)
         if positions.ndim == 1:
@@ -334,8 +335,8 @@ class Transformer(nnx.Module):
         return to_device((self.w_token if self.config.tie_embeddings else self.w_head)[...])
 
     def logits(self, x_BLD: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Returns logits [B, L, V] of hidden states. They are multiplied in the dtype of `x_BLD`, and stored and
-        capped in `dtype`."""
+        """Returns logits [B, L, V] of hidden states. The matrix product is in the dtype of `x_BLD`. Logits are stored
+        and capped in `dtype`."""
         head = "vd" if self.config.tie_embeddings else "dv"
         w_head = self.head().astype(x_BLD.dtype)
         logits_BLV = jnp.einsum(f"bld,{head}->blv", x_BLD, w_head, preferred_element_type=dtype)

@@ -22,8 +22,8 @@ def chunk_length(length: int, ranks: int, axis: str = "mesh.context") -> int:
 
 
 def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """Reorders the sequence dimension `axis` of `x` so that rank r's part holds chunks r and 2*ranks-1-r of 2*ranks
-    chunks.
+    """Splits dimension `axis` of `x` into 2*ranks chunks and reorders them: rank r gets chunks r and 2*ranks-1-r.
+    Causal attention then has the same work on every rank.
 
     Raises:
       ValueError: the sequence is not divisible by 2*ranks.

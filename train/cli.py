@@ -29,7 +29,7 @@ exits 0."""
 
 
 def overview() -> str:
-    """Returns the text of `bytescope --help`, which lists every command in one line each."""
+    """Returns the text of `bytescope --help`, which lists each command on one line."""
     lines = [USAGE, "", SUMMARY, ""]
     for group, names in GROUPS.items():
         lines.append(f"{group}:")
@@ -58,7 +58,7 @@ def version() -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments of a command and returns them. Delegates to `registry.parse`."""
+    """Parses a command line with `registry.parse`, and returns the arguments of its command."""
     return registry.parse(argv)
 
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit code.
 
     Args:
-        argv: the arguments, without the program name; None for the arguments of this process.
+        argv: the arguments without the program name; None for the arguments of this process.
     """
     if argv is None:
         return run_process(sys.argv[1:])
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_process(argv: Sequence[str]) -> int:
-    """Runs a command line as the only work of this process and returns its exit code.
+    """Runs a command line in a process that ends afterwards, and returns its exit code.
 
-    Characters that the terminal cannot encode are printed as escapes.
+    Characters that the terminal cannot encode are printed as escapes. Signals are ignored once the command has ended.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot encode are printed as escapes
@@ -93,8 +93,10 @@ def run_process(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one command and returns its exit code. An error that the user can fix is printed in one line, followed by
-    advice."""
+    """Runs one command and returns its exit code.
+
+    An error that the user can fix is printed to standard error as one line, followed by the lines of its advice.
+    """
     try:
         args = registry.parse(argv)
         command = COMMANDS[args.command]
@@ -119,8 +121,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _reader_left() -> bool:
-    """Returns whether the process that reads standard output has closed it, as `head` does in `bytescope ... |
-    head`."""
+    """Returns whether the reader of our standard output has closed it, as `head` does in a pipe."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

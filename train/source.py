@@ -35,28 +35,28 @@ SHIPPED = Path(base.__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class SourcePath:
-    """A path whose content was recognized. Its subclass says what the path is."""
+    """Base class of a path that was recognized as a run, a folder of weights, or a config. The subclass says which."""
 
     path: Path
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPath(SourcePath):
-    """The directory of a run, with or without checkpoints."""
+    """The directory of a training run, with or without checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightsPath(SourcePath):
-    """A folder of weights in Hugging Face's format. The folder may contain only a config.json."""
+    """A folder of weights in Hugging Face's format. It may contain only a config.json and no weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfigPath(SourcePath):
-    """A config file, or a folder of weights that `hf:FOLDER` names as a config to fine-tune.
+    """A config file, or a folder of weights that the user named as `hf:FOLDER` to fine-tune.
 
     Attributes:
         path: the config file, or FOLDER with `~` expanded.
-        weights: FOLDER of `hf:FOLDER` as the user wrote it; None for a config file.
+        weights: FOLDER as the user wrote it; None for a config file.
     """
 
     weights: str | None = None
@@ -66,11 +66,12 @@ Kind = TypeVar("Kind", bound=SourcePath)
 
 
 def find_source(name: str | Path, *kinds: type[Kind]) -> Kind:
-    """Returns the path for `name`, as the first of `kinds` that matches it.
+    """Recognizes `name` as a run, a folder of weights, or a config, and returns its path.
 
     Args:
         name: a path or a config name, as the user wrote it. In a str `~` is expanded, in a Path it is not.
-        kinds: the classes that the caller accepts: RunPath, WeightsPath, ConfigPath.
+        kinds: the classes that the caller accepts: RunPath, WeightsPath, ConfigPath. The first class that matches is
+            used.
 
     Raises:
         UserError: `name` matches none of `kinds`.
@@ -98,8 +99,10 @@ def is_run(folder: str | Path) -> bool:
 
 
 def holds_model(folder: Path) -> bool:
-    """Returns whether a folder contains the config and the weights of a model or an adapter. `--force` replaces only
-    such a folder."""
+    """Returns whether a folder contains both a config and safetensors files, of a model or of an adapter.
+
+    `--force` overwrites a folder only if this returns True.
+    """
     names = {path.name for path in folder.iterdir()}
     return bool(names & {CONFIG, ADAPTER_CONFIG}) and any(name.endswith(".safetensors") for name in names)
 
@@ -107,8 +110,8 @@ def holds_model(folder: Path) -> bool:
 def title_of(name: str) -> str:
     """Returns the title of a config for reports and run directories.
 
-    The title is the stem of a config file, or the name of FOLDER for `hf:FOLDER`. If FOLDER is a snapshot in Hugging
-    Face's cache, which is named by a digest, the title is the name of the model.
+    The title is the file name of a config without its extension, or the name of FOLDER for `hf:FOLDER`. If FOLDER is a
+    snapshot in Hugging Face's cache, whose name is a hash, the title is the name of the model.
     """
     if not name.startswith(WEIGHTS):
         return Path(name).stem
@@ -153,7 +156,8 @@ _FINDERS: dict[type[SourcePath], Callable[[str | Path], SourcePath | None]] = {
 
 
 def _expand(name: str | Path) -> Path:
-    """Returns `name` as a path and expands `~` in a str. A Path stays as it is, because a folder may be called `~`."""
+    """Returns `name` as a path. `~` is expanded only in a str, because a folder that is given as a Path may be called
+    `~`."""
     return Path(os.path.expanduser(name)) if isinstance(name, str) else name
 
 

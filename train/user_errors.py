@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class UserError(ValueError):
-    """A mistake in the command, config or data. It is printed as one line without a traceback."""
+    """A mistake in the command, the config or the data. Commands print it as one line without a traceback."""
 
     exit_code = 2
 
@@ -18,7 +18,7 @@ class DoesNotFit(UserError):
     """The training step needs more memory than a device has available.
 
     Attributes:
-        advice: lines to print below the message, with changes that the user can try.
+        advice: the lines to print below the message. They name changes that the user can try.
     """
 
     exit_code = 3
@@ -35,6 +35,6 @@ class NonFinite(UserError):
 
 
 class Lost(UserError):
-    """Another process of the run is missing or died."""
+    """Another process of a multi-process run is missing or died."""
 
     exit_code = 5

@@ -34,7 +34,7 @@ def causal_softmax(scores_BGRLS: jax.Array, like: jax.Array, segments_BL: jax.Ar
     the query and keys of another segment are masked.
 
     Its only residual is the result, which is tagged `probs`. `jax.nn.softmax` has a residual inside its own function,
-    where no remat policy can name it.
+    which no remat policy can select by name.
     """
     L, S = scores_BGRLS.shape[-2:]
     # Built from iotas, not passed in: a mask of [L, S] booleans would be a constant of the program.
@@ -66,7 +66,7 @@ causal_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def scoring_of(config: ModelConfig) -> Scoring:
-    """Returns the scale and cap of the attention scores that `config` sets."""
+    """Returns the scale and the cap of the attention scores from the config."""
     return Scoring(config.attention_scale, config.attention_softcap)
 
 
@@ -97,8 +97,8 @@ def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, ke
 
 
 def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
-    """Computes attention with cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135). Values narrower than the
-    keys are padded to the width of the keys."""
+    """Computes attention with cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135). If the values of a head have
+    fewer elements than its keys, they are padded with zeros."""
     del key_B
     width, pad = v_BSGK.shape[-1], k_BSGK.shape[-1] - v_BSGK.shape[-1]
     if pad:
@@ -160,8 +160,7 @@ class Kernel:
 
     Fields:
       run: (q_BLHK, k_BSGK, v_BSGK, segments_BL, *, config, key_B, place) -> context_BLHK, in the dtype of the queries.
-      refuses: (config, precision, platform) -> why the kernel cannot run there and what to use instead, or None if it
-        can run.
+      refuses: (config, precision, platform) -> None if the kernel can run there, else the reason and the remedy.
     """
 
     run: Callable[..., jax.Array]
@@ -183,8 +182,8 @@ CUDNN_FROM = (8, 0)
 
 
 def platform_of(device: jax.Device) -> str:
-    """Returns the platform name for `choose_kernel`: the device's platform, or the device kind if the GPU is older
-    than CUDNN_FROM."""
+    """Returns the platform name for `choose_kernel`: the GPU's name if the GPU is older than CUDNN_FROM, else the
+    platform of the device, such as "cuda"."""
     nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if device.platform in ("gpu", "cuda") and nvidia and tuple(map(int, nvidia.groups())) < CUDNN_FROM:
         return device.device_kind
@@ -192,15 +191,16 @@ def platform_of(device: jax.Device) -> str:
 
 
 def _mask_bytes(seq_len: int) -> int:
-    """Returns the bytes of cuDNN's mask for one packed row: a 16-bit bias and, in jax 0.10, its 16-bit gradient."""
+    """Returns the bytes of cuDNN's mask for one packed row: a 16-bit bias and, in jax 0.10, the 16-bit gradient of the
+    bias."""
     return 2 * 2 * seq_len**2
 
 
 def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
     """Returns the bytes that chunked attention needs for one row of 16-bit queries.
 
-    Counts the float32 gradient sums, the query blocks and three blocks of scores. Within 4 % of what the compiler
-    assigned for H100, 8B and 124M shapes (jax 0.10.2).
+    The result is the sum of the float32 gradients, the query blocks and three blocks of scores. It is within 4 % of
+    what the compiler allocated for models of 8B and 124M parameters on an H100 (jax 0.10.2).
     """
     H, G, K = config.n_heads, config.n_kv_heads, config.score_width
     block = min(config.attention_chunk, seq_len)
@@ -218,12 +218,12 @@ def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tu
 def choose_kernel(
     config: ModelConfig, precision: Precision, platform: str, seq_len: int, *, packed: bool = False, head_parts: int = 1
 ) -> tuple[str, str]:
-    """Returns the kernel name for `config.attention` and the reason. `auto` chooses the kernel with the least memory
-    that can run.
+    """Returns the name of the attention kernel that `config.attention` selects, and the reason. `auto` selects the
+    kernel that needs the least memory among those that can run.
 
     Args:
-      platform: result of `platform_of` for the device that will run the program: "cpu", "gpu", "cuda", "tpu" or a GPU
-        name.
+      platform: result of `platform_of` for the device that will run the program: "cpu", "gpu", "cuda", "tpu" or the
+        name of a GPU.
       packed: True if rows have segment ids.
       head_parts: number of devices that share the heads.
 

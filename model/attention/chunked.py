@@ -37,11 +37,11 @@ Ids = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """Turns a product of query and key into a score, in kernels that compute scores themselves.
+    """Turns the dot product of a query and a key into an attention score.
 
     Fields:
-      scale: the factor, 0 for 1/sqrt(K).
-      cap: bound of the absolute scores (soft cap of Gemma 2, arXiv 2408.00118), 0 for no bound.
+      scale: the factor; 0 means 1/sqrt(width of a head).
+      cap: bound of the absolute scores (soft cap of Gemma 2, arXiv 2408.00118), 0 means no bound.
     """
 
     scale: float = 0.0
@@ -51,8 +51,8 @@ class Scoring:
         return self.scale or width**-0.5
 
     def __call__(self, products: jax.Array, width: int) -> jax.Array:
-        """Returns the scores for query-key `products` [...] of heads with `width` elements, in the dtype of the
-        products."""
+        """Returns the scores of query-key dot products `products` [...], in their dtype. `width`: number of elements
+        of a head."""
         return soft_cap(products * self._factor(width), self.cap)
 
     def slope(self, scores: jax.Array, width: int) -> jax.Array | float:
@@ -97,14 +97,14 @@ def triangle(n: int) -> Pairs:
 
 
 def causal(chunk: int) -> Mask:
-    """Returns the causal mask for blocks of `chunk` positions: earlier key blocks count fully, the diagonal block up
-    to its diagonal."""
+    """Returns the causal mask for pairs of blocks of `chunk` positions. In a pair of a query block with an earlier key
+    block all scores count; in a block's pair with itself, the scores up to the diagonal."""
     return lambda i, j: jnp.tril(jnp.ones((chunk, chunk), bool)) | (j < i)
 
 
 def _allowed(i: jax.Array, j: jax.Array, mask: Mask | None, ids: Ids | None) -> jax.Array | None:
-    """Returns which scores of query block i and key block j count: booleans [c, c], or [B, c, c] with ids; None if all
-    count."""
+    """Returns booleans that are True for the scores of query block i and key block j that are not masked: [c, c], or
+    [B, c, c] with segment ids. Returns None if no score is masked."""
     allowed = None if mask is None else mask(i, j)
     if ids is None:
         return allowed
@@ -113,7 +113,8 @@ def _allowed(i: jax.Array, j: jax.Array, mask: Mask | None, ids: Ids | None) -> 
 
 
 def _scores(q_BGRcK, k_BGcK, allowed, scoring):
-    """Returns the float32 scores [B, G, R, c, c] of one pair of blocks. `allowed` is the result of `_allowed`."""
+    """Returns the float32 scores [B, G, R, c, c] of one query block with one key block. Scores where `allowed` is
+    False are masked."""
     scores = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRcK, k_BGcK, preferred_element_type=jnp.float32)
     scores = scoring(scores, q_BGRcK.shape[-1])
     if allowed is None:
@@ -125,10 +126,10 @@ def _scores(q_BGRcK, k_BGcK, allowed, scoring):
 def _bound(q: jax.Array, pairs: Pairs, ids: Ids | None, sums: jax.Array) -> tuple[jax.Array, Pairs, Ids | None]:
     """Puts `q`, `pairs` and `ids` behind one optimization barrier that also waits for `sums`.
 
-    The pairs are constants, and the ids are the same in every layer. Without the barrier, when a checkpointed loop
-    over layers is split into what depends on its input and what does not, the masks and query blocks of all pairs
-    would be computed in advance and stacked: as many bytes as the full score matrix. Only one element of the sums
-    enters the barrier, because a barrier around all sums would keep unread values alive.
+    The pairs are constants, and the ids are the same in every layer. Without the barrier the masks and query blocks of
+    all pairs would be hoisted out of a checkpointed loop over layers and stacked, which takes as many bytes as the
+    full score matrix. Only one element of the sums enters the barrier, because a barrier around all sums would keep
+    unread values alive.
     """
     tie = sums[(0,) * sums.ndim]
     return jax.lax.optimization_barrier((q, jax.tree.map(jnp.asarray, pairs), ids, tie))[:3]
@@ -137,7 +138,8 @@ def _bound(q: jax.Array, pairs: Pairs, ids: Ids | None, sums: jax.Array) -> tupl
 def start(q: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the initial values of the online softmax for query blocks `q`, float32.
 
-    They are sums of weighted values [n, B, G, R, c, width], maximum scores and denominators [n, B, G, R, c].
+    The results are the sums of weighted values [n, B, G, R, c, width], and the maximum scores and the denominators,
+    both [n, B, G, R, c].
     """
     rows = q.shape[:-1]
     return jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
@@ -152,10 +154,11 @@ def add_pairs(
     ids: Ids | None = None,
     scoring: Scoring = PLAIN,
 ):
-    """Adds the keys and values of `pairs` to `sums` (see `start`). If `mask` and `ids` are None, every score counts.
+    """Updates the online softmax `sums` (see `start`) with the keys and values of block `pairs`. If `mask` and `ids`
+    are None, no score is masked.
 
-    A query for which no score of a block counts accumulates meaningless sums. Its first score that counts rescales
-    them to exactly 0, so the pairs must include each query's own position.
+    While all scores of a query are masked, its sums are meaningless. Its first unmasked score rescales them to exactly
+    0, so the pairs must include each query's own position.
     """
     q, pairs, ids = _bound(q, pairs, ids, sums[1])
 
@@ -185,7 +188,8 @@ def finish(sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
 
 
 def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Array:
-    """Returns the row sums of dP * P, [B, L, H] float32, computed from the output instead of the probabilities."""
+    """Returns for each query the sum of dP * P over the keys (P: probabilities), [B, L, H] float32. It is computed
+    from the attention output instead of the probabilities."""
     return jnp.einsum("blhk,blhk->blh", d_context_BLHK, context_BLHK, preferred_element_type=jnp.float32)
 
 
@@ -202,10 +206,11 @@ def add_gradients(
     ids: Ids | None = None,
     scoring: Scoring = PLAIN,
 ):
-    """Adds the gradients of `pairs` to `sums`, the float32 gradients (dq, d_keys).
+    """Adds the gradients from block `pairs` to `sums`, the float32 gradients (dq, d_keys).
 
     Args:
-      write: (d_keys, block index, (dk, dv) of that block [B, G, c, K] float32) -> d_keys with these gradients added.
+      write: (d_keys, block index, (dk, dv)) -> d_keys with the gradients of that block added, [B, G, c, K] float32
+        each.
       d_out: gradient of the context, in blocks like `q`.
       lse, delta: log-denominators and results of `row_products`, [n, B, G, R, c].
     """
@@ -259,7 +264,7 @@ def chunked_attention(
     chunk: int,
     scoring: Scoring = PLAIN,
 ) -> jax.Array:
-    """Computes causal attention [B, L, H, K of the values] in blocks of `chunk` positions. Scores and sums are
+    """Computes causal attention in blocks of `chunk` positions. Returns the context [B, L, H, K]. Scores and sums are
     float32.
 
     If `segments_BL` (int32) is given, queries attend only within their own segment. Residuals of the gradient are the

@@ -22,8 +22,8 @@ from bytescope.model.segments import Packed, token_positions
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245). A row of KERNELS computes the scores and
-    the context."""
+    """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245). An attention kernel, a row of KERNELS,
+    computes the scores and the context."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
         self.config, self.precision, self.place, self.regather = config, precision, place, False
@@ -99,12 +99,13 @@ class Attention(nnx.Module):
         return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK
 
     def cached_inputs(self, x_BTD: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns the queries, and the keys and values to store in the cache. The values are None if the keys array
-        contains them."""
+        """Returns the queries, and the keys and values to store in the cache. The values are None if they are part of
+        the stored keys (latent attention)."""
         return self.inputs(x_BTD, packed)
 
     def from_cache(self, context_BTHV: jax.Array) -> jax.Array:
-        """Returns the heads' context for the attention context over cached entries. In this class they are equal."""
+        """Converts the kernel's context over cached keys and values to the context of the heads. Here the two are the
+        same."""
         return context_BTHV
 
     def _rotation(self, width: int) -> tuple[Callable[..., jax.Array], jax.Array]:
@@ -121,8 +122,8 @@ class Attention(nnx.Module):
     def core(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None, packed: Packed | None
     ) -> jax.Array:
-        """Returns the attention context [B, L, H, K] from the configured kernel, or from ring attention if the
-        sequence is sharded."""
+        """Returns the attention context [B, L, H, K]. Ring attention computes it if the sequence is sharded, else the
+        configured kernel."""
         config, segments_BL = self.config, None if packed is None else packed.ids_BL
         with jax.named_scope("core"):
             # The kernel tags its result `context` itself: a kernel with a custom gradient must do it inside its
@@ -145,7 +146,8 @@ class Attention(nnx.Module):
             return self.place(context_BLHK, ("batch", "length", "heads", None))
 
     def output(self, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        """Returns the output projection [B, L, D]. `key_B`: dropout keys, which only the adapter uses."""
+        """Returns the output projection of the context, [B, L, D]. `key_B`: dropout keys, which only the adapter
+        uses."""
         config, dtype = self.config, self.precision.compute
         with jax.named_scope("out"):
             # The gradients of all kernels but the naive one read the unquantized context, so it is saved already.

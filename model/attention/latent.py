@@ -77,8 +77,8 @@ class LatentAttention(Attention):
         return tag(self.place(q_BLHK, _HEADS), "q_rot"), tag(self.place(k_BLHK, _HEADS), "k_rot"), v_BLHK
 
     def cached_inputs(self, x_BTD: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array, None]:
-        """Returns the queries against latents, and each token's latent joined with the rotated part of its key, as one
-        head.
+        """Returns the queries and cache entries of attention over cached latents. A token's entry is its latent joined
+        with the rotated part of its key, as one head.
 
         The matrices from latents to keys and values are applied to the queries and the context instead (section 2.1.2
         of the paper): q (W c) = (q W) c. The cache therefore stores mla_kv_rank + mla_d_rope elements per token for
@@ -102,11 +102,11 @@ class LatentAttention(Attention):
         )
 
     def from_cache(self, context_BTHc: jax.Array) -> jax.Array:
-        """Returns the heads' values [B, T, H, mla_d_value] from attention-weighted sums of latents."""
+        """Converts attention-weighted sums of latents to the context of the heads, [B, T, H, mla_d_value]."""
         return jnp.einsum("bthc,chv->bthv", context_BTHc, self.w_v_up[...].astype(context_BTHc.dtype))
 
     def _queries(self, x_BLD: jax.Array) -> jax.Array:
-        """Returns queries before rotation, [B, L, H, d_head + mla_d_rope]."""
+        """Returns queries before the rotary positions are applied, [B, L, H, d_head + mla_d_rope]."""
         if not self.config.mla_q_rank:
             (q_BLHK,) = enter("bld,dhk->blhk", x_BLD, {"q": self.w_q}, self.place, regather=self.regather)
             return tag(self.place(q_BLHK, _HEADS), "q")
@@ -114,8 +114,8 @@ class LatentAttention(Attention):
         return tag(self._up(q_BLc, "q_up")[0], "q")
 
     def _down(self, x_BLD: jax.Array, name: str) -> jax.Array:
-        """Multiplies the input by the matrix `w_<name>`. The latent is sharded like the residual stream; it is small
-        enough to be gathered later."""
+        """Multiplies the input by the matrix `w_<name>`. The resulting latent is sharded like the residual stream, and
+        gathered later, because it is small."""
         with jax.named_scope(name):
             y_BLc = multiply(
                 "bld,dc->blc",

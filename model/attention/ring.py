@@ -53,8 +53,8 @@ from bytescope.model.zigzag import chunk_length
 
 @dataclasses.dataclass(frozen=True)
 class _Rank:
-    """The block layout of one rank: each of its two chunks of n positions is split into m blocks of c positions.
-    Masked padding fills the last block."""
+    """The block layout of one ring rank: each of the rank's two chunks of n positions is split into m blocks of c
+    positions. Masked padding fills the last block."""
 
     ring: Ring
     n: int
@@ -78,7 +78,7 @@ class _Rank:
         return positions(x, 2 * self.n, 2, axis)
 
     def mask(self, inner: Mask | None) -> Mask | None:
-        """Returns `inner` with the padding positions of the last block of each key chunk masked too."""
+        """Returns the mask `inner` with the padding positions of the last block of each key chunk masked too."""
         if self.n == self.m * self.c:
             return inner
 
@@ -90,19 +90,21 @@ class _Rank:
 
     @property
     def own(self):
-        """Pairs and mask for the rank's own keys: one causal triangle over its blocks in order."""
+        """Returns the block pairs and the mask for the rank's own keys: one causal triangle over its blocks in
+        order."""
         return triangle(2 * self.m), self.mask(causal(self.c))
 
     def passing(self, hops):
-        """Returns pairs and mask for keys that have made `hops` hops, for two pairs of chunks: (late, early) and the
-        other one."""
+        """Returns the block pairs and the mask for keys from the rank `hops` ranks back in the ring. They cover two
+        pairs of chunks: the late queries with the early keys, and one more, which depends on the ranks."""
         i, j = (x.reshape(-1) for x in jnp.indices((self.m, self.m), jnp.int32))
         from_earlier = hops <= jax.lax.axis_index(self.ring.axis)
         shift = jnp.where(from_earlier, 0, self.m).astype(jnp.int32)
         return ((i + self.m, j), self.mask(None)), ((i + shift, j + shift), self.mask(None))
 
     def ids(self, segments_BL: jax.Array | None, hops: int | jax.Array = 0) -> Ids | None:
-        """Returns the segment ids of this rank's query blocks and of the key blocks that have made `hops` hops.
+        """Returns the segment ids of this rank's query blocks, and of the key blocks from the rank `hops` ranks
+        back in the ring.
 
         `segments_BL` are the ids of the whole row, in the order of the row.
         """
@@ -118,23 +120,24 @@ class _Rank:
         return ids_of(rank), ids_of((rank - hops) % C)
 
     def send(self, x: jax.Array) -> jax.Array:
-        """Sends `x` to the next rank of the ring and returns what the previous rank sent."""
+        """Sends `x` to the next rank of the ring and returns the array that the previous rank sent."""
         C = self.ring.size
         return jax.lax.ppermute(x, self.ring.axis, [(rank, (rank + 1) % C) for rank in range(C)])
 
     def zeros(self, x: jax.Array) -> jax.Array:
-        """Returns float32 zeros shaped like `x`, typed as varying between devices, as a loop carry must be."""
+        """Returns float32 zeros shaped like `x`, marked as varying between devices (see `varying`)."""
         return self.varying(jnp.zeros(x.shape, jnp.float32))
 
     def varying(self, tree):
-        """Marks constants as values that vary between devices, as a loop carry must be."""
+        """Marks constants as values that vary between devices. `jax.shard_map` requires it of the initial values of a
+        loop."""
         axes = (*self.ring.batch, self.ring.axis, *self.ring.heads)
         return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
 
 
 def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
-    """Returns the context [B, l, H, K] and log-denominators [B, G, R, l] of one rank's l positions. `segments_BL`
-    covers the whole row."""
+    """Returns the context [B, l, H, K] and log-denominators [B, G, R, l] of the l positions of one rank. `segments_BL`
+    has the ids of all positions of the row."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
     rank, C = _Rank.for_length(ring, length, chunk), ring.size
@@ -190,8 +193,8 @@ def _backward_rank(
         )
 
     def visit(dq, d_kv, kv, hops):
-        """Runs one step. `d_kv` is the gradient that these keys had collected one hop ago. Returns dq, the new `d_kv`,
-        and `kv` ready to be sent."""
+        """Runs one step of the ring. `d_kv` is the gradient that the other ranks have summed for the current keys and
+        values. Returns dq, the new `d_kv`, and `kv` ready to be sent."""
         first, second = rank.passing(hops)
         # While the gradient sums travel, the first pair of chunks, which reads only early keys, adds to separate sums.
         d_kv = rank.send(d_kv)

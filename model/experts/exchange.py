@@ -20,14 +20,14 @@ from bytescope.model.placement import Peers
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One entry of the table EXCHANGES.
+    """One way to move tokens between devices and experts, an entry of the table EXCHANGES. A row is one token for one
+    expert.
 
     Fields:
       shape: (tokens, choices per token, experts, factor, peers) -> the `Shape` of a device's rows.
-      plan: (expert_TK, shape, peers) -> the device's plan, which the four moves read.
-      to_rows, to_tokens: [T, D] -> [X, D], and back with the rows of a token summed. Arguments (array, plan, peers).
-      to_row_numbers, to_choices: one number per choice [T, K] -> one per row [X], and back. Arguments (array, plan,
-        peers).
+      plan: (expert_TK, shape, peers) -> the device's plan, an argument of the four functions below.
+      to_rows, to_tokens: (array, plan, peers) -> the rows [X, D] of tokens [T, D], and the tokens' sums of their rows.
+      to_row_numbers, to_choices: (array, plan, peers) -> numbers per row [X] from numbers per choice [T, K], and back.
     """
 
     summary: str
@@ -40,8 +40,8 @@ class Exchange:
 
 
 def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
-    """Returns the maximum number of expert rows of a device: `factor` times the mean, or all rows that can arrive if
-    factor is 0."""
+    """Returns the maximum number of expert rows of a device: `factor` times the mean. If factor is 0, all rows that
+    can arrive have room."""
     max_rows = tokens * peers.size * min(k, experts // peers.size)
     return min(int(factor * tokens * k), max_rows) if factor else max_rows
 
@@ -57,7 +57,7 @@ def _shape_here(tokens: int, k: int, experts: int, factor: float, peers: Peers) 
 
 
 def _own(expert_TK: jax.Array, shape: Shape, peers: Peers) -> jax.Array:
-    """Numbers this device's experts from 0. All other experts become `shape.experts`."""
+    """Converts expert indices to indices on this device, from 0. Experts of other devices become `shape.experts`."""
     own_TK = expert_TK - peers.index() * shape.experts
     return jnp.where((own_TK >= 0) & (own_TK < shape.experts), own_TK, shape.experts)
 
@@ -85,7 +85,8 @@ def _shape_slots(tokens: int, k: int, experts: int, factor: float, peers: Peers)
 
 
 def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
-    """Returns the plan for sending rows in slots: rows of all experts, with the experts of one peer adjacent.
+    """Returns the plan for an all-to-all with a fixed number of slots per expert. The experts of one peer are
+    adjacent.
 
     The plan's tiles describe the rows that this device receives.
     """
@@ -95,8 +96,8 @@ def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
 
 
 def _sent(sent: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
-    """Sends rows [E, slots, ...] of all experts to their devices. Returns [this device's experts, peers, slots, ...],
-    flattened."""
+    """Sends rows [E, slots, ...] to the devices of their experts. Returns the rows that this device receives, [its
+    experts, peers, slots, ...], with the first three axes flattened."""
     if peers.size == 1:
         return sent
     parts = sent.reshape(peers.size, plan.tiles.count.size, -1, *sent.shape[1:])
@@ -180,19 +181,20 @@ def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan
 
 
 def _ragged_to(sent: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
-    """Sends this device's rows [T * K, ...] to the devices of their experts. Returns [X, ...] with zeros for
-    padding."""
+    """Sends this device's rows [T * K, ...] to the devices of their experts. Returns the received rows [X, ...], with
+    zeros for padding."""
     return _ragged_all_to_all(sent, plan.rows, plan.sends, plan.returns[2], peers)
 
 
 def _ragged_back(held: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
-    """Sends rows [X, ...] back to the devices of their tokens. Returns [T * K, ...]; the transpose of `_ragged_to`."""
+    """Sends rows [X, ...] back to the devices of their tokens. Returns [T * K, ...]. This is the transpose of
+    `_ragged_to`."""
     return _ragged_all_to_all(held, plan.source_X.size, plan.returns, plan.sends[2], peers)
 
 
 def _ragged_all_to_all(x: jax.Array, rows: int, sends: jax.Array, received: jax.Array, peers: Peers) -> jax.Array:
-    """Sends slices of `x` [N, ...] to other devices. Returns [rows, ...] on each device, zero in rows that receive
-    nothing.
+    """Sends slices of `x` [N, ...] to other devices. Returns the received rows [rows, ...] on each device; rows that
+    receive nothing are 0.
 
     Args:
       sends: int32 [3, slices]: the first row of each slice, its row index on the receiving device, and its number of
@@ -207,7 +209,8 @@ def _ragged_all_to_all(x: jax.Array, rows: int, sends: jax.Array, received: jax.
 
 
 def _gathered(x: jax.Array, rows: int, sends: jax.Array, peers: Peers) -> jax.Array:
-    """Computes `_ragged_all_to_all` by gathering the rows of all peers."""
+    """Computes the result of `_ragged_all_to_all` by gathering the rows of all peers, for backends without a ragged
+    all-to-all."""
     x_PN, sends_P = peers.gather(x[None]), peers.gather(sends[None])
     each = sends.shape[1] // peers.size
     mine = jax.lax.dynamic_slice_in_dim(sends_P, peers.index() * each, each, 2)  # [peers, 3, slices]

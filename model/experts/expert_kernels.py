@@ -20,10 +20,11 @@ from bytescope.model.model_config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """One row of the table of expert kernels. Each result has the dtype of the first argument.
+    """The matrix products of one expert kernel, a row of the table of expert kernels. Each result has the dtype of the
+    first argument.
 
     Fields:
-      forward: (x_XC, w_ECN, tiles) -> [X, N].
+      forward: (x_XC, w_ECN, tiles) -> [X, N], each row times the weight of its expert.
       to_rows: (y_XN, w_ECN, tiles) -> [X, C], the gradient of the rows.
       to_weights: (x_XC, y_XN, tiles) -> [E, C, N], the gradient of the weights.
     """
@@ -35,7 +36,7 @@ class Products:
 
 
 def _by_tile(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    """Multiplies one tile after the other by the weights of its expert."""
+    """Multiplies the tiles of rows in turn, each by the weight of its expert."""
     x_nTC = x_XC.reshape(tiles.expert.size, -1, x_XC.shape[1])
 
     def one(_, xs):
@@ -46,7 +47,7 @@ def _by_tile(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Arra
 
 
 def _weights_by_tile(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles) -> jax.Array:
-    """Multiplies one tile after the other and adds the result to its expert's float32 sum."""
+    """Multiplies the tiles of rows in turn, and adds each product to the float32 weight gradient of its expert."""
     cut = [x.reshape(tiles.expert.size, -1, x.shape[1]) for x in (x_XC, y_XN)]
 
     def add(total_ECN, xs):
@@ -70,7 +71,8 @@ def _ragged_weights(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles) -> jax.Array
 
 
 def _batched(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    """Multiplies the rows of all experts in one batched einsum. Each expert has one tile, its slots."""
+    """Multiplies the rows of all experts in one batched einsum. Each expert has one tile, which consists of its
+    slots."""
     x_ECC = x_XC.reshape(tiles.count.size, -1, x_XC.shape[1])
     return jnp.einsum(spec, x_ECC, w).reshape(x_XC.shape[0], -1)
 
@@ -126,9 +128,8 @@ def rows_times(
 
 
 def weight_gradients(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: bool = False) -> jax.Array:
-    """Returns for each expert the sum over its rows of x^T y: [X, C] and [X, N] to [E, C, N] in the dtype
-    of `x_XC`.
-    """
+    """Returns the weight gradient of each expert, the sum of x^T y over its rows: [E, C, N] in the dtype of `x_XC`
+    from [X, C] and [X, N]."""
     (X, C), N, E = x_XC.shape, y_XN.shape[1], tiles.count.size
     tile = X // tiles.expert.size
     rows_per_block, columns_per_block, summed_per_block = _block(C, BLOCK), _block(N, BLOCK), _block(tile, DEPTH)
@@ -156,14 +157,14 @@ def weight_gradients(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpre
 
 
 def _block(size: int, largest: int) -> int:
-    """Returns a block size that divides a dimension of `size` elements: `size` if it is at most `largest`, else their
-    greatest common divisor."""
+    """Returns a block size that divides a dimension of `size` elements: `size` if it is at most `largest`, else the
+    greatest common divisor of the two."""
     return size if size <= largest else math.gcd(size, largest)
 
 
 def _call_arguments(interpret: bool, flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> dict:
-    """Returns the keyword arguments of a kernel call, with its cost estimate, because reports cannot look into a
-    kernel."""
+    """Returns the keyword arguments of a Pallas call, with a cost estimate, because a compiled report contains no
+    operations inside a kernel."""
     moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     cost = pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0)
     if interpret:
@@ -208,7 +209,8 @@ CAPACITY = 1.25
 
 
 def choose_moe_kernel(config: ModelConfig, platform: str) -> tuple[str, str]:
-    """Returns the row of KERNELS for `config.moe_kernel` and the reason; ("", "") for a model without experts.
+    """Returns the name of the expert kernel that `config.moe_kernel` selects, a row of KERNELS, and the reason.
+    Returns ("", "") for a model without experts.
 
     Args:
       platform: result of `platform_of` for the device that will run the program.

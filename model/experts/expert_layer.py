@@ -27,16 +27,17 @@ from bytescope.model.remat.offload import to_device
 )
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Router statistics of one micro-batch without its padding, float32. A stack of layers adds a leading axis.
+    """Router statistics of one micro-batch, float32. Padding is not counted. Statistics of several layers have a
+    leading layer axis.
 
     Fields:
       counts: [E], the number of choices of each expert, dropped choices included.
       dropped: the number of choices that found no slot or row.
-      entropy: the entropy of a token's scores over the experts, in nats, averaged over tokens.
-      balance: the load-balance loss of Switch (arXiv 2101.03961) with k choices: E times the sum over experts of their
-        fraction of the choices times their mean score. 1 if balanced, at most E.
+      entropy: the entropy of a token's scores over the experts, in nats, mean over tokens.
+      balance: the load-balance loss of Switch (arXiv 2101.03961) with k choices: E times the sum over experts of
+        (fraction of the choices x mean score). It is 1 if balanced, and at most E.
       router_z: the mean square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906).
-      shares: [E], each expert's mean score, if the balance loss pools all layers (`pool_balance`), else None.
+      shares: [E], each expert's mean score. None unless the balance loss pools all layers (`pool_balance`).
     """
 
     counts: jax.Array
@@ -48,11 +49,12 @@ class Load:
 
 
 class Experts(nnx.Module):
-    """Routed experts, each an MLP of the kind `config.mlp` (a row of MLPS): [B, L, D] to [B, L, D].
+    """Mixture of experts: a router chooses for each token the experts, each an MLP, whose outputs are summed. [B, L,
+    D] to [B, L, D].
 
-    A row of EXCHANGES moves the rows to the experts, and a row of KERNELS multiplies them. The router's weights are
-    applied to the input of the down projection, so that no gradient needs its output. `pooled`: True to record
-    `Load.shares`.
+    The table EXCHANGES has the ways to move tokens to the devices of their experts, and KERNELS the matrix products.
+    The router's weights multiply the input of the down projection, so that the gradient does not need the projection's
+    output. `pooled`: True to record `Load.shares`.
     """
 
     def __init__(
@@ -86,7 +88,8 @@ class Experts(nnx.Module):
     def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, Load]:
         """Returns the weighted sum of each token's experts, [B, L, D] in the compute dtype, and the router statistics.
 
-        `real_BL`: bool, False for padding tokens, which visit no expert and get the sum 0. None: no padding.
+        `real_BL`: bool, False for padding tokens, which visit no expert and get the sum 0; None if there is no
+        padding.
         """
         x_BLD = move(self.place(x_BLD, STREAM), self.place, WITHIN, STREAM)
         logits_BLE, choice = self.route(x_BLD)
@@ -123,7 +126,8 @@ class Experts(nnx.Module):
         return y_BLD, plan.dropped.sum().astype(jnp.float32)
 
     def _dense(self, x_BLD: jax.Array, choice: Choice) -> jax.Array:
-        """Applies every expert to every token, [B, L, D]: E/k times the work of routing."""
+        """Applies every expert to every token, [B, L, D]. This is E/k times the work of routing tokens to their k
+        experts."""
         act, dtype = ACTIVATIONS[self.activation], x_BLD.dtype
         chosen_BLKE = jax.nn.one_hot(choice.expert_BLK, self.config.experts)
         weight_BLE = jnp.einsum("blk,blke->ble", choice.weight_BLK, chosen_BLKE)
@@ -160,7 +164,7 @@ def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: ja
         tokens = B * L if real_BL is None else jnp.maximum(real_BL.sum(dtype=jnp.float32), 1.0)
 
         def mean(x: jax.Array) -> jax.Array:
-            """Averages over tokens without padding, [B, L, ...] -> [...]."""
+            """Averages [B, L, ...] over the tokens that are not padding. Returns [...]."""
             if real_BL is None:
                 return x.mean((0, 1))
             mask = real_BL.reshape(B, L, *[1] * (x.ndim - 2))
@@ -176,13 +180,14 @@ def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: ja
 
 
 def choice_shares(counts_NE: jax.Array) -> jax.Array:
-    """Returns each expert's fraction of its layer's choices, 0 to 1, [..., E]. Layers that saw no token get zeros."""
+    """Returns for each expert its fraction (0 to 1) of the choices of its layer, [..., E]. Fractions are 0 in layers
+    that saw no token."""
     return counts_NE / jnp.maximum(counts_NE.sum(-1, keepdims=True), 1.0)
 
 
 def pool_balance(load: Load | None) -> Load | None:
-    """Replaces each layer's balance loss by one loss pooled over all layers, if `load` has `shares`. Otherwise returns
-    `load` unchanged.
+    """Returns router statistics whose balance loss is pooled over all layers. If `load` has no `shares`, it is
+    returned unchanged.
 
     The pooled loss is E sum_e f_e p_e, where f_e is expert e's fraction of the choices and p_e its mean score, both
     averaged over the layers. `load_balancing_loss_func` of transformers returns k times this value.

@@ -25,11 +25,11 @@ ROWS, HIDDEN, NUMBERS = ("rows", "copies", None), ("rows", "d_expert"), ("rows",
 
 @dataclasses.dataclass(frozen=True)
 class DispatchSettings:
-    """The settings by which rows reach their experts and are multiplied.
+    """Settings of the experts: how rows (one token for one expert) reach their experts and are multiplied.
 
     Fields:
-      kernel: a row of KERNELS.
-      exchange: a row of EXCHANGES.
+      kernel: name of the expert kernel, a row of KERNELS.
+      exchange: name of the way rows are moved, a row of EXCHANGES.
       factor: maximum rows of an expert relative to the mean, 0 for no limit.
       experts: number of experts on all devices together.
     """
@@ -41,8 +41,8 @@ class DispatchSettings:
 
 
 def make_plan(how: DispatchSettings, place: Placement, expert_BLK: jax.Array) -> Any:
-    """Computes every device's plan from the int32 expert indices of each token. Padding has index `how.experts` and
-    gets no row."""
+    """Returns the plan of every device: which row holds which token for which expert. `expert_BLK`: int32, the experts
+    of each token. Padding has the index `how.experts` and gets no row."""
     exchange = EXCHANGES[how.exchange]
 
     def plan(expert_BLK: jax.Array) -> Any:
@@ -57,8 +57,8 @@ def make_plan(how: DispatchSettings, place: Placement, expert_BLK: jax.Array) ->
 def dispatch(
     how: DispatchSettings, place: Placement, x_BLD: jax.Array, weight_BLK: jax.Array, plan: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Moves tokens to the devices of their experts. Returns rows [X, tensor, D] in the dtype of `x_BLD` and their
-    router weights [X, tensor] float32."""
+    """Moves tokens to the devices of their experts. Returns the rows [X, tensor, D] in the dtype of `x_BLD`, and the
+    rows' router weights [X, tensor] float32. `tensor` is the size of the tensor-parallel mesh axis."""
     exchange = EXCHANGES[how.exchange]
 
     def move(x_BLD, weight_BLK, plan):
@@ -93,7 +93,8 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def combine(how: DispatchSettings, place: Placement, y_X1D: jax.Array, like_BLD: jax.Array, plan: Any) -> jax.Array:
-    """Returns the sum of each token's rows, [B, L, D]. `like_BLD`: an array [B, L, 0] that gives B and L."""
+    """Moves rows back and returns the sum of each token's rows, [B, L, D]. `like_BLD`: an array [B, L, 0], whose shape
+    gives B and L."""
 
     def move(y_X1D, like_BLD, plan):
         y_TD = EXCHANGES[how.exchange].to_tokens(y_X1D[:, 0], plan, place.peers)
@@ -120,7 +121,7 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _like(x_BLD: jax.Array) -> jax.Array:
-    """Returns an empty array [B, L, 0], which records the number of tokens of a device."""
+    """Returns an empty array [B, L, 0], whose shape tells `combine` the number of tokens of a device."""
     return x_BLD[:, :, :0]
 
 
@@ -154,8 +155,8 @@ def _multiply(
     weights: tuple[jax.Array, ...],
     tiles: Any,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows `x` by each of the weights, given as stored. `spec`: logical axes of the rows and of the
-    results."""
+    """Multiplies rows `x` by each of the expert weights, which are passed as stored. `spec`: logical axes of the rows
+    and of the results."""
     return _times(kernel, place, which, spec, x, _computed(which, weights, x.dtype, place), tiles)
 
 
@@ -168,7 +169,7 @@ def _times(
     computed: tuple[jax.Array, ...],
     tiles: Any,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows by each of the weights, given as cast and gathered."""
+    """Multiplies rows `x` by each of the expert weights, which are passed cast and gathered."""
 
     def run(x, weights, tiles):
         return tuple(_shaped(KERNELS[kernel].forward(_flat(x), w, tiles), spec[1]) for w in weights)
@@ -233,7 +234,7 @@ def _sum(parts: jax.Array, axis: int) -> jax.Array:
 def _computed(
     which: Sequence[Weight], weights: Sequence[jax.Array], dtype: jnp.dtype, place: Placement
 ) -> tuple[jax.Array, ...]:
-    """Returns the weights in the form that a layer multiplies: cast, then gathered."""
+    """Returns the weights as a layer multiplies them: cast to `dtype`, then gathered."""
     return tuple(place.weight(to_device(w).astype(dtype), one.axes) for one, w in zip(which, weights))
 
 
@@ -248,13 +249,14 @@ def _shaped(y_XN: jax.Array, axes: Axes) -> jax.Array:
 def enter(
     kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *, regather: bool
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows by each parameter [E, D, F]. Returns one [X, F] for each. `regather`: as in `layers.enter`."""
+    """Multiplies rows by each parameter [E, D, F]. Returns one result [X, F] per parameter. `regather`: as in
+    `layers.enter`."""
     which = tuple(Weight.from_param(p, regather) for p in params)
     return _multiply(kernel, place, which, (ROWS, HIDDEN), x_X1D, tuple(p[...] for p in params), plan.tiles)
 
 
 def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any, *, regather: bool) -> jax.Array:
-    """Multiplies rows by the parameter [E, F, D]. Returns [X, tensor, D]. `regather`: as in `layers.enter`."""
+    """Multiplies rows [X, F] by the parameter [E, F, D]. Returns [X, tensor, D]. `regather`: as in `layers.enter`."""
     return _multiply(kernel, place, (Weight.from_param(p, regather),), (HIDDEN, ROWS), act_XF, (p[...],), plan.tiles)[0]
 
 

@@ -20,7 +20,7 @@ LARGEST_TILE, SMALLEST_TILE = 128, 16
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static sizes of a device's rows.
+    """The static sizes of a device's rows. A row holds one token for one expert.
 
     Fields:
       experts: number of experts on the device.
@@ -43,24 +43,24 @@ class Shape:
 
 
 def choose_tile(choices: int, experts: int) -> int:
-    """Returns the size of a tile, in rows, if `choices` pairs of token and expert are distributed over `experts`
-    experts.
+    """Returns the number of rows of a tile. `choices`: number of pairs of token and expert on the device.
 
-    The result is a power of 2, at most the mean rows of an expert, and between SMALLEST_TILE and LARGEST_TILE.
+    The result is a power of 2, at most the mean number of rows of an expert, and between SMALLEST_TILE and
+    LARGEST_TILE.
     """
     mean = max(choices // experts, 1)
     return min(max(2 ** (mean.bit_length() - 1), SMALLEST_TILE), LARGEST_TILE)
 
 
 def tiled_shape(rows: int, experts: int, tile: int) -> Shape:
-    """Returns the shape of the tile layout: `rows` rows of `experts` experts, with room for padding each expert's last
-    tile."""
+    """Returns the sizes of the tile layout: `rows` rows that hold tokens, plus padding for the last tile of each
+    expert."""
     return Shape(experts, (-(-rows // tile) + experts) * tile, tile)
 
 
 def slotted_shape(choices: int, experts: int, factor: float) -> Shape:
-    """Returns the shape of the slot layout. Each expert gets `factor` times the mean rows, rounded up to a multiple of
-    8 slots.
+    """Returns the sizes of the slot layout: each expert has a fixed number of rows (slots), `factor` times the mean,
+    rounded up to a multiple of 8.
 
     `choices`: number of pairs of token and expert on the device.
     """
@@ -89,11 +89,11 @@ class Tiles:
 @partial(jax.tree_util.register_dataclass, data_fields=["place_TK", "source_X", "tiles", "dropped"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The row positions on a device, int32.
+    """Which row of a device holds which choice (pair of token and expert), int32.
 
     Fields:
-      place_TK: the row index of each choice of a token, X for a choice that has no row on this device.
-      source_X: the choice t * K + k of each row, T * K for padding rows.
+      place_TK: the row index of each choice of a token, X if the choice has no row on this device.
+      source_X: the choice in each row, as t * K + k for choice k of token t; T * K for padding rows.
       tiles: the tiles of the rows.
       dropped: [1], the number of choices of this device's experts that found no room.
     """
@@ -105,11 +105,11 @@ class Plan:
 
 
 def rank_in_expert(expert_N: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Counts the choices (pairs of token and expert) of each expert.
+    """Returns the rank of each choice (pair of token and expert) within its expert, and the number of choices of each
+    expert.
 
-    Returns, both int32, the position of each of N choices among the choices of the same expert, and the number of
-    choices of each expert. `expert_N`: expert indices from 0, `experts` for a choice of another device's expert. Uses
-    a stable sort, because a running count would need an array [N, E].
+    Both are int32. `expert_N`: expert indices; the value `experts` marks an expert of another device. Uses a stable
+    sort, because a running count would need an array [N, E].
     """
     order_N = jnp.argsort(expert_N, stable=True)
     counts_E = jnp.bincount(expert_N, length=experts + 1)[:experts].astype(jnp.int32)
@@ -128,9 +128,10 @@ def first_rows(counts_E: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]
 
 
 def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
-    """Returns the row positions of the experts `expert_TK` that each token chose, [T, K].
+    """Returns the row positions of all choices of tokens on a device.
 
-    Experts are numbered from 0 on this device. `shape.experts` marks experts of other devices.
+    `expert_TK`: the experts that each token chose, numbered from 0 on this device. The value `shape.experts` marks
+    experts of other devices.
     """
     expert_N = expert_TK.reshape(-1)
     rank_N, counts_E = rank_in_expert(expert_N, shape.experts)
@@ -149,9 +150,10 @@ def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
 
 
 def sources(place_N: jax.Array, rows: int) -> jax.Array:
-    """Inverts row positions: returns which of N choices is in each of `rows` rows, int32 [X], and N for an empty row.
+    """Inverts row positions. Returns for each of `rows` rows the index of the choice that it holds, int32 [X], or N if
+    it is empty.
 
-    `place_N`: the row of each choice.
+    `place_N`: the row of each of N choices.
     """
     return (
         jnp.full(rows, place_N.size, jnp.int32).at[place_N].set(jnp.arange(place_N.size, dtype=jnp.int32), mode="drop")
@@ -159,7 +161,8 @@ def sources(place_N: jax.Array, rows: int) -> jax.Array:
 
 
 def make_tiles(first_E: jax.Array, tiles_E: jax.Array, shape: Shape) -> Tiles:
-    """Returns the tiles of the experts from the results of `first_rows`."""
+    """Returns the tiles of the experts from each expert's first row and number of tiles, the results of
+    `first_rows`."""
     first = first_E // shape.tile
     expert = jnp.searchsorted(first + tiles_E, jnp.arange(shape.tiles), side="right").astype(jnp.int32)
     # An expert whose rows exceed the buffer gets no tiles for the excess rows.
@@ -185,10 +188,10 @@ def tokens_of_rows(y_XD: jax.Array, plan: Plan) -> jax.Array:
 
 
 def rows_of_choices(w_TK: jax.Array, plan: Plan) -> jax.Array:
-    """Moves one number per choice [T, K] to the choice's row: returns [X], zeros for padding rows."""
+    """Moves numbers of choices [T, K] to the rows of the choices. Returns [X], with 0 for padding rows."""
     return jnp.take(w_TK.reshape(-1), plan.source_X, mode="fill", fill_value=0)
 
 
 def choices_of_rows(w_X: jax.Array, plan: Plan) -> jax.Array:
-    """Moves one number per row [X] to the row's choice: returns [T, K], zeros for choices without a row."""
+    """Moves numbers of rows [X] to the choices in the rows. Returns [T, K], with 0 for choices without a row."""
     return jnp.take(w_X, plan.place_TK, mode="fill", fill_value=0)

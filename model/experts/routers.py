@@ -36,10 +36,10 @@ class Choice:
 
 
 def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig) -> Choice:
-    """Chooses the experts of each token from float32 logits.
+    """Chooses the experts of each token from the router's float32 logits.
 
-    `bias_E` influences which experts are chosen but not their weights. With `router_renormalize` the weights of a
-    token's chosen experts sum to `router_scale`. Otherwise the weights are the scores times `router_scale`.
+    `bias_E` is added to choose the experts, but does not change their weights. With `router_renormalize` the weights
+    of a token's chosen experts sum to `router_scale`. Otherwise the weights are the scores times `router_scale`.
     """
     scores_BLE = ROUTERS[config.router](logits_BLE)
     picked_by_BLE = jax.lax.stop_gradient(scores_BLE if bias_E is None else scores_BLE + bias_E[None, None])
@@ -54,7 +54,7 @@ def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig)
 
 
 def _open_groups(scores_BLE: jax.Array, config: ModelConfig) -> jax.Array:
-    """Returns the scores with -inf for experts outside the token's best groups (DeepSeek-V3's node-limited routing).
+    """Returns scores that are -inf for experts outside the token's best groups (node-limited routing of DeepSeek-V3).
 
     A group's score is the sum of its two best experts' scores.
     """

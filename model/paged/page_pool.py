@@ -26,7 +26,7 @@ class View:
 
     Fields:
       positions_BT: int32, the position of each token in its sequence, -1 for padding.
-      table_BP: int32, the page index of every PAGE positions of a sequence, NOBODY if there is no page.
+      table_BP: int32, for each run of PAGE positions of a sequence the index of its page, NOBODY if it has none.
     """
 
     positions_BT: Any  # jax.Array in a step, np.ndarray before it, ShapeDtypeStruct if a step is only compiled
@@ -34,7 +34,7 @@ class View:
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array]:
-        """(page, offset in the page) of each token, int32 [B, T] each."""
+        """Where the keys and values of each token are stored: (page index, offset in the page), int32 [B, T] each."""
         positions_BT = jnp.maximum(self.positions_BT, 0)
         pages_BT = jnp.take_along_axis(self.table_BP, positions_BT // PAGE, axis=1)
         return jnp.where(self.positions_BT < 0, NOBODY, pages_BT), positions_BT % PAGE
@@ -47,7 +47,7 @@ class View:
 )
 @dataclasses.dataclass(frozen=True)
 class PagePool:
-    """The pages of one layer.
+    """The KV-cache pages of one layer. A page has the keys and values of PAGE positions of one sequence.
 
     Fields:
       keys: [N, PAGE, G, K].
@@ -80,7 +80,7 @@ class PagePool:
         return cls(array(key_width), values, scales(key_width), scales(value_width), compute)
 
     def write(self, k_BTGK: jax.Array, v_BTGV: jax.Array | None, view: View) -> "PagePool":
-        """Returns the pool with the keys and values of a step's tokens written."""
+        """Returns the pool after the keys and values of a step's tokens are written to it."""
         at = view.places
         keys, key_scales = _put(self.keys, self.key_scales, k_BTGK, at)
         if v_BTGV is None or self.values is None:
@@ -89,7 +89,7 @@ class PagePool:
         return PagePool(keys, values, key_scales, value_scales, self.compute)
 
     def read(self, pages_BP: jax.Array, value_width: int) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys [B, S, G, K] and values [B, S, G, V] of pages, in the compute dtype."""
+        """Returns the keys [B, S, G, K] and values [B, S, G, V] in the pages `pages_BP`, in the compute dtype."""
         k_BSGK = _get(self.keys, self.key_scales, pages_BP, self.compute)
         if self.values is None:
             return k_BSGK, k_BSGK[..., :value_width]
@@ -99,8 +99,8 @@ class PagePool:
 def _put(
     pool: jax.Array, scales: jax.Array | None, new_BTGK: jax.Array, at: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Writes keys or values `new_BTGK` at (page, offset). Returns the pool and its scales; 8-bit pools have one scale
-    per head of a token."""
+    """Writes keys or values `new_BTGK` at (page, offset). Returns the pages and their scales. Pages in 8 bits have one
+    scale per token and head."""
     if scales is None:
         return pool.at[at].set(new_BTGK.astype(pool.dtype)), None
     integers = jnp.issubdtype(pool.dtype, jnp.integer)

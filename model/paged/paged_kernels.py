@@ -28,8 +28,8 @@ PAGES, ROWS = 4, 16
 def gather(
     q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, value_width: int
 ) -> jax.Array:
-    """Computes attention by reading all pages of all sequences into one array with the length of the longest
-    sequence."""
+    """Computes attention by copying all pages into one array, in which every sequence has the length of the
+    longest."""
     k_BSGK, v_BSGV = pool.read(view.table_BP, value_width)
     scores_BGRTS = _scores(q_BTHK, k_BSGK, scoring, width)
     scores_BGRTS = _masked(scores_BGRTS, jnp.arange(k_BSGK.shape[1]), view)
@@ -42,7 +42,7 @@ def blocks(
 ) -> jax.Array:
     """Computes attention over BLOCK pages at a time with a running softmax (Dao et al. 2022, arXiv 2205.14135).
 
-    The number of loop steps follows the longest sequence of the step.
+    The longest sequence determines the number of loop iterations.
     """
     B, T, H, _ = q_BTHK.shape
     G, P = pool.keys.shape[2], view.table_BP.shape[1]
@@ -86,13 +86,13 @@ def _scores(q_BTHK: jax.Array, k_BSGK: jax.Array, scoring: Scoring, width: int) 
 
 
 def _masked(scores_BGRTS: jax.Array, positions_S: jax.Array, view: View) -> jax.Array:
-    """Masks the scores of positions after each token's own."""
+    """Masks the scores of keys that are after the position of the query's token."""
     allowed_BTS = positions_S[None, None] <= view.positions_BT[..., None]
     return jnp.where(allowed_BTS[:, None, None], scores_BGRTS, jnp.finfo(jnp.float32).min)
 
 
 def _joined(context_BTGRV: jax.Array, q_BTHK: jax.Array) -> jax.Array:
-    """Returns the context of all heads, [B, T, H, V], in the queries' dtype."""
+    """Merges the head dimensions of the context: returns [B, T, H, V] in the dtype of the queries."""
     B, T, H, _ = q_BTHK.shape
     return context_BTGRV.reshape(B, T, H, -1).astype(q_BTHK.dtype)
 
@@ -107,8 +107,8 @@ def triton(
     value_width: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes attention with one GPU kernel if `takes` accepts the arrays; else with `blocks`, for example for
-    prompts."""
+    """Computes attention with one GPU kernel if `takes` accepts the arrays. Other inputs, such as prompts, use
+    `blocks`."""
     if not takes(q_BTHK, pool):
         return blocks(q_BTHK, pool, view, scoring=scoring, width=width, value_width=value_width)
     return attend(q_BTHK, pool, view, scoring=scoring, width=width, interpret=interpret)
@@ -134,8 +134,8 @@ def attend(
     """Returns the context [B, 1, H, K] of one token of each sequence, computed by one Pallas kernel. Padding rows are
     0.
 
-    One program per sequence and head of keys reads only the pages of that sequence, so that nothing is gathered (Kwon
-    et al. 2023, arXiv 2309.06180, section 5.1). `interpret`: True to run the kernel as plain jax on any backend.
+    One kernel program per sequence and key head reads the pages of that sequence in place (Kwon et al. 2023, arXiv
+    2309.06180, section 5.1). `interpret`: True to run the kernel as plain jax on any backend.
     """
     B, _, H, K = q_BTHK.shape
     G, R = pool.keys.shape[2], H // pool.keys.shape[2]

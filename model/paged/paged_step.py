@@ -19,8 +19,13 @@ from bytescope.model.transformer import Transformer
 
 
 def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTypeLike) -> list[PagePool]:
-    """Returns an empty pool for each layer. With latent attention a pool stores the latent and the rotated part of the
-    key as one head."""
+    """Returns an empty page pool for each layer. With latent attention, a pool stores the latent and the rotated part
+    of the key as one head.
+
+    Args:
+      pages: number of pages in a pool.
+      stored, compute: dtypes of the stored and of the returned keys and values.
+    """
     if config.attention_kind == "mla":
         shape = 1, config.mla_kv_rank + config.mla_d_rope, 0
     else:
@@ -31,8 +36,8 @@ def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTyp
 def step(
     model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[PagePool], kernel: str
 ) -> tuple[jax.Array, list[PagePool]]:
-    """Returns the normed output of the last block [B, T, D] and the pools with the keys and values of these tokens
-    added.
+    """Returns the normed output of the last block, [B, T, D], and the page pools with the keys and values of the
+    tokens added.
 
     Layers are unrolled, because a loop over stacked layers would copy the pages of a layer out of the stack and back.
     `tokens_BT`: int32. `kernel`: a row of `KERNELS`.

@@ -22,7 +22,8 @@ def encode(w_IO: jax.Array, group: int, kept: jax.Array | float = 1.0) -> tuple[
     Args:
       w_IO: float32 weights.
       group: number of inputs in a group.
-      kept: clip ratio, the fraction (0 to 1) of a group's range that is kept: [groups, outputs] or one for all groups.
+      kept: clip ratio, the fraction (0 to 1) of a group's range that is represented; [groups, outputs], or one number
+        for all groups.
     """
     inputs, outputs = w_IO.shape
     w_GIO = w_IO.reshape(inputs // group, group, outputs)
@@ -43,7 +44,7 @@ def decode(codes: jax.Array, zero: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def pack(codes: jax.Array) -> jax.Array:
-    """Packs two codes per byte, uint8 [inputs / 2, ...]. Of two neighbors along the inputs the first is in the low
+    """Packs two 4-bit codes per byte, uint8 [inputs / 2, ...]. Of two adjacent inputs the first is in the low 4
     bits."""
     pairs = codes.reshape(codes.shape[0] // 2, 2, *codes.shape[1:])
     return pairs[:, 0] | (pairs[:, 1] << 4)

@@ -42,7 +42,7 @@ SMALLEST = np.float32(1e-38)  # lower bound of a block's divisor, for blocks of 
 
 
 def encode(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes weights [outputs, inputs] of any float dtype on the host.
+    """Quantizes weights [outputs, inputs] of any float dtype to NF4 on the host.
 
     Returns codes uint8 [outputs, inputs / 2] and scales float32 [outputs, inputs / 64]. Outputs are independent, so a
     weight can be quantized in pieces.
@@ -60,8 +60,8 @@ def encode(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encode_on_device(w_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes weights [inputs, outputs] on a device. Returns codes [inputs / 2, outputs] and scales [inputs / 64,
-    outputs]."""
+    """Quantizes weights [inputs, outputs] to NF4 on a device. Returns codes uint8 [inputs / 2, outputs] and scales
+    float32 [inputs / 64, outputs]."""
     inputs, outputs = w_IO.shape
     x = w_IO.astype(jnp.float32).reshape(inputs // BLOCK, BLOCK, outputs)
     scale = jnp.abs(x).max(1)
@@ -87,8 +87,8 @@ def look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
     """Returns `table[index]`. Every index must be within the table.
 
     This is one gather, which the compiler fuses with the surrounding operations. A chain of selects would be fused
-    too, but the compiler would move its constants, broadcast to the size of the weight, out of the loop over layers:
-    16 such arrays.
+    too, but the compiler would broadcast its 16 constants to the size of the weight and hoist them out of the loop
+    over layers.
     """
     dims = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,))
     return jax.lax.gather(
@@ -114,10 +114,10 @@ SCALE_BLOCK = 256
 
 
 def _dynamic_levels() -> np.ndarray:
-    """Returns the 256 levels of the signed dynamic data type, float32 in ascending order.
+    """Returns the 256 levels of the signed dynamic 8-bit data type of bitsandbytes, float32 in ascending order.
 
     The levels are 0, 1 and numbers of both signs in each decade from 1e-7 to 1. Each decade has twice as many levels
-    as the decade below, at the centers of equal intervals.
+    as the decade below, which are the centers of equal intervals.
     """
     positive: list[float] = []
     for decade in range(7):
@@ -134,13 +134,13 @@ SCALE_BOUNDS = (SCALE_LEVELS[1:] + SCALE_LEVELS[:-1]) / 2
 
 
 def scale_blocks(scales: int) -> int:
-    """Returns the number of blocks of `scales` scales. A short last block counts."""
+    """Returns the number of blocks of 256 that `scales` scales fill. The last block may be shorter."""
     return -(-scales // SCALE_BLOCK)
 
 
 def _mean(x: Any, numbers: Any) -> Any:
-    """Returns the mean of an array of `numbers` (NumPy or jax.numpy). Pairwise sums make it equal on every mesh and
-    device."""
+    """Returns the mean of an array. It is summed pairwise, so that the result is equal on every mesh and device.
+    `numbers`: the module NumPy or jax.numpy."""
     count = x.size
     x = numbers.pad(x.reshape(-1), (0, (1 << (count - 1).bit_length()) - count))
     while x.size > 1:
@@ -149,8 +149,8 @@ def _mean(x: Any, numbers: Any) -> Any:
 
 
 def encode_scales(scale_OB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Quantizes scales [outputs, blocks]. Returns codes uint8 [outputs, blocks], float32 scales [blocks of 256] and
-    the mean, float32 []."""
+    """Quantizes scales [outputs, blocks] on the host. Returns codes uint8 [outputs, blocks], float32 scales (one per
+    256 codes) and the subtracted mean, float32 []."""
     mean = _mean(scale_OB, np)
     x = (scale_OB - mean).reshape(-1)
     x = np.pad(x, (0, -x.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
@@ -161,8 +161,8 @@ def encode_scales(scale_OB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def encode_scales_on_device(scale_BO: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes scales [blocks, outputs] on a device. Returns codes [blocks, outputs], float32 scales [blocks of 256]
-    and the mean."""
+    """Quantizes scales [blocks, outputs] on a device. Returns codes uint8 [blocks, outputs], float32 scales (one per
+    256 codes) and the subtracted mean, float32 []."""
     blocks, outputs = scale_BO.shape
     scale = scale_BO.T.reshape(-1)
     mean = _mean(scale, jnp)
@@ -174,7 +174,8 @@ def encode_scales_on_device(scale_BO: jax.Array) -> tuple[jax.Array, jax.Array, 
 
 
 def decode_scales(codes: jax.Array, largest: jax.Array, mean: jax.Array) -> jax.Array:
-    """Returns the float32 scales [blocks, ...] of codes [blocks, ...]. `...` are the output dimensions."""
+    """Returns the float32 scales [blocks, ...] of codes [blocks, ...]. `largest`: the scale of every 256 codes.
+    `mean`: the mean that was subtracted."""
     blocks, *outputs = codes.shape
     each = jnp.broadcast_to(largest[:, None], (largest.size, SCALE_BLOCK)).reshape(-1)[: codes.size]
     return look_up(SCALE_LEVELS, codes) * jnp.moveaxis(each.reshape(*outputs, blocks), -1, 0) + mean

@@ -23,12 +23,12 @@ CHUNK = 2**18  # elements that one host thread quantizes at once, so that they f
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """The shape of a weight that is multiplied by activations.
+    """The shape of a weight in a matrix product with activations.
 
     Fields:
       shape: all dimensions, inputs first.
       axes: the logical axis of each dimension.
-      inputs: the number of leading dimensions that a product contracts.
+      inputs: the number of leading dimensions that the product contracts.
     """
 
     shape: tuple[int, ...]
@@ -37,19 +37,19 @@ class Matrix:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(inputs, outputs) of the weight as a matrix, as element counts."""
+        """(number of inputs, number of outputs) of the weight as a matrix."""
         return math.prod(self.shape[: self.inputs]), math.prod(self.outputs)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The dimensions that are not contracted."""
+        """The sizes of the dimensions that are not contracted."""
         return self.shape[self.inputs :]
 
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """The description of a stored array. Contracted dimensions are merged into one, with the logical axis of the
-    first."""
+    """The shape, dtype and logical axes of an array that stores a quantized weight. Contracted dimensions are merged
+    into one, which has the logical axis of the first."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -58,13 +58,13 @@ class ArraySpec:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """The storage format of a weight. Keys of the dicts are names of arrays.
+    """A storage format of quantized weights. A weight is stored as several arrays, in dicts by array name.
 
     Fields:
       block: number of inputs that share a scale; 0 if all inputs of an output share one.
-      parts: matrix -> descriptions of the stored arrays.
-      on_device: weights [inputs, outputs] -> the arrays, with output dimensions flattened.
-      decode: the arrays -> float32 weights [inputs, ...], with the output dimensions of the arrays.
+      parts: matrix -> the shape, dtype and axes of each stored array.
+      on_device: weights [inputs, outputs] -> the stored arrays, with output dimensions flattened.
+      decode: the stored arrays -> float32 weights [inputs, ...]. `...` are the output dimensions of the arrays.
     """
 
     summary: str
@@ -76,11 +76,11 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Base(Format):
-    """A quantized value of `lora.base`, whose weights are quantized on the host as they are loaded.
+    """The functions that quantize loaded weights on the host, for a quantized format of `lora.base`.
 
     Fields:
       encode: weights [outputs, inputs] of some outputs -> codes and scales of these outputs.
-      finish: codes and scales of all outputs -> the arrays, in the shapes of `parts`.
+      finish: codes and scales of all outputs -> the stored arrays, in the shapes that `Format.parts` gives.
     """
 
     encode: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -121,9 +121,10 @@ INT8_MAX, INT8_STEP = np.float32(127), np.float32(1 / 127)
 
 
 def encode_int8(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes weights [outputs, inputs]. Returns codes int8 [outputs, inputs] and scales float32 [outputs].
+    """Quantizes weights [outputs, inputs] to 8-bit integers. Returns codes int8 [outputs, inputs] and scales float32
+    [outputs].
 
-    A scale is the largest magnitude of its output divided by 127, and 0 for an output of zeros.
+    The scale of an output is its largest magnitude divided by 127; 0 if all its weights are 0.
     """
     x = w_OI.astype(np.float32, order="C")
     largest = np.maximum(x.max(-1), -x.min(-1))
@@ -204,7 +205,7 @@ FORMATS: Mapping[str, Format | None] = {
 
 
 def format_of(name: str) -> Format:
-    """Returns the row `name` of FORMATS. Raises ValueError if it stores weights unquantized."""
+    """Returns the storage format `name`, a row of FORMATS. Raises ValueError if the format is unquantized."""
     row = FORMATS[name]
     if row is None:
         raise ValueError(f"{name} stores weights unquantized: choose one of {', '.join(filter(FORMATS.get, FORMATS))}")
@@ -212,8 +213,8 @@ def format_of(name: str) -> Format:
 
 
 def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
-    """Raises ValueError if the inputs of the weight `name`, divided over `shards` devices, are not a multiple of the
-    block size."""
+    """Raises ValueError if the inputs of a weight cannot be divided into whole blocks on each of `shards` devices.
+    `name` is the weight's name in the message."""
     block, inputs = format_of(base).block or 1, matrix.sizes[0]
     if inputs % (block * shards):
         per_device, cause = (f" on each of {shards} devices", "the mesh") if shards > 1 else ("", "the size")
@@ -225,7 +226,7 @@ def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
 
 
 def parts_of(base: str, matrix: Matrix) -> dict[str, ArraySpec]:
-    """Returns the descriptions of the arrays that a weight is stored as."""
+    """Returns the name, shape, dtype and axes of each array that stores a weight in the format `base`."""
     return format_of(base).parts(matrix)
 
 
@@ -233,8 +234,8 @@ def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[st
     """Quantizes a weight on the host. Returns its arrays by name.
 
     Args:
-      pieces: the weight, flattened to [inputs, outputs] and cut along the outputs, in order, in any float dtype. Only
-        one piece is in memory unquantized at a time.
+      pieces: consecutive ranges of outputs of the weight, [inputs, some outputs], in any float dtype. Only one piece
+        is in memory unquantized at a time.
     """
     row = BASES[base]
     if row is None:
@@ -258,7 +259,8 @@ def quantize_on_device(base: str, matrix: Matrix, w: jax.Array) -> dict[str, jax
 def dequantize(
     base: str, matrix: Matrix, arrays: Mapping[str, jax.Array], dtype: DTypeLike, place: Placement
 ) -> jax.Array:
-    """Returns the weight in `dtype` and its original shape. Under ZeRO-3 devices gather the codes, not the weight."""
+    """Returns the weight in `dtype` and its original shape. Under ZeRO-3 devices gather the quantized codes, which are
+    smaller than the weight."""
     row = format_of(base)
     whole = {name: place.weight(arrays[name], part.axes) for name, part in row.parts(matrix).items()}
     return row.decode(whole).astype(dtype).reshape(matrix.shape)

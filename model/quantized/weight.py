@@ -21,7 +21,7 @@ WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
 
 
 class Quantized(nnx.Module):
-    """A weight stored in the format `base` (a row of FORMATS). Each array of the format is an attribute."""
+    """A weight stored in the quantized format `base`, a row of FORMATS. Each array of the format is an attribute."""
 
     def __init__(self, base: str, matrix: Matrix, w: jax.Array):
         self.base, self.matrix = base, matrix
@@ -59,14 +59,14 @@ def quantized(block: AnyModule, base: str) -> AnyModule:
 
 
 def matrix_of(p: nnx.Param) -> Matrix:
-    """Returns the matrix of a weight parameter. Either its inputs or its outputs are the model width."""
+    """Returns the shape of a weight parameter as a matrix. Either its inputs or its outputs have the model width."""
     axes = p.get_metadata()["axes"]
     return Matrix(p.shape, axes, axes.index("d_model") or 1)
 
 
 def quantized_weights(model: nnx.Module) -> dict[str, tuple[str, Matrix]]:
-    """Returns the dotted path of every quantized weight, such as `blocks.attention.w_q` -> (its row of FORMATS, its
-    matrix)."""
+    """Returns the dotted path of every quantized weight, such as `blocks.attention.w_q` -> (name of its format, its
+    shape as a matrix)."""
     return {
         ".".join(map(str, path)): (node.base, node.matrix)
         for path, node in nnx.iter_graph(model)

@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 
 def to_device(w: jax.Array) -> jax.Array:
-    """Returns a parameter in device memory, copied if it is stored in host memory. Its gradient goes to the
-    parameter's memory."""
+    """Returns a parameter in device memory. It is copied if it is stored in host memory. Its gradient moves to the
+    memory in which the parameter is stored."""
     return jax.device_put(w, jax.memory.Space.Device) if jax.typeof(w).memory_space == HOST else w
 
 
@@ -23,14 +23,13 @@ def stored_like(d_w: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def order_offloads(layer: Callable[..., Result]) -> Callable[..., Result]:
-    """Wraps `layer(x, state, *rest)` so that its offloaded residuals reach host memory before its result is read.
+    """Wraps `layer(x, state, *rest)` so that the layer's offloaded residuals reach host memory before its result is
+    read.
 
-    The wrapper also makes the layer's gradients be computed together. Frozen parameters of `state` get no gradient.
-    The iterations of a loop give both guarantees. If layers are unrolled, only the backward pass waits for the copies:
-    XLA starts each copy just before it is fetched back, so the tensors stay on the device all the time. Its
-    latency-hiding scheduler also fills waiting times with weight gradients of any layer, whose operands then stay
-    alive. Two barriers enforce the order. Values that are differentiated (`x` and `state`) must be arguments, not
-    closed over.
+    It also makes all gradients of the layer be computed together. Frozen parameters in `state` get no gradient.
+    Unrolled layers need the wrapper, because XLA otherwise starts each copy to the host only just before it is fetched
+    back, and delays weight gradients, whose operands then stay alive. Two barriers enforce the order. Values that are
+    differentiated (`x` and `state`) must be arguments, not closed over.
     """
 
     @jax.custom_vjp

@@ -76,12 +76,12 @@ MATMULS = (
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """One row of POLICIES.
+    """A remat policy: the tensors that are saved for the backward pass.
 
     Fields:
       saveable: a `jax.checkpoint` policy, None for no checkpoint.
       names: the checkpoint names that the policy saves.
-      nested: True if groups of layers are also checkpointed.
+      nested: True if groups of layers are in a checkpoint too.
       offloads: True if some residuals move to host memory.
       moved: the names among `names` that move to host memory.
     """
@@ -94,7 +94,8 @@ class CheckpointPolicy:
     moved: tuple[str, ...] = ()
 
     def wrap(self, piece: Callable, *, scanned: bool) -> Callable:
-        """Returns `piece` in a checkpoint with this policy. `scanned`: True if the piece runs inside `lax.scan`."""
+        """Returns the function `piece` in a checkpoint with this policy. `scanned`: True if the function runs inside
+        `lax.scan`."""
         if self.saveable is None:
             return piece
         # Not policy=None: inside jax.checkpoint that means full recomputation.
@@ -149,8 +150,8 @@ PRODUCTS = ("q", "k", "v", *LATENTS, "attn_out", "gate", "up", "mlp_out")
 
 
 def _core_products(primitive: object, *inputs: object, **params: object) -> bool:
-    """Returns True for products with batch dimensions, which only the attention core has. Used as a checkpoint
-    policy."""
+    """Returns True if the operation is a matrix product with batch dimensions, which only attention scores and context
+    have. It is a `jax.checkpoint` policy."""
     return bool(
         cp.dots_saveable(primitive, *inputs, **params)
         and not cp.dots_with_no_batch_dims_saveable(primitive, *inputs, **params)
@@ -158,7 +159,7 @@ def _core_products(primitive: object, *inputs: object, **params: object) -> bool
 
 
 def _saving(name: str, saveable: Callable[..., object] | None) -> CheckpointPolicy:
-    """Returns a row of POLICIES with its `jax.checkpoint` policy replaced."""
+    """Returns the policy `name` of POLICIES with another `jax.checkpoint` policy, `saveable`."""
     row = POLICIES[name]
     if row is None:
         raise ValueError(f"remat.policy={name} has no row in POLICIES to change: choose another policy")
@@ -199,7 +200,7 @@ ON_HOST = "@host"
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Layers [start, stop) with one policy. `name`: the policy's text in the config."""
+    """The layers [start, stop), which have the same remat policy. `name`: the policy's text in the config."""
 
     start: int
     stop: int
@@ -208,8 +209,8 @@ class Segment:
 
     @property
     def groups(self) -> int:
-        """The number of layer groups of a nested policy: the divisor of the number of layers nearest to its square
-        root. 1 for other policies."""
+        """The number of groups into which a nested policy divides the layers: the divisor of the number of layers
+        nearest to its square root. It is 1 for other policies."""
         count = self.stop - self.start
         divisors = [d for d in range(1, count + 1) if count % d == 0]
         return min(divisors, key=lambda d: abs(d - math.sqrt(count))) if self.policy.nested else 1
@@ -217,14 +218,15 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPolicies:
-    """The resolved `config.remat`: a policy for every layer.
+    """The remat policy of every layer, from the config group `remat`.
 
     Args:
-      policy: a row of POLICIES.
+      policy: name of the policy, a row of POLICIES.
       save, offload: the checkpoint names of the policy `custom`.
-      layers: ranges of layers with another policy, such as "0-8:none", or with the names that they save, such as
+      layers: ranges of layers with another policy, such as "0-8:none", or with checkpoint names to save, such as
         "0-8:q_rot+v+block_in@host". `policy` applies to all other layers.
-      granularity: "block" for one checkpoint per block, "parts" for one each around attention and MLP.
+      granularity: "block" for one checkpoint per block, "parts" for a checkpoint around attention and one around the
+        MLP.
       fp8: True if the weight matmuls of the blocks are in fp8.
       experts: True if the model has experts.
 
@@ -261,9 +263,7 @@ class LayerPolicies:
 
     @property
     def asked(self) -> set[str]:
-        """The checkpoint names that the config lists itself. Names that belong to rows of POLICIES are not
-        included.
-        """
+        """The checkpoint names that the user wrote in the config, without the names in the definitions of policies."""
         asked = {*self.save, *self.offload}
         for text in self.layers:
             name = self._range(text)[2]
@@ -291,7 +291,7 @@ class LayerPolicies:
         return int(match[1]), int(match[2]), match[3]
 
     def row(self, name: str) -> CheckpointPolicy:
-        """Returns the policy `name`: a row of POLICIES, `custom` with its own names, or checkpoint names joined by
+        """Returns the policy for a text of the config: a row of POLICIES, `custom`, or checkpoint names joined by
         `+`."""
         known = {**POLICIES, **(WITH_EXPERTS if self.experts else {}), **(IN_FP8 if self.fp8 else {})}
         if name in known:
@@ -304,7 +304,7 @@ class LayerPolicies:
         )
 
     def segments(self, n_layers: int) -> tuple[Segment, ...]:
-        """Returns consecutive ranges that cover all layers, in order.
+        """Returns the ranges of layers with equal policy, in order. They cover all layers.
 
         Raises:
           ValueError: the ranges overlap or extend past the last layer.

@@ -20,7 +20,8 @@ from bytescope.model.placement import Axes, Placement
 
 @dataclasses.dataclass(frozen=True)
 class Gathered(Placement):
-    """The placement of a module whose parameters are already gathered. It shards activations like `place`."""
+    """The placement inside a loop whose module parameters are already gathered. Activations are sharded as by
+    `place`."""
 
     place: Placement
 
@@ -29,9 +30,10 @@ class Gathered(Placement):
 
 
 def count_tiles(length: int, chunk: int, parts: int) -> int:
-    """Returns the number of tiles on each of `parts` devices that share a sequence of `length` positions.
+    """Returns the number of loop steps (tiles of `chunk` positions) on each of `parts` devices that share a sequence
+    of `length` positions.
 
-    A tile has `chunk` positions. Returns 1 if `chunk` is 0 or if the length is not divisible by parts * chunk.
+    Returns 1 if `chunk` is 0 or if the length is not divisible by parts * chunk.
     """
     return length // parts // chunk if chunk and not length % (parts * chunk) else 1
 
@@ -44,10 +46,11 @@ def tiled(
     place: Placement,
     dtype: Any,
 ) -> jax.Array:
-    """Returns `run(*pieces, x_BLD)` [B, L, D] of position-wise modules `pieces`, computed in `tiles` loop steps.
+    """Returns `run(*pieces, x_BLD)` [B, L, D], computed in `tiles` loop steps to save memory. The modules `pieces`
+    must be position-wise.
 
-    A tile has an equal part of the positions of every device that shares the length. `dtype`: the compute dtype, to
-    which matrices are cast.
+    Each step computes an equal part of the positions of every device that shares the sequence. `dtype`: the compute
+    dtype, to which matrices are cast.
     """
     split = [nnx.split(piece) for piece in pieces]
     states, tree = jax.tree.flatten([state for _, state in split], is_leaf=lambda node: isinstance(node, nnx.Variable))
@@ -111,19 +114,19 @@ def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> l
 
 
 def _cut(x_BLD: jax.Array, place: Placement, tiles: int) -> jax.Array:
-    """Reshapes [B, L, D] to [B, devices that share the length, tiles, positions, D]."""
+    """Reshapes [B, L, D] to [B, devices that share the sequence, tiles, positions of a tile, D]."""
     B, L, D = x_BLD.shape
     parts = place.stream_parts
     return x_BLD.reshape(B, parts, tiles, L // parts // tiles, D)
 
 
 def _pick(x: jax.Array, i: jax.Array) -> jax.Array:
-    """Returns tile `i` [B, positions of all parts, D] of a result of `_cut`."""
+    """Returns tile `i` of the array `x` that `_cut` returned: [B, its positions on all devices, D]."""
     B, _, _, _, D = x.shape
     return jax.lax.dynamic_index_in_dim(x, i, 2, keepdims=False).reshape(B, -1, D)
 
 
 def _put(x: jax.Array, y_BCD: jax.Array, i: jax.Array) -> jax.Array:
-    """Returns `x`, a result of `_cut`, with tile `i` replaced."""
+    """Replaces tile `i` of the array `x` that `_cut` returned."""
     B, parts, _, positions, D = x.shape
     return jax.lax.dynamic_update_index_in_dim(x, y_BCD.reshape(B, parts, positions, D), i, 2)

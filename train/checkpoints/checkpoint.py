@@ -55,8 +55,8 @@ _PIECE_BYTES = 64 * 2**20  # maximum bytes of an array that are read at once
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """Returns a uint32: the sum modulo 2**32 of the elements' bit patterns, each times an odd number that depends on
-    its position."""
+    """Returns the checksum of an array, a uint32: the sum modulo 2**32 of the elements' bit patterns, each times an
+    odd number that depends on the element's position."""
     bits = jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
@@ -70,8 +70,8 @@ def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def checksums(state: Any) -> jax.Array:
-    """Returns one uint32 per leaf of `state`, [leaves] in tree order. It is the same on every mesh and in either
-    memory."""
+    """Returns one uint32 checksum per leaf of `state`, [leaves] in tree order. It does not depend on the mesh, nor on
+    whether a leaf is in device or host memory."""
     leaves = jax.tree.leaves(state)
     on_device = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
     sums = dict(zip(on_device, _checksums([leaves[place] for place in on_device])))
@@ -101,8 +101,8 @@ class Position:
 class Saved:
     """The part of a TrainState that a checkpoint contains.
 
-    Frozen parameters are not in it, because the run loads them again from their original source. Router biases are in
-    `params`, because updates move them.
+    Frozen parameters are not saved, because a resumed run loads them again from their original source. Router biases
+    are part of `params`, because updates change them.
     """
 
     step: jax.Array
@@ -115,8 +115,8 @@ class Saved:
 def portable(state: TrainState) -> Saved:
     """Returns `state` without its frozen parameters and without the accumulator of `optax.MultiSteps`.
 
-    A run can therefore be resumed with another way of accumulation: between updates the accumulator is zero, and its
-    counters follow from the step.
+    A run can therefore be resumed with another kind of gradient accumulation. Between updates the accumulator is zero,
+    and its counters can be computed from the step.
     """
     multi = isinstance(state.opt_state, optax.MultiStepsState)
     _, biases = split_parameters(state.frozen, router_biases(state.frozen))
@@ -130,7 +130,8 @@ def portable(state: TrainState) -> Saved:
 
 
 def complete(saved: Saved, abstract: TrainState) -> TrainState:
-    """Inverts `portable` for a program whose abstract state is `abstract`.
+    """Converts the saved part of a state back to a TrainState (the inverse of `portable`). `abstract`: the abstract
+    state of the program.
 
     The frozen parameters of the result are only the router biases, or None if there are none.
     """
@@ -149,7 +150,7 @@ def complete(saved: Saved, abstract: TrainState) -> TrainState:
 
 
 def describe(state: Any) -> dict[str, str]:
-    """Returns path -> dtype and shape of every leaf, such as float32[4,8]."""
+    """Returns the dtype and shape of every leaf, path -> text such as float32[4,8]."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -157,7 +158,8 @@ def describe(state: Any) -> dict[str, str]:
 
 
 def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
-    """Describes the first array that differs; "" if none does."""
+    """Describes the first array whose dtype or shape differs; "" if all are equal. Both arguments are results of
+    `describe`."""
     path = min((path for path, _ in saved.items() ^ wanted.items()), default="")
     if not path:
         return ""
@@ -169,9 +171,9 @@ def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
 
 
 def _damage_in(error: Exception) -> str:
-    """Describes a checkpoint's damage, given the error from reading it.
+    """Describes a checkpoint's damage in words, given the error that reading the checkpoint raised.
 
-    Re-raises an error about missing memory or file descriptors, because it is not damage.
+    Re-raises errors about missing memory or file descriptors, because they do not mean damage.
     """
     if "RESOURCE_EXHAUSTED" in str(error):
         raise error
@@ -179,13 +181,14 @@ def _damage_in(error: Exception) -> str:
 
 
 def _held_out_loss(metrics: Any) -> float:
-    """Returns the loss by which checkpoints are compared; infinity if the file is damaged."""
+    """Returns the held-out loss of a checkpoint, by which Orbax finds the best checkpoint. Returns infinity if the
+    metrics file is damaged."""
     loss = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
     return loss if isinstance(loss, int | float) else math.inf
 
 
 def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool = False) -> bool:
-    """Returns True if a file contains a JSON object whose values have the types that `shape` gives for their keys.
+    """Returns True if a file contains a JSON object with values of the right types. `shape`: key -> allowed types.
 
     `required`: True if all keys must be present. Otherwise they may be absent or null.
     """
@@ -203,9 +206,10 @@ def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool
 
 
 def _read_from_disk(folder: Path, seconds: float) -> None:
-    """Opens all arrays of a checkpoint, and compares their values with their checksums for at most `seconds`.
+    """Checks a checkpoint for damage: opens all arrays, then compares values with checksums for at most `seconds`.
 
-    Needs no device, and host memory for the largest array. Raises the errors of Orbax, tensorstore and json.
+    Needs no device; host memory must have room for the largest array. Raises the errors of Orbax, tensorstore and
+    json.
     """
     deadline = time.monotonic() + seconds
     meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
@@ -228,7 +232,8 @@ def _read_from_disk(folder: Path, seconds: float) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run in `workdir`: the newest `keep` and the one with the lowest held-out loss.
+    """Saves and restores the checkpoints of the run in `workdir`. The newest `keep` checkpoints and the one with the
+    lowest held-out loss are kept.
 
     Every process of the run calls every method, in the same order. Each process writes and reads its own shards.
 
@@ -282,7 +287,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Checks before and after a write that the checkpoint folder still exists at its path."""
+        """A context manager that checks before and after a write that the checkpoint folder is still at its path."""
         self._require_place()
         try:
             yield
@@ -292,13 +297,14 @@ class Checkpoints:
         self._require_place()
 
     def steps(self) -> list[int]:
-        """Returns the steps with a checkpoint, oldest first, as process 0 sees them."""
+        """Returns the steps that have a checkpoint, in ascending order. All processes use the list of process 0."""
         return self._processes.from_first(sorted(self._manager.all_steps()))
 
     def save(self, state: Any, position: Position, eval_loss: float | None = None, order: Order = LAYERS) -> None:
-        """Starts writing `state`. Returns once it is copied off the device, so that it may be donated.
+        """Starts writing a checkpoint of `state`. Returns once the arrays are copied from the device, so that `state`
+        may be donated.
 
-        For the first checkpoint of a run, waits until it is written and reads it back.
+        The first checkpoint of a run is read back, and the method waits until that is done.
 
         Args:
           eval_loss: the held-out loss in nats per token, None if the step has no evaluation.
@@ -347,12 +353,12 @@ class Checkpoints:
     def restore(self, abstract: Any, warn: Callable[[str], None], order: Order = LAYERS) -> tuple[Any, Position] | None:
         """Returns the state and position of the newest undamaged checkpoint; None if there is none.
 
-        The state is sharded like `abstract`, with stacked layers in `order`, for any mesh, stages or accumulation that
-        wrote the checkpoint. Its frozen parameters are only the router biases. A damaged checkpoint is reported
-        through `warn` and moved aside, never deleted. Then the previous checkpoint is tried.
+        The state is sharded like `abstract`, with stacked layers in `order`. The checkpoint may have been written with
+        another mesh, pipeline or accumulation. The only frozen parameters in the state are router biases. A damaged
+        checkpoint is reported through `warn` and moved aside, never deleted. Then the previous checkpoint is tried.
 
         Raises:
-          UserError: the newest checkpoint is of another model or optimizer.
+          UserError: the newest checkpoint was written with another model or optimizer.
         """
         for note in self._damage_notes:
             warn(note)
@@ -369,13 +375,13 @@ class Checkpoints:
         return None
 
     def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
-        """Returns the damage of a checkpoint by the checks of `restore`, or "" if there is none. Does not move
-        files."""
+        """Describes the damage that `restore` would find in a checkpoint; "" if there is none. No files are moved."""
         read = self._read(step, portable(abstract), order)
         return read if isinstance(read, str) else ""
 
     def _read(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
-        """Returns the state and position of a checkpoint, or the damage that any of the processes found."""
+        """Returns the state and position of a checkpoint. Returns a description of the damage if any process finds the
+        checkpoint damaged."""
         # Reads without the manager, whose restore ends with a barrier: a process that can read would wait forever for
         # a process that cannot.
         folder = self._manager.directory / str(step)
@@ -414,7 +420,8 @@ class Checkpoints:
         return target
 
     def _repair_listing(self) -> list[str]:
-        """Removes damaged files that keep Orbax from listing any checkpoint. Returns one line for each."""
+        """Removes damaged files that prevent Orbax from listing the checkpoints. Returns one line of text for each
+        file."""
         notes = []
         for path in sorted(self.root.glob("[0-9]*/metrics/metrics")):
             if not _has_shape(path, _METRICS_SHAPE, required=True):
@@ -436,7 +443,7 @@ class Checkpoints:
         return self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
-        """Waits until every started save is in place.
+        """Waits until every started save is complete.
 
         Raises the error of a failed save, or UserError if the checkpoint folder was deleted or moved.
         """
@@ -445,5 +452,5 @@ class Checkpoints:
         self._processes.gather(None)  # process 0 renames the folder last
 
     def close(self) -> None:
-        """Waits until every started save is in place, then ends the writer threads."""
+        """Waits until every started save is complete, then ends the writer threads."""
         self._manager.close()

@@ -38,7 +38,7 @@ class Array:
     Fields:
       keys: its keys in the parameter tree.
       dtype, shape: dtype name and shape, with stacked layers in model order.
-      checksum: the checksum that its values must have.
+      checksum: the recorded checksum of its values.
       order: for a stack saved in the order of pipeline stages, the layer index of each row, -1 for an unused row.
         Empty for other arrays.
     """
@@ -56,10 +56,10 @@ class SavedRun:
 
     Fields:
       workdir: the run directory.
-      identity: the recorded identity of the run.
+      identity: the recorded config, data and initial weights of the run.
       config: the config of the run.
       step: the step of the checkpoint.
-      arrays: dotted path -> parameter. Parameters of scanned blocks are stacked.
+      arrays: dotted path of a parameter -> its description. Parameters of scanned blocks are stacked.
     """
 
     workdir: Path
@@ -119,13 +119,14 @@ class SavedRun:
 
     @property
     def remedy(self) -> str:
-        """The remedy for error messages if this checkpoint cannot be used."""
+        """The remedy that error messages suggest if this checkpoint cannot be used."""
         others = [str(step) for step in _steps(self.workdir) if step != self.step]
         return f"choose another with --step={others[-1]}" if others else "there is no other checkpoint"
 
     @contextlib.contextmanager
     def reporting_damage(self) -> Iterator[None]:
-        """Turns the errors of Orbax, tensorstore and json about damaged files into a one-line UserError."""
+        """A context manager that converts errors of Orbax, tensorstore and json about damaged files to a one-line
+        UserError."""
         with captured_stderr() as complaints:
             try:
                 yield
@@ -138,15 +139,15 @@ class SavedRun:
 
 
 def began_from(run: SavedRun) -> Folder | None:
-    """Returns the folder of weights that a run started from; None if there was none or the folder does not exist on
-    this machine."""
+    """Returns the folder of weights that a run started from. Returns None if the run started from random values or the
+    folder does not exist on this machine."""
     path = os.path.expanduser(run.config.init.folder)
     return Folder.open(path) if path and os.path.isdir(path) else None
 
 
 def _config(identity: Identity, workdir: Path) -> ConfigDict:
-    """Returns the config of a run. Keys that its version did not have get the default. Raises UserError for unknown
-    keys."""
+    """Returns the config of a run. Keys that the run's version of bytescope did not have get their default. Raises
+    UserError for unknown keys."""
     config = base.get_config()
     known = flatten(config)
     for key, value in identity.config.items():
@@ -167,7 +168,7 @@ def _config(identity: Identity, workdir: Path) -> ConfigDict:
 
 
 def _steps(workdir: Path) -> list[int]:
-    """Returns the steps with a checkpoint, oldest first. Raises UserError if there is none."""
+    """Returns the steps that have a checkpoint, in ascending order. Raises UserError if there is none."""
     # Orbax renames a checkpoint to its number when it is complete.
     names = [path.name for path in (workdir / CHECKPOINTS).glob("*") if path.is_dir()]
     steps = sorted(int(name) for name in names if name.isascii() and name.isdecimal())
@@ -180,7 +181,8 @@ def _steps(workdir: Path) -> list[int]:
 
 
 def _parameters(arrays: Mapping[str, str], sums: list[int], orders: Mapping[str, list[int]]) -> dict[str, Array]:
-    """Returns the parameters among the arrays of a checkpoint. `arrays` and `sums` (checksums) have the same order."""
+    """Returns the parameters among the arrays of a checkpoint, dotted path -> description. `arrays` and `sums`
+    (checksums) have the same order."""
     parameters = {}
     for (path, described), checksum in zip(arrays.items(), sums, strict=True):
         if path.startswith(".params["):

@@ -21,7 +21,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 class StoredArray:
     """An array of a checkpoint that is read in pieces.
 
-    Pieces may be read in any order. When every element was read once, the checksum of all pieces is verified. The
+    Pieces may be read in any order. Once every element was read, the checksum of the whole array is verified. The
     attributes `shape` and `dtype` describe the array. For a stack saved in the order of pipeline stages, shape and
     pieces are in model order.
 
@@ -68,10 +68,10 @@ class StoredArray:
         return not self._left
 
     def read(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Returns a piece. `spans`: the first index and the end index of each axis.
+        """Returns a piece of the array. `spans`: for each axis the first index and the end index (exclusive).
 
         Raises:
-          ValueError: the last piece was read and the checksum does not match, or the file is damaged.
+          ValueError: the file is damaged, or the array is now completely read and its checksum does not match.
         """
         if self._rows:
             first, last = spans[0]
@@ -93,7 +93,7 @@ class StoredArray:
 
 
 def _checksum(piece: np.ndarray, spans: Sequence[tuple[int, int]], shape: Sequence[int]) -> int:
-    """Returns the contribution of a piece to the checksum of its array."""
+    """Returns the checksum of a piece. The checksum of an array is the sum of the checksums of its pieces."""
     place = np.zeros((1,) * piece.ndim, np.uint32)
     for axis, (start, stop) in enumerate(spans):
         stride = math.prod(shape[axis + 1 :])

@@ -84,18 +84,17 @@ SILENT = ("train.", "data.prefetch", "data.workers")
 
 
 def new_workdir(name: str) -> Path:
-    """Returns the path runs/<name>-<time>, which does not exist yet."""
+    """Returns a new path runs/<name>-<time>. The folder is not created."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     candidates = [Path("runs") / f"{name}-{stamp}"] + [Path("runs") / f"{name}-{stamp}-{n}" for n in range(2, 100)]
     return next(path for path in candidates if not path.exists())
 
 
 def check_path(workdir: Path) -> None:
-    """Raises UserError for a path from which Orbax could not read its own checkpoints.
+    """Raises UserError if the path contains *, ? or [, because Orbax could not read the checkpoints there.
 
-    Orbax searches a checkpoint's folder by a glob pattern that begins with the whole path, unescaped
-    (merge_ocdbt_per_process_files in its ocdbt_utils.py). With *, ? or [ the pattern matches no folder, or the folder
-    of another run.
+    Orbax uses the unescaped path in a glob pattern (merge_ocdbt_per_process_files in its ocdbt_utils.py). With these
+    characters the pattern matches no folder, or the folder of another run.
     """
     require_utf8(workdir)
     path = os.path.abspath(workdir)
@@ -107,7 +106,7 @@ def check_path(workdir: Path) -> None:
 
 
 def require_utf8(folder: Path) -> None:
-    """Raises UserError for a path that is not valid UTF-8, which tensorstore and tokenizers need."""
+    """Raises UserError if the path is not valid UTF-8, which tensorstore and tokenizers require."""
     path = os.path.abspath(folder)
     try:
         path.encode()
@@ -116,9 +115,8 @@ def require_utf8(folder: Path) -> None:
 
 
 def interrupted_note(workdir: Path) -> str:
-    """Returns the last line of a run that Ctrl-C ends at once: the checkpoint to resume from, or that none
-    is saved.
-    """
+    """Returns the line to print when Ctrl-C ends a run at once. It names the checkpoint to resume from, or says that
+    none is saved."""
     steps = [int(path.name) for path in (workdir / CHECKPOINTS).glob("*") if path.name.isdecimal()]
     if not steps:
         return "interrupted before the first checkpoint: nothing is saved"
@@ -126,10 +124,11 @@ def interrupted_note(workdir: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` so that the file has either the old content or the new content, even after a power failure.
+    """Replaces the content of a file by `text`. The file always has either the old or the new content, even after a
+    power failure.
 
     Raises:
-      OSError: the file was not written and has the old content. The error's `filename` is `path`.
+      OSError: the file could not be written and still has the old content. The error's `filename` is `path`.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -147,13 +146,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The identity of a run.
+    """What identifies a run: its config, data and initial weights.
 
     Fields:
       config: the config by dotted key.
-      global_rows: sequences of the global batch.
+      global_rows: number of sequences in a global batch.
       data: fingerprint of the data.
-      weights, adapter: fingerprints of the weights and adapters that it started from, "" for random initial values.
+      weights, adapter: fingerprints of the initial weights and adapters, "" for random initial values.
     """
 
     config: dict[str, Any]
@@ -171,7 +170,7 @@ class Identity:
         return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint, weights, adapter)
 
     def everything(self) -> dict[str, Any]:
-        """Returns all parts of the identity by name."""
+        """Returns all fields of the identity in one dict. Config keys are dotted."""
         return {
             **self.config,
             "global batch (sequences)": self.global_rows,
@@ -181,7 +180,7 @@ class Identity:
         }
 
     def curve(self) -> dict[str, Any]:
-        """Returns the parts that determine the loss curve, which may not change when a run is resumed."""
+        """Returns the values that determine the loss curve, which may not change when a run is resumed."""
         return {key: value for key, value in self.everything().items() if not _matches(key, FREE)}
 
 
@@ -196,10 +195,11 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> Iterator[list[str]]:
-    """Reserves `workdir` for this run while the context lasts. Yields notes about changes, one line each.
+    """A context manager that reserves `workdir` for this run. Yields notes about settings that changed since the run's
+    last start, one line each.
 
-    Process 0 holds the lock for all processes. Raises the UserErrors of `claim_together`, and a UserError if another
-    run holds the directory.
+    Process 0 locks the directory for all processes. Raises UserError like `claim_together`, and if another process has
+    locked the directory.
     """
     if not processes.first:
         yield claim_together(workdir, identity, extend=extend, processes=processes)
@@ -212,7 +212,7 @@ def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Proce
 
 
 def _refuse_foreign(workdir: Path) -> None:
-    """Raises UserError for a directory that contains other files than those of a run."""
+    """Raises UserError if the directory contains files but is not a run directory."""
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file: give a folder")
     if (
@@ -224,10 +224,11 @@ def _refuse_foreign(workdir: Path) -> None:
 
 
 def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> list[str]:
-    """Calls `claim` in process 0, after checking that all processes train the same run. Returns the notes of `claim`.
+    """Checks that all processes train the same run, then calls `claim` in process 0. Returns the notes of `claim`.
 
     Raises:
-      UserError: `claim` raises it, this process has another config or other data, or it does not see the directory.
+      UserError: `claim` failed, this process has another config or other data than process 0, or the directory is not
+        visible to it.
     """
     first = Identity(**processes.from_first(dataclasses.asdict(identity)))
     if differences := _differences(_shared(first), _shared(identity)):
@@ -239,23 +240,25 @@ def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes
     while not (workdir / CONFIG).exists():  # a network file system may show the file late
         if time.monotonic() > deadline:
             raise UserError(
-                f"{workdir} of process 0 is not visible on this machine: give a --workdir that all processes share"
+                f"{workdir} of process 0 is not visible on this machine: give a --workdir on a file "
+                "system that all machines share"
             )
         time.sleep(0.1)
     return notes
 
 
 def _shared(identity: Identity) -> dict[str, Any]:
-    """Returns the parts of an identity that all processes must agree on."""
+    """Returns the parts of an identity that must be equal in all processes of a run."""
     return {key: value for key, value in identity.everything().items() if not _matches(key, LOCAL)}
 
 
 def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
-    """Claims `workdir` for this run, or checks that it belongs to it. Returns notes about changes, one line each.
+    """Records this run in an empty `workdir`, or checks that `workdir` belongs to this run. Returns notes about
+    changed settings, one line each.
 
     Raises:
-      UserError: the directory holds another run or other files, or the run has more steps than planned and `extend` is
-        False.
+      UserError: the directory contains another run or other files, or the run was planned for fewer steps and `extend`
+        is False.
     """
     path = workdir / CONFIG
     _refuse_foreign(workdir)
@@ -266,7 +269,8 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
 
 
 def _same_batch(old: Identity, new: Identity) -> str:
-    """Returns a remedy: the accumulation that gives the old global batch on the new devices; "" if there is none."""
+    """Returns a remedy for a message: the accumulation with which the new devices have the old global batch; "" if
+    there is none."""
     if new.config.get("batch.tokens") or new.config.get("batch.accumulation_schedule"):  # these set the accumulation
         return ""
     ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
@@ -329,8 +333,8 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
 
 
 class Lock:
-    """The lock of a run directory by this process. `close` releases it. `note`: a warning, "" if the lock is
-    reliable."""
+    """The lock that this process has on a run directory. `close` releases the lock. `note`: a warning if the lock is
+    unreliable, else ""."""
 
     def __init__(self, file: IO[str], note: str = ""):
         self._file, self.note = file, note
@@ -338,13 +342,13 @@ class Lock:
     def close(self) -> None:
         """Releases the run directory.
 
-        The file is not removed, because that would break the lock of a process that has opened it in the meantime.
+        The lock file is not removed, because another process may already have opened it to lock it.
         """
         self._file.close()
 
 
 def take_lock(workdir: Path) -> Lock:
-    """Locks the run directory, which must exist, for this process.
+    """Locks an existing run directory for this process.
 
     Raises:
       UserError: another process trains in it. The message has its process id and machine.
@@ -378,7 +382,7 @@ def take_lock(workdir: Path) -> Lock:
 
 
 def _holder(file: IO[str]) -> str:
-    """Describes the process that the lock file names."""
+    """Describes the process that is recorded in the lock file, by process id and machine."""
     try:
         file.seek(0)
         who: Any = json.loads(file.read())

@@ -40,7 +40,7 @@ def too_big(report: ReportRecord) -> str:
 
 
 def _out_of_memory(report: ReportRecord | None, device: Any, advice: Advice) -> DoesNotFit:
-    """Returns the error for a device that ran out of memory, with the predicted and the measured bytes."""
+    """Returns the error for a device that ran out of memory. The message has the predicted and the measured bytes."""
     live = sample(device)
     known = [f"predicted {human(report.predicted_bytes)}" if report else "no prediction"]
     if live and live.peak_bytes:
@@ -51,7 +51,8 @@ def _out_of_memory(report: ReportRecord | None, device: Any, advice: Advice) -> 
 
 
 def explain_disk(error: BaseException | None) -> UserError | None:
-    """Returns a one-line error if `error`, or an error that caused it, is about a full or broken disk; else None."""
+    """Returns a one-line error if `error`, or an error that caused it, is about a full or failing disk. Returns None
+    for other errors."""
     while error is not None:
         number, path = _disk_failure(error)
         if number in DISK:
@@ -76,10 +77,10 @@ def _disk_failure(error: BaseException) -> tuple[int | None, str]:
 
 
 def explain(error: BaseException, report: ReportRecord | None, device: Any, advice: Advice = tuple) -> UserError | None:
-    """Returns a one-line error for `error`; None if it is not an error that the user can fix.
+    """Converts an error that the user can fix to a one-line UserError. Returns None for other errors.
 
-    report: memory report of the running step. device: the device whose memory use is shown. advice: is called for
-    lines of advice if the device is out of memory.
+    report: the memory report of the running step. device: the device whose memory use is shown. advice: a function
+    that returns lines of advice; it is called if the device is out of memory.
     """
     # Checked first, since Orbax also reports a full disk or too many open files as RESOURCE_EXHAUSTED.
     if disk := explain_disk(error):
@@ -96,7 +97,7 @@ def explain(error: BaseException, report: ReportRecord | None, device: Any, advi
 
 @contextlib.contextmanager
 def explained(report: ReportRecord | None, device: Any, advice: Advice = tuple) -> Iterator[None]:
-    """A context that turns errors known to `explain` into UserError and re-raises all others."""
+    """A context manager that converts errors known to `explain` to UserError. Other errors are re-raised."""
     try:
         yield
     except UserError:
@@ -111,7 +112,7 @@ def explained(report: ReportRecord | None, device: Any, advice: Advice = tuple) 
 
 @contextlib.contextmanager
 def disk_explained() -> Iterator[None]:
-    """A context that turns errors of a full or broken disk into UserError and re-raises all others."""
+    """A context manager that converts errors of a full or failing disk to UserError. Other errors are re-raised."""
     try:
         yield
     except UserError:
@@ -148,7 +149,7 @@ _STORED_LOG = _StoredLog()
 
 
 def store_library_log() -> None:
-    """Stores Orbax's log records from now on, instead of printing them. It may be called several times."""
+    """Stores Orbax's log records from now on instead of printing them. May be called more than once."""
     logger = logging.getLogger("absl")  # the logger that Orbax uses
     logger.setLevel(logging.ERROR)
     if _STORED_LOG not in logger.filters:
@@ -157,7 +158,7 @@ def store_library_log() -> None:
 
 
 def show_library_log() -> None:
-    """Prints the stored log records to standard error, for failures that are not the user's."""
+    """Prints the stored log records to standard error, for failures that the user did not cause."""
     for record in _STORED_LOG.records:
         print(f"{record.levelname}: {record.getMessage()}", file=sys.stderr)
         if record.exc_info:

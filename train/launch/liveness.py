@@ -42,13 +42,13 @@ AGAIN = "start all processes again with the same command, the run resumes from i
 
 
 class Stalls:
-    """Finds the straggler from this process's own steps and the messages of the others, and prints a line about it.
+    """Detects a stalled run and prints a line that names the straggler, the process that the others wait for.
 
     Args:
-      index: number of this process.
-      timeout: seconds without a step after which a line is printed; SILENT_SHARE of it if a process is silent; 0 for
-        never.
-      tell: prints a line. clock: returns monotonic seconds.
+      index: number of this process, from 0.
+      timeout: seconds without progress after which a line is printed, or 0 for never. If a process sends no messages,
+        the time is SILENT_SHARE x timeout.
+      tell: a function that prints a line.
     """
 
     def __init__(
@@ -61,9 +61,8 @@ class Stalls:
         self._heard: dict[int, tuple[float, str]] = {}
 
     def at(self, doing: str) -> None:
-        """Records that this process makes progress and what it is doing; "" if other processes cannot be waiting for
-        it.
-        """
+        """Records that this process makes progress, and what it is doing. `doing`: "" if no other process can be
+        waiting for it."""
         self.doing, self._last_step = doing, self._clock()
 
     def hear(self, index: int, where: str) -> None:
@@ -71,9 +70,8 @@ class Stalls:
         self._heard[index] = (self._clock(), where)
 
     def silent(self, seconds: float = 0.0) -> Mapping[int, str]:
-        """Returns process -> its last known activity, for processes that sent nothing for max(seconds, SILENT_S)
-        seconds.
-        """
+        """Returns the processes that sent nothing for max(seconds, SILENT_S) seconds: process number -> last known
+        activity."""
         now, limit = self._clock(), max(seconds, SILENT_S)
         return {index: where for index, (at, where) in sorted(self._heard.items()) if now - at > limit}
 
@@ -98,7 +96,8 @@ class Stalls:
             self._tell(f"no step for {now - self._last_step:.0f} s: {straggler}")
 
     def _straggler(self, now: float) -> str:
-        """Returns text that names the processes that the others wait for; "" if another process prints it."""
+        """Returns text that names the processes that the others wait for. Returns "" if another process prints that
+        text."""
         silent = [
             f"process {index} has been silent for {now - self._heard[index][0]:.0f} s, last seen {where}"
             for index, where in self.silent().items()
@@ -122,10 +121,10 @@ def _listed(processes: list[str]) -> str:
 
 
 class Link:
-    """The connections between the processes. A thread reads them, so that the end of another process is noticed
-    immediately.
+    """The connections to the other processes of the run. A thread reads them, so that this process notices immediately
+    if another one ends.
 
-    Only this thread ends the process, by `leave(exit code)`: immediately, without waiting for collectives that hang.
+    Only this thread ends the process, by calling `leave(exit code)`, which does not wait for collectives that hang.
     """
 
     def __init__(
@@ -148,13 +147,12 @@ class Link:
         self._reader.start()
 
     def at(self, doing: str) -> None:
-        """Records that this process makes progress and what it is doing; "" if other processes cannot be waiting for
-        it.
-        """
+        """Records that this process makes progress, and what it is doing. `doing`: "" if no other process can be
+        waiting for it."""
         self._stalls.at(doing)
 
     def gather(self, value: Any) -> list[Any]:
-        """Waits for a JSON value from each process; returns the values in order of process number."""
+        """Sends a JSON value to all processes and waits for theirs. Returns the values in order of process number."""
         if self.index:
             self._send("vote", value)
         else:
@@ -162,21 +160,21 @@ class Link:
         return self._results.get()
 
     def fail(self, code: int, text: str) -> NoReturn:
-        """Prints the error and ends all processes with this exit code. If several processes fail, the first error
-        counts.
-        """
+        """Prints the error and ends all processes with this exit code. If several processes fail, the error and exit
+        code of the first are used."""
         self._announce(code, text)
         self._reader.join()
         raise SystemExit(code)
 
     def settle(self, seconds: float) -> None:
-        """Waits this many seconds for an error of another process. If there is an error, it does not return."""
+        """Waits this many seconds for an error of another process. If one arrives, this process ends with the same
+        exit code."""
         self._reader.join(seconds)
         if self._code is not None:
             self._reader.join()
 
     def close(self) -> None:
-        """Closes the link without an error, after waiting for the other processes to close theirs."""
+        """Ends the connections without an error, after all other processes have done so too."""
         self._send("bye")
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
@@ -186,7 +184,7 @@ class Link:
 
     @property
     def label(self) -> str:
-        """Prefix of this process's error messages; "" for process 0."""
+        """The prefix of this process's error messages; "" for process 0."""
         return f"[process {self.index}] " if self.index else ""
 
     def _send(self, *message: Any) -> None:
@@ -217,7 +215,7 @@ class Link:
             self._tell(line)
 
     def _vote(self, index: int, value: Any) -> None:
-        """On process 0: records the value of one process; when all values are there, sends them to all processes."""
+        """Collects a value from each process, on process 0. Once all values are there, sends them to all processes."""
         with self._lock:
             self._votes[index].append(value)
             if all(self._votes):

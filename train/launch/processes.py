@@ -35,10 +35,13 @@ NEWS_S = 5.0  # seconds that an error waits for the message that another process
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """The address of process 0 and the number of this process.
+    """The address of process 0, and the number of this process.
 
-    host, port: where process 0 listens. index: number of this process. count: number of processes. launched: whether a
-    launcher such as SLURM gave the address.
+    Fields:
+      host, port: where process 0 listens.
+      index: number of this process, from 0.
+      count: number of processes.
+      launched: True if a launcher such as SLURM gave the address.
     """
 
     host: str
@@ -52,24 +55,23 @@ class Address:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a run in several processes to `parser`."""
+    """Adds the flags of a multi-process run to `parser`."""
     group = parser.add_argument_group("several processes (detected under SLURM and Open MPI)")
-    group.add_argument(
-        "--coordinator", metavar="H:P", help="host:port where process 0 listens, the same for all processes"
-    )
-    group.add_argument("--process", type=int, metavar="I", help="number of this process, counted from 0")
-    group.add_argument("--processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--coordinator", metavar="H:P", help="host:port of process 0, the same for all processes")
+    group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0 to --processes minus 1")
+    group.add_argument("--processes", type=int, metavar="N", help="number of processes of the run")
     group.add_argument(
         "--timeout",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="maximum seconds to wait until all processes are connected (default 300)",
+        help="maximum seconds to wait for all processes (default 300)",
     )
 
 
 def find(args: argparse.Namespace) -> Address | None:
-    """Returns the address from the flags or from a launcher; None for a run of one process.
+    """Returns the address of process 0 and this process's number, from the flags or from a launcher's environment.
+    Returns None for a run of one process.
 
     Raises:
       UserError: flags that cannot be combined, or a launcher's environment that cannot be read.
@@ -119,7 +121,7 @@ def _launched(timeout: float) -> Address | None:
 
 
 class Processes:
-    """The processes of a run, as seen by one of them. Without a `link` it is the only process."""
+    """The processes of a run, as seen by one process. If `link` is None, the run has only this process."""
 
     def __init__(self, index: int = 0, count: int = 1, link: Link | None = None):
         self.index, self.count, self._link = index, count, link
@@ -130,27 +132,25 @@ class Processes:
         return self.index == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the JSON values of all processes, in order of process number. All processes must call it, in the
-        same order.
-        """
+        """Returns a list with the `value` of every process, in order of process number. All processes must call it, in
+        the same order. Values are JSON values."""
         return [value] if self._link is None else self._link.gather(value)
 
     def from_first(self, value: Any) -> Any:
-        """Returns the JSON value of process 0. All processes must call it, in the same order."""
+        """Returns the `value` of process 0, a JSON value. All processes must call it, in the same order."""
         return self.gather(value if self.first else None)[0]
 
     def at(self, doing: str) -> None:
-        """Records that this process makes progress and what it is doing; "" if other processes cannot be waiting for
-        it.
-        """
+        """Records that this process makes progress, and what it is doing. `doing`: "" if no other process can be
+        waiting for it."""
         if self._link is not None:
             self._link.at(doing)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A context in which an error of one process ends all processes, with the exit code of the error.
+        """A context manager in which an error of one process ends all processes, with the exit code of the error.
 
-        Clean-up outside the context must not wait for other processes.
+        Clean-up after the context must not wait for other processes.
         """
         try:
             yield
@@ -169,13 +169,13 @@ class Processes:
             self._link.fail(1, " ".join(f"{type(error).__name__}: {error}".split())[:300])
 
     def interrupt(self, note: str) -> NoReturn:
-        """Prints `note` and ends all processes at once."""
+        """Prints `note` and ends all processes of the run immediately."""
         if self._link is None:
             leave_at_once(note)
         self._link.fail(INTERRUPTED, note)
 
     def close(self) -> None:
-        """Waits until all processes are done, then closes the link."""
+        """Waits until all processes have finished, then closes the connections."""
         if self._link is None:
             return
         import jax
@@ -191,12 +191,12 @@ ALONE = Processes()
 def start(address: Address | None, args: argparse.Namespace, stall_timeout: float) -> Processes:
     """Joins the processes of the run. Call it before jax starts a backend.
 
-    address: the result of `find(args)`. stall_timeout: seconds without a step after which the straggler is named, a
-    quarter of it if a process is silent; 0 for never. A stopped process does not end the run, however long it is
-    stopped.
+    address: the result of `find(args)`. stall_timeout: seconds without progress after which a line names the
+    straggler, or 0 for never. If a process sends no messages, a quarter of that time. A process that is only suspended
+    does not end the run.
 
     Raises:
-      UserError: the port is already used.
+      UserError: the port is already in use.
       Lost: not all processes connected in time.
     """
     if address is None:
@@ -235,9 +235,10 @@ def _start_jax(address: Address, timeout: float) -> None:
 
 
 def _await_port(address: Address, timeout: float) -> None:
-    """Returns when jax's coordinator listens. A client that connects too early loses a second per attempt.
+    """Waits until jax's coordinator accepts connections, because a client that connects too early loses a second per
+    attempt.
 
-    Raises Lost if it does not listen within `timeout` seconds.
+    Raises Lost if the coordinator does not accept connections within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

@@ -34,7 +34,7 @@ LINGER_S = 10.0  # seconds that a process which fails waits for the others to en
 
 
 class Peer:
-    """A connection to another process, which sends and receives complete messages."""
+    """A connection to another process of the run, which sends and receives complete messages."""
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -47,7 +47,8 @@ class Peer:
         self.early: list[list[Any]] = []  # messages that arrived before there was a `Link` to handle them
 
     def close(self) -> None:
-        """Closes the connection. If no `bye` was sent before, the other process regards this one as dead."""
+        """Closes the connection. If the message `bye` was not sent before, the other process assumes that this one has
+        died."""
         self.connection.close()
 
     def fileno(self) -> int:
@@ -55,14 +56,14 @@ class Peer:
         return self.connection.fileno()
 
     def send(self, *message: Any) -> None:
-        """Sends one message of JSON values. Errors are ignored, since the reading thread notices a
-        closed connection.
-        """
+        """Sends one message, a list of JSON values. Errors are ignored, because the reading thread notices a closed
+        connection."""
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[list[Any]] | None:
-        """Waits for bytes and returns the messages that are complete; None if the other process closed the connection.
+        """Waits until bytes arrive, and returns the messages that are complete. Returns None if the other process
+        closed the connection.
 
         Raises:
           TimeoutError: nothing arrived within the connection's timeout.
@@ -85,11 +86,12 @@ class Peer:
 
 
 class Token:
-    """The secret by which the processes of one start of a run recognize each other.
+    """The file with the secret by which the processes of a run recognize each other.
 
     Args:
-      workdir: the run directory. If it is None, it is not known yet, and the file is in `runs` in the current folder.
-      port: the port of process 0, which differs between concurrent runs.
+      workdir: the run directory, in which the file is written. If it is None (not known yet), the file is in `runs` in
+        the current folder.
+      port: the port of process 0, a part of the file name. It differs between concurrent runs.
     """
 
     def __init__(self, workdir: Path | None, port: int):
@@ -99,9 +101,8 @@ class Token:
         self._created: Path | None = None
 
     def make(self) -> str:
-        """Returns the secret that process 0 requires; "" if no file can be written, in which case every process is
-        admitted.
-        """
+        """Creates the secret and the file. Returns the secret that process 0 requires of other processes. Returns ""
+        if the file cannot be written; every process is then admitted."""
         given = os.environ.get(TOKEN_VARIABLE, "")
         if given:
             return given
@@ -118,7 +119,7 @@ class Token:
         return word
 
     def read(self) -> str:
-        """Returns the secret that another process must send; "" if there is none yet."""
+        """Returns the secret that this process must send to process 0; "" if the file does not exist yet."""
         given = os.environ.get(TOKEN_VARIABLE, "")
         if given:
             return given
@@ -137,18 +138,18 @@ class Token:
 
 
 def token_matches(given: str, wanted: str) -> bool:
-    """Returns whether a token is the right one. The time does not depend on the number of matching characters."""
+    """Returns True if a token equals the expected one. The comparison takes the same time for every wrong token."""
     return not wanted or hmac.compare_digest(given.encode(), wanted.encode())
 
 
 def meet(host: str, port: int, index: int, count: int, timeout: float, token: Token) -> dict[int, Peer]:
-    """Waits until all `count` processes are connected, and returns process number -> connection.
+    """Connects the `count` processes of a run. Returns the connections of this process: process number -> connection.
 
-    Process 0 has a connection to every other process; the others have one to process 0.
+    Process 0 has a connection to every other process. Other processes have one connection, to process 0.
 
     Raises:
       Lost: not all processes connected within `timeout` seconds.
-      UserError: the port is already used, or two processes disagree on their numbers.
+      UserError: the port is already in use, or the processes were given contradicting numbers.
     """
     if index:
         return {0: _join(host, port, index, count, timeout, token)}
@@ -159,12 +160,12 @@ def meet(host: str, port: int, index: int, count: int, timeout: float, token: To
 
 
 def own_address(host: str) -> str:
-    """Returns the address of this machine to listen at so that other machines reach it as `host`; "" means all
+    """Returns the address on which this machine must listen so that other machines can connect to `host`. "" means all
     addresses.
 
-    All addresses are needed in two cases. `host` is a name that resolves to the loopback on this machine, as a
-    machine's own name often does, but to another address elsewhere. Or the address does not belong to this machine,
-    because a router translates it.
+    All addresses are needed in two cases. Either `host` resolves to the loopback address here, as a machine's own name
+    often does, but not on other machines. Or the address does not belong to this machine, because a router translates
+    it.
     """
     try:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -209,7 +210,8 @@ def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> di
 
 
 class _Door:
-    """Process 0 while it waits: fills `peers` with the processes that know the token, and closes other connections."""
+    """Accepts the connections of the other processes on process 0. `peers` gets the processes that know the secret;
+    other connections are closed."""
 
     def __init__(self, listener: socket.socket, count: int, token: str, peers: dict[int, Peer]):
         self._listener, self._count, self._token, self._peers = listener, count, token, peers
@@ -217,9 +219,8 @@ class _Door:
         self._turned_away = 0
 
     def watch(self, deadline: float) -> int:
-        """Waits until all processes are connected or the deadline has passed; returns the number of rejected
-        connections.
-        """
+        """Waits until all processes are connected or the deadline has passed. Returns the number of rejected
+        connections."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             try:
@@ -243,7 +244,7 @@ class _Door:
             selector.register(peer, selectors.EVENT_READ)
 
     def _close_late(self, selector: selectors.BaseSelector) -> None:
-        """Closes connections that have sent nothing for too long, and the oldest if there are too many."""
+        """Closes connections that have not sent the secret in time. If too many are open, also closes the oldest."""
         many = len(self._unknown) - STRANGERS - self._count
         for place, (peer, until) in enumerate(list(self._unknown.items())):
             if place < many or time.monotonic() > until:
@@ -257,7 +258,7 @@ class _Door:
         peer.close()
 
     def _hear(self, peer: Peer, selector: selectors.BaseSelector) -> None:
-        """Reads the messages of one connection; removes the connection if it is closed."""
+        """Reads the messages of one connection. If the connection is closed, removes it from the selector."""
         messages = peer.receive()
         if peer in self._unknown:
             if messages is None:
@@ -341,7 +342,7 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
 
 
 def _answer(peer: Peer, seconds: float) -> list[Any] | None:
-    """Returns the first message; None if none arrives within this many seconds."""
+    """Returns the first message of a connection. Returns None if none arrives within this many seconds."""
     peer.connection.settimeout(seconds)
     try:
         messages = peer.receive()

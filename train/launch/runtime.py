@@ -43,8 +43,8 @@ _PROBE = (
 
 
 def check_limits() -> None:
-    """Raises the soft limit of open files, and checks the limits under which jax would abort or the kernel would kill
-    this process.
+    """Raises the soft limit of open files, and checks that the limits of files and memory are large enough to start
+    jax.
 
     Call it before jax is imported.
 
@@ -70,7 +70,8 @@ def check_limits() -> None:
 
 
 def _starts() -> bool:
-    """Returns whether jax starts under the limits of this process, tried in a subprocess because jax may abort."""
+    """Returns True if jax can start under the limits of this process. It is tried in a subprocess, because jax may
+    abort."""
     done = subprocess.run(
         [sys.executable, "-c", _PROBE, str(THREADS_BYTES)],
         capture_output=True,
@@ -96,7 +97,7 @@ def raise_file_limit() -> int | None:
 
 
 def files_warning() -> str:
-    """Returns a warning if this process has at least 80 % of its permitted files open, else ""."""
+    """Returns a warning if this process has at least 80 % of the permitted number of files open, else ""."""
     if resource is None:
         return ""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -113,15 +114,14 @@ def files_warning() -> str:
 
 
 def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: int = 0) -> None:
-    """Sets the compilation cache and, if requested, deterministic kernels. Call it before any array exists.
+    """Configures jax's compilation cache and, if requested, deterministic kernels. Call it before any array exists.
 
     deterministic, cache_dir: the keys of the config group `train`. processes: number of processes. index: number of
     this process.
 
-    With several CPU devices, simulated or in several processes, the cache is not used. XLA gives the collectives of a
-    program an order when it compiles the program, and loses the order when it reads the program from the cache
-    (thunk_serdes_proto.cc gives each collective a resource of its own; jaxlib 0.10.2). Then devices could wait for
-    each other forever.
+    With several CPU devices, simulated or in several processes, the cache is not used. XLA loses the order of a
+    program's collectives when it reads the program from the cache (thunk_serdes_proto.cc in jaxlib 0.10.2), so devices
+    could wait for each other forever.
     """
     if deterministic:
         # Bit-equal reruns on GPUs: no atomics in reductions and scatters, no timing-dependent kernel choice.
@@ -146,10 +146,9 @@ def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: i
 
 
 def return_freed_memory() -> None:
-    """Returns host memory that compiling has freed to the operating system.
+    """Gives the host memory that compilation has freed back to the operating system.
 
-    glibc keeps freed blocks in its arenas: about 200 MB after a compilation, which a CPU run would hold until its end.
-    Does nothing without glibc.
+    Otherwise glibc keeps about 200 MB after a compilation until the process ends. Does nothing without glibc.
     """
     if sys.platform == "linux":
         try:
@@ -159,23 +158,25 @@ def return_freed_memory() -> None:
 
 
 def forget_peak() -> None:
-    """Resets the peak of this process's resident memory. Does nothing if the system does not support or permit it."""
+    """Resets the recorded peak of this process's resident memory. Does nothing if the system does not support or
+    permit it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 class CapturedStderr:
-    """Standard error of a `with` block. It is printed at the end of the block unless `drop` is set."""
+    """Controls the standard error captured by `captured_stderr`. It is printed at the end of the `with` block unless
+    `drop` is set to True."""
 
     drop = False
 
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[CapturedStderr]:
-    """Captures standard error in a block, for a call whose failure is reported in one line.
+    """A context manager that captures standard error, for calls whose failure is reported in one line.
 
-    A library's threads print a traceback for each read that nobody waits for any more, some of them only when the
-    failed coroutine is garbage-collected.
+    After a failed read, threads of a library print tracebacks of other reads, some only when a coroutine is
+    garbage-collected.
     """
     sys.stderr.flush()
     captured, screen = CapturedStderr(), os.dup(2)
@@ -197,19 +198,18 @@ def captured_stderr() -> Iterator[CapturedStderr]:
 
 
 def silence_abandoned() -> None:
-    """Silences, from now on, tracebacks of coroutines and tensorstore writes that a failed read or write has left
-    behind.
+    """Silences tracebacks of abandoned coroutines and tensorstore writes from now on. A failed read or write leaves
+    them behind.
 
-    The writes report to an event loop that is already closed.
+    Such writes report to an event loop that is already closed.
     """
     if not isinstance(sys.unraisablehook, _AbandonedFilter):
         sys.unraisablehook = _AbandonedFilter(sys.unraisablehook)
 
 
 class _AbandonedFilter:
-    """An unraisable hook that ignores abandoned coroutines and writes, and passes other exceptions to the hook before
-    it.
-    """
+    """An unraisable hook that ignores errors of abandoned coroutines and writes. Other errors go to the hook that was
+    installed before."""
 
     def __init__(self, before: Callable[[Any], Any]):
         self._before = before

@@ -18,10 +18,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Stop:
-    """A context that, after `watch`, collects SIGTERM, SIGINT and SIGHUP in `names`, so that the run can save and end.
+    """A context manager that records SIGTERM, SIGINT and SIGHUP in `names` once `watch` was called, so that the run
+    can save and end.
 
-    A SIGINT after any of these signals calls `at_once()`, which ends the process. After SIGHUP nothing is printed any
-    more. A signal that the process was started to ignore, such as SIGHUP under nohup, stays ignored.
+    A SIGINT after any of these signals calls `at_once()`, which ends the process. After SIGHUP nothing more is
+    printed. Signals that were already ignored at the start, such as SIGHUP under nohup, stay ignored.
     """
 
     def __init__(self, at_once: Callable[[], Any]):
@@ -53,13 +54,13 @@ class Stop:
 
 @contextlib.contextmanager
 def surviving_output() -> Iterator[None]:
-    """A context in which output to a closed terminal or pipe does not end the process with an error."""
+    """A context manager in which output to a closed terminal or pipe does not end the process with an error."""
     with contextlib.redirect_stdout(Surviving(sys.stdout)), contextlib.redirect_stderr(Surviving(sys.stderr)):
         yield
 
 
 def leave_at_once(note: str = "interrupted") -> NoReturn:
-    """Prints `note` and ends the process without waiting for anything. The next start discards partial output."""
+    """Prints `note` and ends the process immediately. Partial output is discarded at the next start of the run."""
     with contextlib.suppress(OSError, ValueError):
         if sys.stdout.isatty():
             os.write(1, b"\r\x1b[2K\x1b[?25h")  # erases the progress bar, which had hidden the cursor
@@ -68,9 +69,9 @@ def leave_at_once(note: str = "interrupted") -> NoReturn:
 
 
 def end_quietly() -> None:
-    """Ignores signals from now on, since the process is about to end and has nothing to lose.
+    """Ignores signals from now on. Call it when the process is about to end.
 
-    Custom handlers would not work, since the interpreter removes them while it ends.
+    Signals must be ignored by the system, because the interpreter removes Python's handlers while it ends.
     """
     with contextlib.suppress(ValueError):  # not the main thread
         for number in STOPPING:
@@ -78,7 +79,7 @@ def end_quietly() -> None:
 
 
 def silence() -> None:
-    """Redirects standard output and standard error to nowhere, unless they are files."""
+    """Redirects standard output and standard error to the null device, unless they are files."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -92,10 +93,10 @@ def _to_nowhere(descriptor: int) -> None:
 
 
 class Surviving:
-    """A text stream of the process that drops all output once its terminal or pipe is closed.
+    """Wraps a text stream of the process, and drops all output once its terminal or pipe is closed.
 
-    A closed pipe asks the run to stop, as SIGTERM does; a closed terminal does not. Output that does not fit a full
-    disk is lost.
+    A closed pipe also asks the run to stop, like SIGTERM. Output that cannot be written because a disk is full is
+    lost.
     """
 
     def __init__(self, stream: Any):
@@ -105,12 +106,12 @@ class Surviving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes `text`, or drops it if nobody can read it."""
+        """Writes `text`. Drops it if the terminal or pipe is closed."""
         self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        """Writes the buffered text, or drops it if nobody can read it."""
+        """Writes the buffered text. Drops it if the terminal or pipe is closed."""
         self._attempt(self._stream.flush)
 
     def _attempt(self, call: Callable[[], Any]) -> None:

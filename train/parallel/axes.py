@@ -70,15 +70,16 @@ TABLE_SHARDED = {"table_batch": ("data",), "table_length": (), "table_width": SH
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A ZeRO strategy: the state that the devices of `mesh.fsdp` and `mesh.context` share. `mesh.data` holds replicas.
+    """A ZeRO strategy: which training state is sharded over the mesh axes `fsdp` and `context`. Along `data` the state
+    is replicated.
 
     Fields:
-      summary: one line for the user.
+      summary: one line that describes the strategy to the user.
       stored: True if master parameters and optimizer state are sharded.
-      gradients: True if gradients are sharded too, each reduced to its owner in the backward pass.
-      by_layer: True if parameters are gathered one layer at a time, and again in its backward pass. False if a compute
-        copy of all parameters is made once per step.
-      reduce_once: True if the reduction of gradients may wait until the end of in-step accumulation.
+      gradients: True if gradients are sharded too: the backward pass reduces each to the device that stores it.
+      by_layer: True if a layer's parameters are gathered when the layer runs, and again in its backward pass. False if
+        a step gathers a copy of all parameters at its start.
+      reduce_once: True if gradients may be reduced once per step, after the accumulation over micro-batches.
     """
 
     summary: str
@@ -105,13 +106,14 @@ STREAM_LETTERS = {**LETTERS, "L": "stream"}
 
 
 def activation_axes(suffix: str) -> tuple[str | None, ...]:
-    """Returns the logical axes of an activation of a block from its shape letters: BLD is (batch, stream, None)."""
+    """Returns the logical axes of a block's activation from the shape suffix of its name. BLD gives (batch, stream,
+    None)."""
     letters = STREAM_LETTERS if {"D", "c"} & set(suffix) else LETTERS
     return tuple(letters.get(letter) for letter in suffix)
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """Returns the mesh of `sizes` (one per axis of AXES, at most one of them -1) over `devices`.
+    """Returns the mesh of `sizes` (one per axis of AXES, at most one of them -1) of `devices`.
 
     Raises:
       ValueError: the product of the sizes is not the number of devices. The message names the wrong size.

@@ -27,7 +27,7 @@ from bytescope.train.parallel.axes import (
 
 @dataclasses.dataclass(frozen=True)
 class Layout(Placement):
-    """Maps logical axes to shardings of one mesh.
+    """Shards arrays over one mesh by their logical axes.
 
     Fields:
       mesh: the devices.
@@ -47,13 +47,13 @@ class Layout(Placement):
 
     @property
     def local(self) -> "Layout":
-        """The layout inside a `jax.shard_map` over the data-parallel ranks."""
+        """The layout to use inside a `jax.shard_map` over the data-parallel ranks."""
         # All axes if no other axis has more than one device: then there is nothing for the compiler to shard.
         return dataclasses.replace(self, manual=BATCH if self._size(AXES) > self.ranks else AXES)
 
     @property
     def staged(self) -> "Layout":
-        """The layout inside a `jax.shard_map` over the stages of a pipeline."""
+        """The layout to use inside a `jax.shard_map` over the stages of a pipeline."""
         return dataclasses.replace(self, manual=("stage",))
 
     @property
@@ -71,8 +71,8 @@ class Layout(Placement):
         return Peers("expert", self.mesh.shape["expert"], emulated)
 
     def exchange(self, slots: bool) -> str:
-        """Returns the row of EXCHANGES that moves rows to their experts. `slots`: True if each expert has a fixed
-        number of slots."""
+        """Returns the name of the way rows are moved to their experts, a row of EXCHANGES. `slots`: True if each
+        expert has a fixed number of slots."""
         if self.peers.size == 1:
             return super().exchange(slots)
         if self.dispatch != "auto":
@@ -82,7 +82,7 @@ class Layout(Placement):
         return "allgather" if self.peers.emulated else "ragged_all_to_all"
 
     def _used(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns the mesh axes that have more than one device."""
+        """Returns those of the mesh axes `axes` along which there is more than one device."""
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     @property
@@ -91,7 +91,8 @@ class Layout(Placement):
         return self._size(self.mesh_axes("stream"))
 
     def positions(self, length: int) -> jax.Array:
-        """Returns the position in the sequence of each index along the length, int32 [L]."""
+        """Returns the sequence position at each index of the length dimension, int32 [L]. The order can differ with
+        ring attention."""
         return zigzag_positions(length, self.ring.size) if self.ring else jnp.arange(length)
 
     def mesh_axes(self, axis: str | None, *, state: bool = False) -> tuple[str, ...]:
@@ -147,15 +148,16 @@ class Layout(Placement):
         return PartitionSpec(*map(_entry, dims))
 
     def split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
-        """Returns for each dimension the mesh axes of more than one device over which it is sharded."""
+        """Returns for each dimension the mesh axes over which it is sharded. Axes with one device are left out."""
         return [self._used(self.mesh_axes(axis)) for axis in axes]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
-        """Returns the sharding of an array with these logical axes; replicated if there are none."""
+        """Returns the sharding of an array with these logical axes. Without axes the array is replicated."""
         return NamedSharding(self.mesh, self.spec(axes))
 
     def stored(self, axes: Sequence[str]) -> NamedSharding:
-        """Returns the sharding of a parameter between steps, which its optimizer state has too."""
+        """Returns the sharding in which a parameter is stored between steps. Its optimizer state has the same
+        sharding."""
         return NamedSharding(self.mesh, self.spec(axes, state=self.strategy.stored))
 
     def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -169,10 +171,11 @@ class Layout(Placement):
         return self._constrain(x, self.spec(axes))
 
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
-        """Runs `function(layout, *arrays [B, L, D], weights)`, which returns a result [B, L, D] and a gradient of each
-        weight.
+        """Runs `function(layout, *arrays, weights)` on each rank's own tokens, inside a `jax.shard_map`. The arrays
+        are [B, L, D].
 
-        Each rank computes on its own tokens, inside a `jax.shard_map`, and the gradients are summed over the ranks.
+        The function returns a result [B, L, D] and the gradient of each weight. The gradients are summed over the
+        ranks.
         """
         axes = tuple(axis for axis in TOKENS if axis not in self.manual)
         if self._size(axes) == 1:
@@ -203,7 +206,8 @@ class Layout(Placement):
         return x_BLD, [jax.lax.reduce(grad, jnp.zeros((), grad.dtype), jax.lax.add, (0,)) for grad in grads]
 
     def stream(self, x_BLD: jax.Array) -> jax.Array:
-        """Returns the residual stream that enters a layer with the sharding and layout in which loops stack it."""
+        """Returns the residual stream that enters a layer, with the sharding and memory layout in which the loop over
+        layers saves it."""
         if not self.ring:
             return x_BLD
         # If the sequence is sharded, XLA's GPU compiler transposes the stack of all layers' inputs between the forward
@@ -213,11 +217,11 @@ class Layout(Placement):
         return jax.shard_map(row_major, mesh=self.mesh, in_specs=spec, out_specs=spec)(x_BLD)
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns a parameter in the form that a layer multiplies: gathered if the strategy gathers layer by layer."""
+        """Returns a parameter as a layer multiplies it. It is gathered if the strategy gathers layer by layer."""
         return self.gather(w, axes) if self.strategy.by_layer else self._constrain(w, self.spec(axes))
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Gathers a parameter that is stored sharded along the width."""
+        """Gathers a parameter along the model width, which ZeRO shards."""
         # Constrained as stored first: otherwise the partitioner may gather `w` before its cast, with twice the bytes.
         stored = self.spec(axes, state=True)
         w = self._constrain(w, stored)
@@ -244,8 +248,8 @@ class Layout(Placement):
         return self._constrain(d_w, self.spec(axes, state=self.strategy.gradients))
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns the gradient of a parameter as it is stored until the update: in the dtype `reduce`, sharded by the
-        ZeRO strategy."""
+        """Returns the gradient of a parameter as it is stored until the update: cast to the dtype `reduce`, and
+        sharded as the ZeRO strategy requires."""
         d_w = self.reduced(d_w)
         replicated = self._size(("tensor",)) > 1 and not any("tensor" in self.mesh_axes(axis) for axis in axes)
         if replicated and self.manual == ("stage",):
@@ -257,7 +261,7 @@ class Layout(Placement):
         return self.total(d_w, axes)
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
-        """Returns a function that applies `function` to the shard of each array on a device (`Placement.own`), by
+        """Returns a function that applies `function` on each device to the device's shards of the arguments, by
         `jax.shard_map`."""
         left = set(AXES) - set(self.manual)
         # Inside the stages of a pipeline axes of one device count too: the partitioner of a kernel accepts no
@@ -282,12 +286,13 @@ class Layout(Placement):
 
     @property
     def _mesh_argument(self) -> dict[str, Mesh]:
-        """The mesh argument of a `jax.shard_map`; empty inside an enclosing one, whose mesh is then used."""
+        """The mesh argument of a `jax.shard_map`. It is empty inside another `jax.shard_map`, which already has a
+        mesh."""
         return {} if self.manual else {"mesh": self.mesh}
 
     def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
-        """Returns `function`, which has its own partitioner; inside an enclosing `jax.shard_map` it is applied to a
-        device's shard."""
+        """Returns a kernel with its own partitioner in a form that can be called on sharded arrays. Inside a
+        `jax.shard_map` it is applied to each device's shards."""
         # A partitioner (`custom_partitioning`) needs the mesh of its arguments. JAX does not provide it if some axes
         # of the mesh are manual, and the compilation fails. If all axes are manual, there is nothing left to
         # partition.
@@ -305,7 +310,7 @@ class Layout(Placement):
 
 
 def _entry(dim: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """Returns the entry of a PartitionSpec for a dimension that is sharded over the mesh axes `dim`."""
+    """Returns the PartitionSpec entry of a dimension that is sharded over the mesh axes `dim`."""
     if not dim:
         return None
     return dim if len(dim) > 1 else dim[0]
@@ -316,11 +321,11 @@ def _is_axes(node: object) -> bool:
 
 
 def match_parameters(state, params, shardings, default: NamedSharding):
-    """Returns shardings for `state`, such as an optimizer's, from the shardings of the parameters.
+    """Returns shardings for the tree `state`, such as optimizer state, from the shardings of the parameters.
 
-    A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter. A leaf whose
-    dimensions divide the parameter's dimensions, such as the scales of blocks, is sharded like the parameter along the
-    dimensions that the mesh axes divide. Every other leaf gets `default`.
+    A leaf belongs to the parameter whose path is the end of the leaf's path. If it has the parameter's shape, it is
+    sharded like the parameter. If its dimensions divide the parameter's dimensions, as scales of blocks do, it is
+    sharded like the parameter along the dimensions that the mesh axes divide. Every other leaf gets `default`.
     """
     known = {
         path: (leaf.shape, sharding)
@@ -340,7 +345,8 @@ def match_parameters(state, params, shardings, default: NamedSharding):
 
 
 def _coarser(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Returns the sharding for an array with fewer elements. A dimension that is not divisible is replicated."""
+    """Returns the parameter's sharding for an array of the smaller `shape`. Dimensions that the mesh axes do not
+    divide are replicated."""
 
     def kept(dim, size):
         axes = (dim,) if isinstance(dim, str) else dim or ()

@@ -48,14 +48,15 @@ GPUS = ("gpu", "cuda")  # platform names of present devices, and of described de
 
 
 def pipelined(version: str = jaxlib.__version__) -> Options:
-    """Returns the compiler options that pipeline collectives over loop iterations, for jaxlib `version` ("0.11.2")."""
+    """Returns the compiler options that overlap collectives with other loop iterations, for jaxlib `version` (such as
+    "0.11.2")."""
     known = tuple(int(part) for part in version.split(".")[:2])
     name, value = next(row for first, row in PIPELINED.items() if known >= first)
     return {name.format(kind): value for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Options:
-    """Returns the XLA compiler options of `platform`, option name -> value.
+    """Returns XLA compiler options, option name -> value, for a config on a platform.
 
     Args:
       xla: the config group `xla`. Each value is the name of a row of TABLE, or "" for the compiler's default.
@@ -92,9 +93,9 @@ def xla_remat_pass(enabled: bool) -> Iterator[None]:
 
 
 def for_pallas(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """Returns a context that tells Pallas the GPU to compile kernels for.
+    """Returns a context manager that tells Pallas which GPU to compile kernels for.
 
-    From jax 0.11 on Pallas needs it, and it cannot detect a described GPU by itself.
+    Pallas requires it from jax 0.11 on, because it cannot detect a GPU that is only described and not present.
     """
     kind = mesh.abstract_mesh.abstract_device
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))

@@ -1,6 +1,4 @@
-"""The forward pass through the stages of a pipeline, one virtual stage after the other, for evaluations and
-samples.
-"""
+"""The forward pass through the stages of a pipeline, one virtual stage after the other, for evaluations and samples."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,9 +20,9 @@ class PipelineForward:
     """The forward pass of a pipelined model, without dropout.
 
     Fields:
-      graph: the graph definition of the model outside the stages.
-      schedule: the order of the stages.
-      units: the stacks of layers in a chunk.
+      graph: the graph definition of the model without the layers in the stages.
+      schedule: which micro-batch each stage computes at which time.
+      units: the stacks of layers in a chunk, which is the part of a stage's layers that runs without interruption.
     """
 
     graph: nnx.GraphDef
@@ -76,9 +74,10 @@ class PipelineForward:
     def loss(
         self, cross_entropy: Callable[..., jax.Array], mask: Callable[[Batch], jax.Array | None]
     ) -> Callable[..., Any]:
-        """Returns a loss like `train.step.loss_fn.make_loss`, for evaluation only: without auxiliary losses and loads.
+        """Returns a loss function like `train.step.loss_fn.make_loss`, for evaluation only. It has no auxiliary losses
+        and no router statistics.
 
-        `mask`: see `PipelineGradients`.
+        `mask`: (batch) -> bool mask, False for padding, or None.
         """
 
         def loss(params: Any, batch: Batch, dropout_key_B: None, frozen: Any = None) -> tuple:

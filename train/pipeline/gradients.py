@@ -35,10 +35,10 @@ FORWARD, BACKWARD = "jvp", "transpose(jvp)"
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-    """The table of a schedule for the loop over ticks: int32 arrays with a row for each tick. -1 means no work.
+    """A pipeline schedule as int32 arrays, one row per tick (iteration of the loop). -1 means no work.
 
     Fields:
-      forward, backward: [ticks, stages, 3], the micro-batch, chunk and stash slot of each stage.
+      forward, backward: [ticks, stages, 3], the micro-batch, chunk and slot for saved residuals of each stage.
       enter: micro-batch whose embedding the first stage reads.
       end: [ticks, 2], micro-batch whose loss is computed, and the slot of its output.
       leave: micro-batch whose gradient leaves the first stage.
@@ -54,7 +54,7 @@ class Ticks:
 
     @classmethod
     def from_schedule(cls, schedule: Schedule) -> "Ticks":
-        """Returns the arrays of a schedule."""
+        """Converts a schedule to arrays for the loop over ticks."""
         stage, chunk = schedule.place_of(0)
 
         def first(table: np.ndarray) -> np.ndarray:
@@ -76,13 +76,14 @@ jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineGradients:
-    """The function (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients) of all micro-batches.
+    """Computes loss sums and gradients of all micro-batches in a pipeline: (weights, batch [A, B, L], keys [A, B],
+    factor, frozen) -> (tally, gradients).
 
     Fields:
-      graph: the graph definition of the Transformer outside the stages.
+      graph: the graph definition of the Transformer without the layers in the stages.
       cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
-      schedule: the table of the pipeline.
-      units: the stacks of layers in a chunk.
+      schedule: which micro-batch each stage computes at which time.
+      units: the stacks of layers in a chunk, which is the part of a stage's layers that runs without interruption.
       weights: casts and shards gradients.
       accumulator: dtype of sums of gradients.
       dropout: True if the model uses dropout keys.
@@ -117,19 +118,20 @@ class PipelineGradients:
         return run.result(carry)
 
     def in_rows(self, load_NE: jax.Array) -> jax.Array:
-        """Reorders values by layer into the order in which the stages store the layers. Rows that hold no layer
-        are 0."""
+        """Reorders router statistics from layer order to the order in which the stages store the layers. Rows without
+        a layer are 0."""
         rows = next(unit.rows for unit in self.units if unit.routed)
         return jnp.take(load_NE, jnp.asarray(rows.numbers), axis=0, mode="fill", fill_value=0)
 
     def transformer(self, rest: Any, stacks: Any, frozen: Any) -> Any:
-        """Returns the model outside the stages."""
+        """Returns the model without the layers in the stages: embedding, final norm and head."""
         return nnx.merge(self.graph, merge_parameters({**rest, **stacks}, frozen))
 
     def _micros(
         self, rest: Any, stacks: Any, frozen: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None
     ) -> Micro:
-        """Returns the per-micro-batch inputs of the blocks, leaves [A, ...]."""
+        """Returns what the blocks need for each micro-batch, such as dropout keys and segment ids. Leaves are [A,
+        ...]."""
         model = self.transformer(rest, stacks, frozen)
         segments, real = batch.get("segments"), self.mask(batch)
         packed = None
@@ -160,11 +162,11 @@ class _Run:
 
     @property
     def _once(self) -> str:
-        """The named scope of a loop with one iteration per micro-batch, counted over all ticks."""
+        """The named scope of a loop that has one iteration per micro-batch, summed over all ticks."""
         return turns_scope(1, self.whole.schedule.micro_batches, self.whole.schedule.ticks)
 
     def start(self) -> dict[str, Any]:
-        """Returns the carry before the first tick."""
+        """Returns the values of the loop before the first tick."""
         whole, stages = self.whole, self.whole.schedule.stages
         shape, dtype = self._stream
         between_PBLD = jnp.zeros((stages, *shape), dtype)
@@ -197,7 +199,7 @@ class _Run:
         return x_BLD.shape, x_BLD.dtype
 
     def _residuals(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """Returns the shapes of the residuals of a layer of each stack."""
+        """Returns for each stack the shapes of the residuals that one layer saves."""
 
         def kept(stacks, fixed, micros, x_BLD):
             micro = jax.tree.map(lambda leaf: leaf[0], micros)
@@ -223,7 +225,7 @@ class _Run:
         return jax.lax.with_sharding_constraint(x_PBLD, jax.sharding.NamedSharding(self.layout.mesh, spec))
 
     def tick(self, carry: dict[str, Any], table: Ticks) -> tuple[dict[str, Any], None]:
-        """Runs one tick: forward, loss, backward, and the moves between stages."""
+        """Runs one tick of the pipeline: forward pass, loss, backward pass, and the transfers between stages."""
         carry = dict(carry)
         with jax.named_scope(FORWARD):
             y_PBLD = self._forward(carry, table)
@@ -243,7 +245,8 @@ class _Run:
         return model.begin(tokens_BL, own.key_B, own.packed)
 
     def _forward(self, carry: dict[str, Any], table: Ticks) -> jax.Array:
-        """Returns the output of each stage [P, B, L, D]. Replaces stash, loads and pool in the carry."""
+        """Returns the output of each stage [P, B, L, D]. Updates the saved residuals and the router statistics in
+        `carry`."""
         entering_BLD = when(
             table.enter >= 0,
             lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
@@ -295,7 +298,7 @@ class _Run:
         return [(jnp.asarray(unit.rows.count), jnp.asarray(unit.rows.first)) for unit in self.whole.units]
 
     def _end(self, carry: dict[str, Any], table: Ticks, y_PBLD: jax.Array) -> jax.Array:
-        """Returns the gradient of the last block's output [B, L, D]. Adds the loss and its gradients to the carry."""
+        """Returns the gradient of the last block's output [B, L, D]. Adds the loss and its gradients to `carry`."""
         micro, slot = table.end
         last, _ = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
         if self.whole.schedule.output_slots:
@@ -331,7 +334,7 @@ class _Run:
         return d_BLD
 
     def _of_stage(self, x_PBLD: jax.Array, stage: int) -> jax.Array:
-        """Returns the part [B, L, D] of `stage` on all stages."""
+        """Sends the part [B, L, D] of one stage to all stages."""
 
         def pick(x_1BLD):
             return broadcast_from(self.layout, x_1BLD[0], jax.lax.axis_index(STAGE) == stage)
@@ -344,7 +347,7 @@ class _Run:
         return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
 
     def _backward(self, carry: dict[str, Any], table: Ticks, d_end_BLD: jax.Array) -> jax.Array:
-        """Returns the gradient of each stage's input [P, B, L, D]. Replaces the sums of gradients in the carry."""
+        """Returns the gradient of each stage's input [P, B, L, D]. Updates the sums of gradients in `carry`."""
         stage, chunk = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
         # All layers of a micro-batch have run forward before any of them runs backward.
         busy_AE = None if carry["pool"] is None else self._pooled(carry)[:, 0]
@@ -390,13 +393,13 @@ class _Run:
         return self._shard_stream(d_PBLD)
 
     def _pooled(self, carry: dict[str, Any]) -> jax.Array:
-        """Returns the expert fractions in `pool` of each micro-batch, averaged over all layers that have experts, [A,
-        2, E]."""
+        """Returns each expert's fraction of the choices and mean score, averaged over all layers with experts, for
+        each micro-batch: [A, 2, E]."""
         layers = sum(len(unit.rows.places) for unit in self.whole.units if unit.routed)
         return carry["pool"].sum(0) / layers
 
     def _leave(self, carry: dict[str, Any], table: Ticks, d_PBLD: jax.Array) -> None:
-        """Adds the gradients of the embedding of the micro-batch whose backward pass ends in this tick."""
+        """Adds the embedding's gradient for the micro-batch whose backward pass ends in this tick to `carry`."""
         stage, _ = self.whole.schedule.place_of(0)
 
         def leave(sums):
@@ -408,7 +411,7 @@ class _Run:
         carry["sums"] = {**carry["sums"], **sums}
 
     def _move(self, y_PBLD: jax.Array, d_PBLD: jax.Array, table: Ticks) -> tuple[jax.Array, jax.Array]:
-        """Moves outputs and gradients to the stages that use them in the next tick."""
+        """Sends outputs and gradients to the stages that need them in the next tick."""
         stages, bends = self.whole.schedule.stages, self.whole.schedule.bends
         ahead = [(stage, stage + 1) for stage in range(stages - 1)]
         back = [(to, source) for source, to in ahead]
@@ -434,7 +437,8 @@ class _Run:
         return y_PBLD, d_PBLD
 
     def result(self, carry: dict[str, Any]) -> tuple[Tally, Any]:
-        """Returns the tally and gradients of all micro-batches from the carry after the last tick."""
+        """Returns the loss sums (tally) and the gradients of all micro-batches from the loop's values after the last
+        tick."""
         routing = self._routing(carry)
         sums = {name: tree for name, tree in carry["sums"].items() if jax.tree.leaves(tree)}  # frozen stacks have none
         return Tally(carry["loss"], self.micros.tokens.sum(), routing), self.whole.weights.totals(sums)

@@ -21,7 +21,8 @@ BY_DEFAULT = (None, "device", "unpinned_host")  # memory kinds that programs wri
 
 
 def describe_reordered(abstract: Any, order: Order, wanted: Order) -> Any:
-    """Returns shapes and shardings of the tree `abstract`, which is in `order`, converted to the order `wanted`."""
+    """Returns the shapes and shardings of `abstract` after its stacked layers are reordered from `order` to
+    `wanted`."""
 
     def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
         shape, sharding = (len(want), *leaf.shape[1:]), leaf.sharding
@@ -37,11 +38,11 @@ def describe_reordered(abstract: Any, order: Order, wanted: Order) -> Any:
 
 
 def reorder(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
-    """Returns the tree, which is in `order`, converted to the order `wanted`. Unused rows are 0.
+    """Reorders the stacked layers of a tree from `order` to `wanted`. Rows without a layer are 0.
 
     Args:
-      abstract: shapes with shardings of the result. If it is given, arrays are deleted one by one as they are
-        replaced. If it is None, arrays may be NumPy arrays.
+      abstract: shapes and shardings of the result. If it is given, each input array is deleted once it is replaced. If
+        it is None, arrays may be NumPy arrays.
     """
     shardings = iter(()) if abstract is None else iter([leaf.sharding for leaf in jax.tree.leaves(abstract)])
 
@@ -70,8 +71,8 @@ def _take(leaf: jax.Array, places: np.ndarray) -> jax.Array:
 def _of_stacks(
     tree: Any, order: Order, wanted: Order, function: Callable[..., Any], kept: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
-    """Applies `function(row order, wanted row order, leaf)` to leaves of stacks whose orders differ, and `kept` to all
-    others."""
+    """Applies `function(row order, wanted row order, leaf)` to the leaves of stacks that must be reordered, and `kept`
+    to all other leaves."""
     moved = {}
     for stack in {*order, *wanted}:
         layers = sorted(layer for layer in (order.get(stack) or wanted[stack]) if layer >= 0)

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 @dataclasses.dataclass(frozen=True)
 class PassTimes:
-    """Time of each pass of one stage and micro-batch, in seconds or any other unit.
+    """Duration of each pass of one micro-batch on one stage, in seconds or any other unit.
 
     Fields:
       forward: F, the forward pass.
@@ -35,15 +35,15 @@ EQUAL = PassTimes()
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A published schedule.
+    """A pipeline schedule from a publication.
 
     Fields:
       source: the publication.
-      bubble: (stages, times) -> time that a stage is idle in a step, in the unit of the times.
+      bubble: (stages, pass times) -> time that a stage is idle in a step, in the unit of the pass times.
       held: (stages, micro-batches) -> number of micro-batches whose activations the fullest stage stores.
-      parameters: copies of the layers on a stage.
-      ours: the nearest row of SCHEDULES, "" if there is none.
-      differs: how our schedule differs, because all stages run one program.
+      parameters: number of copies of its layers that a stage stores.
+      ours: the most similar schedule of this package, a row of SCHEDULES; "" if there is none.
+      differs: how the schedule of this package differs, because all its stages run one program.
     """
 
     source: str
@@ -54,12 +54,12 @@ class Published:
     differs: str = ""
 
     def stash(self, stages: int, micro_batches: int) -> Fraction:
-        """Returns the stored activations of the fullest stage, in units of the residuals of all layers for one
+        """Returns the bytes of activations on the fullest stage, relative to the residuals of all layers for one
         micro-batch."""
         return Fraction(self.held(stages, micro_batches)) / stages
 
     def share(self, stages: int, micro_batches: int, work: PassTimes = EQUAL) -> Fraction:
-        """Returns the bubble as a fraction (0 to 1) of the time of a step."""
+        """Returns the fraction (0 to 1) of the time of a step that a stage is idle."""
         idle = self.bubble(stages, work)
         return idle / (micro_batches * work.all + idle)
 

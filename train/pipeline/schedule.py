@@ -19,25 +19,26 @@ IDLE = -1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """A validated pipeline table.
+    """A validated pipeline schedule: which micro-batch each stage computes in each tick (iteration of the loop).
 
     Fields:
       name: a row of SCHEDULES.
       stages: P, the number of stages.
       virtual: v, the number of chunks per stage.
       micro_batches: number of micro-batches per update.
-      placement: the virtual stage, 0 to vP - 1, of each chunk of each stage.
-      forward, backward: int32 [ticks, stages, 3], the micro-batch, chunk and stash slot that a stage works on, -1 for
-        no work. The forward pass writes its residuals to the slot, and the backward pass reads them.
-      weights: the table of separate weight-gradient work (zero_bubble), else -1 everywhere.
-      ends: int32 [ticks, 2], the micro-batch whose loss is computed in a tick and the slot with its output from the
-        last virtual stage. Slot -1 means the output of the same tick.
+      placement: the virtual stage, 0 to vP - 1, of each chunk of each stage. Virtual stages are in model order.
+      forward, backward: int32 [ticks, stages, 3], the micro-batch, chunk and stash slot of each stage, -1 for no work.
+        The forward pass saves its residuals in the slot, and the backward pass reads them.
+      weights: like `backward`, for separately computed weight gradients (zero_bubble); else -1 everywhere.
+      ends: int32 [ticks, 2], the micro-batch whose loss is computed in a tick, and the slot in which the last virtual
+        stage stored its output. Slot -1 means the output of the same tick.
       output_slots: number of slots for outputs of the last virtual stage.
       output_write: int32 [ticks], the slot in which the last virtual stage's output of this tick is stored, -1 for
         none.
 
     Raises:
-      ReportError: a unit of work is missing or duplicated, runs before its inputs exist, or uses an occupied slot.
+      ReportError: work on a micro-batch is missing or duplicated, runs before its inputs exist, or uses an occupied
+        slot.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Schedule:
         return self.stages * self.virtual
 
     def place_of(self, virtual_stage: int) -> tuple[int, int]:
-        """Returns the stage of a virtual stage, and its index among the chunks of that stage."""
+        """Returns (stage, index of the chunk on that stage) of a virtual stage."""
         return self._where[virtual_stage]
 
     @cached_property
@@ -85,7 +86,8 @@ class Schedule:
 
     @cached_property
     def stash_slots(self) -> tuple[int, ...]:
-        """The number of slots for residuals of a chunk that each stage needs.
+        """For each stage, the number of slots that it needs. A slot holds the residuals of one chunk for one
+        micro-batch.
 
         All stages run one program, which allocates the maximum on every stage.
         """
@@ -93,12 +95,12 @@ class Schedule:
 
     @property
     def apart(self) -> bool:
-        """True if gradients of weights are separate units of work."""
+        """True if weight gradients are computed separately from the rest of the backward pass."""
         return self.name == "zero_bubble" or bool((self.weights != IDLE).any())
 
     @property
     def bends(self) -> bool:
-        """True if the virtual stages turn back at the last stage, as in the V placement."""
+        """True if consecutive virtual stages go to the last stage and back, as in the V placement."""
         return any(
             held != tuple(range(stage, self.virtual_stages, self.stages)) for stage, held in enumerate(self.placement)
         )
@@ -114,9 +116,9 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def times_of(schedule: Schedule, table: np.ndarray) -> Times:
-    """Returns the tick of each unit, a pair (micro-batch, virtual stage), of a table.
+    """Returns (micro-batch, virtual stage) -> tick, from a table of a schedule such as `Schedule.forward`.
 
-    Raises ReportError if a unit is missing or occurs twice.
+    Raises ReportError if a pair is missing or occurs twice.
     """
     times: Times = {}
     for tick, stage in zip(*np.nonzero(table[:, :, 0] != IDLE)):
@@ -135,7 +137,7 @@ def times_of(schedule: Schedule, table: np.ndarray) -> Times:
 
 
 def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
-    """Raises ReportError unless each output is used in the next tick and each backward pass follows its forward
+    """Raises ReportError unless every output is used in the next tick and every backward pass is after its forward
     pass."""
     last = schedule.virtual_stages - 1
     for (m, k), tick in forward.items():
@@ -158,8 +160,8 @@ def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
 
 
 def _check_slots(schedule: Schedule) -> None:
-    """Raises ReportError if a stage uses a stash slot for two units at once, or reads a slot that holds another
-    unit."""
+    """Raises ReportError if a stage uses a stash slot for two micro-batches at once, or reads a slot that another
+    micro-batch has overwritten."""
     last_table = schedule.weights if schedule.apart else schedule.backward
     for stage in range(schedule.stages):
         used: dict[int, Unit] = {}
@@ -183,8 +185,8 @@ def _check_slots(schedule: Schedule) -> None:
 
 
 def _check_ends(schedule: Schedule, forward: Times, backward: Times) -> None:
-    """Raises ReportError unless each loss is between the last forward and the first backward pass of its
-    micro-batch."""
+    """Raises ReportError unless the loss of each micro-batch is computed between its last forward and its first
+    backward pass."""
     last, waiting = schedule.virtual_stages - 1, {}
     for tick, ((m, slot), write) in enumerate(zip(schedule.ends, schedule.output_write)):
         if write != IDLE:
@@ -207,8 +209,8 @@ def _check_ends(schedule: Schedule, forward: Times, backward: Times) -> None:
 
 
 def divide_layers(layers: int, virtual_stages: int) -> tuple[int, ...]:
-    """Returns the number of layers of each virtual stage, divided as evenly as possible. The first and last stages get
-    fewer.
+    """Returns the number of layers of each virtual stage, divided as evenly as possible. If the division leaves a
+    remainder, the first and last stages get fewer layers.
 
     Raises:
       ReportError: there are no layers, or fewer layers than virtual stages.

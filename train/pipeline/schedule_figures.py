@@ -14,7 +14,7 @@ from bytescope.train.pipeline.schedule import IDLE, Schedule, divide_layers
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Time in seconds, or any other unit, of each kind of work for all layers of a stage and one micro-batch."""
+    """Duration of each kind of work for all layers of a stage and one micro-batch, in seconds or any other unit."""
 
     forward: float = 1.0
     backward: float = 3.0
@@ -28,43 +28,43 @@ APART = {True: Costs(backward=2.0, weights=2.0), False: Costs(backward=1.0, weig
 
 
 def bubble(stages: int, micro_batches: int, virtual: int = 1) -> Fraction:
-    """Returns the fraction of time that a stage is idle, (P - 1) / (vM + P - 1).
+    """Returns the fraction (0 to 1) of the time of a step that a stage is idle, (P - 1) / (vM + P - 1).
 
-    P is `stages`, M `micro_batches` and v `virtual`. Narayanan et al. 2021 (arXiv 2104.04473, section 2.2) give (P -
-    1) / (vM), relative to the ideal time; this function is relative to the total time.
+    P is `stages`, M `micro_batches` and v `virtual`, the chunks per stage. Narayanan et al. 2021 (arXiv 2104.04473,
+    section 2.2) give (P - 1) / (vM), relative to the ideal time; this function is relative to the total time.
     """
     return Fraction(stages - 1, virtual * micro_batches + stages - 1)
 
 
 def expected_bubble(schedule: Schedule) -> tuple[str, Fraction]:
-    """Returns the formula and the value of a schedule's bubble, the fraction of time that a stage is idle.
+    """Returns (formula, value) of a schedule's bubble, the fraction (0 to 1) of time that a stage is idle.
 
-    In a ring more chunks per stage make the bubble smaller; in a V they do not.
+    More chunks per stage make the bubble smaller, except in the V placement.
     """
     words, virtual = ("(P-1)/(M+P-1)", 1) if schedule.bends else ("(P-1)/(vM+P-1)", schedule.virtual)
     return words, bubble(schedule.stages, schedule.micro_batches, virtual)
 
 
 def held_share(schedule: Schedule, layers: int) -> Fraction:
-    """Returns the residuals that each stage of the program allocates, in units of the residuals of all `layers` for
+    """Returns the residuals that the program allocates on each stage, relative to the residuals of all `layers` for
     one micro-batch.
 
-    Every stage allocates the slots of the fullest stage, each with room for the layers of the fullest chunk.
+    Every stage allocates as many slots as the fullest stage needs, each with room for the largest chunk.
     """
     fullest = max(divide_layers(layers, schedule.virtual_stages))
     return Fraction(max(schedule.stash_slots) * fullest, layers)
 
 
 def stash_by_stage(schedule: Schedule) -> tuple[Fraction, ...]:
-    """Returns the maximum residuals of each stage, in units of the residuals of all layers for one micro-batch."""
+    """Returns for each stage its maximum residuals, relative to the residuals of all layers for one micro-batch."""
     return tuple(Fraction(slots, schedule.virtual_stages) for slots in schedule.stash_slots)
 
 
 def published_stash(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Fraction | None:
-    """Returns the published residuals of the fullest stage, in units of the residuals of all layers for one
+    """Returns the published residuals of the fullest stage, relative to the residuals of all layers for one
     micro-batch.
 
-    Publications assume a separate program per stage. Returns None for schedules without a published figure. gpipe: all
+    Publications assume a separate program per stage. Returns None for schedules without a published number. gpipe: all
     micro-batches. 1f1b: P micro-batches of L/P layers each. interleaved: 1 + (P - 1)/(Pv) (Korthikanti et al. 2022,
     arXiv 2205.05198, section 4.2.3). v: (P + 2)/2 micro-batches, about half of 1F1B's (V-Half, arXiv 2405.15362).
     """
@@ -81,12 +81,13 @@ def published_stash(name: str, stages: int, micro_batches: int, virtual: int = 1
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """The result of a simulation.
+    """The result of simulating a pipeline schedule.
 
     Fields:
       seconds: time of all ticks, in the unit of the costs.
-      idle: fraction of that time that each stage waits.
-      bubble: fraction of that time beyond the minimum, which is a stage's work without separate weight gradients.
+      idle: fraction (0 to 1) of `seconds` that each stage waits.
+      bubble: fraction (0 to 1) of `seconds` beyond the minimum, the time a stage would need without waiting and
+        without separate weight gradients.
     """
 
     seconds: float
@@ -95,7 +96,8 @@ class Simulated:
 
 
 def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = False) -> Simulated:
-    """Simulates a table: a stage starts a tick when the stages that send to it have finished the previous tick.
+    """Simulates a pipeline schedule: a stage starts a tick when the stages that send to it have finished the previous
+    tick.
 
     Args:
       recomputed: True if blocks are recomputed for the backward pass.
@@ -120,7 +122,7 @@ def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = Fa
 
 
 def full_ticks(schedule: Schedule) -> int:
-    """Returns the time of a table as a number of ticks that have one forward and one backward pass. Other ticks take
-    less."""
+    """Returns the time of a schedule as a number of full ticks, each one forward and one backward pass. Ticks with
+    only one of the two count partly."""
     whole = (TOGETHER[True].forward + TOGETHER[True].backward) / schedule.virtual
     return round(simulate(schedule).seconds / whole)

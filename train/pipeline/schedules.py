@@ -70,7 +70,7 @@ def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
         )
 
     def item(m: int, chunk: int) -> int:
-        """Returns the index of a (micro-batch, chunk) in the order in which its stage runs them."""
+        """Returns the index of (micro-batch, chunk) in the order in which a stage runs its work."""
         return (m // P * v + chunk) * P + m % P if v > 1 else m
 
     forward = {(m, chunk * P + s): item(m, chunk) + s for m in range(M) for chunk in range(v) for s in range(P)}
@@ -119,12 +119,12 @@ def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRow:
-    """A row of SCHEDULES.
+    """One pipeline schedule, a row of SCHEDULES.
 
     Fields:
       make: (name, stages, micro-batches, chunks per stage) -> the schedule.
-      summary: one line for the user.
-      chunks: number of chunks per stage in the drawing of the schedule.
+      summary: one line that describes the schedule to the user.
+      chunks: number of chunks per stage in the schedule's drawing.
     """
 
     make: Callable[[str, int, int, int], Schedule]
@@ -151,8 +151,7 @@ def _table(
     backward: Times,
     weights: Times | None = None,
 ) -> Schedule:
-    """Returns the schedule in which each (micro-batch, virtual stage) runs in the given ticks, with stash slots
-    assigned."""
+    """Returns a schedule from the tick of each (micro-batch, virtual stage). Stash slots are assigned here."""
     ticks = max(max(times.values()) for times in (forward, backward, weights or backward)) + 1
     where = {k: (stage, chunk) for stage, held in enumerate(placement) for chunk, k in enumerate(held)}
     last_use = weights or backward
@@ -192,7 +191,8 @@ def _table(
 
 
 def _slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
-    """Assigns a slot to each (first tick, last tick, (micro-batch, virtual stage)), given in order of first ticks.
+    """Assigns a slot to each live range (first tick, last tick, (micro-batch, virtual stage)). They are in order of
+    first ticks.
 
     Uses the minimum number of slots.
     """

@@ -30,13 +30,13 @@ STAGE = "stage"
 
 @dataclasses.dataclass(frozen=True)
 class Micro:
-    """The inputs of the blocks for a micro-batch, other than the residual stream.
+    """The inputs of the blocks for a micro-batch, except the residual stream.
 
     Fields:
-      keys: data of the dropout keys [B, ...], None without dropout.
+      keys: raw data of the dropout keys [B, ...], None without dropout.
       packed: segment ids and padding of rows.
       tokens: number of unmasked targets, int32.
-      coefficients: coefficients of the balance and z losses of a layer, float32 [2], zeros without experts.
+      coefficients: coefficients of the balance loss and the z loss of a layer, float32 [2], zeros without experts.
     """
 
     keys: jax.Array | None
@@ -55,7 +55,8 @@ jax.tree_util.register_dataclass(Micro, ["keys", "packed", "tokens", "coefficien
 
 @dataclasses.dataclass(frozen=True)
 class StackUnit:
-    """The layers of one stack in a chunk.
+    """The layers of one parameter stack in a chunk, which is the part of a stage's layers that runs without
+    interruption.
 
     Fields:
       rows: the rows of the stack.
@@ -63,7 +64,7 @@ class StackUnit:
       weights: casts and shards the gradients of these parameters.
       routed: True if the layers have experts.
       turns: the named scope that gives the iteration counts of the loops over a chunk's layers (memory/hlo/loops.py).
-      recipe, dtypes: the saved residuals, filled by the first trace.
+      recipe, dtypes: how residuals are saved, and their dtypes; filled when the forward pass is traced.
     """
 
     rows: StackRows
@@ -75,9 +76,9 @@ class StackUnit:
     dtypes: list = dataclasses.field(default_factory=list)
 
     def _pullback(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro) -> tuple:
-        """Returns ((y_BLD, losses), pullback, load) of one layer.
+        """Runs one layer. Returns ((y_BLD, losses), pullback, router statistics).
 
-        `losses` are the balance and z losses [2]. With a pooled balance loss, which needs all layers, they are the
+        `losses` are the balance loss and the z loss [2]. If the balance loss is pooled over all layers, they are the
         mean scores of the experts and the z loss [E + 1].
         """
 
@@ -96,7 +97,7 @@ class StackUnit:
     def layer(
         self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro
     ) -> tuple[jax.Array, Load | None, Leaves]:
-        """Returns the output of one layer, its router's load, and the residuals to save."""
+        """Returns the output of one layer, its router statistics, and the residuals to save."""
         (y_BLD, _), pullback, load = self._pullback(x_BLD, own, fixed, number, micro)
         kept = self.recipe.split(pullback, jax.tree.leaves((own, fixed)), _shared(number, micro))
         self.dtypes[:] = [leaf.dtype for leaf in kept]
@@ -115,13 +116,13 @@ class StackUnit:
         pool: jax.Array | None,
         micro: Micro,
     ) -> tuple[jax.Array, Leaves, Load | None, jax.Array | None]:
-        """Returns the chunk's output, and stash, load and `pool` with the values of its layers added.
+        """Runs a chunk. Returns its output, and `stash`, `load` and `pool` with the values of its layers added.
 
         Args:
           unit: indices of micro-batch, chunk and slot.
           count, first: for each chunk its number of layers and the index of its first layer.
           own, fixed: trained and frozen parameters, [rows of the stage, ...].
-          stash: [slots, rows of a chunk, ...].
+          stash: the saved residuals, [slots, rows of a chunk, ...].
           pool: each expert's fraction of the choices and mean score, summed over layers, for each micro-batch, float32
             [A, 2, E]; None without a pooled balance loss.
         """
@@ -170,8 +171,8 @@ class StackUnit:
     ) -> tuple[jax.Array, Any]:
         """Returns the gradient of the chunk's input, and `sums` with the gradients of its layers added.
 
-        Arguments as for `forward`. `busy_AE`: each expert's fraction of a micro-batch's choices, averaged over all
-        layers; None without a pooled balance loss.
+        Arguments as for `forward`. `busy_AE`: each expert's fraction (0 to 1) of a micro-batch's choices, averaged
+        over all layers; None unless the balance loss is pooled.
         """
         number, chunk, slot = unit
         d_losses = micro.coefficients
@@ -200,7 +201,8 @@ class StackUnit:
 
 
 def _shared(number: jax.Array, micro: Micro) -> Leaves:
-    """Returns arrays that may be among a layer's residuals and that the backward pass can read elsewhere."""
+    """Returns arrays that may be among a layer's residuals but need not be saved, because the backward pass has them
+    anyway."""
     return jax.tree.leaves((number, micro.packed, micro.tokens, micro.coefficients))
 
 
@@ -216,8 +218,8 @@ def _read(leaf: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
 
 
 def _plain(leaf: jax.Array) -> jax.Array:
-    """Returns the data of random keys, and other arrays unchanged, because the stash starts as zeros, which keys
-    cannot be."""
+    """Returns the raw data of random keys, and other arrays unchanged. The saved residuals are initialized with zeros,
+    which random keys cannot be."""
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
@@ -226,8 +228,8 @@ def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
 
 
 def turns_scope(max_turns: int, total: int, times: int) -> str:
-    """Returns the scope name of a loop that runs `times` times with `total` iterations in all, `max_turns` at most per
-    run.
+    """Returns the scope name of a loop that runs `times` times, with `total` iterations in all and at most `max_turns`
+    per run.
 
     memory/hlo/loops.py reads these numbers from the name.
     """
@@ -237,9 +239,9 @@ def turns_scope(max_turns: int, total: int, times: int) -> str:
 def stack_units(
     model: Transformer, stacks: Sequence[StackRows], weights: Weights, schedule: Schedule
 ) -> list[StackUnit]:
-    """Returns the stacks of a chunk in the order in which the chunk runs them.
+    """Returns one unit for each parameter stack, in the order in which a chunk runs the stacks.
 
-    `model` and `weights` must have the layout inside the stages.
+    `model` and `weights` must have the layout that is used inside the stages (`Layout.staged`).
     """
     blocks = {run.stack: block for run, block in model.layers()}
     units, runs = [], schedule.ticks * schedule.stages
@@ -252,14 +254,14 @@ def stack_units(
 
 
 def inside(layout: Layout, function: Callable, inputs: Any, outputs: Any) -> Callable:
-    """Returns `function` applied to the shards of each stage. The compiler shards over the other axes of the mesh."""
+    """Returns `function` applied on each stage to the stage's shards. The compiler shards over the other mesh axes."""
     return jax.shard_map(
         function, mesh=layout.mesh, in_specs=inputs, out_specs=outputs, axis_names={STAGE}, check_vma=False
     )
 
 
 def broadcast_from(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
-    """Returns on all stages the `x` of the stage where `mine` is true. Call it inside the stages."""
+    """Sends `x` from the stage on which `mine` is true to all stages. Call it inside the stages."""
     x = jnp.where(mine, x, 0)
     # XLA's CPU compiler (0.10 to 0.12) aborts on 16-bit sums at this point. With one nonzero summand float32 is
     # as exact.
@@ -268,9 +270,10 @@ def broadcast_from(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
 
 
 def when(condition: jax.Array, function: Callable[[Any], Any], carried: Any, turns: str) -> Any:
-    """Returns `function(carried)` if `condition` is true, else `carried`: a loop with one or no iteration, in place.
+    """Returns `function(carried)` if `condition` is true, else `carried`. It is a loop with one or no iteration, which
+    updates `carried` in place.
 
-    `turns`: the scope name that gives the number of times the condition is true (`turns_scope`).
+    `turns`: the scope name, which contains the number of times the condition is true (`turns_scope`).
     """
     with jax.named_scope(turns):
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)

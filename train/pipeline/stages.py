@@ -12,12 +12,13 @@ from bytescope.train.pipeline.schedule import Schedule, divide_layers
 
 @dataclasses.dataclass(frozen=True)
 class StackRows:
-    """The rows of one stack of layers, sharded over the stages: stage by stage, and within a stage chunk by chunk.
+    """The order of one stack of layers when it is sharded over the stages: stage by stage, and within a stage chunk by
+    chunk.
 
     Fields:
       stack: the name of the stack.
-      order: for each row the index of its layer, -1 for an unused row of a stage with fewer layers than the fullest
-        stage.
+      order: for each row of the stack the index of its layer, -1 for an unused row. Stages with fewer layers have
+        unused rows.
       rows: number of rows of a chunk.
       first, count: int32 [stages, chunks], the index of the first layer of a chunk and its number of layers.
     """
@@ -30,14 +31,12 @@ class StackRows:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The row of each layer of the stack, in layer order."""
+        """For each layer of the stack, in layer order, the index of its row."""
         return tuple(sorted((row for row, layer in enumerate(self.order) if layer >= 0), key=self.order.__getitem__))
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """For each row the index of its layer among the layers of the stack; the number of layers for an
-        unused row.
-        """
+        """For each row the index of its layer within the stack. Unused rows have the number of layers."""
         layers = sorted(layer for layer in self.order if layer >= 0)
         return tuple(layers.index(layer) if layer >= 0 else len(layers) for layer in self.order)
 
@@ -49,7 +48,7 @@ class StackRows:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The layers of a model over the stages of a pipeline.
+    """The division of a model's layers among the stages of a pipeline.
 
     Fields:
       stacks: the rows of each stack, in the order in which a chunk runs the stacks.
@@ -59,13 +58,13 @@ class Stages:
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Stack name -> the layer index of each of its rows, -1 for an unused row. Stacks in model order are left
-        out."""
+        """Stack name -> the layer index of each of its rows, -1 for an unused row. Stacks whose rows are in layer
+        order are left out."""
         return {rows.stack: rows.order for rows in self.stacks if not rows.identity}
 
     @classmethod
     def divide(cls, model: ModelConfig, schedule: Schedule) -> "Stages":
-        """Divides the layers evenly: each virtual stage has a range of layers."""
+        """Divides the layers evenly among the virtual stages. Each gets consecutive layers."""
         sizes = divide_layers(model.n_layers, schedule.virtual_stages)
         starts = np.concatenate([[0], np.cumsum(sizes)])
         stacks = []

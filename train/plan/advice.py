@@ -35,11 +35,11 @@ LIKELY_FREE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class TriedLever:
-    """A lever that was compiled.
+    """A memory saving ("lever") whose program was compiled to see whether it fits.
 
     Attributes:
-        lever: the lever.
-        bytes: the predicted bytes of its program on one device; None if the program cannot run.
+        lever: the memory saving.
+        bytes: the predicted bytes of the program on one device; None if the program cannot run.
         why: the reason why the program cannot run; "" if it can.
     """
 
@@ -55,19 +55,19 @@ def try_levers(
     tell: Callable[[str], None] = lambda line: None,
     each_s: float = 0.0,
 ) -> list[TriedLever]:
-    """Compiles promising levers, those with the lowest cost in time first, until one fits.
+    """Compiles a step that does not fit with one memory saving ("lever") after another, until one fits.
 
-    A lever is promising if it keeps the loss curve and can free at least the missing memory. The last variant combines
-    all levers that keep the loss curve and use no host memory.
+    Only levers that keep the loss curve and can free at least the missing memory are compiled, those with the lowest
+    cost in time first. The last variant combines all levers that keep the loss curve and use no host memory.
 
     Args:
         report: the report of the step that does not fit.
         levers: the candidates, from `open_levers`.
-        bytes_of: returns the predicted bytes on one device of the program with the given keys. It raises ValueError if
-            the program cannot run.
-        tell: called with a line before each compile.
-        each_s: the seconds that one compile is expected to take; 0 if unknown. No compile starts that would end after
-            `MAX_SECONDS`.
+        bytes_of: returns the predicted bytes on one device of the program with the given config keys. It raises
+            ValueError if the program cannot run.
+        tell: called with a line of text before each compile.
+        each_s: the seconds that one compile is expected to take; 0 if unknown. A compile that would end later than
+            `MAX_SECONDS` after the first one began is not started.
     """
     if report.limit_bytes is None:
         return []
@@ -101,12 +101,15 @@ def try_levers(
 
 
 def lines(report: ReportRecord, levers: Sequence[Lever], tried: Sequence[TriedLever], fit: str = "") -> list[str]:
-    """Returns the advice, line by line: the compiled variants, the levers left to try, and the `fit` command.
+    """Returns the advice for a step that does not fit, line by line.
+
+    The advice lists the compiled variants, the memory savings ("levers") left to try, and the `bytescope fit` command.
 
     Args:
-        levers: the levers that the config does not use yet, from `open_levers`.
+        report: the report of the step that does not fit.
+        levers: the memory savings that the config does not use yet, from `open_levers`.
         tried: the variants that were compiled.
-        fit: the `bytescope fit` command; "" leaves it out.
+        fit: the `bytescope fit` command; "" to print none.
     """
     out: list[str] = []
     limit = report.limit_bytes or 0
@@ -134,8 +137,11 @@ def lines(report: ReportRecord, levers: Sequence[Lever], tried: Sequence[TriedLe
 
 
 def _line_of(lever: Lever, report: ReportRecord, known: bool) -> str:
-    """Returns the line of a lever that was not compiled. It has the maximum bytes that the lever frees if they are
-    known."""
+    """Returns the advice line of a memory saving that was not compiled.
+
+    known: whether the report has the bytes of each category. If so, the line begins with the maximum bytes that the
+    saving frees.
+    """
     line = "  "
     if known:
         frees, missing = lever.max_freed_bytes(report), report.predicted_bytes - (report.limit_bytes or 0)
@@ -147,13 +153,14 @@ def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], 
     """Returns the `bytescope fit` command that searches for the fastest configuration of the same task, quoted for a
     shell.
 
-    Overrides that would fix a lever of the search are left out. The tokens per update stay the same. Returns "" if the
-    report has no config of the trainer or no memory limit.
+    The command has the overrides except `remat.*` and `batch.*`, which the search chooses. The number of tokens per
+    update stays the same. Returns "" if the report is not about one of the trainer's configs, or has no memory limit.
 
     Args:
         config: the config as the command line names it.
         target: the target as the command line names it; "" or "local" for the devices of this machine.
         overrides: pairs (dotted key, text) as the command line gives them.
+        report: the report of the step that does not fit.
     """
     case = case_of(report)
     if case is None or report.limit_bytes is None:

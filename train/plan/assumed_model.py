@@ -40,15 +40,15 @@ SWITCHES = {
 
 
 class ShapeFlag(NamedTuple):
-    """A command-line flag for experts or latent attention.
+    """A command-line flag that describes the experts or the latent attention of a model.
 
     Attributes:
         field: the field of `ExpertShape` or `Latent` that the flag sets.
         key: the config key with the same meaning.
-        summary: the help text.
+        summary: the help text of the flag.
         minimum: the smallest valid value.
         default: the value if the flag is not given.
-        kind: the type of the value.
+        kind: the Python type of the value.
     """
 
     field: str
@@ -84,7 +84,7 @@ EXPERTS = {
     "expert-slots": ShapeFlag(
         "slots",
         "model.moe_kernel",
-        "give every expert the same number of slots, as model.moe_kernel=capacity does; further rows are dropped",
+        "give every expert the same number of slots for token rows and drop further rows (model.moe_kernel=capacity)",
         kind=bool,
     ),
 }
@@ -103,7 +103,7 @@ LATENT = {
 
 
 def parse_count(text: str) -> float:
-    """Returns the number of parameters that `text` names. The forms are 7e9, 7b, 1.5B, 350m and 7_000_000_000.
+    """Returns the number of parameters that a text such as 7e9, 7b, 1.5B, 350m or 7_000_000_000 stands for.
 
     Raises:
         ReportError: the text is not a number in one of these forms.
@@ -116,8 +116,9 @@ def parse_count(text: str) -> float:
 
 
 def question_from_flags(args: Mapping[str, Any]) -> Question:
-    """Returns the calculator's question for `--params`. Values that no flag gives are derived from the number of
-    parameters.
+    """Returns the input of the memory calculator for the command `bytescope estimate --params=N`.
+
+    Sizes that no flag gives are derived from the number of parameters.
 
     args: the parsed arguments, name -> value.
 
@@ -157,10 +158,10 @@ def question_from_flags(args: Mapping[str, Any]) -> Question:
 
 
 def _fields_given(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> dict[str, Any]:
-    """Returns field -> value for the flags of a table; {} if the first flag, which turns the feature on, is not given.
+    """Returns field -> value for the flags in `table`; {} if the first flag, which turns the feature on, is not given.
 
     Raises:
-        ReportError: another flag of the table is given without the first one.
+        ReportError: another flag in the table is given without the first one.
     """
     first = next(iter(table))
     values, wanted = {}, bool(checked_number(args, first, table[first].minimum))
@@ -173,13 +174,12 @@ def _fields_given(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> di
 
 
 def _parameters_per_layer(experts: Mapping[str, Any]) -> float:
-    """Returns the parameters of a layer with these experts, divided by the 12 h^2 parameters of a GPT layer of width
-    h.
+    """Returns the number of parameters of a layer with experts, relative to a dense GPT layer of the same width h.
 
-    Attention has 4 h^2 parameters, each expert 8 h^2.
+    A dense layer has 12 h^2 parameters. Attention has 4 h^2, and each expert has 8 h^2.
 
     Raises:
-        ReportError: the number of parameters does not follow from h.
+        ReportError: the flags describe the layers in more detail, so that the count does not follow from h.
     """
     if experts["width"] or experts["dense_layers"] or experts["every"] > 1:
         raise ReportError(
@@ -190,10 +190,10 @@ def _parameters_per_layer(experts: Mapping[str, Any]) -> float:
 
 
 def checked_number(args: Mapping[str, Any], flag: str, minimum: int = 1) -> int | None:
-    """Returns the value of a numeric flag; None if the flag is not given.
+    """Returns the value of a numeric command-line flag; None if the flag is not given.
 
     Raises:
-        ReportError: the value is less than `minimum`, or 1e9 or more.
+        ReportError: the value is less than `minimum`, or is 1e9 or more.
     """
     value = args[flag.replace("-", "_")]
     if value is not None and not minimum <= value < 1e9:

@@ -28,18 +28,20 @@ AROUND_KERNEL = ("q_rot", "k_rot", "v")
 
 
 def trace_gradient(program: Program) -> Any:
-    """Returns the ClosedJaxpr of the gradient of one micro-batch without recomputation, so that it contains every
-    named tensor.
+    """Returns the ClosedJaxpr of the gradient of one micro-batch, traced without recomputation.
 
-    The layers are in the order of the model, also if the program splits them into pipeline stages.
+    So the jaxpr contains every named tensor. Its layers are in the order of the model, even if the program splits them
+    into pipeline stages.
     """
     loss, arguments = _loss_of_micro_batch(program)
     return jax.make_jaxpr(jax.grad(loss, has_aux=True))(*arguments)
 
 
 def _loss_of_micro_batch(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the loss function without recomputation, and the shapes of its arguments. The first argument is the
-    trained parameters."""
+    """Returns the loss function of one micro-batch without recomputation, and the shapes of its arguments.
+
+    The first argument is the trained parameters.
+    """
     whole = dataclasses.replace(program, stages=None)
     params, frozen = describe_reordered((program.state.params, program.state.frozen), program.order, LAYERS)
     graph, _ = nnx.split(nnx.eval_shape(lambda: whole.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
@@ -58,7 +60,8 @@ def _loss_of_micro_batch(program: Program) -> tuple[Callable[..., Any], tuple[An
 
 
 def describe_block(program: Program) -> LayerGraph:
-    """Returns the graph of one transformer block, in which every named tensor has its size on one device.
+    """Returns the graph of operations and named tensors in one transformer block, with the bytes of each tensor on one
+    device.
 
     program: a program whose layers are scanned (`model.scan=True`).
     """
@@ -69,7 +72,8 @@ def describe_block(program: Program) -> LayerGraph:
         micro_batches = Fraction(max(program.schedule.stash_slots) * rows.rows, len(rows.places))
 
     def shards(name: str) -> Fraction:
-        """Returns the devices that share a named tensor, divided by the micro-batches that a device stores."""
+        """Returns the number of devices that a named tensor is sharded over, divided by the number of micro-batches of
+        the tensor that one device stores at once."""
         count = 1
         for axes in program.layout.split(activation_axes(NAMES[name][0])):
             count *= math.prod(program.mesh.shape[axis] for axis in axes)
@@ -84,17 +88,20 @@ def describe_block(program: Program) -> LayerGraph:
 
 
 def max_ranges(program: Program) -> int:
-    """Returns the maximum number of ranges of layers that may have different remat policies. It is 1 for pipeline
-    stages, because all stages run one program."""
+    """Returns the maximum number of ranges of layers that may have different remat policies.
+
+    The maximum is 1 for a program with pipeline stages, because all stages run the same program.
+    """
     return 1 if program.stages else MAX_RANGES
 
 
 def fixed_policies(moving: bool = False) -> dict[str, tuple[str, ...] | None]:
-    """Returns policy -> the names of the tensors that it saves, or None if only the compiler knows them.
+    """Returns the named remat policies to try: policy -> names of the tensors that it saves, or None if only the
+    compiler knows them.
 
-    The policies `full` and `none` are left out.
+    The policies `full` and `none` are not included.
 
-    moving: if true, returns the policies that move tensors to host memory instead of the policies that do not.
+    moving: True for the policies that move tensors to host memory, False for the other policies.
     """
     policies: dict[str, tuple[str, ...] | None] = {}
     for name, row in POLICIES.items():

@@ -24,13 +24,13 @@ _NEEDED = ("batch.micro", "data.seq_len", "loss.kind", "mesh.fsdp", "offload.par
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A config on its devices.
+    """A config together with its devices and the report of its compiled program.
 
     Attributes:
         flat: the config, dotted key -> value.
-        axes: axis of the mesh -> number of devices, without -1.
-        host_memory: whether state and residuals can be moved to host memory. False on a CPU, which has no separate
-            memory.
+        axes: mesh axis -> number of devices, without -1.
+        host_memory: whether training state and saved activations can be moved to host memory. False on a CPU, which
+            has no separate memory.
         report: the report of the compiled program.
     """
 
@@ -46,20 +46,20 @@ class Case:
 
     @property
     def by_layer(self) -> bool:
-        """Returns whether the optimizer can update one layer at a time, as fused backward and moments in host memory
-        require."""
+        """Returns whether the optimizer can update one layer at a time. Fused backward and moments in host memory need
+        this."""
         scheduled, scaled = self.flat["batch.accumulation_schedule"], self.flat["precision.preset"] == "fp16"
         return not (scheduled or scaled or self.adapters)
 
     @property
     def adapters(self) -> bool:
         """Returns whether only low-rank adapters are trained. Their optimizer state is too small to be worth
-        quantizing or moving."""
+        quantizing or moving to host memory."""
         return bool(self.flat.get("lora.rank"))  # reports of older versions lack this key
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-batches per update; with `batch.accumulation_schedule`, the maximum."""
+        """Number of micro-batches per update. With `batch.accumulation_schedule` it is the largest in the schedule."""
         if self.flat["batch.accumulation_schedule"]:
             return max(count for _, count in schedule(self.flat))
         if self.flat["batch.tokens"]:
@@ -73,11 +73,15 @@ class Case:
 
     @property
     def state_devices(self) -> int:
-        """Number of devices over which state may be sharded. Replicas (axis `data`) are not counted."""
+        """Number of devices over which the training state may be sharded. Replicas (mesh axis `data`) are not
+        counted."""
         return self.axes["fsdp"] * self.axes["expert"] * self.axes["context"]
 
     def shards(self, ranks: int) -> bool:
-        """Returns whether `ranks` divides every width that ZeRO shards, including the ranks of latent attention."""
+        """Returns whether ZeRO can shard the model over `ranks` devices.
+
+        `ranks` must divide the width of the model and, with latent attention, the ranks of the latents.
+        """
         keys = ["model.d_model"]
         if self.flat.get("model.attention_kind") == "mla":
             keys += ["model.mla_kv_rank", "model.mla_q_rank"]
@@ -85,10 +89,10 @@ class Case:
 
     @property
     def routing(self) -> tuple[ExpertShape, int, int] | None:
-        """The arguments for the formulas of expert rows: experts, tokens per device and micro-batch, and devices per
-        expert group.
+        """The arguments of the formulas that count the token rows of experts; None if the experts have no such rows.
 
-        None if the config has no experts, or uses the dense kernel, which has no rows of experts.
+        They are the shape of the experts, the number of tokens per device and micro-batch, and the number of devices
+        that share the experts. A model without experts, or with `model.moe_kernel=dense`, has no token rows.
         """
         if "model.moe_every" not in self.flat or self.flat["model.moe_kernel"] == "dense":
             return None
@@ -102,7 +106,8 @@ class Case:
 
 
 def case_of(report: ReportRecord) -> Case | None:
-    """Returns the case of a report, or None if the report has no config of the trainer."""
+    """Returns the config, the devices and the report as a `Case`; None if the report is not about one of the trainer's
+    configs."""
     flat = report.config
     if any(key not in flat for key in _NEEDED):
         return None
@@ -111,6 +116,7 @@ def case_of(report: ReportRecord) -> Case | None:
 
 
 def schedule(flat: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Returns `batch.accumulation_schedule` as pairs (first update, number of micro-batches from this update on)."""
+    """Returns `batch.accumulation_schedule` as pairs (first update, number of micro-batches per update from then
+    on)."""
     pairs = (str(text).split(":") for text in flat["batch.accumulation_schedule"])
     return [(int(start), int(count)) for start, count in pairs]

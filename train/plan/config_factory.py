@@ -32,7 +32,8 @@ AUTO = "auto"  # the remat policy that a search replaces by a plan, with the rat
 
 
 class ConfigFactory(ProgramFactory):
-    """Builds the programs of configs. `program_factory.ProgramFactory` documents the methods."""
+    """Builds training programs from configs, for `report` and `compare`. The base class `ProgramFactory` documents the
+    methods."""
 
     reference = "bytescope.train.plan.config_factory:FACTORY"
     row = ConfigRow
@@ -43,9 +44,10 @@ class ConfigFactory(ProgramFactory):
         return prepare_program(build_program(name, pairs, target), target, configs.load_flat(name, pairs))
 
     def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns the config keys of one row of `compare`, with its remat policy written as config keys.
+        """Returns the config keys of one row of `compare`, in which the value of `--remat` is replaced by config keys.
 
-        Tensor names that the config sets for `custom` are an error with any other policy, so they are cleared then.
+        With a policy other than `custom`, the tensor names that the config sets for `custom` are cleared, because they
+        would be an error.
 
         Args:
             chosen: the keys in which the row differs from other rows, dotted key -> text.
@@ -66,26 +68,37 @@ class ConfigFactory(ProgramFactory):
         return keys
 
     def resolve(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the whole config with the overrides, dotted key -> value. Raises UserError for an unknown key or an
-        invalid value."""
+        """Returns the whole config after the overrides are applied, dotted key -> value.
+
+        Raises:
+            UserError: a key is unknown or a value is invalid.
+        """
         return configs.load_flat(*split(overrides))
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """Raises ValueError with an `exit_code` if the config cannot run on any target."""
+        """Checks a config without devices.
+
+        Raises:
+            ValueError: the config cannot run on any target. The error has an `exit_code`.
+        """
         check_config(*split(overrides))
 
     def sources(self) -> Sequence[Path]:
-        """Returns the source files that determine the step: the model and the parts of the trainer that build the
-        step."""
+        """Returns the source files that determine a training step: the model, and the parts of the trainer that build
+        the step."""
         return row_cache.source_files(program_modules())
 
     def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
-        """Returns the source files that determine the plan for `remat.policy=auto`; () for other policies."""
+        """Returns the source files whose code chooses the plan for `remat.policy=auto`; () if the config has another
+        policy."""
         return row_cache.source_files(plan_modules()) if resolved.get(POLICY) == AUTO else ()
 
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Returns the figures of the published formulas for a row of `compare`, as a `formulas.reconcile.Formula` in
-        JSON; None if the formulas do not cover it."""
+        """Returns the bytes and FLOPs that published formulas give for a row of `compare`; None if the formulas do not
+        cover it.
+
+        The result is a `formulas.reconcile.Formula` as a JSON object.
+        """
         from bytescope.memory.formulas import reconcile
         from bytescope.train.plan.config_facts import model_facts
 
@@ -94,16 +107,16 @@ class ConfigFactory(ProgramFactory):
         return None if isinstance(formula, str) else dataclasses.asdict(formula)
 
     def describe(self, overrides: Mapping[str, Any], target: Target) -> dict[str, Any]:
-        """Returns the facts about a config on a target that the search for the least recomputation needs. Nothing is
-        compiled.
+        """Describes a config on a target for the remat search, which looks for the least recomputation that fits.
+        Nothing is compiled.
 
-        The keys:
+        The keys of the result:
 
         - `block`: the graph of one block for one micro-batch, a `memory.remat.layer_graph.LayerGraph` as JSON.
         - `micro_steps`: number of micro-batches per call of the step.
         - `ranges`: maximum number of ranges of layers with different remat policies.
         - `policies`: policy -> names of the tensors that it saves; null if only the compiler knows them.
-        - `moving`: the same for policies that move tensors to host memory.
+        - `moving`: the same mapping for the policies that move tensors to host memory.
         - `tokens_per_update`: number of tokens per update, over all devices.
         """
         from bytescope.train.plan.block_description import describe_block, fixed_policies, max_ranges
@@ -124,8 +137,7 @@ FACTORY = ConfigFactory()
 
 
 def program_modules() -> tuple[ModuleType, ...]:
-    """Returns the modules and packages whose code determines the step of a config or the figures of its row in
-    `compare`.
+    """Returns the modules and packages whose code determines a training step, or the figures of the step in `compare`.
 
     A package stands for all its modules. Searches, views, commands and the training loop are not included.
     """
@@ -153,7 +165,11 @@ def plan_modules() -> tuple[ModuleType, ...]:
 
 
 def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """Returns the config's name and the other overrides as pairs. Raises ReportError if no config is named."""
+    """Splits overrides into the name of the config and pairs (dotted key, text) of all other overrides.
+
+    Raises:
+        ReportError: no config is named.
+    """
     if not overrides.get(CONFIG):
         raise ReportError(f"{configs.NO_CONFIG}, or --grid=config=A,B")
     return overrides[CONFIG], [(key, text) for key, text in overrides.items() if key != CONFIG]
@@ -161,7 +177,7 @@ def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
 
 @contextlib.contextmanager
 def config_mistakes() -> Iterator[None]:
-    """Context manager that converts the ValueError of an invalid config into a ReportError with the same message in
+    """Context manager that re-raises the ValueError of an invalid config as a ReportError, with the same message on
     one line."""
     try:
         yield
@@ -172,7 +188,11 @@ def config_mistakes() -> Iterator[None]:
 
 
 def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
-    """Raises ValueError with an `exit_code` if a value of the config is invalid on every target."""
+    """Checks a config without devices.
+
+    Raises:
+        ValueError: a value of the config is invalid on every target. The error has an `exit_code`.
+    """
     from bytescope.train.program.checks import check_without_devices
     from bytescope.train.program.program_settings import read_settings
 
@@ -181,9 +201,12 @@ def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
 
 
 def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Target) -> Program:
-    """Returns the program of a config on the devices of a target. `remat.policy=auto` is replaced by a plan.
+    """Builds the training program of a config for the devices of a target.
 
-    Raises ValueError with an `exit_code` if the config cannot run on the target.
+    `remat.policy=auto` is replaced by a plan that fits the memory budget.
+
+    Raises:
+        ValueError: the config cannot run on the target. The error has an `exit_code`.
     """
     from bytescope.train.plan.remat_auto import settled_program
 
@@ -192,9 +215,9 @@ def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Targe
 
 
 def prepare_program(program: Program, target: Target, config: Mapping[str, Any]) -> PreparedProgram:
-    """Returns a program with the facts about it that `report` and `compare` need.
+    """Returns a program together with the facts that `report` and `compare` need about it. It is not compiled yet.
 
-    config: the config as the report shows it, dotted key -> value.
+    config: the config to show in the report, dotted key -> value.
     """
     from bytescope.memory.formulas import reconcile
     from bytescope.model.names import NAMES
@@ -227,7 +250,8 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
 
 
 def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram, model_flops: int) -> Subject:
-    """Returns the subject of a report on a config's step: its name, changed keys, batch and remat policy.
+    """Returns what a report says about the config that it describes: the name, the changed keys, the batch and the
+    remat policy.
 
     Args:
         name: the config as the command line names it.
@@ -247,13 +271,13 @@ def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: Prepare
 
 
 def settle(program: Program) -> dict[str, Any]:
-    """Returns the values that the trainer chose for a program's config, as JSON values.
+    """Returns the values that the trainer chose where the config leaves a choice (`auto` or -1), as JSON values.
 
     The keys:
 
     - `model.attention`: the attention kernel.
     - `mesh.AXIS`: the number of devices of each mesh axis, without -1.
-    - `batch`: the batch in words.
+    - `batch`: a description of the batch.
     - `segments`: for each range of layers {"layers", "policy", "groups", "save", "offload"}: the number of layers, the
       remat policy, the number of groups of a nested policy, and the names of the tensors that it saves on the device
       and in host memory.
@@ -284,8 +308,11 @@ def tokens_of(program: Program) -> int:
 
 
 def measure_program(program: Program, compiled: Any) -> dict[str, float | None]:
-    """Runs updates of the compiled step on batches of zeros, from the program's initial state, and returns their
-    timing (`measured_steps.time_updates`)."""
+    """Runs and times updates of a compiled step, from the program's initial state and with batches of zeros.
+
+    Returns `step_seconds` (median per update), `tokens_per_s` over all devices, and `peak_bytes` on one device (None
+    if the backend does not report it).
+    """
     import time
 
     import jax

@@ -116,14 +116,14 @@ NESTED_POLICIES = ("sqrt",)
 def model_facts(
     flat: Mapping[str, Any], settled: Mapping[str, Any] | None = None, *, platform: str = "", devices: int = 0
 ) -> ModelFacts:
-    """Returns the facts of a config's step.
+    """Returns the facts about the training step of a config that reports and formulas need.
 
     Args:
         flat: the config, dotted key -> value.
         settled: values that replace the config's: the kernel, the mesh and the `segments` that `config_factory.settle`
             returns. None keeps the values of the config.
         platform: the platform of the target: "cpu" or "gpu"; "" if unknown.
-        devices: total number of devices. It gives the size of a mesh axis that is -1 and not in `settled`. 0 means
+        devices: total number of devices, which gives the size of a mesh axis that is -1 and not in `settled`. 0 means
             unknown; the axis then counts as 1.
     """
     config = {**flat, **(settled or {})}
@@ -166,10 +166,10 @@ def model_facts(
 
 
 def question_of(flat: Mapping[str, Any]) -> Question:
-    """Returns a config as a question to the memory calculator. A mesh axis of -1 counts as 1 device.
+    """Returns the input of the memory calculator for a config. A mesh axis of -1 counts as 1 device.
 
-    `mesh.strategy` becomes a ZeRO stage over the ranks of the axes `fsdp`, `expert` and `context`. The question does
-    not include that a `context` rank has only its part of each sequence.
+    `mesh.strategy` becomes a ZeRO stage over the ranks of the mesh axes `fsdp`, `expert` and `context`. The calculator
+    does not model that the axis `context` shards each sequence.
 
     flat: the config, dotted key -> value.
 
@@ -188,8 +188,10 @@ def question_of(flat: Mapping[str, Any]) -> Question:
 
 
 def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
-    """Returns axis of the mesh -> number of devices. An axis of -1 takes the remaining `devices`, or 1 if `devices` is
-    0 (unknown)."""
+    """Returns the number of devices along each mesh axis.
+
+    An axis of -1 gets the devices that the other axes leave, or 1 if `devices` is 0 (unknown).
+    """
     sizes = {axis: int(config.get(f"mesh.{axis}", 1)) for axis in ROLES}  # reports of older versions lack some axes
     known = math.prod(max(size, 1) for size in sizes.values())
     rest = max(devices // known, 1)
@@ -197,8 +199,10 @@ def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
 
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Returns the number of micro-batches that each of `ranks` data-parallel ranks processes per update; with
-    `batch.accumulation_schedule`, the maximum."""
+    """Returns the number of micro-batches that each of `ranks` data-parallel ranks processes per update.
+
+    With `batch.accumulation_schedule` it is the largest number in the schedule.
+    """
     tokens = config.get("batch.tokens", 0)
     if tokens:
         return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
@@ -210,7 +214,7 @@ def accumulation(config: Mapping[str, Any], ranks: int) -> int:
 
 
 def model_of(config: Mapping[str, Any]) -> ModelShape:
-    """Returns the shape of the model of a config (dotted key -> value)."""
+    """Returns the shape of a config's model. The config is a mapping dotted key -> value."""
     m, latent, adapters = _model_keys(config), None, None
     if m["attention_kind"] == "mla":
         latent = Latent(m["mla_q_rank"], m["mla_kv_rank"], m["mla_d_rope"], m["mla_d_value"])
@@ -236,7 +240,8 @@ def model_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
-    """Returns the shape of the experts of a config (dotted key -> value); None if every MLP is dense."""
+    """Returns the shape of a model's experts; None if every MLP is dense. The config is a mapping dotted key ->
+    value."""
     m = _model_keys(config)
     if not m["experts"]:
         return None
@@ -280,8 +285,13 @@ def _without_formula(config: Mapping[str, Any]) -> str:
 
 
 def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Schedule | None) -> Question:
-    """Returns the question for a config on a mesh whose sizes are known. Raises ReportError for a name without a
-    formula."""
+    """Returns the input of the memory calculator for a config on a mesh whose sizes are known.
+
+    schedule: the pipeline schedule; None for a mesh without pipeline stages.
+
+    Raises:
+        ReportError: a precision, optimizer, kernel or strategy of the config has no formula.
+    """
     model, m = model_of(config), _model_keys(config)
     shards = mesh["fsdp"] * mesh["expert"] * mesh["context"]
     shared = config["mesh.fsdp"] == -1 or shards > 1
@@ -325,7 +335,7 @@ def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Sche
 def segment(
     policy: str, layers: int, groups: int = 1, save: Sequence[str] = (), offload: Sequence[str] = ()
 ) -> RematSegment:
-    """Returns the formulas' description of a range of layers under one remat policy.
+    """Describes a range of layers under one remat policy for the formulas of `bytescope.memory`.
 
     Args:
         policy: a value of `remat.policy`.
@@ -351,8 +361,11 @@ def segment(
 
 
 def named_segment(policy: str, layers: int) -> RematSegment:
-    """Returns the formulas' description of layers under a remat policy, with the tensor names that the policy's table
-    lists. `auto` and `custom` list none."""
+    """Describes layers under a named remat policy for the formulas, with the tensor names that the policy saves and
+    offloads.
+
+    The policies `auto` and `custom` have no tensor names of their own.
+    """
     from bytescope.model.remat.policies import POLICIES
 
     row = POLICIES.get(policy)
@@ -362,8 +375,8 @@ def named_segment(policy: str, layers: int) -> RematSegment:
 
 
 def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
-    """Returns the ranges of layers of a config, each with its remat policy; () for `remat.policy=auto` without a
-    plan."""
+    """Returns the ranges of layers of a config, each with its remat policy; () if `remat.policy=auto` has no plan
+    yet."""
     if "segments" in config:
         parts = config["segments"]
         return tuple(segment(p["policy"], p["layers"], p["groups"], p["save"], p["offload"]) for p in parts)
@@ -381,7 +394,7 @@ def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
 
 
 def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
-    """Returns the remat policy of the layers that `remat.layers` does not mention."""
+    """Returns the remat policy of the layers that are in no range of `remat.layers`."""
     policy, layers = config["remat.policy"], config["model.n_layers"]
     if policy == "custom":
         return segment(policy, layers, 1, config["remat.save"], config["remat.offload"])
@@ -391,8 +404,11 @@ def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> Rema
 
 
 def _exchange(config: Mapping[str, Any], platform: str) -> str:
-    """Returns the collective by which devices exchange rows of experts (`StepLayout.exchange`); "" if the CPU emulates
-    it."""
+    """Returns the name of the collective that sends token rows to the devices of their experts
+    (`StepLayout.exchange`).
+
+    Returns "" on a CPU for `ragged_all_to_all`, which the CPU emulates.
+    """
     asked, on_cpu = config["mesh.dispatch"], platform == "cpu"
     if asked == "auto" and config["model.moe_kernel"] == "capacity":
         return "all_to_all"
@@ -414,8 +430,8 @@ def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
 
 
 def _host_memory_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the offload keys, and "the policy" for a remat policy, by which a config moves tensors to host
-    memory."""
+    """Returns the config keys that move tensors to host memory. "the policy" stands for a remat policy that does
+    so."""
     keys = [key for key in ("offload.optimizer", "offload.params") if config.get(key) is True]
     words: list[Any] = []
     for key, value in config.items():

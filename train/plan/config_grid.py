@@ -24,7 +24,7 @@ POLICY, SAVE, OFFLOAD, LAYERS = "remat.policy", "remat.save", "remat.offload", "
 
 
 class ConfigRow(Row):
-    """A row of a comparison whose overrides are keys of a config."""
+    """A row of `compare` whose overrides are config keys, with the command that runs it."""
 
     how = ("remat.", "mesh.", "loss.", "precision.", "model.scan", "model.attention")
     policy_key = POLICY
@@ -41,8 +41,8 @@ class ConfigRow(Row):
         return elements.command(source, {"name": target}, given, flags(self), fits=fits)
 
     def value_text(self, key: str) -> str:
-        """Returns the value of a key as shown to the user. The policy `custom` is followed by the names that it saves
-        and offloads."""
+        """Returns the value of a key as it is shown to the user. The policy `custom` is followed by the names of the
+        tensors that it saves and offloads."""
         text = super().value_text(key)
         if key != POLICY or text != "custom":
             return text
@@ -54,18 +54,17 @@ class ConfigRow(Row):
         return text
 
     def names_a_policy(self) -> bool:
-        """Returns whether one named remat policy covers all layers, instead of listed tensor names or ranges of
+        """Returns whether all layers have one named remat policy. False if the config lists tensor names or ranges of
         layers."""
         layers = self.overrides.get(LAYERS) or "()"
         return as_text(layers) == "()" and self.overrides.get(POLICY) != "custom"
 
 
 def policy_keys(text: str) -> dict[str, str]:
-    """Returns the config keys of a policy of `--remat`. `custom(a,b)+offload(c)` lists the tensors to save and to
-    offload.
+    """Parses a remat policy of the flag `--remat` and returns the config keys to set, dotted key -> text.
 
-    Text without parentheses is the name of a policy. `custom` without parentheses uses the tensor names that the
-    config sets.
+    The text is the name of a policy, or `custom(a,b)+offload(c)`, which lists the tensors to save and to offload.
+    `custom` without parentheses uses the tensor names that the config sets.
 
     Raises:
         ReportError: the text has parentheses and is not in this form.
@@ -85,16 +84,19 @@ def policy_keys(text: str) -> dict[str, str]:
 
 
 def remat_keys(policy: str, layers: str = "") -> dict[str, str]:
-    """Returns the config keys that put all layers under `policy`. Keys that contradict the policy are cleared.
+    """Returns the config keys that select a remat policy for all layers. Other keys that contradict the policy are
+    cleared.
 
-    layers: ranges of layers under other policies, such as "0-5:full,5-8:up"; "" for none.
+    layers: ranges of layers that have other policies, such as "0-5:full,5-8:up"; "" for none.
     """
     return {SAVE: "()", OFFLOAD: "()", POLICY: policy, LAYERS: f"({layers})"}
 
 
 def plan_keys(plan: LayerPlan) -> dict[str, str]:
-    """Returns the config keys of a plan of the remat search. A plan is one policy, or ranges of layers with the
-    tensors they save."""
+    """Returns the config keys of a plan that the remat search found.
+
+    A plan is one policy for all layers, or ranges of layers, each with the tensors that it saves.
+    """
     if plan.policy:
         return remat_keys(plan.policy)
     stops = itertools.accumulate(count for _, count in plan.ranges)
@@ -103,7 +105,7 @@ def plan_keys(plan: LayerPlan) -> dict[str, str]:
 
 
 def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the remat policy of a program's layers in words, such as "full" or "29 x v+up, 3 x v+up@host".
+    """Returns a description of the remat policies of a program's layers, such as "full" or "29 x v+up, 3 x v+up@host".
 
     segments: the ranges of layers, from `config_factory.settle`.
     """
@@ -118,5 +120,5 @@ def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:
 
 
 def given_flags(overrides: Iterable[tuple[str, str]]) -> str:
-    """Returns the config keys of a command line as flags, quoted for a shell."""
+    """Returns overrides, pairs (dotted key, text), as command-line flags `--config.KEY=TEXT`, quoted for a shell."""
     return shlex.join(f"--config.{key}={text}" for key, text in overrides)

@@ -94,10 +94,10 @@ NO_EXPERTS, NO_LATENT = ExpertShape(0, 2, 0), Latent(0, 0, 64, 128)
 
 
 class Preset(NamedTuple):
-    """A shipped config as a preset of the page.
+    """A shipped config that the page offers as a preset.
 
     Attributes:
-        question: the question to the calculator.
+        question: the input of the memory calculator.
         recompute: the recomputation of the config's remat policy, a key of `transformer_formulas.RECOMPUTE`.
     """
 
@@ -108,21 +108,21 @@ class Preset(NamedTuple):
 def render(
     question: Question, name: str = "", presets: Mapping[str, Preset] | None = None, recompute: str = "none"
 ) -> str:
-    """Returns the HTML page with the inputs of `question` filled in.
+    """Returns the HTML page of the memory calculator, with `question` as the initial inputs.
 
     Args:
-        question: the values of the inputs.
-        name: what the question describes, for the title; "" for a title without a name.
+        question: the initial values of the inputs.
+        name: the name of the model for the title; "" for a title without a name.
         presets: config name -> its preset.
-        recompute: the recomputation that is selected first, a key of `transformer_formulas.RECOMPUTE`.
+        recompute: the recomputation that is selected at first, a key of `transformer_formulas.RECOMPUTE`.
     """
     title = f"{name} · training memory by formula" if name else "Training memory by formula"
     return page("estimate", title, page_data(question, presets or {}, recompute), notes=NOTES)
 
 
 def page_data(question: Question, presets: Mapping[str, Preset], recompute: str) -> dict[str, Any]:
-    """Returns the JSON values for the script: the tables of the formulas, the first values of the inputs, the presets,
-    the flags."""
+    """Returns the data of the page's script as JSON values: the tables of the formulas, the initial inputs, the
+    presets, and the flags of `bytescope estimate`."""
     return {
         "inputs": inputs(question, recompute),
         "aspect": ASPECT,
@@ -156,7 +156,8 @@ def _without_name(row: PrecisionBytes | OptimizerBytes) -> dict[str, Any]:
 
 
 def cards() -> dict[str, dict[str, Any]]:
-    """Returns chip -> GiB available to programs on one chip, the name of the chip, and its dense FLOP/s by dtype."""
+    """Returns the chips that the page offers as targets: chip -> its name, the GiB available to programs, and the
+    dense FLOP/s by dtype."""
     return {
         name: {
             "memory": round(described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes) / GIB, 2),
@@ -168,7 +169,7 @@ def cards() -> dict[str, dict[str, Any]]:
 
 
 def inputs(question: Question, recompute: str = "none") -> dict[str, Any]:
-    """Returns the values of the page's inputs, input name -> value."""
+    """Returns the values of the page's input fields, field -> value."""
     q, layout, model = question, question.layout, question.model
     lora = model.adapters or Adapters(0)
     experts, latent = model.experts or NO_EXPERTS, model.latent or NO_LATENT

@@ -52,11 +52,12 @@ COSTS = {"time": "predicted_seconds", "flops": "recompute_flops_fraction"}
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """One remat policy for all layers.
+    """One remat policy that is the same for all layers, as a compiled program.
 
     Attributes:
-        flags: the command-line flags that run the policy.
-        row: the figures of its compiled program.
+        policy: the name of the policy, or the tensors that it saves.
+        flags: the command-line flags that select the policy.
+        row: the bytes, predicted seconds and other figures of the compiled program.
     """
 
     policy: str
@@ -66,13 +67,13 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The remat plan for one budget.
+    """A memory budget, and the remat plan (which tensors each layer saves) of lowest cost that fits it.
 
     Attributes:
         budget_bytes: the budget in bytes on one device.
-        plan: the plan in words.
-        flags: the command-line flags that run the plan.
-        row: the figures of its compiled program.
+        plan: a description of the plan.
+        flags: the command-line flags that select the plan.
+        row: the bytes, predicted seconds and other figures of the compiled program.
         fixed: the best policy for all layers that fits the budget; None if none fits.
         programs: number of programs compiled for this budget.
     """
@@ -86,23 +87,26 @@ class Point:
 
 
 class Front:
-    """Searches for the points of a front. `run` starts the search.
+    """Finds the remat plan of lowest cost for each of several memory budgets (the Pareto front of memory and cost).
+
+    `run` starts the search.
 
     Args:
         trials: compiles the plans.
         count: number of budgets.
-        ends: the smallest and the largest budget in bytes. None stands for the allocated bytes of `full` and of
-            `none`.
-        cost: a key of COSTS.
+        ends: the smallest and the largest budget in bytes on one device. None stands for the allocated bytes of the
+            remat policies `full` and `none`.
+        cost: what to minimize, a key of COSTS.
         offload: whether tensors may be moved to host memory.
         workers: maximum number of concurrent compiles.
         show: called when the search of a budget ends, with the budget in bytes and its best plan so far, or None if no
             plan fits.
 
     Attributes:
-        search: the search; None before the first compile.
-        points, fixed: the finished points and the policies for all layers.
-        missing: number of budgets without a finished point.
+        search: the remat search; None before the first compile.
+        points: the plans of the finished budgets.
+        fixed: the compiled policies for all layers.
+        missing: number of budgets that are not finished.
         stopped: whether the search ended early.
     """
 
@@ -125,7 +129,7 @@ class Front:
         self.missing, self.stopped = count, False
 
     def run(self) -> None:
-        """Finds all points. If the search is stopped, `points` has the finished ones.
+        """Finds the best plan for each budget. If the search is stopped, `points` contains the finished budgets.
 
         Raises:
             ReportError: the config cannot run on the target.
@@ -160,8 +164,10 @@ class Front:
         self.points = points_of(self.search, done, programs, self.figures_of)
 
     def figures_of(self, tried: CompiledPlan) -> Fixed:
-        """Returns a compiled plan with its flags and figures. If one named policy covers all layers, the name of the
-        policy is the plan in words."""
+        """Returns the command-line flags and the figures of a compiled plan.
+
+        The plan is named by its remat policy if one named policy covers all layers.
+        """
         keys = plan_keys(tried.plan)
         answer = self.trials.compile([keys])[0]  # the plan is compiled already, so its answer is only looked up
         flags = flags_of(keys, self.trials.flat(keys), self.trials.flat({}))
@@ -169,15 +175,16 @@ class Front:
 
 
 def budgets_of(first: int, last: int, points: int) -> list[int]:
-    """Returns `points` budgets in equal steps from one number of bytes to another, inclusive, smallest first."""
+    """Returns `points` memory budgets in equal steps from `first` to `last`, inclusive, in bytes, smallest first."""
     low, high = sorted((first, last))
     return sorted({round(low + (high - low) * step / (points - 1)) for step in range(points)})
 
 
 def default_ends(search: RematSearch) -> tuple[int, int]:
-    """Returns the smallest and the largest budget if the user gives none: the allocated bytes of `full` and of `none`.
+    """Returns the smallest and the largest memory budget in bytes if the user gives none.
 
-    If `none` does not compile, the largest budget is the allocated bytes of the largest other policy for all layers.
+    They are the allocated bytes of the remat policies `full` and `none`. If `none` does not compile, the largest
+    budget is the largest allocated bytes of the other policies for all layers.
     """
     full, none = (search.tried[str(search.whole(pattern))] for pattern in (search.full, search.none))
     if none.ok:
@@ -188,10 +195,10 @@ def default_ends(search: RematSearch) -> tuple[int, int]:
 
 
 def choose_plans(search: RematSearch, budgets: Sequence[float]) -> list[CompiledPlan | None]:
-    """Returns the compiled plan of lowest cost for each budget, or None if no plan fits.
+    """Returns the compiled plan of lowest cost for each memory budget; None for a budget that no plan fits.
 
-    A plan of a smaller budget is used again if it costs less than the plan that the search found for the larger
-    budget. So no plan costs more than the best policy for all layers that fits, or than the plan of a smaller budget.
+    If the plan of a smaller budget costs less than the plan that was found for a larger budget, it is used for both.
+    So no plan costs more than the plan of a smaller budget, or than the best policy for all layers that fits.
 
     budgets: bytes on one device, smallest first.
     """
@@ -211,9 +218,10 @@ def points_of(
     programs: Mapping[float, int],
     figures_of: Callable[[CompiledPlan], Fixed],
 ) -> list[Point]:
-    """Returns the points of the budgets for which a plan fits, smallest budget first.
+    """Returns one point for each memory budget that a plan fits, smallest budget first.
 
     Args:
+        search: the finished remat search.
         budgets: bytes on one device, smallest first.
         programs: budget -> number of programs compiled for the budget.
         figures_of: returns the flags and figures of a compiled plan.
@@ -229,14 +237,14 @@ def points_of(
 
 
 def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Returns the command-line flags that run a plan, quoted for a shell.
+    """Returns the command-line flags that run a remat plan, quoted for a shell.
 
-    The flags set the remat policy and the other keys whose value differs from the config.
+    The flags set the remat policy, and the other `keys` whose value in `values` differs from `config`.
 
     Args:
-        keys: the keys of the plan, dotted key -> text.
-        values: the resolved config with the keys.
-        config: the resolved config without the keys.
+        keys: the config keys that the plan sets, dotted key -> text.
+        values: the whole config with these keys.
+        config: the whole config without these keys.
     """
     return shlex.join(
         f"--config.{key}={as_text(values[key])}"
@@ -246,10 +254,10 @@ def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping
 
 
 def saved_fractions(points: Sequence[Point]) -> dict[str, float | None]:
-    """Returns the fraction of predicted `seconds` and of recomputed `flops` that the points together save.
+    """Returns the fractions of predicted `seconds` and of recomputed `flops` that the plans save, summed over all
+    budgets.
 
-    The points are compared with the best policies for all layers at the same budgets. A fraction is None if it is
-    unknown.
+    Each plan is compared with the best policy for all layers at the same budget. A fraction is None if it is unknown.
     """
     pairs = [(point.row, point.fixed.row) for point in points if point.fixed is not None]
 
@@ -267,10 +275,10 @@ def saved_fractions(points: Sequence[Point]) -> dict[str, float | None]:
 
 
 def cheapest(points: Sequence[Point], cost: str) -> Point | None:
-    """Returns the point of lowest cost that fits the target; None if no point fits.
+    """Returns the point with the plan of lowest cost that fits the target; None if no plan fits.
 
-    If costs are equal, or predicted seconds tie, the point that recomputes fewest FLOPs is preferred, then the point
-    with the fewest allocated bytes, then a point with a named policy, then the smallest budget.
+    If costs are equal, or predicted seconds tie, the plan that recomputes the fewest FLOPs is preferred, then the plan
+    with the fewest allocated bytes, then a named policy, then the smallest budget.
 
     cost: a key of COSTS.
     """
@@ -286,7 +294,7 @@ def cheapest(points: Sequence[Point], cost: str) -> Point | None:
 
 
 def plans_of(points: Sequence[Point]) -> list[Point]:
-    """Returns the first point of each different plan, smallest budget first. Neighbouring budgets may have the same
+    """Returns the first point of each different plan, smallest budget first. Neighbouring budgets often have the same
     plan."""
     first: dict[str, Point] = {}
     for point in points:
@@ -309,7 +317,7 @@ def to_json(
     config: str = "",
     given: str = "",
 ) -> dict[str, Any]:
-    """Returns the front as JSON values. The docstring of the module lists the keys."""
+    """Returns the result of a budget search as JSON values. The module docstring lists the keys."""
     winner = cheapest(points, cost)
     return {
         "points": [_point(point) for point in points],

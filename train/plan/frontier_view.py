@@ -1,5 +1,4 @@
-"""Shows a front on the terminal and as an HTML page: the cost at each memory budget, and the command that runs each
-plan.
+"""Shows the best remat plan for each memory budget (a front) on the terminal and as an HTML page, with the commands.
 
 Both show the JSON of a front (`train.plan.frontier.to_json`). The terminal has a row for each budget, the page has a
 row for each plan. The page is one HTML file that opens offline; `static/frontier.js` draws its chart.
@@ -70,17 +69,18 @@ NOTES = (
 
 
 def budgets(plan: Record) -> str:
-    """Returns the smallest and the largest budget that have this plan, in words."""
+    """Returns the smallest and the largest memory budget that share this plan, with units, such as "3.2 GiB to 4.0
+    GiB"."""
     return " to\n".join(map(human, _ends(plan)))
 
 
 def exact_budgets(plan: Record) -> str:
-    """Returns the smallest and the largest budget that have this plan, in bytes."""
+    """Returns the smallest and the largest memory budget that share this plan, as numbers of bytes."""
     return " to ".join(map(exact, _ends(plan)))
 
 
 def number_of_budgets(plan: Record) -> str:
-    """Returns the number of budgets that have this plan, in words; "" for one budget."""
+    """Returns how many memory budgets share this plan, such as "3 budgets"; "" for one budget."""
     return f"{len(plan['points'])} budgets" if len(plan["points"]) > 1 else ""
 
 
@@ -90,7 +90,7 @@ def _ends(plan: Record) -> list[int]:
 
 
 def figures_of_best_policy(point: Record) -> str:
-    """Returns the predicted seconds and the recomputed FLOPs of the best policy for all layers at the point's
+    """Returns the predicted seconds and the recomputed FLOPs of the best policy for all layers that fits the point's
     budget."""
     policy = point["fixed"]
     figures = seconds(policy["predicted_seconds"]), percent(policy["recompute_flops_fraction"], 2)
@@ -156,8 +156,10 @@ POLICY_COLUMNS = (
 
 
 def plans_of(points: Sequence[Record]) -> list[dict[str, Any]]:
-    """Returns one record for each different plan, in order: the figures of its first point, and `points`, all its
-    points."""
+    """Returns one record for each different plan, smallest budget first.
+
+    A record has the figures of the plan's first point, and under `points` all points with this plan.
+    """
     plans: dict[str, dict[str, Any]] = {}
     for point in points:
         plans.setdefault(point["plan"], {**point, "points": []})["points"].append(point)
@@ -170,18 +172,21 @@ def plans_of(points: Sequence[Record]) -> list[dict[str, Any]]:
 def show(
     points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any], *, console: Console | None = None
 ) -> None:
-    """Prints the front on the console, by default standard output.
+    """Prints the best remat plan for each memory budget on the console, by default standard output.
 
-    about: the JSON of the front (`train.plan.frontier.to_json`).
+    about: the JSON of the budget search (`train.plan.frontier.to_json`).
     """
     put(render_text(points, fixed, about), console)
 
 
 def line(budget: float, plan: Fixed | None) -> RenderableType:
-    """Returns the line to print when the search of a budget ends. The search of a smaller budget may still find a
-    cheaper plan.
+    """Returns the line to print when the search for one memory budget ends.
 
-    budget: bytes on one device. plan: the best plan so far; None if no plan fits.
+    The plan may still change, because the search for a smaller budget may find a cheaper plan.
+
+    Args:
+        budget: bytes on one device.
+        plan: the best plan so far; None if no plan fits.
     """
     if plan is None:
         return Prose(Text.assemble((f"{human(int(budget))}: ", "bold"), "nothing fits"))
@@ -193,10 +198,12 @@ def line(budget: float, plan: Fixed | None) -> RenderableType:
 
 
 def render_text(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any]) -> RenderableType:
-    """Returns the text of a front: a heading, a row per budget, the policies for all layers, the plans with their
-    flags, and the average savings.
+    """Renders the result of a budget search for the terminal.
 
-    about: the JSON of the front (`train.plan.frontier.to_json`).
+    The text has a heading, a row per memory budget, the policies for all layers, the plans with their flags, and the
+    average savings.
+
+    about: the JSON of the budget search (`train.plan.frontier.to_json`).
     """
     unit, size = unit_of([point.row for point in points] or [policy.row for policy in fixed])
     numbers = {plan["plan"]: number for number, plan in enumerate(plans_of(about["points"]), 1)}
@@ -241,8 +248,8 @@ def _below(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, 
 
 
 def summary(points: Sequence[Point], about: Mapping[str, Any]) -> Text:
-    """Returns the number of points and programs, and the average savings over the best policies for all layers, in one
-    line."""
+    """Returns one line with the number of budgets and compiled programs, and the average savings over the best
+    policies for all layers."""
     cached = about["programs"] - about["compiled"]
     counts = f"{len(points)} points, {about['programs']} programs compiled" + (
         f" ({cached} of them from the cache)" if cached > 0 else ""
@@ -260,9 +267,9 @@ def summary(points: Sequence[Point], about: Mapping[str, Any]) -> Text:
 
 
 def render_page(front: Mapping[str, Any]) -> str:
-    """Returns the HTML page of a front.
+    """Returns the HTML page of a budget search: the best remat plan for each memory budget.
 
-    front: the JSON of the front (`train.plan.frontier.to_json`).
+    front: the JSON of the budget search (`train.plan.frontier.to_json`).
     """
     config, target, plans, best = front["config"], front["target"], plans_of(front["points"]), front["best"]
     run = command_column(lambda plan: _command(front, plan))
@@ -291,8 +298,10 @@ def render_page(front: Mapping[str, Any]) -> str:
 
 
 def _judged_policies(front: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the policies for all layers with `fits`: whether a policy is within the limit of the target, or None if
-    the target has no known limit."""
+    """Returns the policies for all layers, each with the key `fits`.
+
+    `fits` says whether a policy is within the memory limit of the target. It is None if the target has no known limit.
+    """
     limit = front["target"].get("limit_bytes")
     return [{**policy, "fits": policy["allocated_bytes"] <= limit if limit else None} for policy in front["fixed"]]
 
@@ -302,10 +311,10 @@ def _command(front: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
 
 
 def page_data(front: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON values that the page's script draws.
+    """Returns the data of the page's chart as JSON values.
 
-    `points` and `fixed` have `x` in bytes and `y` in the unit of the cost. `limit` is the limit of the target in
-    bytes.
+    Each entry of `points` and `fixed` has `x`, its allocated bytes, and `y`, its cost in the unit of the axis. `limit`
+    is the memory limit of the target in bytes.
     """
     field = COSTS[front["cost"]]
     known = [point for point in (*front["points"], *front["fixed"]) if point[field] is not None]

@@ -25,19 +25,19 @@ _NO_MORE_THAN_FULL = ("full", "sqrt", "offload", "auto")
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """One way to make a step smaller.
+    """A memory saving: a change of the config that makes a training step need less memory.
 
     Attributes:
-        keys: the config keys that it sets, dotted key -> text.
+        keys: the config keys that the saving sets, dotted key -> text.
         frees: category of the memory breakdown -> the largest fraction of it that the saving frees, 0.0 to 1.0.
-        why: its effect and its cost, for the table of `levers`.
-        costs: its cost only, for advice; "" if the cost is negligible.
-        group: the lever of `fit --levers` that allows it.
+        why: the effect and the cost of the saving, for the table of `levers`.
+        costs: the cost only, for advice; "" if the cost is negligible.
+        group: the name in `fit --levers` that allows the saving.
         same_curve: whether the loss curve stays the same.
-        one_micro_batch: whether an update has to consist of one micro-batch, without accumulation.
-        needs: the name of another saving whose keys it also sets; "" for none.
-        applies: returns whether a config that does not fit could still use it.
-        title: its title in the table of `levers`; "" leaves it out of the table.
+        one_micro_batch: whether an update must consist of one micro-batch, without accumulation.
+        needs: the name of another saving whose keys are set too; "" for none.
+        applies: returns whether a config that does not fit could still use the saving.
+        title: the title in the table of `levers`; "" leaves the saving out of the table.
     """
 
     keys: Mapping[str, str]

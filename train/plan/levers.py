@@ -64,15 +64,15 @@ MAX_LIMITS, MAX_SHORTEST = 5, 12
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A config with one stage and all stages before it.
+    """A config with one memory saving (a stage) and all stages before it.
 
     Attributes:
         stage: a key of STAGES.
-        adds: the keys that the stage sets, dotted key -> text.
-        keys: all keys that are set so far, dotted key -> text.
-        flags: the flags to add to the command to run the level.
+        adds: the config keys that the stage sets, dotted key -> text.
+        keys: the config keys of this and all earlier stages, dotted key -> text.
+        flags: the flags to add to the command to run this level.
         kernel: the attention kernel; "" if it is unknown.
-        row: the figures of the compiled program.
+        row: the bytes, predicted seconds and other figures of the compiled program.
     """
 
     stage: str
@@ -84,22 +84,23 @@ class Level:
 
     @property
     def title(self) -> str:
-        """The title of the stage."""
+        """The title of the memory saving that this level adds."""
         return STAGES[self.stage].title
 
     @property
     def moved_bytes(self) -> int | None:
-        """Bytes that one call of the step moves over the host link, in both directions together; None if unknown."""
+        """Bytes that one call of the step moves between device and host, the sum of both directions; None if
+        unknown."""
         if self.row.to_host_bytes is None or self.row.to_device_bytes is None:
             return None
         return self.row.to_host_bytes + self.row.to_device_bytes
 
 
 def choose_stages(text: str | None) -> list[str]:
-    """Returns the stages of `--savings=a,b,c`, or the default stages if `text` is None.
+    """Returns the memory savings that `--savings=a,b,c` lists, or the default savings if `text` is None.
 
     Raises:
-        ReportError: a stage does not exist or is listed twice.
+        ReportError: a saving does not exist or is listed twice.
     """
     names = list(DEFAULT) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
@@ -113,7 +114,9 @@ def choose_stages(text: str | None) -> list[str]:
 def build_levels(
     stages: Sequence[str], config: Mapping[str, Any], given: Iterable[str], refused: Mapping[str, str]
 ) -> tuple[list[Level], dict[str, str]]:
-    """Returns the levels to compile, and for each stage that is left out the reason.
+    """Returns the levels to compile, and stage -> reason for each stage that is left out.
+
+    A stage is a memory saving. A level is the config with one stage and all stages before it.
 
     Args:
         stages: the stages in the order in which they are applied.
@@ -142,10 +145,10 @@ def build_levels(
 
 
 def changed_flags(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Returns the flags of the `keys` whose value differs from the config, quoted for a shell.
+    """Returns the flags of those `keys` whose value differs from the config, quoted for a shell.
 
     Args:
-        keys: dotted key -> text.
+        keys: the keys that a level sets, dotted key -> text.
         values: the resolved config with the keys.
         config: the resolved config without the keys.
     """
@@ -153,8 +156,10 @@ def changed_flags(keys: Mapping[str, str], values: Mapping[str, Any], config: Ma
 
 
 def byte_changes(levels: Sequence[Level]) -> list[int | None]:
-    """Returns for each level its allocated bytes minus the allocated bytes of the level before. The first change is
-    None, and so is a change from or to unknown bytes."""
+    """Returns the change of the allocated bytes from each level to the next.
+
+    The change of the first level is None, and so is a change from or to an unknown number of bytes.
+    """
     sizes = [level.row.allocated_bytes for level in levels]
     out: list[int | None] = []
     for before, size in zip([None, *sizes], sizes):
@@ -163,12 +168,12 @@ def byte_changes(levels: Sequence[Level]) -> list[int | None]:
 
 
 def first_that_fits(levels: Sequence[Level]) -> Level | None:
-    """Returns the first level that fits the target, or None if no level fits."""
+    """Returns the first level that fits into the memory of the target; None if no level fits."""
     return next((level for level in levels if level.row.ok and level.row.fits), None)
 
 
 def longest_bar(sizes: Sequence[int], limit: int | None) -> int:
-    """Returns the bytes that the longest bar stands for. A larger level is drawn cut off, so that bars near the limit
+    """Returns the number of bytes at full bar length. Bars of larger levels are cut off, so that bars near the limit
     stay readable.
 
     Args:
@@ -189,7 +194,7 @@ def to_json(
     config: str = "",
     given: str = "",
 ) -> dict[str, Any]:
-    """Returns the levels as JSON values. The docstring of the module lists the keys."""
+    """Returns the levels and their figures as JSON values. The module docstring lists the keys."""
     winner = first_that_fits(levels)
     rows = []
     for level, change in zip(levels, byte_changes(levels)):
@@ -210,11 +215,12 @@ def to_json(
 
 
 def flags_of(level: Level) -> str:
-    """Returns the flags that the stage of a level adds to the command.
+    """Returns the command-line flags that the memory saving of this level adds.
 
-    The first level starts from BASELINE; for it only the keys that later stages change are returned.
+    Values of "false" and keys that neither its own saving nor a default saving sets are left out, so that the first
+    level does not list all of BASELINE.
     """
-    changed: set[str] = set()
+    changed = set(STAGES[level.stage].keys)
     for stage in DEFAULT:
         changed.update(STAGES[stage].keys)
     added = [(key, text) for key, text in level.adds.items() if key in changed and text != "false"]

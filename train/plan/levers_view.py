@@ -88,25 +88,29 @@ NOTES = (
 
 
 def moved(level: Record) -> int | None:
-    """Returns the bytes that one call of the step moves over the host link, both directions together; None for
-    zero."""
+    """Returns the bytes that one call of the step moves between device and host, the sum of both directions; None for
+    zero or unknown bytes."""
     return (level["to_host_bytes"] or 0) + (level["to_device_bytes"] or 0) or None
 
 
 def adds(level: Record) -> str:
-    """Returns the keys that a stage sets, one per line, followed by the attention kernel if the trainer chooses it."""
+    """Returns the config keys that a memory saving sets, one per line, then the attention kernel if the trainer
+    chooses it."""
     chosen = f" → {level['kernel']}" if "model.attention=auto" in level["flags"] else ""
     return "\n".join(flag.removeprefix("--config.") for flag in shlex.split(level["flags"])) + chosen
 
 
 def numbered_adds(level: Record) -> str:
-    """Returns the number of the stage, which also names its bar, and the keys that the stage sets. If it sets no key,
-    returns the number and the title."""
+    """Returns the number of a level, which is also the label of its bar, and the config keys that its memory saving
+    sets.
+
+    A saving that sets no key is named by its title instead.
+    """
     return f"{level['number']} " + (adds(level) or level["title"]).replace("\n", "\n  ")
 
 
 def why(level: Record) -> str:
-    """Returns the effect and the cost of a level's memory saving, in words."""
+    """Returns a description of the effect and the cost of a level's memory saving."""
     return STAGES[level["stage"]].why if level["stage"] in STAGES else ""
 
 
@@ -140,7 +144,7 @@ COLUMNS = (
 
 
 def show(staircase: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the stages on the console, by default standard output.
+    """Prints the memory savings and their effects on the console, by default standard output.
 
     staircase: the JSON of `train.plan.levers.to_json`.
     """
@@ -148,12 +152,14 @@ def show(staircase: Mapping[str, Any], console: Console | None = None) -> None:
 
 
 def render_text(staircase: Mapping[str, Any]) -> RenderableType:
-    """Returns the text for the terminal: a heading, bars, a legend, the table, the stages that are left out, and the
-    flags of the first level that fits and of the last level."""
+    """Renders the memory savings for the terminal: bars, a legend, a table, and the savings that are left out.
+
+    Below them are the command-line flags of the first level that fits, and of the last level.
+    """
     levels, target = staircase["levels"], staircase["target"]
     limit = _limit(levels)
     unit, size = _unit(levels)
-    words = f"{unit} allocated on each device, each stage with all before it:"
+    words = f"{unit} allocated on each device; each stage includes all stages before it:"
     head = heading(Text(f"{len(levels)} stages", "bold"), target, limit, staircase["versions"], words)
     records = [{**level, "number": number} for number, level in enumerate(levels, 1)]
     return blocks(
@@ -168,19 +174,19 @@ def _limit(levels: Sequence[Record]) -> int | None:
 
 
 def _unit(levels: Sequence[Record]) -> tuple[str, int]:
-    """Returns the name of the byte unit in which the stages are shown, and its number of bytes."""
+    """Returns the unit in which all levels are shown: its name, such as "GiB", and its number of bytes."""
     return column_unit(min((level["allocated_bytes"] for level in levels if level["allocated_bytes"]), default=0))
 
 
 def bar(breakdown: Mapping[str, int], scale: int, width: int = MAX_BAR) -> Text:
-    """Returns a stacked bar of the memory breakdown.
+    """Returns a stacked bar of a memory breakdown, as text for the terminal.
 
-    A bar that is longer than `width` is cut and ends with an arrow. The cumulative sums are rounded, so that rounding
-    errors do not add up.
+    A bar that is longer than `width` is cut off and ends with an arrow. The cumulative sums are rounded, so that
+    rounding errors do not add up.
 
     Args:
         breakdown: category -> bytes.
-        scale: the bytes that `width` columns stand for.
+        scale: the number of bytes that `width` columns represent.
         width: the maximum width in terminal columns.
     """
     out, at = Text(), 0
@@ -196,7 +202,10 @@ def bar(breakdown: Mapping[str, int], scale: int, width: int = MAX_BAR) -> Text:
 
 
 class _Bars:
-    """One bar per stage with its title, allocated bytes and verdict, and a mark for the limit below the bars."""
+    """A bar chart for the terminal: for each level its title, a bar, its allocated bytes and whether it fits.
+
+    A mark below the bars shows the memory limit.
+    """
 
     def __init__(self, levels: Sequence[Record], size: int, limit: int | None) -> None:
         self._levels, self._size, self._limit = levels, size, limit
@@ -278,7 +287,7 @@ def _first_that_fits(staircase: Mapping[str, Any]) -> Record | None:
 
 
 def render_page(staircase: Mapping[str, Any]) -> str:
-    """Returns the HTML page of the stages.
+    """Returns the HTML page of the memory savings and their effects.
 
     staircase: the JSON of `train.plan.levers.to_json`.
     """
@@ -318,8 +327,7 @@ def _command(staircase: Mapping[str, Any], level: Mapping[str, Any]) -> str:
 
 
 def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON values that the page's script draws. `scale` is the bytes of the longest bar that is not cut
-    off."""
+    """Returns the data of the page's bars as JSON values. `scale` is the number of bytes at full bar length."""
     levels = staircase["levels"]
     sizes, limit = [level["allocated_bytes"] or 0 for level in levels] or [1], _limit(levels)
     return {
@@ -344,7 +352,7 @@ def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _costs(level: Mapping[str, Any]) -> list[str]:
-    """Returns the costs of a level other than its bytes on the device, in words."""
+    """Returns the costs of a level besides its device memory, such as recomputation, one text per cost."""
     share = level["recompute_flops_fraction"]
     step, within = seconds(level["predicted_seconds"]), spread(level)
     return [
@@ -357,8 +365,11 @@ def _costs(level: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(*levels: Mapping[str, Any] | None) -> list[HeaderFigure]:
-    """Returns the allocated bytes of the first level, of the first level that fits and of the last level, then the
-    predicted speed of the first level that fits. A level that does not exist is left out."""
+    """Returns the numbers to show at the top of the page.
+
+    They are the allocated bytes of the first level, of the first level that fits and of the last level, and the
+    predicted speed of the first level that fits. A level that is None is left out.
+    """
     first = levels[1]
     sizes = [
         figure(name, level["allocated_bytes"], level["title"])

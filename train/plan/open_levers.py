@@ -29,14 +29,14 @@ _MARGIN = 0.15
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """Config keys that make a step smaller.
+    """A memory saving ("lever") that a config could use: the config keys to set, and their effect.
 
     Attributes:
         keys: the keys to set, dotted key -> text.
         frees: category of the memory breakdown -> the largest fraction of it that is freed, 0.0 to 1.0.
         curve: whether the loss curve stays the same.
-        costs: the cost of the lever in words; "" if it is negligible.
-        adds: bytes on one device that the lever needs in addition.
+        costs: a description of the cost; "" if it is negligible.
+        adds: additional bytes on one device that the lever needs.
     """
 
     keys: Keys
@@ -47,21 +47,24 @@ class Lever:
 
     @property
     def flags(self) -> str:
-        """The flags to add to the command, quoted for a shell."""
+        """The config keys as command-line flags, quoted for a shell."""
         return flags(self.keys)
 
     def max_freed_bytes(self, report: ReportRecord) -> int:
-        """Returns the maximum bytes on one device that the lever can free, computed from the memory breakdown at the
-        peak. Fragmentation counts as freed."""
+        """Returns the maximum bytes on one device that the lever can free.
+
+        They are computed from the memory breakdown at the peak. Fragmentation counts as memory that can be freed.
+        """
         rows = {**self.frees, "fragmentation": 1.0}
         freed = sum(share * report.breakdown.get(row, 0) for row, share in rows.items())
         return max(int(freed) - self.adds, 0)
 
 
 def open_levers(report: ReportRecord) -> list[Lever]:
-    """Returns the levers that the config of a report does not use yet, those with the lowest cost in time first.
+    """Returns the memory savings ("levers") that the config of a report does not use yet.
 
-    Levers that change the loss curve come last. The list is empty if the report has no config of the trainer.
+    Levers with the lowest cost in time come first, and levers that change the loss curve come last. The list is empty
+    if the report is not about one of the trainer's configs.
     """
     case = case_of(report)
     if case is None:
@@ -75,10 +78,10 @@ def open_levers(report: ReportRecord) -> list[Lever]:
 
 
 def combine_levers(levers: Sequence[Lever], report: ReportRecord) -> Lever | None:
-    """Returns one lever that sets the keys of all levers that keep the loss curve and use no host memory.
+    """Returns one lever with the keys of all levers that keep the loss curve and use no host memory.
 
-    Each lever is used at its strongest, for example with a micro-batch of 1. Returns None for fewer than two such
-    levers.
+    Each lever is used at its strongest, for example with a micro-batch of 1. Returns None if there are fewer than two
+    levers to combine.
     """
     case = case_of(report)
     used = [lever for lever in levers if lever.curve and not _uses_host(lever)]
@@ -101,7 +104,7 @@ def _uses_host(lever: Lever) -> bool:
 
 
 def flags(keys: Keys) -> str:
-    """Returns config keys as command-line flags, quoted for a shell."""
+    """Returns config keys as command-line flags `--config.KEY=TEXT`, quoted for a shell."""
     return shlex.join(f"--config.{key}={text}" for key, text in keys.items())
 
 
@@ -109,7 +112,7 @@ def flags(keys: Keys) -> str:
 
 
 def _saving(name: str, case: Case) -> Lever | None:
-    """Returns the lever of a row of the catalogue, or None if the row does not apply to the config."""
+    """Returns the memory saving `name` of the catalogue as a lever; None if it does not apply to the config."""
     row = SAVINGS[name]
     return Lever(row.all_keys, row.frees, row.same_curve, row.costs) if row.applies(case) else None
 
@@ -131,7 +134,11 @@ def _replicas(case: Case) -> Lever | None:
 
 
 def _micro(case: Case) -> Lever | None:
-    """Returns the lever with the largest smaller micro-batch that may fit, with more accumulation."""
+    """Returns a lever that makes micro-batches smaller and accumulates more of them.
+
+    The new micro-batch is the largest one that should fit. It divides the old micro-batch and is at most half as
+    large.
+    """
     micro, report = case.flat["batch.micro"], case.report
     if micro < 2 or not case.accumulates:
         return None
@@ -148,8 +155,10 @@ def _micro(case: Case) -> Lever | None:
 
 
 def _micro_keys(case: Case, times: int) -> dict[str, str]:
-    """Returns the keys that split each micro-batch of an update into `times` smaller ones. The number of sequences per
-    update stays the same."""
+    """Returns the keys that split each micro-batch of an update into `times` smaller micro-batches.
+
+    The number of sequences per update stays the same.
+    """
     keys = {"batch.micro": str(case.flat["batch.micro"] // times)}
     if case.flat["batch.accumulation_schedule"]:
         steps = ",".join(f"{start}:{times * count}" for start, count in schedule(case.flat))
@@ -162,7 +171,8 @@ def _micro_keys(case: Case, times: int) -> dict[str, str]:
 
 
 def _full(case: Case) -> Lever | None:
-    """Returns the lever of full recomputation. It clears the names and ranges of layers that the config sets."""
+    """Returns the lever that recomputes all blocks. It clears tensor names and ranges of layers that the config
+    sets."""
     lever = _saving("full", case)
     if lever is None:
         return None
@@ -171,7 +181,7 @@ def _full(case: Case) -> Lever | None:
 
 
 def _expert_room(case: Case) -> Lever | None:
-    """Returns the lever with a smaller capacity factor, which allocates fewer rows for experts."""
+    """Returns the lever that lowers the capacity factor, so that fewer token rows are allocated for experts."""
     routing = case.routing
     smaller = smaller_room(*routing) if routing else None
     if routing is None or smaller is None:
@@ -185,7 +195,7 @@ def _expert_room(case: Case) -> Lever | None:
 def _nf4_base(case: Case) -> Lever | None:
     """Returns the lever that stores frozen weights in 4 bits (NF4).
 
-    The freed fraction is an upper bound: it counts embedding tables and norms too, which stay in 16 bits.
+    The freed fraction is an upper bound, because it includes embedding tables and norms, which stay in 16 bits.
     """
     lever = _saving("nf4_base", case)
     if lever is None:

@@ -34,14 +34,15 @@ def refuse(
 ) -> NoReturn:
     """Raises DoesNotFit for a step that needs more memory than a device has, before anything is allocated.
 
-    The error includes the cheapest change that fits, found by compiling, if the program runs in one process and the
-    host has COMPILE_BYTES free. Several processes would have to compile together.
+    The error has advice on how to make the step fit. If the program runs in one process and the host has COMPILE_BYTES
+    free, variants are compiled to find the cheapest change that fits. Several processes would have to compile
+    together.
 
     Args:
         report: the report of the step.
         program: the program of the step.
-        command: the command that started the run, from which the advised `fit` command is made.
-        tell: called with a line before each compile.
+        command: the command that started the run. The advised `fit` command is derived from it.
+        tell: called with a line of text before each compile.
         each_s: the seconds that compiling the step took.
     """
     levers, tried = advice.open_levers(report), list[advice.TriedLever]()
@@ -60,14 +61,13 @@ def refuse(
 
 
 def advice_without_compiling(report: ReportRecord, command: Command) -> list[str]:
-    """Returns the advice for a device that ran out of memory: the memory savings left to try, the cheapest in time
+    """Returns the advice to print when a device ran out of memory: the memory savings left to try, the cheapest
     first."""
     return advice.lines(report, advice.open_levers(report), [], _fit_command(report, command))
 
 
 def report_without_compiling(program: Program) -> ReportRecord:
-    """Returns a report that has only the config and the devices. It is used if the compiler itself ran out of
-    memory."""
+    """Returns a report that contains only the config and the devices, for a compiler that itself ran out of memory."""
     # All processes of a run count all devices, so that they print the same advice.
     target = dataclasses.replace(targets.parse("local"), n_devices=program.mesh.size)
     return ReportRecord(

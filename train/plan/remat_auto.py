@@ -36,17 +36,20 @@ NOMINAL = roofline.Figures({"fp32": 1e11}, 2e10, 2e10, dict.fromkeys(roofline.LI
 
 
 def figures_of(target: targets.Target) -> roofline.Figures:
-    """Returns the FLOP/s and bytes/s by which plans are ranked before they are compiled. They are equal in every
-    process.
+    """Returns the FLOP/s and bytes/s of a target, by which remat plans are ranked before they are compiled.
 
-    For a CPU without `--rates=FILE`, and for an unknown device, they are nominal.
+    The rates are the same in every process. They are nominal for an unknown device, and for a CPU without
+    `--rates=FILE`.
     """
     unknown = target.platform == "cpu" and not rates.chosen()
     return NOMINAL if unknown else ranking.large(target) or NOMINAL
 
 
 def with_keys(config: ConfigDict, keys: Mapping[str, str]) -> ConfigDict:
-    """Returns a copy of the config in which `keys`, dotted key -> text, are set."""
+    """Returns a copy of the config in which the given keys are set.
+
+    keys: dotted key -> text.
+    """
     out = ConfigDict(config.to_dict())
     for key, text in keys.items():
         override(out, key, text)
@@ -55,7 +58,9 @@ def with_keys(config: ConfigDict, keys: Mapping[str, str]) -> ConfigDict:
 
 @dataclasses.dataclass
 class Compiler:
-    """Compiles remat plans of one config for given devices. Calling it with plans returns their figures.
+    """Compiles remat plans (which tensors each layer saves) of one config for given devices.
+
+    A call with plans returns the bytes, seconds and FLOPs of their programs.
 
     Attributes:
         target: the devices as a target.
@@ -74,14 +79,17 @@ class Compiler:
         self.report = self._report(self.full)
 
     def program(self, keys: Mapping[str, str]) -> Program:
-        """Returns the program of the config in which `keys`, dotted key -> text, are set."""
+        """Returns the program of the config after the given keys are set.
+
+        keys: dotted key -> text.
+        """
         return build(with_keys(self.config, keys), self.devices)
 
     def _report(self, program: Program) -> ReportRecord:
         return report_of(program.compile_for_report(exact=True), target=self.target, loop=loop_overhead(program))
 
     def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
-        """Compiles the plans one by one and returns their figures."""
+        """Compiles remat plans one by one and returns their bytes, predicted seconds and recomputed FLOPs."""
         return [self._figures(plan) for plan in plans]
 
     def _figures(self, plan: LayerPlan) -> PlanFigures:
@@ -96,13 +104,17 @@ class Compiler:
         return PlanFigures(report.allocated_bytes, report.host_bytes, seconds, recomputed)
 
     def _seconds_by_phase(self, report: ReportRecord) -> Mapping[str, float]:
-        """Returns phase -> predicted seconds of one call of the step. If the schedule gives no prediction, a roofline
-        model does."""
+        """Returns phase -> predicted seconds of one call of the step.
+
+        The prediction comes from the schedule of the compiled program, or from a roofline model if there is no
+        schedule.
+        """
         predicted = step_prediction.predict(report.schedule, self.target) if self.rates is not NOMINAL else None
         return predicted.by_phase if predicted else roofline.seconds(report.work, self.rates).by_phase
 
     def problem(self) -> RematProblem:
-        """Returns the problem for the search: the graph of a block, the rates, the budget and the policies to try."""
+        """Returns the input of the remat search: the graph of a block, the rates, the memory budget, and the policies
+        to try."""
         config = self.config
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
@@ -127,16 +139,16 @@ def settled_program(
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
 ) -> Program:
-    """Returns the program of a config, in which `remat.policy=auto` is replaced by a plan.
+    """Returns the training program of a config. `remat.policy=auto` is replaced by a plan that fits the memory budget.
 
     Args:
         config: the config.
         devices: the devices to run on; None for all devices of the run.
-        tell: called with a line for each program that is compiled.
-        agree: returns process 0's value for a JSON value. All processes call it in the same order.
+        tell: called with a line of text for each program that is compiled.
+        agree: takes a JSON value and returns the value that process 0 passed. All processes call it in the same order.
 
     Raises:
-        DoesNotFit: no plan fits the budget.
+        DoesNotFit: no plan fits the memory budget.
         ValueError: the config cannot run on the devices.
     """
     devices = jax.devices() if devices is None else list(devices)
@@ -152,18 +164,20 @@ def settle(
 ) -> tuple[Settings, str]:
     """Replaces `remat.policy=auto` in the settings by a plan that fits the memory budget.
 
-    Returns the new settings and a line that describes the plan. With any other policy, returns the settings unchanged
-    and "".
+    Returns the new settings and a line of text that describes the plan. With any other policy, returns the settings
+    unchanged and "".
 
     Processes that train together need the same program. Each process searches with the budget of process 0 and uses
     the plan of process 0.
 
     Args:
-        tell: called with a line for each program that is compiled.
-        agree: returns process 0's value for a JSON value. All processes call it in the same order.
+        settings: the settings of the program.
+        devices: the devices to run on.
+        tell: called with a line of text for each program that is compiled.
+        agree: takes a JSON value and returns the value that process 0 passed. All processes call it in the same order.
 
     Raises:
-        DoesNotFit: no plan fits the budget.
+        DoesNotFit: no plan fits the memory budget.
         ValueError: the policy differs from the policy of process 0, or the config cannot run.
     """
     remat = settings.remat
@@ -192,8 +206,11 @@ def settle(
 def _search(
     compiler: Compiler, budget_text: str, tell: Callable[[str], None], agree: Callable[[Any], Any]
 ) -> tuple[Mapping[str, str], str]:
-    """Returns the config keys of process 0's plan and a line that describes the plan. Raises DoesNotFit if no plan
-    fits."""
+    """Returns the config keys of the plan that process 0 found, and a line of text that describes the plan.
+
+    Raises:
+        DoesNotFit: no plan fits the memory budget.
+    """
     overhead = compiler.report.predicted_bytes - compiler.report.allocated_bytes
     budget = budget_of(budget_text, agree(compiler.target.limit_bytes - overhead), "remat.budget")
 

@@ -36,13 +36,13 @@ _KEEPING = ("full", "selective", "minimal")
 
 
 class Remedy(NamedTuple):
-    """A remedy for a finding.
+    """A change of the config that fixes a finding of a report.
 
     Attributes:
-        words: the remedy in words.
+        words: a description of the change.
         keys: the config keys to set, dotted key -> text.
-        message: replaces the message of the finding if it is not empty.
-        bytes: replaces the bytes of the finding if it is not None.
+        message: a message that replaces the message of the finding; "" keeps it.
+        bytes: a number of bytes that replaces the bytes of the finding; None keeps them.
     """
 
     words: str
@@ -52,9 +52,9 @@ class Remedy(NamedTuple):
 
 
 def with_remedies(report: ReportRecord) -> ReportRecord:
-    """Returns the report with remedies and flags added to its findings.
+    """Returns the report with remedies and command-line flags added to its findings.
 
-    The report is returned unchanged if it has no config of the trainer.
+    A report that is not about one of the trainer's configs is returned unchanged.
     """
     case = case_of(report)
     if case is None:
@@ -80,12 +80,16 @@ def _with_remedy(case: Case, finding: Finding) -> Finding:
 
 
 def _first_lever_keys(case: Case, key: str) -> Keys | None:
-    """Returns the keys of the first lever that sets `key` and that the config does not use yet; None if none does."""
+    """Returns the config keys of the first unused memory saving that sets `key`; None if there is none."""
     return next((lever.keys for lever in open_levers(case.report) if key in lever.keys), None)
 
 
 def _chunked_loss(case: Case, finding: Finding) -> Remedy | None:
-    """Returns a chunked loss, or a chunk size for which the logits are too small to be a finding."""
+    """Returns the remedy for large logits: a loss that is computed in chunks, or smaller chunks.
+
+    The chunks are so small that the logits are no longer a finding. Returns None if the chunks are small enough
+    already.
+    """
     if case.flat["loss.kind"] == "full":
         return Remedy("compute the loss in chunks", {"loss.kind": "chunked"})
     size = case.flat["loss.chunk"]
@@ -104,8 +108,11 @@ def _zero3(case: Case, finding: Finding) -> Remedy | None:
 
 
 def _vocabulary(case: Case, finding: Finding) -> Remedy | None:
-    """Returns a tensor group, which shards the vocabulary head. The gradient of the head is summed over all tokens of
-    a device before it is reduced."""
+    """Returns the remedy that shards the vocabulary head over a tensor-parallel group.
+
+    The gradient of the head is summed over all tokens of a device before it is reduced. Returns None if there is a
+    tensor-parallel group already, or if none is possible.
+    """
     shared = math.gcd(case.axes["fsdp"], case.flat["model.n_kv_heads"], _MAX_TENSOR)
     devices_per_host = int(case.report.target.get("devices_per_host") or shared)
     size = math.gcd(shared, devices_per_host)
@@ -149,7 +156,10 @@ def _even_stages(case: Case, finding: Finding) -> Remedy | None:
 
 
 def _smaller_state(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the smallest set of levers that brings the state below the memory limit of a device."""
+    """Returns the smallest set of memory savings with which the training state is below the memory limit of a device.
+
+    If no set is enough, the remedy is the number of devices that are needed with ZeRO-3.
+    """
     report, limit = case.report, case.report.limit_bytes or 0
     chosen = _fewest_levers(report, limit)
     if not chosen:
@@ -165,9 +175,10 @@ def _smaller_state(case: Case, finding: Finding) -> Remedy | None:
 
 
 def _fewest_levers(report: ReportRecord, limit: int) -> Sequence[Lever]:
-    """Returns the smallest set of unused levers that brings the state below the limit; () if no set does.
+    """Returns the smallest set of unused memory savings with which the training state is below `limit` bytes.
 
-    If several sets of equal size do, the set with the lowest cost in time is returned.
+    If several sets have the same size, the set with the lowest cost in time is returned. Returns () if no set is
+    enough.
     """
     whole = _state_bytes(report)
     levers = [
@@ -183,7 +194,7 @@ def _fewest_levers(report: ReportRecord, limit: int) -> Sequence[Lever]:
 
 
 def _state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
-    """Returns the minimum bytes of state on one device if these levers are used."""
+    """Returns the minimum bytes of training state on one device after the given memory savings are applied."""
     size = 0.0
     for row in STATE:
         left = math.prod(1 - lever.frees.get(row, 0.0) for lever in levers)
@@ -192,8 +203,8 @@ def _state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
 
 
 def _fits_host(report: ReportRecord, lever: Lever, whole: int) -> bool:
-    """Returns whether the host has room for the state that a lever moves there. Returns True if the host's memory is
-    unknown."""
+    """Returns whether the host has room for the training state that a memory saving moves there. Returns True if the
+    host's memory is unknown."""
     if not any(key.startswith("offload.") for key in lever.keys):
         return True
     moved = whole - _state_bytes(report, [lever])
@@ -206,14 +217,13 @@ def _fits_host(report: ReportRecord, lever: Lever, whole: int) -> bool:
 
 
 class _Keeping(NamedTuple):
-    """A change of the remat policy that saves more activations instead of recomputing them. Bytes and FLOPs are from
-    formulas.
+    """A change of the remat policy that saves more activations and recomputes less. Bytes and FLOPs are from formulas.
 
     Attributes:
-        name: the change in words.
+        name: a description of the change.
         policy: a value of `remat.policy`.
         keys: the config keys to set, dotted key -> text.
-        adds: the bytes that it adds on each device.
+        adds: the additional bytes on each device.
         spares: the FLOPs that are no longer recomputed, as a fraction of the model's FLOPs, 0 to 1.
     """
 
@@ -225,8 +235,10 @@ class _Keeping(NamedTuple):
 
 
 def _keep_more(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the remat policy that should fit and avoids the most recomputation, for all layers or for the first
-    layers."""
+    """Returns the remedy for unused memory: the remat policy that should fit and avoids the most recomputation.
+
+    The policy is used for all layers, or for as many first layers as fit.
+    """
     spare = spare_memory.measure_spare(case.report)
     if spare is None:
         return None
@@ -254,10 +266,10 @@ def _keep_more(case: Case, finding: Finding) -> Remedy | None:
 
 
 def _all_layers(case: Case, policy: str, recomputed: float) -> _Keeping | None:
-    """Returns the change that puts all layers under a policy.
+    """Returns the change that applies a remat policy to all layers.
 
-    The bytes are compared with the residuals that the compiled program stores at its peak. Returns None if the
-    formulas do not cover the policy, or if it stores no more than the current policy.
+    The bytes that the formulas give are compared with the activations that the compiled program stores at its peak.
+    Returns None if the formulas do not cover the policy, or if it stores no more than the current policy.
     """
     none, now, then = (_formula(case, name) for name in ("none", case.flat["remat.policy"], policy))
     if none is None or then is None or none.hardware_flops is None or then.hardware_flops is None:
@@ -273,8 +285,8 @@ def _all_layers(case: Case, policy: str, recomputed: float) -> _Keeping | None:
 
 
 def _some_layers(case: Case, plan: _Keeping, free: int) -> _Keeping | None:
-    """Returns the change that puts as many first layers under the plan's policy as should fit; None if not one layer
-    fits."""
+    """Returns the change that applies the policy of `plan` to as many first layers as fit in `free` bytes; None if not
+    even one layer fits."""
     flat, layers = case.flat, case.flat["model.n_layers"]
     if flat["remat.layers"] or flat["remat.policy"] not in _KEEPING or case.axes["stage"] > 1:
         return None
@@ -288,7 +300,8 @@ def _some_layers(case: Case, plan: _Keeping, free: int) -> _Keeping | None:
 
 
 def _formula(case: Case, policy: str) -> reconcile.Formula | None:
-    """Returns the formulas' figures of the config under a policy; None if the formulas do not cover it."""
+    """Returns the bytes and FLOPs that formulas give for the config under a remat policy; None if the formulas do not
+    cover it."""
     if policy not in (*_KEEPING, "dots_no_batch", "offload_dots", "none") or case.flat["precision.preset"] == "fp8":
         return None
     settled = {f"mesh.{axis}": size for axis, size in case.axes.items()} | {"segments": ()}
@@ -299,8 +312,7 @@ def _formula(case: Case, policy: str) -> reconcile.Formula | None:
 
 
 def _policy_keys(case: Case, policy: str) -> dict[str, str]:
-    """Returns the keys that put all layers under a policy. Keys of the config that contradict the policy are
-    cleared."""
+    """Returns the config keys that apply a remat policy to all layers and clear the keys that contradict it."""
     cleared = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat.get(key)}
     return {"remat.policy": policy, **cleared}
 

@@ -19,21 +19,21 @@ def loop_overhead(program: Program) -> LoopOverhead:
     """Returns the bytes that the training loop keeps on a device in addition to the arguments of one call of the step.
 
     While the last call of an update runs, the device still has the other batches of this update, and already the
-    batches of the next update (train/run/feed.py). The call's own batch is one of its arguments. The metrics of the
-    previous update have not been read yet.
+    batches of the next update (train/run/feed.py). The metrics of the previous update are also still there, because
+    they have not been read. The call's own batch is one of its arguments and is not counted.
     """
     batch = tuple(device_sizes(program.batch_shapes))
     return LoopOverhead(waiting=batch * (2 * program.calls_per_update - 1), results=1)
 
 
 def peaks(program: Program) -> dict[str, int]:
-    """Returns program -> peak bytes on one device, including the training state, for the programs of a run other than
-    the step.
+    """Returns the peak bytes on one device of each program of a run except the step: program -> bytes, including the
+    training state.
 
-    The programs are "init"; "evaluation", of one held-out micro-batch while the next one is on the device; and
-    "sample", the text at the end of a run, if the config asks for it. Each is compiled for the program's devices,
-    which may be described devices without hardware. The peak of a run is the maximum of these peaks and of the peak of
-    the step.
+    The program "init" makes the state. "evaluation" evaluates one held-out micro-batch while the next one is on the
+    device. "sample" writes text at the end of a run, if the config asks for it. They are compiled for the program's
+    devices, which may be described devices without hardware. The peak of a run is the maximum of these peaks and the
+    peak of the step.
     """
     state = device_bytes(program.state)
     batch = device_bytes(program.eval_shapes)
@@ -52,9 +52,10 @@ def _own_bytes(lowered: jax.stages.Lowered) -> int:
 
 
 def _turns_of_init(program: Program) -> Iterator[int]:
-    """Yields the bytes of each turn of `Program.init`: of the turn's own program, plus the results of earlier turns.
+    """Yields the bytes on one device during each program that `Program.init` runs, including the results of earlier
+    programs.
 
-    If part of the state goes to host memory, `init` makes the state in several turns.
+    `init` runs several programs, one after the other, if part of the training state is in host memory.
     """
 
     def make(seed):

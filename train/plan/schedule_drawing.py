@@ -33,8 +33,10 @@ MARKS = {
 
 
 class ScheduleGrid:
-    """The drawing of one schedule. If there are more ticks than terminal columns, the ticks in the middle are left
-    out."""
+    """Drawing of a pipeline schedule for the terminal: a row per stage and a column per tick.
+
+    If there are more ticks than terminal columns, the ticks in the middle are left out.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -69,7 +71,8 @@ def share(value: float | Fraction) -> str:
 
 
 def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableType:
-    """Returns the drawing and the figures of one schedule.
+    """Returns the drawing of a pipeline schedule, and a table with the layers, saved activations and idle time of each
+    stage.
 
     layers: number of layers of each virtual stage (chunk of layers); None if the model is unknown.
     """
@@ -104,7 +107,7 @@ def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableT
 
 
 def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]] = ()) -> RenderableType:
-    """Returns a table of several schedules for the same numbers of stages and micro-batches.
+    """Returns a table of several pipeline schedules for the same numbers of stages and micro-batches.
 
     refused: pairs (name, reason) of the schedules that do not exist for these numbers.
     """
@@ -146,8 +149,10 @@ def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]]
 
 
 def _published(schedules: Sequence[Schedule]) -> list[RenderableType]:
-    """Returns a table of the papers' schedules for the same numbers of stages and micro-batches, beside our nearest
-    schedule."""
+    """Returns a table that compares schedules as published in papers with the most similar schedules of this package.
+
+    All are for the numbers of stages and micro-batches of the first of `schedules`.
+    """
     stages, micro_batches = schedules[0].stages, schedules[0].micro_batches
     ours = {one.name: one for one in schedules}
     table = FigureTable(

@@ -23,7 +23,7 @@ HALVES = {"forward": 0, "backward": 1, "weights": 1}
 
 
 def render(schedules: Sequence[Schedule], layers: Sequence[Sequence[int] | None]) -> str:
-    """Returns the HTML page of the schedules.
+    """Returns the HTML page of one or several pipeline schedules.
 
     layers: for each schedule, the number of layers of each virtual stage (chunk of layers); None if the model is
     unknown.
@@ -48,8 +48,11 @@ def render(schedules: Sequence[Schedule], layers: Sequence[Sequence[int] | None]
 
 
 def _published(schedules: Sequence[Schedule]) -> PageTable | None:
-    """Returns a table of the papers' schedules for the same numbers of stages and micro-batches; None for a single
-    schedule."""
+    """Returns a table of schedules as published in papers, each beside the most similar schedule of this package.
+
+    All are for the numbers of stages and micro-batches of the first of `schedules`. Returns None for a single
+    schedule.
+    """
     if len(schedules) < 2:
         return None
     sizes = schedules[0].stages, schedules[0].micro_batches
@@ -95,7 +98,8 @@ def _template_values(schedule: Schedule, layers: Sequence[int] | None) -> dict[s
 
 
 def _units(schedule: Schedule) -> list[dict[str, Any]]:
-    """Returns the rectangles of the drawing, one for each micro-batch that passes through a chunk of layers."""
+    """Returns the rectangles of the drawing, one for each forward or backward pass of a micro-batch through a chunk of
+    layers."""
     units = []
     for kind, half in HALVES.items():
         table = getattr(schedule, kind)

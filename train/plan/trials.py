@@ -31,8 +31,10 @@ Keys = Mapping[str, str]
 
 
 class Stopped(Exception):
-    """Raised to end a search early. Its results so far are kept. The argument is the reason: Ctrl-C, or a limit on
-    time or compiles."""
+    """Raised to end a search early. The results so far are kept.
+
+    The argument is the reason: Ctrl-C, the time limit, or the maximum number of compiles.
+    """
 
 
 @dataclasses.dataclass
@@ -42,18 +44,19 @@ class Trials:
     Attributes:
         config: the config as the command line names it.
         target: the target to compile for.
-        overrides: pairs (dotted key, text) as the command line gives them. A variant that sets the same key replaces
-            an override.
+        overrides: pairs (dotted key, text) as the command line gives them. A key that a variant sets replaces the
+            override of the same key.
         pool: the worker processes.
-        cache: the folder of finished rows; None for no cache.
+        cache: the folder with the results of finished compiles; None for no cache.
         progress: called with the labels of the running jobs and the number of finished jobs.
-        max_compiles: maximum number of compiles, not counting rows from the cache. At the limit, `Stopped` is raised.
-        seconds: time limit in seconds. After it no compile starts and `Stopped` is raised.
+        max_compiles: maximum number of compiles, not counting results from the cache. At the limit, `Stopped` is
+            raised.
+        seconds: time limit in seconds. After it no compile starts, and `Stopped` is raised.
         factory: builds the programs of configs.
-        compiles: number of programs compiled so far, not counting rows from the cache.
+        compiles: number of programs compiled so far, not counting results from the cache.
 
     Raises:
-        ReportError: the rates of the target are unknown.
+        ReportError: the FLOP/s and bytes/s of the target's devices are unknown.
     """
 
     config: str
@@ -79,26 +82,33 @@ class Trials:
         self.rates = rates
 
     def flat(self, keys: Keys) -> Mapping[str, Any]:
-        """Returns the whole config of a variant, dotted key -> value. Raises UserError for an invalid variant."""
+        """Returns the whole config of a variant, dotted key -> value.
+
+        Raises:
+            UserError: the variant is invalid.
+        """
         return self.factory.resolve(self._overrides(keys))
 
     def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
-        """Returns the worker's answer for each variant. An answer is `{"status": reason}` if the variant cannot run.
+        """Compiles variants of the config. Returns for each the worker's JSON record of bytes, FLOPs and schedule.
+
+        The record is `{"status": reason}` for a variant that cannot run. `memory.compare.worker` lists its keys.
 
         Raises:
-            Stopped: no more compiles are allowed.
+            Stopped: a limit was reached or the user pressed Ctrl-C.
         """
         return self._ask([self.job(keys) for keys in variants])
 
     def done(self, keys: Keys) -> dict[str, Any] | None:
-        """Returns the worker's answer for a variant; None if the variant has not been compiled."""
+        """Returns the worker's JSON record of bytes, FLOPs and schedule for a variant that was compiled before; None
+        if it was not."""
         return self._done.get(self.job(keys).name)
 
     def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> worker_pool.Job:
-        """Returns the job that compiles a variant.
+        """Returns the job that a worker process runs to compile a variant.
 
         Args:
-            keys: the keys of the variant.
+            keys: the config keys that the variant sets, dotted key -> text.
             describe: whether the worker describes the variant for the remat search instead of compiling it.
             target: the target to compile for; "" for the target of the search.
             measure: whether the worker also runs and times the step.
@@ -130,8 +140,11 @@ class Trials:
         return [self._done[job.name] for job in jobs]
 
     def _compile(self, jobs: Sequence[worker_pool.Job]) -> None:
-        """Compiles the jobs and stores the answers in `_done`. Raises Stopped if a limit or Ctrl-C leaves out a
-        job."""
+        """Compiles the jobs and stores the worker's record of each in `_done`.
+
+        Raises:
+            Stopped: a limit or Ctrl-C ended the compiles before every job was finished.
+        """
         if self.compiles >= self.max_compiles:
             raise Stopped(self._limit())
         if time.monotonic() - self._began > self.seconds:
@@ -158,17 +171,17 @@ class Trials:
         offload: bool = False,
         tell: Callable[[CompiledPlan], None] = lambda tried: None,
     ) -> RematSearch:
-        """Returns the search for the least recomputation of a variant.
+        """Returns a search for the least recomputation with which a variant fits its memory budget.
 
         Args:
-            keys: the keys of the variant.
+            keys: the config keys that the variant sets, dotted key -> text.
             cost: the cost to minimize, a key of `memory.remat.remat_problem.COSTS`.
             offload: whether tensors may be moved to host memory.
             tell: called with each compiled plan.
 
         Raises:
             ReportError: the variant cannot run, or its blocks cannot be described.
-            Stopped: no more compiles are allowed.
+            Stopped: a limit was reached or the user pressed Ctrl-C.
         """
         full_keys = {**keys, **remat_keys(FULL)}
         full, described = self._ask([self.job(full_keys), self.job(full_keys, describe=True)])
@@ -205,8 +218,13 @@ class Trials:
         return RematSearch(problem, compile_plans, tell)
 
     def predicted(self, answer: Mapping[str, Any]) -> StepPrediction:
-        """Returns the predicted seconds per update of a compiled variant. Raises ReportError if they cannot be
-        predicted."""
+        """Returns the prediction of the seconds per update of a compiled variant.
+
+        answer: the worker's JSON record of the variant.
+
+        Raises:
+            ReportError: the seconds cannot be predicted.
+        """
         prediction = step_prediction.predict_answer(answer)
         if prediction is None:
             why = (
@@ -222,8 +240,10 @@ class Trials:
         return self.target.host_bytes_per_device
 
     def compiled(self, answer: Mapping[str, Any]) -> PlanFigures:
-        """Converts a worker's answer for the remat search: bytes on one device, and predicted seconds and recomputed
-        FLOPs per update."""
+        """Converts the worker's JSON record of a variant into the record that the remat search reads.
+
+        That record has the bytes on one device, and the predicted seconds and recomputed FLOPs per update.
+        """
         if answer["status"] != "ok":
             return PlanFigures(status=answer["status"])
         return PlanFigures(

@@ -35,7 +35,8 @@ from bytescope.train.step.optimizer.trainable import check_quantized, frozen_nam
 
 
 def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
-    """Returns the choices for the settings on these devices: mesh, kernels, batch, remat policies, frozen parameters.
+    """Checks settings against devices and against each other. Returns what they determine: mesh, kernels, batch, remat
+    policies, frozen parameters.
 
     Raises:
       ValueError: a setting cannot run on these devices. The message has the value and the remedy.
@@ -87,13 +88,14 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
 
 
 def check_without_devices(settings: Settings) -> None:
-    """Raises ValueError if a remat policy does not exist. This check needs no devices."""
+    """Raises ValueError if a remat policy does not exist. Unlike `check`, it needs no devices."""
     if settings.remat.policy != AUTO:
         settings.layer_policies(fp8=False)
 
 
 def _check_ring_and_length(settings: Settings, layout: Layout) -> None:
-    """Checks the model against ring attention, and the sequence length against the devices that share a sequence."""
+    """Raises ValueError if ring attention does not support the model, or if the devices of a mesh axis cannot divide
+    the sequence length."""
     model, context, tensor = settings.model, layout.context, layout.mesh.shape["tensor"]
     if context > 1 and model.dropout:
         raise ValueError(
@@ -125,8 +127,8 @@ def _check_ring_and_length(settings: Settings, layout: Layout) -> None:
 
 
 def _check_tiles(settings: Settings, layout: Layout) -> None:
-    """Checks that `model.mlp_chunk` divides a device's positions, and that the policy `custom` saves no tensor of the
-    MLP with it."""
+    """Raises ValueError if `model.mlp_chunk` does not divide a device's positions, or if `remat.policy=custom` saves a
+    tensor that the tiled MLP recomputes."""
     chunk, positions = settings.model.mlp_chunk, settings.seq_len // layout.stream_parts
     if not chunk:
         return
@@ -145,7 +147,8 @@ def _check_tiles(settings: Settings, layout: Layout) -> None:
 
 
 def _check_experts(settings: Settings, layout: Layout) -> None:
-    """Checks that experts are divisible by `mesh.expert`, and that the other settings can be combined with experts."""
+    """Raises ValueError if `mesh.expert` does not divide the experts, or if another setting does not support
+    experts."""
     model, parts, dispatch = settings.model, layout.mesh.shape["expert"], settings.mesh.dispatch
     asked = f"model.experts={model.experts}"
     if not model.experts:
@@ -174,14 +177,14 @@ def _check_experts(settings: Settings, layout: Layout) -> None:
         )
     if settings.lora.base != "bf16":
         raise ValueError(
-            f"lora.base={settings.lora.base} with {asked}: expert weights cannot be quantized; set lora.base=bf16"
+            f"lora.base={settings.lora.base} with {asked}: expert weights have no quantized format; set lora.base=bf16"
         )
 
 
 def _choose_kernels(
     settings: Settings, precision: Precision, layout: Layout
 ) -> tuple[ModelConfig, tuple[str, str], tuple[str, str]]:
-    """Returns the model with its kernels, then (attention kernel, reason) and (expert kernel, reason)."""
+    """Returns (model config with the kernels chosen, (attention kernel, reason), (expert kernel, reason))."""
     model, platform = ModelConfig.from_keys(settings.model), platform_of(layout.mesh.devices.flat[0])
     if settings.seq_len > model.max_seq_len:
         raise ValueError(
@@ -208,7 +211,8 @@ def _choose_kernels(
 
 
 def _check_offload(settings: Settings, layout: Layout, batch: BatchAlgebra) -> None:
-    """Checks that devices have host memory for `offload`, and that offloaded parameters can be streamed."""
+    """Raises ValueError if the devices have no host memory for `offload`, or if another setting prevents parameters in
+    host memory."""
     device = layout.mesh.devices.flat[0]
     asked = "offload.params=true" if settings.offload.params else "offload.optimizer=true"
     if (settings.offload.params or settings.offload.optimizer) and not has_host_memory(device):
@@ -229,7 +233,8 @@ def _check_offload(settings: Settings, layout: Layout, batch: BatchAlgebra) -> N
 
 
 def _check_unroll(model: ModelConfig, remat: LayerPolicies) -> None:
-    """Checks that ranges of layers fit the model, and that `model.unroll` divides each range that is a loop."""
+    """Raises ValueError if ranges of layers do not fit the model, or if `model.unroll` does not divide the layers of a
+    loop."""
     for segment in remat.segments(model.n_layers):
         count = (segment.stop - segment.start) // segment.groups
         if model.unroll < count and count % model.unroll:
@@ -243,7 +248,8 @@ def _check_unroll(model: ModelConfig, remat: LayerPolicies) -> None:
 def _choose_stages(
     settings: Settings, layout: Layout, model: ModelConfig, remat: LayerPolicies, batch: BatchAlgebra
 ) -> tuple[Schedule, Stages] | tuple[None, None]:
-    """Returns the schedule of the pipeline and the layers of its stages; (None, None) without a pipeline."""
+    """Returns the pipeline's schedule and the division of the layers among its stages. Returns (None, None) without a
+    pipeline."""
     stages, tensor, virtual = layout.mesh.shape["stage"], layout.mesh.shape["tensor"], settings.pipeline.virtual
     asked = f"mesh.stage={stages}"
     if stages == 1:
@@ -273,8 +279,8 @@ def _choose_stages(
 def _refused_with_stages(
     settings: Settings, model: ModelConfig, remat: LayerPolicies
 ) -> tuple[tuple[bool, str, str], ...]:
-    """Returns rows (True if the setting is used, key=value, reason and remedy) of settings that a pipeline does not
-    support."""
+    """Returns the settings that a pipeline does not support, as rows (True if the setting is used, "key=value", reason
+    and remedy)."""
     segments, mesh = remat.segments(model.n_layers), settings.mesh
     return (
         (
@@ -327,7 +333,7 @@ def _refused_with_stages(
 
 
 def _choose_adapters(settings: Settings, layout: Layout, model: ModelConfig) -> Lora | None:
-    """Returns the adapters; None if `lora.rank` is 0."""
+    """Returns the configuration of the LoRA adapters. Returns None if `lora.rank` is 0."""
     keys = settings.lora
     if not keys.rank:
         return None
@@ -364,7 +370,7 @@ def _choose_adapters(settings: Settings, layout: Layout, model: ModelConfig) -> 
 
 
 def _choose_frozen(choices: Choices) -> frozenset[str]:
-    """Returns the dotted paths of the parameters that are not trained. In `choices` no parameter is frozen yet."""
+    """Returns the dotted paths of the parameters that are not trained. The field `choices.frozen` is not read."""
     model, patterns = choices.model, choices.settings.optimizer.freeze
     biases = model.experts > 0 and model.router_bias
     if not choices.lora and not patterns and not biases:
@@ -379,7 +385,7 @@ def _choose_frozen(choices: Choices) -> frozenset[str]:
 
 
 def _check_frozen(settings: Settings, frozen: Collection[str], precision: Precision) -> None:
-    """Checks that the other settings can be combined with the frozen parameters (dotted paths)."""
+    """Raises ValueError if another setting does not support the frozen parameters. `frozen`: dotted paths."""
     if not frozen:
         return
     why = f"optimizer.freeze={','.join(settings.optimizer.freeze)}"

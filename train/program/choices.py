@@ -20,12 +20,12 @@ from bytescope.train.step.optimizer.rules import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """The checked choices for a config on some devices (`checks.check`).
+    """What a config determines on given devices, after all checks (the result of `checks.check`).
 
     Fields:
-      settings: the config as typed records.
+      settings: the config's values, as typed records.
       layout: the shardings over the mesh.
-      model, precision: those of the settings, with the kernels that the devices run.
+      model, precision: as in `settings`, with the kernels that the devices run.
       kernel: (attention kernel, reason).
       matmul: (how weight matmuls of the blocks are computed, reason).
       moe_kernel: (how expert matmuls are computed, reason); ("", "") without experts.
@@ -33,7 +33,7 @@ class Choices:
       batch: the sizes of the batch.
       frozen: dotted paths of the parameters that are not trained.
       lora: the adapters, None without adapters.
-      schedule, stages: the schedule of a pipeline and the layers of its stages, None without a pipeline.
+      schedule, stages: the pipeline's schedule and the layers of its stages, None without a pipeline.
     """
 
     settings: Settings
@@ -72,14 +72,15 @@ class Choices:
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Stack name -> the layer index of each of its rows. Only stacks that a pipeline stores in another order than
-        the model's are included."""
+        """Stack name -> the layer index of each row of the stack. It contains only the stacks whose rows a pipeline
+        stores in another order than the model's."""
         return self.stages.order if self.stages else {}
 
     def transformer(
         self, rngs: nnx.Rngs, *, place: Layout | None = None, remat: LayerPolicies | None = None
     ) -> Transformer:
-        """Returns the model. `place` and `remat` replace the layout and the remat policies of these choices."""
+        """Returns the model with these choices. `place` and `remat`, if given, replace the layout and the remat
+        policies."""
         model = Transformer(
             self.model,
             self.precision,
@@ -95,6 +96,6 @@ class Choices:
         return freeze(model, self.frozen, self.precision.compute) if self.frozen else model
 
     def abstract(self, **changes: Any) -> Transformer:
-        """Returns the model without allocating memory: every parameter is a shape. `changes`: keyword arguments of
-        `transformer`."""
+        """Returns the model with a shape in place of each parameter, without allocating memory. `changes`: keyword
+        arguments of `transformer`."""
         return nnx.eval_shape(lambda: self.transformer(nnx.Rngs(params=0), **changes))

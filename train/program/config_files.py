@@ -37,7 +37,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_tuple(text: str) -> tuple:
-    """Parses a tuple: `a,b` is ('a', 'b'), `1,2.0` and `(1, 2.0)` are numbers, and empty text is ()."""
+    """Parses a tuple: `a,b` gives ('a', 'b'), `1,2.0` and `(1, 2.0)` give numbers, and empty text gives ()."""
 
     def element(item: str) -> Any:
         try:
@@ -59,7 +59,7 @@ PARSERS: dict[type, Callable[[str], Any]] = {
 
 
 def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """Returns dotted key -> value of all keys. `prefix` is put before each key."""
+    """Returns the keys of a nested config in one dict, dotted key -> value. `prefix` is put before each key."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else {prefix + key: value}
@@ -67,21 +67,20 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 
 def load_flat(name: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
-    """Returns the config of `load` as a dict, dotted key -> value."""
+    """Returns the config that `load` reads as a flat dict, dotted key -> value."""
     return flatten(load(name, overrides))
 
 
 def purposes() -> dict[str, str]:
-    """Returns the first paragraph of the docstring of every shipped config, in one line, by the name of the config."""
+    """Returns what each shipped config is for: name of the config -> first paragraph of its docstring, in one line."""
     docstrings = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in shipped()}
     return {name: " ".join(text.split("\n\n")[0].split()) for name, text in docstrings.items()}
 
 
 def describe_keys() -> list[tuple[str, str, str]]:
-    """Returns (dotted key, default as text, meaning) of every key.
+    """Returns (dotted key, default as text, meaning) for every key of the base config.
 
-    The meaning is the comment of the key's assignment in configs/base.py, on the same line or on separate lines above
-    it.
+    The meaning is the comment at the key's assignment in configs/base.py, on the same line or above it.
     """
     source = Path(base.__file__).read_text(encoding="utf-8")
     lines, comments = source.splitlines(), _comments(source)
@@ -97,23 +96,24 @@ def describe_keys() -> list[tuple[str, str, str]]:
 
 
 def _comments(source: str) -> dict[int, str]:
-    """Returns line number -> comment of that line."""
+    """Returns the comments of Python source text, line number -> comment."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
 
 
 def as_text(value: Any) -> str:
-    """Formats a value for the command line: a tuple as a,b and a boolean in lower case."""
+    """Formats a value for the command line. A tuple becomes a,b and a boolean true or false."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
-    """Returns the config of file `name`, or of the folder of weights `hf:FOLDER`, with overrides applied.
+    """Returns a config with overrides applied. `name` is the name of a shipped config, a path, or `hf:FOLDER` for the
+    model of a Hugging Face folder.
 
     Args:
-      overrides: pairs (dotted key, value as text).
+      overrides: pairs (dotted key, value as text) that replace values of the config.
 
     Raises:
       UserError: the file does not exist or has no get_config(), a key is unknown, a value has the wrong type, the
@@ -140,7 +140,7 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
 
 
 def _call_get_config(path: Path) -> ConfigDict:
-    """Returns the result of get_config() in a file. Raises UserError if the file is not a config."""
+    """Calls get_config() of a Python file and returns its result. Raises UserError if the file is not a config."""
     if path.suffix != ".py":
         raise UserError(
             f"{path} is not a config: give a Python file with get_config(), or a name that bytescope configs lists"
@@ -171,7 +171,7 @@ def _call_get_config(path: Path) -> ConfigDict:
 
 
 def _check_keys(config: ConfigDict, path: Path) -> None:
-    """Raises UserError unless a config has exactly the keys of base.py, with values of their types."""
+    """Raises UserError unless a config has exactly the keys of configs/base.py, with values of the same types."""
     want, have = flatten(base.get_config()), flatten(config)
     for key in have:
         if key not in want:
@@ -187,25 +187,24 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
 
 
 def _nearest(key: str, valid: dict[str, Any]) -> str:
-    """Returns the end of a message about an unknown key: the keys that were probably meant, or how to list
-    all keys.
-    """
+    """Returns the end of a message about an unknown key: the valid keys that are most similar, or the command that
+    lists all keys."""
     near = _near_keys(key, valid)
     return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope keys lists the keys"
 
 
 def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:
-    """Returns the dotted keys of `valid` whose last part is `name` or its synonym in SYNONYMS. Default: keys of the
-    base config."""
+    """Returns the dotted keys whose last part is `name` or its synonym in SYNONYMS. `valid`: the keys to search, by
+    default those of the base config."""
     name = SYNONYMS.get(name, name)
     return [full for full in valid or flatten(base.get_config()) if full.rpartition(".")[2] == name]
 
 
 def _near_keys(key: str, valid: Iterable[str]) -> list[str]:
-    """Returns the keys that a misspelled key may mean.
+    """Returns the valid keys that are most similar to an unknown key.
 
-    These are keys with the same name or a synonym in any group, else similar names in its group, else similar names
-    anywhere.
+    Keys with the same last part, or a synonym of it, come first. If there are none, returns keys with a similar name
+    in the same group, or else in any group.
     """
     valid = list(valid)
     group, _, name = key.rpartition(".")
@@ -246,7 +245,8 @@ def override(config: ConfigDict, key: str, text: str) -> None:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Splits `argv` into (other arguments, overrides). Overrides are `--config.KEY=VALUE` and `--config.KEY VALUE`.
+    """Separates config overrides from other arguments. Returns (other arguments, pairs (key, value as text)).
+    Overrides are written `--config.KEY=VALUE` or `--config.KEY VALUE`.
 
     Raises:
       UserError: a key has no value.

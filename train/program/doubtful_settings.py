@@ -16,7 +16,7 @@ MAX_PASSES = 16
 
 
 def doubtful_settings(settings: Settings, platform: str) -> list[str]:
-    """Returns a warning line for each setting that is probably a mistake on devices of `platform`."""
+    """Returns warnings about settings that are probably mistakes on devices of `platform`, one line each."""
     lines, optimizer, steps = [], settings.optimizer, settings.steps
     if optimizer.warmup_steps > steps:
         lines.append(
@@ -35,9 +35,9 @@ def doubtful_settings(settings: Settings, platform: str) -> list[str]:
 
 
 def doubtful_data(settings: Settings, data: Data, read: int) -> list[str]:
-    """Returns a warning line for each setting that is probably a mistake for this data.
+    """Returns warnings about settings that are probably mistakes for this training data, one line each.
 
-    `read`: number of sequences that all updates of the run read.
+    `read`: number of sequences that the whole run reads.
     """
     lines, steps, vocabulary = [], settings.steps, settings.model.vocab_size
     passes = read / len(data.train)

@@ -46,13 +46,13 @@ from bytescope.train.step.train_step import ACCUMULATION, Loss, StepParts, eval_
 
 @dataclasses.dataclass(frozen=True)
 class Program(Choices):
-    """The description of a training program. No memory is allocated until `init` runs.
+    """A training program that can be compiled and run. It allocates no device memory until `init` is called.
 
     Fields:
       parts: the functions and settings of the step.
       state: the training state, a tree of ShapeDtypeStruct with shardings.
       graph: the graph definition of the model.
-      decided: the plan that `remat.policy=auto` chose, in one line; "" for other policies.
+      decided: the remat policy that `remat.policy=auto` chose, in one line; "" for other policies.
     """
 
     parts: StepParts
@@ -62,7 +62,7 @@ class Program(Choices):
 
     @property
     def mesh(self) -> Mesh:
-        """The devices by mesh axis."""
+        """The device mesh of the program."""
         return self.layout.mesh
 
     @property
@@ -72,12 +72,14 @@ class Program(Choices):
 
     @property
     def calls_per_update(self) -> int:
-        """Calls of the step per optimizer update. If the accumulation has a schedule, the maximum over all updates."""
+        """Number of calls of the step per optimizer update. If the accumulation changes during the run, the maximum
+        over all updates."""
         return 1 if self.scanned else self.batch.accumulation
 
     @cached_property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The batch of one call of the step: name -> int32 [B, L], or [A, B, L] with in-step accumulation."""
+        """The arrays of the batch for one call of the step: name -> int32 [B, L], or [A, B, L] with in-step
+        accumulation."""
         shape: tuple[int, ...] = (self.batch.rows, self.batch.seq_len)
         axes: tuple[str | None, ...] = ("batch", "length")
         if self.scanned:
@@ -87,7 +89,7 @@ class Program(Choices):
 
     @cached_property
     def eval_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """One held-out micro-batch: name -> int32 [B, L]."""
+        """The arrays of one held-out micro-batch: name -> int32 [B, L]."""
         array = jax.ShapeDtypeStruct(
             (self.batch.rows, self.batch.seq_len), jnp.int32, sharding=self.layout.sharding(("batch", "length"))
         )
@@ -95,7 +97,7 @@ class Program(Choices):
 
     @cached_property
     def step(self) -> Any:
-        """The jitted step (state, batch) -> (state, metrics). The state is donated."""
+        """The jitted training step (state, batch) -> (state, metrics). Its argument `state` is donated."""
         # A separate function, because reports show the names of its arguments, `state` and `batch`.
         parts = self.parts
         body = fused_step if parts.fused else ACCUMULATION[self.settings.batch.mode][0]
@@ -107,7 +109,7 @@ class Program(Choices):
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted evaluation (params, batch [B, L], frozen) -> Tally."""
+        """The jitted evaluation (params, batch [B, L], frozen) -> Tally, the loss sum and the number of targets."""
         return jax.jit(partial(eval_step, self.parts))
 
     @property
@@ -115,35 +117,36 @@ class Program(Choices):
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     def lower(self) -> jax.stages.Lowered:
-        """Lowers the step for the mesh's devices, which may be described devices."""
+        """Lowers the training step for the devices of the mesh, which may be described devices that are not
+        present."""
         with xla_remat_pass(self.settings.remat.xla_pass), self._for_kernels():
             return self.step.lower(self.state, self.batch_shapes)
 
     def _for_kernels(self) -> contextlib.AbstractContextManager:
-        """Returns a context in which the program's Pallas kernels can be lowered, if it has any."""
+        """Returns a context manager in which the program's Pallas kernels, if it has any, can be lowered."""
         needed = self.matmul[0] == "fp8_native" or self.moe_kernel[0] == "grouped"
         return for_pallas(self.mesh) if needed else contextlib.nullcontext()
 
     @property
     def compiler_options(self) -> Options:
-        """The XLA compiler options of the program, name -> value."""
+        """The XLA options with which the program is compiled, name -> value."""
         return compiler_options(self.settings.xla, self.settings.mesh.prefetch, self.mesh.devices.flat[0].platform)
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the step that runs."""
+        """Compiles the training step for execution."""
         lowered = self.lower()
         with xla_remat_pass(self.settings.remat.xla_pass), hold_back_log():
             return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
 
     def compile_for_report(self, *, exact: bool = False) -> Compilation:
-        """Returns the compiled step with its buffers as the compiler assigned them, for `memory.analysis.report_of`.
+        """Compiles the training step. Returns it with the compiler's buffer assignment, for a memory report.
 
         Args:
-          exact: True to compile again if the persistent cache has the program, because a cached executable has no heap
-            trace.
+          exact: True to compile even if the persistent cache has the program. Programs from the cache have no heap
+            trace, which gives exact buffer lifetimes.
 
         Raises:
-          ValueError: an offload policy moves nothing, or some stages would wait forever in a collective.
+          ValueError: an offload policy moves nothing, or some pipeline stages would wait forever in a collective.
           ReportError: an array is too large for XLA.
         """
         with xla_remat_pass(self.settings.remat.xla_pass), self._for_kernels():
@@ -155,7 +158,7 @@ class Program(Choices):
         return dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=notes)
 
     def init(self) -> TrainState:
-        """Creates the initial state on the devices in its shardings. Its values are the same on every mesh."""
+        """Creates the initial training state on the devices, sharded. Its values are the same on every mesh."""
         return compute_in_groups(self._init, self.state)(self.settings.seed)
 
     def _init(self, seed: jax.Array) -> TrainState:
@@ -167,7 +170,8 @@ class Program(Choices):
         )
 
     def init_around(self, params: Any) -> TrainState:
-        """Returns the initial state with the given parameters, which must be in their shardings. They are not copied.
+        """Returns the initial state with the given parameters, which are not copied. They must already have the
+        program's shardings.
 
         With adapters `params` are the frozen parameters, and the adapters are initialized as in `init`.
         """
@@ -189,7 +193,7 @@ class Program(Choices):
         return dataclasses.replace(fresh, params=trained, frozen=frozen)
 
     def init_frozen(self) -> Any:
-        """Returns only the frozen parameters of `init`; None if all parameters are trained."""
+        """Creates only the frozen parameters of the initial state. Returns None if all parameters are trained."""
         if not self.frozen:
             return None
 
@@ -206,7 +210,7 @@ def init_state(
     """Returns the state before the first step.
 
     Args:
-      scaling: the rule of the loss scale, None without one.
+      scaling: the rule of dynamic loss scaling, None without loss scaling.
       frozen: dotted paths of parameters that are not trained.
     """
     trained, rest = split_parameters(nnx.to_pure_dict(nnx.state(transformer, nnx.Param)), frozen)
@@ -222,8 +226,8 @@ def state_around(
 ) -> TrainState:
     """Returns the state before the first step with the given trained and frozen parameters.
 
-    The optimizer state depends only on the shapes of the trained parameters. `routed`: (layers with experts, experts
-    in each), None without experts.
+    The optimizer state depends only on the shapes of the trained parameters. `routed`: (number of layers with experts,
+    experts in each), None without experts.
     """
     loss_scale = None if scaling is None else scaling.init()
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed), loss_scale, frozen)
@@ -262,7 +266,7 @@ def describe_state(
 
 
 def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
-    """Returns the description of a config's program over `devices` (default: all devices of this process's backend).
+    """Builds the training program of a config. `devices`: by default all devices of this process's backend.
 
     A config with `remat.policy=auto` must first be resolved by `train.plan.remat_auto.settled_program`.
 
@@ -273,10 +277,10 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
 
 
 def assemble(choices: Choices, decided: str = "") -> Program:
-    """Returns the program of checked choices: its parts, and its state as shapes with shardings.
+    """Builds the training program from checked choices.
 
     Args:
-      decided: the plan that `remat.policy=auto` chose, in one line.
+      decided: the remat policy that `remat.policy=auto` chose, in one line.
 
     Raises:
       ValueError: the traced model cannot run: a parameter is not divisible over the mesh, a checkpoint name does not
@@ -324,10 +328,10 @@ def assemble(choices: Choices, decided: str = "") -> Program:
 
 
 def _micro_steps(choices: Choices) -> int | Callable[[jax.Array], jax.Array]:
-    """Returns the number of micro-batches that the optimizer sums for one update: 1, or the accumulation with
-    optax.MultiSteps.
+    """Returns the number of calls of the optimizer per update. It is 1 unless `optax.MultiSteps` accumulates
+    gradients.
 
-    If the accumulation has a schedule, the result is a function of the update's index.
+    If the accumulation has a schedule, returns a function from the update's index to the number.
     """
     batch = choices.batch
     wrapped = ACCUMULATION[choices.settings.batch.mode][1]
@@ -362,12 +366,11 @@ def _make_loss(choices: Choices, graph: nnx.GraphDef, layout: Layout) -> Loss:
 
 
 def _make_local_loss(choices: Choices) -> Loss | None:
-    """Returns the loss of one rank's sequences, if each rank sums its own gradients; else None.
+    """Returns the loss over one rank's sequences. Returns None if gradients are not reduced once per call of the step.
 
-    The sums are then reduced once, at the end of a call of the step. Under zero1 that sends half the bytes of an
-    all-reduce. Under ddp a single micro-batch is better reduced layer by layer during the backward pass. Gradients are
-    not reduced once inside a ring of devices, nor with experts, because their rows go to other ranks in every
-    micro-step.
+    One reduction at the end of the step sends fewer bytes than one per micro-batch. It is not used under ddp with a
+    single micro-batch, where the reduction can overlap with the backward pass; with ring attention; or with experts,
+    whose tokens go to other ranks.
     """
     settings, layout = choices.settings, choices.layout
     if choices.schedule or settings.optimizer.fused_backward:
@@ -382,7 +385,7 @@ def _make_local_loss(choices: Choices) -> Loss | None:
 
 
 def _make_scaling(choices: Choices) -> Scaling | None:
-    """Returns the rule of the loss scale; None if the precision has no dynamic loss scale."""
+    """Returns the rule of dynamic loss scaling. Returns None if the precision preset has none."""
     if choices.precision.loss_scale != "dynamic":
         return None
     keys, batch = choices.settings.precision, choices.batch
@@ -390,7 +393,7 @@ def _make_scaling(choices: Choices) -> Scaling | None:
 
 
 def _describe_weights(choices: Choices, abstract: Transformer) -> Weights:
-    """Returns the description of the trained parameters as a step reads them."""
+    """Returns the functions that cast and shard trained parameters and gradients for a step."""
     axes, products, in_float32 = (
         split_parameters(tree, choices.frozen)[0]
         for tree in (logical_axes(abstract), contracted(abstract), always_float32(abstract))
@@ -404,7 +407,7 @@ def _make_partwise(
     micro_steps: int | Callable[[jax.Array], jax.Array],
     state: TrainState,
 ) -> PartwiseUpdate | None:
-    """Returns the update layer by layer; None if no key needs it."""
+    """Returns the optimizer update that is computed layer by layer. Returns None if no config key needs it."""
     if not choices.settings.layerwise_key:
         return None
     assert isinstance(micro_steps, int)  # an update layer by layer has no schedule of the accumulation
@@ -422,7 +425,7 @@ def _make_partwise(
 def _make_fused(
     choices: Choices, graph: nnx.GraphDef, weights: Weights, partwise: PartwiseUpdate | None, dropout: bool
 ) -> FusedBackward | None:
-    """Returns the update inside the backward pass; None if it is not configured."""
+    """Returns the backward pass that includes the update. Returns None if `optimizer.fused_backward` is false."""
     if choices.schedule or not choices.settings.optimizer.fused_backward:
         return None
     assert partwise is not None  # optimizer.fused_backward needs a layerwise update
@@ -432,7 +435,8 @@ def _make_fused(
 def _make_pipeline(
     choices: Choices, graph: nnx.GraphDef, weights: Weights, dropout: bool
 ) -> tuple[PipelineGradients, Loss]:
-    """Returns the gradients of an update's micro-batches through the stages, and the loss of a held-out batch."""
+    """Returns the function that computes gradients in a pipeline, and the loss function for evaluation in the
+    pipeline."""
     precision, schedule, stages, routed = choices.precision, choices.schedule, choices.stages, choices.model.routed
     assert schedule is not None and stages is not None
     staged = choices.layout.staged
@@ -460,13 +464,14 @@ def _make_pipeline(
 
 
 def _bias_rate(choices: Choices, abstract: Transformer) -> float:
-    """Returns the step of the routers' biases per update; 0 without biases, or if the routers are frozen."""
+    """Returns the change of a router bias per update. Returns 0 if there are no router biases or the routers are
+    frozen."""
     trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(abstract))
     return choices.optimizer.router_bias_rate if choices.model.router_bias and trains else 0.0
 
 
 def pipeline_notes(choices: Choices, state: TrainState) -> tuple[str, ...]:
-    """Returns the notes of a report about the figures of a pipelined step; () without stages."""
+    """Returns notes for the report of a pipelined step, which explain its numbers. Returns () without a pipeline."""
     schedule, stages = choices.schedule, choices.stages
     if schedule is None or stages is None:
         return ()

@@ -101,10 +101,11 @@ class PipelineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The keys of a config that determine its program. Each value is valid by itself.
+    """The config values that determine the training program. Each value is valid by itself; combinations are not
+    checked yet.
 
     Fields:
-      config: all keys as read, for reports and for work outside the step.
+      config: the whole config.
       seed: random seed.
       steps: number of optimizer updates.
       seq_len: tokens per sequence.
@@ -131,7 +132,7 @@ class Settings:
 
     @property
     def layerwise_key(self) -> str:
-        """The first key, as key=value, that needs an optimizer update layer by layer; "" if no key does."""
+        """The first setting, as key=value, that requires an optimizer update layer by layer; "" if there is none."""
         asked = {
             "optimizer.fused_backward=true": self.optimizer.fused_backward,
             "offload.optimizer=true": self.offload.optimizer,
@@ -159,10 +160,10 @@ class Settings:
 
 
 def read_settings(config: ConfigDict) -> Settings:
-    """Returns the settings of a config.
+    """Reads the settings from a config and checks each value by itself.
 
     Raises:
-      ValueError: a value is not in the table of its key, not finite, or out of range.
+      ValueError: a value is unknown, not finite, or out of range.
     """
     check_values(flatten(config))
     data = config.data

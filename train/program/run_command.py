@@ -9,12 +9,12 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """The words of a `bytescope train` command.
+    """A `bytescope train` command, from which other commands for the same run are made.
 
     Fields:
       config: the name or path of the config, "" for the default.
       overrides: pairs (dotted key, value as text), in order.
-      flags: other flags that a repetition needs, such as --rates and the flags of multi-process runs.
+      flags: the other flags that must be repeated, such as --rates and the flags of multi-process runs.
       verbose: True if --verbose was given.
     """
 
@@ -25,7 +25,7 @@ class Command:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "Command":
-        """Returns the command of the parsed arguments. With --fit its overrides are those that the search chose."""
+        """Returns the command that the user gave. With --fit, its overrides are the settings that the search chose."""
         flags = []
         for name in ("rates", "coordinator", "process", "processes"):
             value = getattr(args, name)
@@ -55,7 +55,7 @@ class Command:
         return shlex.join(words)
 
     def extend(self, workdir: Path, steps: int) -> str:
-        """Returns the command that continues training until `steps` updates."""
+        """Returns the command that continues a finished run until `steps` updates."""
         return self.resume(workdir, {"train.steps": str(steps)}, "--extend")
 
 

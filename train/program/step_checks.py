@@ -17,7 +17,8 @@ from bytescope.train.step.state import TrainState
 
 
 def check_traced(choices: Choices, loss: Callable[..., Any], state: TrainState) -> None:
-    """Checks checkpoint names and the update layer by layer against the traced loss.
+    """Traces the loss, and checks that the program has the checkpoint names of the config and supports an update layer
+    by layer if the config needs one.
 
     Args:
       loss: (params, batch, dropout_key_B, frozen) -> (total, auxiliary output).
@@ -35,7 +36,7 @@ def check_traced(choices: Choices, loss: Callable[..., Any], state: TrainState) 
 
 
 def _check_checkpoint_names(choices: Choices, loss: Callable[..., Any], state: TrainState) -> None:
-    """Checks that the program has the checkpoint names in the config, because JAX ignores unknown names."""
+    """Raises ValueError if the program lacks a checkpoint name of the config. JAX itself ignores unknown names."""
     asked, batch = choices.remat.asked, choices.batch
     if not asked:
         return
@@ -52,7 +53,8 @@ def _check_checkpoint_names(choices: Choices, loss: Callable[..., Any], state: T
 
 
 def _check_layerwise(choices: Choices) -> None:
-    """Checks that no setting needs the update of all layers together."""
+    """Raises ValueError if the config needs an update layer by layer, and another setting needs the update of all
+    layers together."""
     settings = choices.settings
     if choices.precision.loss_scale == "dynamic":
         raise ValueError(
@@ -67,7 +69,7 @@ def _check_layerwise(choices: Choices) -> None:
 
 
 def _check_fused(choices: Choices, state: TrainState) -> None:
-    """Checks that the other settings can be combined with an update inside the backward pass."""
+    """Raises ValueError if another setting does not support an update inside the backward pass."""
     settings, model = choices.settings, choices.model
     asked = "optimizer.fused_backward=true"
     if model.experts:
@@ -103,10 +105,10 @@ def _check_fused(choices: Choices, state: TrainState) -> None:
 
 
 def check_compiled(choices: Choices, compilation: Compilation) -> None:
-    """Checks the compiled step of these choices.
+    """Checks the compiled step for offloading that has no effect and for deadlocks.
 
     Raises:
-      ValueError: an offload policy moves nothing, or some stages would wait forever in a collective.
+      ValueError: an offload policy moves nothing, or some pipeline stages would wait forever in a collective.
     """
     _check_offloaded(choices, compilation)
     if choices.schedule:
@@ -114,7 +116,8 @@ def check_compiled(choices: Choices, compilation: Compilation) -> None:
 
 
 def _check_offloaded(choices: Choices, compilation: Compilation) -> None:
-    """Checks that an offload policy moves something. On a CPU, whose memory is the host's, it may move nothing."""
+    """Raises ValueError if an offload policy moves nothing to host memory. On a CPU, whose memory is host memory, that
+    is not an error."""
     segments = choices.remat.segments(choices.model.n_layers)
     offloading = [segment.name for segment in segments if segment.policy.offloads]
     on_cpu = choices.layout.mesh.devices.flat[0].platform == "cpu"
@@ -126,10 +129,10 @@ def _check_offloaded(choices: Choices, compilation: Compilation) -> None:
 
 
 def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
-    """Checks that no collective of a compiled step waits for devices of a stage that skips it.
+    """Checks that no collective of a compiled step waits for the devices of a pipeline stage that does not execute it.
 
     Raises:
-      ValueError: a stage skips a collective. The message names the first such collective and the remedy.
+      ValueError: there is such a collective. The message names the first one and the remedy.
     """
     module, devices = compilation.program.module, mesh.devices.flat
     axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.read_layouts(compilation.executable)

@@ -112,10 +112,10 @@ MAX_FLOAT = float(jnp.finfo(jnp.float32).max)
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Checks each value of a config, dotted key -> value, separately.
+    """Checks each value of a config by itself. `values`: dotted key -> value.
 
     Raises:
-      ValueError: a value is not in the table of its key, not finite, or out of range. The message has the remedy.
+      ValueError: a value is unknown, not finite, or out of range. The message has the remedy.
     """
     for key, value in values.items():
         _check_text_or_number(key, value)
@@ -164,8 +164,8 @@ def _check_vocabulary(vocab_size: int, multiple: int) -> None:
 
 
 def _check_names_of_the_model(values: Mapping[str, Any]) -> None:
-    """Raises ValueError if a name is in no table of the model. Unlike the model's own check, the message has the
-    nearest name."""
+    """Raises ValueError if a name, such as a remat policy, does not exist. The message suggests the most similar
+    name."""
     for key, table in OF_THE_MODEL.items():
         value = values[key]
         if key in MAY_BE_EMPTY and not value:

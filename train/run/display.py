@@ -26,8 +26,8 @@ DROP_ORDER = ("HFU", "in use", "short wait", "lr", "grad", "load", "MFU", "peak"
 
 
 def describe(row: Mapping[str, Any], width: int | None = None) -> str:
-    """Formats the metrics of a row of `metrics.jsonl` in one line. `width`: number of columns to stay within, if
-    possible."""
+    """Formats the metrics of a row of `metrics.jsonl` as one line of text. `width`: maximum number of columns; the
+    line is longer if it cannot be shortened enough."""
     if "eval_loss" in row:
         return f"held-out loss {row['eval_loss']:.4f} ({row['eval_tokens']:,} tokens)"
     parts = _parts(row)
@@ -38,7 +38,7 @@ def describe(row: Mapping[str, Any], width: int | None = None) -> str:
 
 
 def _joined(parts: Mapping[str, str]) -> str:
-    """Returns the parts in one line. The two memory figures are merged into one."""
+    """Joins the formatted metrics to one line. The predicted and the measured memory are shown together."""
     memory = "/".join(parts[name] for name in ("in use", "peak") if name in parts)
     texts = [text for name, text in parts.items() if name not in ("in use", "peak")]
     if memory:
@@ -47,7 +47,7 @@ def _joined(parts: Mapping[str, str]) -> str:
 
 
 def _parts(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the parts of a row, name -> text, in order."""
+    """Formats the metrics of a row: name -> text, in the order in which they are shown."""
     norm = "skipped" if row["grad_norm"] is None else f"grad {row['grad_norm']:.2f}"
     parts = {"loss": f"loss {row['loss']:.4f}", "lr": f"lr {row['lr']:.2e}", "grad": norm}
     if "loss_scale" in row:
@@ -71,13 +71,13 @@ def _parts(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Display:
-    """Shows each row above a bar on a terminal, and as a plain line elsewhere. Use it as `with Display(...) as
-    display`.
+    """Prints the rows of metrics of a run. On a terminal there is a progress bar below them. Use it as `with
+    Display(...) as display`.
 
     Args:
-      console: receives the rows.
+      console: where the rows are printed.
       steps: total number of steps of the run.
-      start: the step at which this start of the run begins.
+      start: number of steps that were done before this start of the run.
     """
 
     def __init__(self, console: Console, steps: int, start: int):
@@ -108,18 +108,18 @@ class Display:
         self.close()
 
     def close(self) -> None:
-        """Removes the bar. Later output goes below the rows."""
+        """Removes the progress bar. Later output is printed below the rows."""
         if self._progress is not None:
             self._progress.stop()
 
     def advance(self, step: int) -> None:
-        """Moves the bar to a finished step."""
+        """Moves the progress bar to a finished step."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Shows another activity, `what`, in the bar while the context lasts."""
+        """Shows another activity, `what`, in the progress bar while the context lasts."""
         if self._progress is not None:
             self._progress.update(self._task, description=what)
         yield
@@ -138,23 +138,24 @@ class Display:
             self._paced, self._began, self._start = True, time.monotonic(), row["step"]
 
     def note(self, text: str) -> None:
-        """Prints a line between the rows, without markup and without cutting it."""
+        """Prints a line of text between the rows, without interpreting markup or cutting the line."""
         self._console.print(Text(safe(text)), soft_wrap=True, highlight=False)
 
     def left(self, step: int) -> str:
-        """Returns the time left after step `step` as text, from the mean pace since the first row."""
+        """Returns the remaining time of the run after step `step` as text, from the mean time per step since the first
+        row."""
         done = max(step - self._start, 1)
         return f"{clock((time.monotonic() - self._began) / done * (self._steps - step))} left"
 
 
 class _Left(TextColumn):
-    """The column with the time left."""
+    """The column of the progress bar that shows the remaining time."""
 
     def __init__(self, display: Display):
         super().__init__("")
         self._display = display
 
     def render(self, task: Task) -> Text:
-        """Returns the time left, or empty text before the first step, which is not typical."""
+        """Returns the remaining time. It is empty before the first step, whose duration is not typical."""
         step = int(task.completed)
         return unwrapped(Text(self._display.left(step) if step > self._display._start else ""))

@@ -20,8 +20,8 @@ ANSWERS = "answers.jsonl"  # in the run directory
 def held_out_loss(
     program: Program, data: Data, state: TrainState, stopping: Callable[[], bool], working: Callable[[], None]
 ) -> tuple[float, int] | None:
-    """Returns (loss in nats per token, number of tokens) over the held-out data; None if `stopping()` became true
-    first.
+    """Evaluates on the held-out data. Returns (loss in nats per token, number of tokens), or None if `stopping()`
+    became true before the end.
 
     `working` is called before each batch.
     """
@@ -45,10 +45,10 @@ def held_out_loss(
 
 
 class EvalPrompts:
-    """The prompts of `train.eval_prompts`, which are answered at each evaluation.
+    """Answers the prompts of `train.eval_prompts` at each evaluation.
 
     Raises:
-      UserError: the file cannot be read, or a row has no text.
+      UserError: the file of prompts cannot be read, or a row has no text.
     """
 
     def __init__(self, program: Program, data: Data):
@@ -74,7 +74,8 @@ class EvalPrompts:
             self._sampler = Sampler(program, config.sample_tokens, max(map(len, self._prompts)), len(self._prompts))
 
     def answers(self, params: Any, step: int) -> list[dict[str, Any]]:
-        """Returns a row of the answers' file for each prompt: step, row, prompt, text."""
+        """Generates an answer to each prompt. Returns rows for the file of answers, with the keys step, row, prompt
+        and text."""
         if not self.texts:
             return []
         config, program = self.program.config.train, self.program

@@ -14,14 +14,14 @@ HostBatch = dict[str, np.ndarray]
 
 
 def _pieces(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
-    """Returns [first row, end) of each part of a batch [..., B, L] on this process's devices, in order, without
-    duplicates."""
+    """Returns the rows of a batch [..., B, L] on this process's devices, as (first row, end) of each range, in order
+    and without duplicates."""
     indices = shape.sharding.addressable_devices_indices_map(shape.shape).values()
     return sorted({index[-2].indices(shape.shape[-2])[:2] for index in indices})
 
 
 def local_rows(program: Program) -> list[slice]:
-    """Returns the rows of each batch that belong to this process's devices, in order, without duplicates."""
+    """Returns the rows of each batch that this process's devices need, in order and without duplicates."""
     slices = []
     for micro in range(program.batch.read_steps):
         first = micro * program.batch.rows
@@ -31,14 +31,15 @@ def local_rows(program: Program) -> list[slice]:
 
 
 def held_out_rows(program: Program) -> list[slice]:
-    """Returns the rows of each held-out micro-batch that belong to this process's devices."""
+    """Returns the rows of each held-out micro-batch that this process's devices need."""
     rows = program.batch.rows
     return [piece for piece in local_rows(program) if piece.stop <= rows]
 
 
 @hosted("put_on_devices")
 def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Returns this process's rows as global arrays of `shapes`. The transfer may still be running."""
+    """Transfers this process's rows to its devices. Returns global arrays of `shapes`. The transfer may still be
+    running."""
     return {name: _put_array(host[name], shape) for name, shape in shapes.items()}
 
 
@@ -56,9 +57,8 @@ def _put_array(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
-    """Returns the device batches of each call of the step, from one host batch, which is an update or a
-    part of one.
-    """
+    """Transfers a host batch to the devices. Returns the device batches, one for each call of the step. The host batch
+    is an update or a part of one."""
     micro_steps = program.batch.read_steps
     split = {name: array.reshape(micro_steps, -1, array.shape[-1]) for name, array in host.items()}
     if program.scanned:
@@ -72,8 +72,7 @@ def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
 def feed(program: Program, batches: Iterator[HostBatch], update: int = 0) -> Iterator[list[dict[str, Any]]]:
     """Yields the device batches of each update, starting with update number `update`.
 
-    The caller asks for the next update while the devices compute the last one, so that reading and transfer overlap
-    with the step.
+    Ask for the next update while the devices compute the current one. Reading and transfer then overlap with the step.
     """
     for number in itertools.count(update):
         reads = program.batch.at(number) // program.batch.read_steps

@@ -27,8 +27,8 @@ from bytescope.train.weights.load import load_leaves, load_params
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[TrainState, Position]:
     """Returns the state and position of the newest undamaged checkpoint, or the initial state if there is none.
 
-    Frozen parameters are loaded again from their original source. The exception are router biases, which updates
-    change and checkpoints therefore contain.
+    Frozen parameters are not in checkpoints and are loaded again from their original source. The exception is router
+    biases, which updates change.
     """
     restored = checkpoints.restore(
         program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True), program.order
@@ -44,7 +44,8 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
 
 
 def _initial_state(program: Program, console: Console) -> TrainState:
-    """Returns the first state: parameters random or from `init.folder`, adapters random or from `init.adapter`."""
+    """Returns the state at the start of a run. Parameters are random or from `init.folder`, and adapters are random or
+    from `init.adapter`."""
     params = initial_params(program, console)
     state = program.init() if params is None else program.init_around(params)
     adapters = initial_adapters(program)
@@ -54,7 +55,7 @@ def _initial_state(program: Program, console: Console) -> TrainState:
 
 
 def fingerprint_of_weights(program: Program) -> str:
-    """Returns the fingerprint of `init.folder`, "" without one.
+    """Returns the fingerprint of the weights in `init.folder`; "" if the key is not set.
 
     Raises UserError unless the folder has all tensors of the model.
     """
@@ -66,7 +67,7 @@ def fingerprint_of_weights(program: Program) -> str:
 
 
 def fingerprint_of_adapter(program: Program) -> str:
-    """Returns the fingerprint of `init.adapter`, "" without one.
+    """Returns the fingerprint of the adapter in `init.adapter`; "" if the key is not set.
 
     Raises UserError unless the folder has all adapters of the run.
     """
@@ -75,13 +76,15 @@ def fingerprint_of_adapter(program: Program) -> str:
 
 
 def initial_adapters(program: Program) -> Any:
-    """Returns the adapters of `init.adapter` in the program's shardings and dtypes; None without a folder."""
+    """Returns the adapters of `init.adapter`, with the program's shardings and dtypes. Returns None if the key is not
+    set."""
     leaves = _adapter_leaves(program)
     return load_leaves(leaves, program.model, program.state.params, order=program.order) if leaves else None
 
 
 def _adapter_leaves(program: Program) -> dict[str, Leaf]:
-    """Returns the adapter's path in the tree -> its tensor in the folder `init.adapter`; empty without a folder."""
+    """Returns the tensors in the folder `init.adapter`: path in the parameter tree -> tensor. Returns {} if the key is
+    not set."""
     init, lora = program.config.init, program.config.lora
     if not init.adapter:
         return {}
@@ -91,15 +94,16 @@ def _adapter_leaves(program: Program) -> dict[str, Leaf]:
 
 
 def initial_params(program: Program, console: Console) -> Any:
-    """Returns the parameters of `init.folder`, without adapters, in the program's shardings and dtypes; None without a
-    folder."""
+    """Returns the parameters of `init.folder`, without adapters, with the program's shardings and dtypes. Returns None
+    if the key is not set."""
     if not program.config.init.folder:
         return None
     return _loaded(program, program.state.frozen if program.lora else program.state.model_params, console)
 
 
 def frozen_params(program: Program, console: Console) -> Any:
-    """Returns the frozen parameters as they were at the start of the run, in the program's shardings and dtypes.
+    """Returns the frozen parameters with their values at the start of the run, with the program's shardings and
+    dtypes.
 
     Returns None if all parameters are trained.
     """

@@ -49,14 +49,14 @@ from bytescope.train.user_errors import NonFinite, UserError
 
 @dataclasses.dataclass(frozen=True)
 class RunStart:
-    """One start of the command.
+    """One start of `bytescope train`. A run that is interrupted and resumed has several starts.
 
     Fields:
       workdir: the run directory.
-      console: receives the output.
+      console: where output is printed.
       processes: the processes that train together.
-      traced: the updates to trace by --profile.
-      command: the command that started the run, for suggesting the next command.
+      traced: the updates that --profile traces.
+      command: the command of this start, from which messages suggest the next command.
       began: time of the start, in seconds of `time.monotonic`.
       stop: handles the signals.
     """
@@ -72,15 +72,15 @@ class RunStart:
 
 @dataclasses.dataclass
 class Run:
-    """The shared data of the parts of the loop.
+    """The data that the functions of the training loop share.
 
     Fields:
       peak_flops: peak FLOPs per second of one device; None if unknown.
       predicted_bytes: predicted bytes in use per device, shown beside the measured bytes.
       stop: names of signals that this process received.
-      prompts: prompts that each evaluation answers.
-      answers: log of the answers.
-      agreed: names of signals that all processes act on.
+      prompts: answers prompts at each evaluation.
+      answers: the file of answers.
+      agreed: names of signals, of any process, that all processes act on.
       evaluated: (step, held-out loss) of this start's last evaluation.
     """
 
@@ -107,9 +107,9 @@ class Run:
         return self.program.config
 
     def stopping(self) -> bool:
-        """Returns True if any process was asked to stop.
+        """Returns True if any process of the run has received a signal to stop.
 
-        All processes must call it at the same places of the loop, so that all stop at the same step.
+        All processes must call it at the same points of the loop, so that all stop at the same step.
         """
         if not self.agreed:
             for names in self.processes.gather(self.stop):
@@ -117,7 +117,8 @@ class Run:
         return bool(self.agreed)
 
     def record(self, row: dict[str, Any], values: dict[str, Any] | None = None) -> None:
-        """Writes one row of metrics to disk, to the recorders and to the screen. `values`: all metrics of its step."""
+        """Records one row of metrics: writes it to metrics.jsonl and the recorders, and prints it. `values`: all
+        metrics of the row's step."""
         self.log.write(row)
         self.recorders.write(row, loads_by_layer(values or {}, self.program.model))
         self.display.show(row)
@@ -127,7 +128,8 @@ class Run:
 def evaluate(run: Run, state: TrainState, step: int) -> float | None:
     """Evaluates after `step`, and records the loss and the answers to the prompts.
 
-    Returns the held-out loss in nats per token. Returns None if a signal arrived first; the next start then evaluates.
+    Returns the held-out loss in nats per token, or None if a signal interrupted the evaluation. The next start then
+    repeats it.
     """
     working = partial(run.processes.at, f"evaluating at step {step}")
     held_out = held_out_loss(run.program, run.data, state, run.stopping, working)
@@ -148,7 +150,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     """Waits for the metrics of one step while the next step runs, checks them and records them.
 
     Raises:
-      NonFinite: the loss is not finite, or a gradient overflowed without a loss scale that could be reduced.
+      NonFinite: the loss is not finite, or a gradient is not finite and there is no loss scale to reduce.
     """
     values = jax.device_get(metrics)
     batch, mesh = run.program.batch, run.program.mesh
@@ -192,7 +194,8 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
 
 
 def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:
-    """Returns the error of a step with a non-finite loss or gradient, with the checkpoint to go back to."""
+    """Returns the error for a step whose loss or gradient is not finite. The message names the checkpoint to go back
+    to."""
     run.checkpoints.wait()
     good = run.checkpoints.steps()
     last = f"the last good checkpoint is step {good[-1]} in {run.checkpoints.root}" if good else "no checkpoint yet"
@@ -205,7 +208,8 @@ def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str
 
 
 def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
-    """Steps from `start` to the end of the run, or to a signal. Returns the state, which is saved by then."""
+    """Trains from position `start` until the run ends or a signal arrives. Returns the state, which is then already
+    saved."""
     config, program = run.config.train, run.program
     batches = feed(
         program,
@@ -299,12 +303,12 @@ def run(
       extend: True to allow more steps than the run was planned for.
       processes: the processes that train together. Each calls this function with the same arguments, and only the
         console of process 0 prints.
-      asked: updates to trace.
-      command: the command that started the run, for suggesting the next command.
+      asked: the updates to trace (--profile).
+      command: the command of this start, from which messages suggest the next command.
       stop: handles the signals. If it is None, signals are handled during this call.
 
     Raises:
-      UserError: the user can fix the mistake. train/user_errors.py has the exit code of each kind.
+      UserError: an error that the user can fix. train/user_errors.py lists the kinds and their exit codes.
     """
     began = time.monotonic()
     asked.updates(0, config.train.steps)
@@ -361,8 +365,8 @@ def run(
 def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[int]) -> None:
     """Raises UserError if the last checkpoint of a finished run is damaged.
 
-    An unfinished run moves a damaged checkpoint aside and continues from the previous one. For a finished run the user
-    decides whether to lose these updates.
+    An unfinished run continues from the previous checkpoint instead. For a finished run the user decides whether to
+    lose updates.
     """
     with explained(None, program.mesh.local_devices[0]):
         damage = checkpoints.damage(saved[-1], program.state, program.order)
@@ -382,7 +386,7 @@ def _train_and_sample(
     compiled: startup.Compiled,
     prompts: EvalPrompts,
 ) -> None:
-    """Restores or initializes the state, opens the logs, trains, and shows a sample at the end."""
+    """Restores or creates the state, opens the logs, trains, and prints a sample of generated text at the end."""
     console, first, report = start.console, start.processes.first, compiled.report
     metrics_file, steps = start.workdir / METRICS, program.config.train.steps
     return_freed_memory()  # memory freed after compiling
@@ -435,9 +439,9 @@ def _train_and_sample(
 def _show_end(
     start: RunStart, run: Run, first_step: int, before: LiveMemory | None, state: TrainState, clock: Clock
 ) -> None:
-    """Prints a summary of this start, a sample, and the command to continue with.
+    """Prints a summary of this start, a sample of generated text, and the commands to continue with.
 
-    `before`: memory of the device before the state was created.
+    `before`: the device's memory before the state was created.
     """
     program, console, checkpoints = run.program, start.console, run.checkpoints
     last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, so nothing is saved

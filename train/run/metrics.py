@@ -36,10 +36,10 @@ def _attention(model: ModelConfig) -> dict[str, int]:
 
 
 def _matrices(model: ModelConfig, routed: bool) -> dict[str, int]:
-    """Returns the size of each matrix of one layer that a token is multiplied with, by the last two keys of its path.
+    """Returns the number of parameters that a token is multiplied with in each matrix of one layer: last two keys of
+    the path -> number.
 
-    Sizes are numbers of parameters. `routed`: True for a layer with experts, of which a token visits
-    `experts_per_token`.
+    `routed`: True for a layer with experts, of which a token visits `experts_per_token`.
     """
     D, gated = model.d_model, MLPS[model.mlp][0]
     names = ("w_gate", "w_up", "w_down") if gated else ("w_up", "w_down")
@@ -58,7 +58,7 @@ def _matrices(model: ModelConfig, routed: bool) -> dict[str, int]:
 def matmul_parameters(model: ModelConfig) -> int:
     """Returns the number of parameters that each token is multiplied with.
 
-    Counts all matrices except the embedding tables, and of the experts only those that a token visits.
+    It counts all matrices except the embedding tables. Of the experts it counts those that a token visits.
     """
     routed = model.expert_layers
     dense_layer, routed_layer = (sum(_matrices(model, kind).values()) for kind in (False, True))
@@ -92,14 +92,14 @@ def adapter_parameters(params: Any) -> int:
 def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[str] = (), adapters: int = 0) -> float:
     """Returns the FLOPs of one training step per token: forward and backward, without recomputation.
 
-    Each matrix parameter that a token is multiplied with counts 6 (Kaplan et al. 2020, arXiv 2001.08361). A frozen one
-    counts 4: 2 for its output and 2 for the gradient of its input. The attention core counts 12 N H K L (Chowdhery et
-    al. 2022, arXiv 2204.02311, appendix B), 6 each for the widths of queries and of values; the masked half is
-    included, as is usual. Norms, activations, softmax and the optimizer are not counted.
+    Each matrix parameter that a token is multiplied with takes 6 FLOPs (Kaplan et al. 2020, arXiv 2001.08361). A
+    frozen parameter takes 4, because its own gradient is not computed. Attention scores and context take 12 N H K L
+    for N layers (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), masked scores included. Norms, activations,
+    softmax and the optimizer are not counted.
 
     Args:
       frozen: dotted paths of frozen parameters.
-      adapters: number of adapter parameters, which count 6 each.
+      adapters: number of adapter parameters, which take 6 FLOPs each.
     """
     widths = 2 * model.d_head
     if model.attention_kind == "mla":
@@ -109,7 +109,7 @@ def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[s
 
 
 def has_evaluation(path: Path, step: int) -> bool:
-    """Returns True if the metrics file `path` contains the evaluation of `step`."""
+    """Returns True if the metrics file `path` contains an evaluation after step `step`."""
     for line in _lines(path):
         row = _parse(line)
         if row is not None and row["step"] == step and "eval_loss" in row:
@@ -122,7 +122,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _parse(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
-    """Returns the row of a line; None if the line is incomplete or damaged."""
+    """Parses a line of metrics.jsonl. Returns None if the line is incomplete or damaged."""
     try:
         row = json.loads(line)
         return row if isinstance(row["step"], int) and any(kind in row for kind in kinds) else None
@@ -131,13 +131,14 @@ def _parse(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
 
 
 class MetricsLog:
-    """The file `metrics.jsonl`, which is synchronized to disk after each row.
+    """Appends rows to a file such as `metrics.jsonl`. Each row is synchronized to disk.
 
-    Opening it drops an incomplete last line and every row after `step`, which a resumed run writes again.
+    Opening the file removes an incomplete last line and every row after `step`, because the resumed run writes these
+    rows again.
 
     Args:
       enabled: False to write nothing, because another process writes the file.
-      kinds: each row has one of these keys.
+      kinds: a valid row has at least one of these keys.
     """
 
     def __init__(self, path: Path, step: int, enabled: bool = True, kinds: Collection[str] = KINDS):

@@ -36,9 +36,10 @@ _HELP = "--profile=3 traces three updates after the first two, --profile=100-103
 
 @dataclasses.dataclass(frozen=True)
 class ProfiledUpdates:
-    """The updates that --profile traces: `count` updates after the first two of a start, or `first` to `last`.
+    """The updates that --profile traces. It is either a number of updates, `count`, which begin after the first two of
+    a start, or the range `first` to `last`.
 
-    `text`: the value of the flag, "" to trace nothing.
+    `text`: the value of the flag; "" if nothing is traced.
     """
 
     text: str
@@ -48,7 +49,8 @@ class ProfiledUpdates:
 
     @classmethod
     def parse(cls, text: str) -> "ProfiledUpdates":
-        """Parses the value of the flag. Raises UserError if it is neither a number nor a range of updates."""
+        """Parses the value of --profile. Raises UserError if the value is neither a number of updates nor a range such
+        as 100-103."""
         match = _STEPS.fullmatch(text)
         if not match:
             raise UserError(f"--profile={text} is not a number or a range of updates: {_HELP}")
@@ -59,9 +61,9 @@ class ProfiledUpdates:
         return cls(text, first=int(match[1]), last=int(match[2]))
 
     def updates(self, start: int, steps: int) -> range:
-        """Returns the updates to trace in a run that is at update `start` of `steps`.
+        """Returns the updates to trace in a run of `steps` updates of which `start` are done.
 
-        Raises UserError if the run does not perform all of them.
+        Raises UserError if some of the updates are already done or after the end of the run.
         """
         if not self.text:
             return range(0)
@@ -83,22 +85,22 @@ NOTHING = ProfiledUpdates("")
 
 
 def host(name: str) -> TraceAnnotation:
-    """Returns a context manager that marks host work in a trace, under the name that the breakdown shows."""
+    """Returns a context manager that marks work of the host in a profiler trace as `name`."""
     return TraceAnnotation(HOST + name)
 
 
 def hosted(name: str) -> Callable:
-    """Returns a decorator that marks a function as host work, like `host`."""
+    """Returns a decorator that marks calls of a function in a profiler trace as work of the host, named `name`."""
     return lambda function: jax.profiler.annotate_function(function, name=HOST + name)
 
 
 def update(step: int) -> StepTraceAnnotation:
-    """Returns a context manager that marks update `step` of the run in a trace. The first update is 1."""
+    """Returns a context manager that marks update `step` of the run in a profiler trace. The first update is 1."""
     return StepTraceAnnotation("update", step_num=step)
 
 
 class Profile:
-    """Starts and ends the trace of `updates`. Does nothing for an empty range. As a context manager it ends a running
+    """Traces the range `updates` with the JAX profiler, if it is not empty. A context manager, which ends a running
     trace.
 
     `report`: the report of the compiled step, whose predicted seconds are shown beside the measured ones.
@@ -112,22 +114,22 @@ class Profile:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Ends a trace that an error interrupted, without output, so that the user sees the error."""
+        """Ends a running trace. After an error it prints nothing, so that the user sees the error."""
         if self._running:
             self._running = False
             with contextlib.suppress(RuntimeError, OSError):
                 jax.profiler.stop_trace()
 
     def begins(self, step: int) -> bool:
-        """Returns True if the trace starts once `step` updates are done."""
+        """Returns True if the trace starts after update `step`."""
         return bool(self.updates) and step + 1 == self.updates.start
 
     def ends(self, step: int) -> bool:
-        """Returns True if the trace ends once `step` updates are done."""
+        """Returns True if the trace ends after update `step`."""
         return self._running and step == self.updates[-1]
 
     def turn(self, state: Any) -> None:
-        """Starts the trace, or ends it and prints its time breakdown. Waits for `state` first."""
+        """Starts the trace, or ends it and prints where the time went. First waits until `state` is computed."""
         jax.block_until_ready(state)
         if self._running:
             self.end()
@@ -136,7 +138,7 @@ class Profile:
         self._running = True
 
     def end(self) -> None:
-        """Ends a running trace, and prints the time breakdown of its updates."""
+        """Ends a running trace and prints where the time of the traced updates went."""
         if not self._running:
             return
         self._running = False
@@ -164,7 +166,7 @@ class Profile:
 
 
 def _options() -> jax.profiler.ProfileOptions:
-    """Returns options that trace the host's annotations and the device, but not Python's calls."""
+    """Returns profiler options that trace the host's annotations and the device, but not Python calls."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return options

@@ -12,15 +12,16 @@ from bytescope.train.run.wandb_run import WandbRun
 
 
 class Recorders:
-    """The recorders of one start of a run, as a context manager that closes them.
+    """Sends the rows of metrics to the run page, TensorBoard and wandb. A context manager, which closes these
+    recorders.
 
     Args:
       workdir: the run directory.
-      step: the step at which this start begins.
+      step: number of steps that were done before this start of the run.
       config: resolved config of the run, by dotted key.
       report: the report of the compiled step.
-      enabled: False to record nothing, for all processes but the first.
-      tell: prints a line about a failure.
+      enabled: False to record nothing. Only the first process records.
+      tell: a function that prints a line about a failure.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class Recorders:
                 stack.callback(recorder.close, failed=kind is not None)
 
     def write(self, row: Mapping[str, Any], loads: Mapping[int, Any] = {}) -> None:
-        """Records a row of metrics or of an evaluation. `loads`: layer index -> load of each expert, for TensorBoard
-        only."""
+        """Records a row of metrics or of an evaluation. `loads`: layer index -> load of each expert, which only
+        TensorBoard records."""
         values = scalars(row)
         for recorder in self._recorders:
             recorder.write(row["step"], values)
@@ -59,7 +60,7 @@ class Recorders:
                 recorder.write_loads(row["step"], loads)
 
     def finish(self, step: int, sample: str) -> None:
-        """Records the sample text of the finished run, "" for none."""
+        """Records the generated sample text at the end of a finished run; "" if there is none."""
         for recorder in self._recorders:
             recorder.finish(step, sample)
 
@@ -67,24 +68,25 @@ class Recorders:
 class RunPage:
     """Writes index.html of a run directory when a start of the run ends, also after an error.
 
-    It has the methods of the other recorders. Its rows are already in metrics.jsonl.
+    It has the same methods as the other recorders. It reads the rows from metrics.jsonl.
 
     Args:
       workdir: the run directory.
-      tell: prints a line about a failure.
+      tell: a function that prints a line about a failure.
     """
 
     def __init__(self, workdir: Path, tell: Callable[[str], None]):
         self._workdir, self._tell = workdir, tell
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """No-op: writing the page after each row would cost too much."""
+        """Does nothing, because writing the page after each row would take too long."""
 
     def finish(self, step: int, sample: str) -> None:
-        """No-op: the page is also written for an interrupted run."""
+        """Does nothing, because `close` writes the page, for interrupted runs too."""
 
     def close(self, failed: bool) -> None:
-        """Writes the page. If the disk is full, prints a warning and does not end the training."""
+        """Writes the page. If that fails, for example because the disk is full, prints a warning instead of raising an
+        error."""
         del failed  # the curves of a failed run are useful too
         from bytescope.train.run import run_directory_page
 

@@ -55,8 +55,8 @@ class RunDirectory:
       rows: the rows of metrics.jsonl, {"step": ..., "loss": ...}, with finite numbers; nested objects have dotted
         names such as "memory.in_use_bytes".
       evaluations: the rows with a held-out loss.
-      report: the memory report of the step; None without one.
-      breakdown: the JSON of profile.json; None without one.
+      report: the memory report of the step, None if there is none.
+      breakdown: the content of profile.json (where the traced time went), None if there is none.
       problems: one sentence for each missing or damaged file.
       files: the names of the files and folders in the directory.
     """
@@ -72,18 +72,18 @@ class RunDirectory:
 
     @property
     def step(self) -> int:
-        """The last recorded step, 0 if no step is recorded."""
+        """The last step in metrics.jsonl, 0 if there is none."""
         return max((int(row["step"]) for row in (*self.rows, *self.evaluations)), default=0)
 
     @property
     def steps(self) -> int | None:
-        """The number of steps that the run was planned for; None if its config does not have it."""
+        """The number of steps that the run was planned for. None if it is not in the config."""
         planned = self.config.get("train.steps")
         return planned if isinstance(planned, int) and not isinstance(planned, bool) and planned > 0 else None
 
 
 def read(place: str | Path) -> RunDirectory:
-    """Reads the run directory `place`. Raises ReportError if it is not a folder or has no file of a run."""
+    """Reads the run directory `place`. Raises ReportError if `place` is not a folder or contains no file of a run."""
     place = Path(place)
     try:
         files = frozenset(path.name for path in place.iterdir())
@@ -126,7 +126,7 @@ def read(place: str | Path) -> RunDirectory:
 
 
 def _newest(place: Path) -> str:
-    """Returns which folder to give instead of `place`, which is not a run directory."""
+    """Returns text that suggests the newest run directory near `place`, which is not a run directory itself."""
     runs = [path.parent for path in place.glob(f"*/{CONFIG}") if is_run(path.parent)]
     if not runs:
         return "give the --workdir of bytescope train"
@@ -135,17 +135,17 @@ def _newest(place: Path) -> str:
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    """Returns the keys of config.json. Raises TypeError if the file has another structure."""
+    """Returns the config in config.json, dotted key -> value. Raises TypeError if the file has another structure."""
     value = json.loads(path.read_text(encoding="utf-8"))
     config = value["config"]
     if not isinstance(config, dict):
-        raise TypeError(f"config is {type(config).__name__}, not a JSON object")
+        raise TypeError(f"the key config is {type(config).__name__}, not a JSON object")
     return config
 
 
 def _rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], int]:
-    """Returns (rows of updates, rows of evaluations, number of damaged lines), sorted by step. A repeated step keeps
-    its last row."""
+    """Reads metrics.jsonl. Returns (rows of updates, rows of evaluations, number of damaged lines). Rows are sorted by
+    step, with only the last row of each step."""
     trained: dict[int, dict[str, float]] = {}
     evaluated: dict[int, dict[str, float]] = {}
     damaged = 0
@@ -161,10 +161,10 @@ def _rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], i
 
 
 def _numbers(value: Any, prefix: str = "") -> dict[str, float]:
-    """Returns the finite numbers of a JSON object, nested ones by dotted name. Raises TypeError if `value` is not an
-    object."""
+    """Returns the finite numbers in a JSON object. Those in nested objects have dotted names. Raises TypeError if
+    `value` is not an object."""
     if not isinstance(value, dict):
-        raise TypeError("not a JSON object")
+        raise TypeError("the line is not a JSON object")
     numbers: dict[str, float] = {}
     for name, inner in value.items():
         if isinstance(inner, dict) and not prefix:
@@ -175,7 +175,7 @@ def _numbers(value: Any, prefix: str = "") -> dict[str, float]:
 
 
 def _breakdown(path: Path) -> Mapping[str, Any]:
-    """Returns the JSON of profile.json. Raises TypeError or KeyError if it has another structure."""
+    """Returns the content of profile.json. Raises TypeError or KeyError if the file has another structure."""
     breakdown = json.loads(path.read_text(encoding="utf-8"))
     _check(breakdown, _BREAKDOWN)
     for name, fields in _ITEMS.items():
@@ -187,7 +187,7 @@ def _breakdown(path: Path) -> Mapping[str, Any]:
         if breakdown.get(key) is not None:
             _check(breakdown, {key: float})
     if breakdown["devices"] < 1:
-        raise TypeError(f"devices is {breakdown['devices']}, not 1 or more")
+        raise TypeError(f"the key devices is {breakdown['devices']}: it must be 1 or more")
     return breakdown
 
 
@@ -198,6 +198,6 @@ def _check(value: Any, fields: Mapping[str, type]) -> None:
         one = value[name]
         allowed = (int, float) if kind is float else kind
         if not isinstance(one, allowed) or isinstance(one, bool):
-            raise TypeError(f"{name} is {type(one).__name__}, not {kind.__name__}")
+            raise TypeError(f"the key {name} is {type(one).__name__}, not {kind.__name__}")
         if isinstance(one, int | float) and not 0 <= one < 1e15:  # rejects nan too
-            raise TypeError(f"{name} is {one}, not a number from 0 to 1e15")
+            raise TypeError(f"the key {name} is {one}, not a number from 0 to 1e15")

@@ -57,10 +57,11 @@ BESIDE = {"memory.html": "the full report of the step", "trace.html": "the trace
 
 
 def write(workdir: Path, out: Path | None = None, others: Sequence[Path] = ()) -> RunDirectory:
-    """Writes the page of a run directory, as index.html in it or to `out`. Returns the contents of the directory.
+    """Writes the HTML page of a run directory to `out`, by default index.html in the directory. Returns the contents
+    of the directory.
 
     Args:
-      others: run directories whose losses are drawn together with the run's.
+      others: other run directories, whose loss curves are drawn in the same plot.
 
     Raises:
       ReportError: the folder is not a run directory.
@@ -74,11 +75,11 @@ def write(workdir: Path, out: Path | None = None, others: Sequence[Path] = ()) -
 
 
 def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] = ()) -> str:
-    """Returns the page of a run as text.
+    """Returns the HTML page of a run as text.
 
     Args:
       folder: path of the run directory relative to the page, for links.
-      others: runs to compare with.
+      others: other runs, whose loss curves are drawn in the same plot.
     """
     report, trace = run.report, run.breakdown
     prefix = "" if folder == "." else f"{folder}/"
@@ -112,7 +113,8 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
 
 
 def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[str, Any]:
-    """Returns the data that the script draws, as JSON values: curves as (steps, values), in bytes and seconds."""
+    """Returns the data that the page's script draws, as JSON values. Curves are (steps, values), with values in bytes
+    or seconds."""
     curves = {name: _curve(run, field) for name, field in CURVES.items()} | {"held_out": _held_out(run)}
     bytes_shown = [value for name in ("in_use", "peak", "predicted") for value in curves[name][1]]
     return {
@@ -137,9 +139,9 @@ def _held_out(run: RunDirectory) -> tuple[list[float], list[float]]:
 
 
 def curve(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> tuple[list[float], list[float]]:
-    """Returns (steps, values) of at most about `max_points` points.
+    """Reduces a curve, a list of (step, value), to about `max_points` points. Returns (steps, values).
 
-    A longer curve is reduced to its first and last point and the minimum and maximum of each stretch.
+    A longer curve keeps its first and last point, and the minimum and the maximum of each of its equal parts.
     """
     if len(points) > max_points:
         size, kept = len(points), {0, len(points) - 1}
@@ -151,7 +153,8 @@ def curve(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -
 
 
 def predicted_bytes(run: RunDirectory) -> float | None:
-    """Returns the predicted bytes in use per device, from the last row or else from the report; None if unknown."""
+    """Returns the predicted bytes in use per device. They are from the last row of metrics that has them, or else from
+    the report. None if unknown."""
     recorded = [row["memory.predicted_bytes"] for row in run.rows if "memory.predicted_bytes" in row]
     if recorded:
         return recorded[-1]
@@ -163,8 +166,8 @@ def _on_cpu(report: ReportRecord) -> bool:
 
 
 def _limit(run: RunDirectory) -> float | None:
-    """Returns the available bytes of a device, from the allocator's last row or else from the report; None if
-    unknown."""
+    """Returns the bytes that a device has for the program. They are from the last row with allocator metrics, or else
+    from the report. None if unknown."""
     recorded = [row["memory.limit_bytes"] for row in run.rows if "memory.limit_bytes" in row]
     if recorded:
         return recorded[-1]
@@ -175,7 +178,7 @@ def _limit(run: RunDirectory) -> float | None:
 
 
 def _state(run: RunDirectory) -> dict[str, str]:
-    """Returns the status of the run for the header: finished, at a step, or unknown."""
+    """Returns the status of the run for the page header: finished, at which step, or unknown."""
     if not run.step:
         return {"kind": "unknown", "words": "no update recorded"}
     if run.steps and run.step >= run.steps and run.evaluations and run.evaluations[-1]["step"] >= run.steps:
@@ -217,7 +220,7 @@ def _figures(run: RunDirectory) -> list[HeaderFigure]:
 
 
 def _routing(run: RunDirectory) -> list[HeaderFigure]:
-    """Returns the last figures of the routers of a mixture of experts; [] for a run without experts."""
+    """Returns the last router metrics of a mixture of experts for the page header; [] for a run without experts."""
     routed = [row for row in run.rows if "load_max" in row]
     if not routed:
         return []
@@ -235,15 +238,16 @@ def _routing(run: RunDirectory) -> list[HeaderFigure]:
 
 
 def _findings(run: RunDirectory) -> list[Finding]:
-    """Returns the findings about routers, then the largest findings of the report."""
+    """Returns the findings about experts, then the largest findings of the memory report."""
     own = run.report.findings if run.report else []
     return [*_routing_findings(run.rows, run.config), *sorted(own, key=lambda finding: -finding.bytes)[:MAX_FINDINGS]]
 
 
 def _routing_findings(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> list[Finding]:
-    """Returns findings about experts without tokens and dropped choices, from the last row with router figures.
+    """Returns findings about experts without tokens and about dropped choices, from the last row with router metrics.
 
-    `config`: dotted keys of the run. A finding has 0 bytes, because whether an expert is idle depends on the data.
+    `config`: the run's config, dotted key -> value. The findings have 0 bytes, because memory cannot be saved by
+    acting on them.
     """
     last = next((row for row in reversed(rows) if "load_max" in row), None)
     if last is None:
@@ -287,7 +291,7 @@ def _memory(report: ReportRecord) -> list[HeaderFigure]:
 
 
 def _runs(runs: Sequence[RunDirectory]) -> PageTable:
-    """Returns the table of runs: their last figures, and the config keys in which they differ."""
+    """Returns the table of runs: the last metrics of each run, and the config keys in which the runs differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     differing = [key for key in keys if len({_format_value(run.config.get(key, "")) for run in runs}) > 1]
     left = [f"and {len(differing) - MAX_KEYS} more keys"] if len(differing) > MAX_KEYS else []
@@ -314,7 +318,7 @@ def _runs(runs: Sequence[RunDirectory]) -> PageTable:
 
 
 def _number(value: float | None, form: str) -> Cell:
-    """Returns the cell of a figure, empty for None. `form`: a format specification, or "bytes"."""
+    """Returns the table cell of a number; empty if the value is None. `form`: a format specification, or "bytes"."""
     if value is None:
         return Cell("")
     return Cell(human(value) if form == "bytes" else format(value, form), value=value)
@@ -324,12 +328,12 @@ def _number(value: float | None, form: str) -> Cell:
 
 
 def _links(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
-    """Returns (address, text) of links to the pages in the run directory."""
+    """Returns links to the other pages in the run directory, as (address, text)."""
     return [(quote(prefix + name), words) for name, words in BESIDE.items() if name in run.files]
 
 
 def _commands(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
-    """Returns (purpose, command) of commands for this run, for a shell in the page's folder."""
+    """Returns commands for this run, as (purpose, command). They can be pasted in a shell in the page's folder."""
 
     def path(name: str = "") -> str:
         return shlex.quote(prefix + name or ".")
@@ -350,7 +354,7 @@ def _commands(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
 
 
 def _config(config: Mapping[str, Any]) -> list[Section]:
-    """Returns the config by groups. Keys without a group come first."""
+    """Returns the config as one section per group. Keys without a group come first."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for key, value in config.items():
         group, _, name = str(key).rpartition(".")

@@ -44,9 +44,10 @@ REPORT, PAGE = "memory.json", "memory.html"
 
 
 def parameters_by_component(params: Any, quantized: Mapping[str, tuple[str, Matrix]] = {}) -> dict[str, int]:
-    """Returns the number of parameters by component (a second column of _COMPONENTS, or "other").
+    """Returns the number of parameters of each component of the model, such as attention or MLP: name in _COMPONENTS,
+    or "other" -> number.
 
-    `quantized`: dotted path of a weight that is stored as codes and scales -> (its row of FORMATS, its matrix).
+    `quantized`: dotted path of each quantized weight -> (name of its format, its shape as a matrix).
     """
     counts: dict[str, int] = defaultdict(int)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -78,10 +79,10 @@ _COMPONENTS = (
 
 
 def show_program(console: Console, program: Program, data: str, *, verbose: bool = False) -> None:
-    """Prints the facts that are known before compiling: model, batch, devices and mesh, kernels and policy.
+    """Prints what is known before the program is compiled: model, batch, devices and mesh, kernels and remat policy.
 
     Args:
-      data: description of the data source, shown if it has examples.
+      data: description of the data source. It is shown if the data consists of examples.
       verbose: True to also show the data, parameters by component, and the reason for each kernel.
     """
     counts = parameters_by_component(program.state.model_params, quantized_weights(program.abstract()))
@@ -121,7 +122,8 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
 
 
 def passes(program: Program, sequences: int) -> str:
-    """Describes how often all updates of the run read each of the training data's `sequences`."""
+    """Returns text that says how often the run reads the training data. `sequences`: number of sequences in the
+    training data."""
     steps = program.config.train.steps
     share = program.batch.rows_before(steps) / sequences
     if share < 1:
@@ -135,7 +137,7 @@ def passes(program: Program, sequences: int) -> str:
 
 
 def _trained(program: Program) -> str:
-    """Describes the number of trained parameters, and how they are trained; "" if all are trained."""
+    """Describes how many parameters are trained, and how; "" if all parameters are trained."""
     if all(
         name.endswith(ROUTER_BIAS) for name in program.frozen
     ):  # router biases have no gradient, but updates move them
@@ -149,7 +151,7 @@ def _trained(program: Program) -> str:
 
 
 def _devices(program: Program) -> str:
-    """Describes the devices, processes and mesh axes that are larger than 1."""
+    """Describes the devices, the number of processes, and the mesh axes that have more than one device."""
     devices = program.mesh.devices.ravel()
     axes = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1)
     mesh = f", mesh {axes}, {program.config.mesh.strategy}" if axes else ""
@@ -159,7 +161,8 @@ def _devices(program: Program) -> str:
 
 @contextlib.contextmanager
 def progress_lines(console: Console, what: str, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """Yields a function that prints progress: beside a spinner on a terminal, elsewhere as lines if `verbose`."""
+    """Yields a function that prints a progress text. On a terminal it is shown beside a spinner; elsewhere it is
+    printed as a line, if `verbose`."""
     if not console.is_terminal:
         yield lambda line: put(Prose(line), console) if verbose else None
         return
@@ -169,13 +172,13 @@ def progress_lines(console: Console, what: str, verbose: bool) -> Iterator[Calla
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The executable that runs, and its memory report.
+    """The compiled step, and its memory report.
 
     Fields:
       step: the compiled step.
       report: its memory report.
-      flops_ratio: hardware FLOPs divided by model FLOPs, which equals HFU / MFU.
-      seconds: compile time.
+      flops_ratio: executed FLOPs (with recomputation) divided by model FLOPs, which equals HFU / MFU.
+      seconds: compile time, in seconds.
     """
 
     step: CompiledStage
@@ -185,11 +188,11 @@ class Compiled:
 
 
 def compile_step(program: Program, console: Console, command: Command = UNKNOWN) -> Compiled:
-    """Compiles the step that will run, reports the memory of that executable, and prints a memory bar and the speed.
+    """Compiles the step and makes its memory report. Prints the predicted memory as a bar, and the predicted speed.
 
-    An executable from the persistent cache has no heap trace. It is not compiled again for the timeline; its report
-    says that lifetimes are derived. `command`: the command that started the run. If it is verbose, the whole report is
-    printed.
+    If the step is in the persistent compilation cache, it is not compiled again. Its report then says that buffer
+    lifetimes are derived, because a cached program has no heap trace. `command`: the command of this start. With
+    --verbose the whole report is printed.
 
     Raises:
       ValueError: `Program.compile_for_report` refuses the step.
@@ -228,8 +231,8 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
 
 
 def write_report(report: ReportRecord, workdir: Path) -> Path:
-    """Writes the report into a run directory, as JSON and as a page that opens offline. Returns the path of the
-    page."""
+    """Writes a memory report into a run directory, as JSON and as an HTML page that opens offline. Returns the path of
+    the page."""
     write_atomically(workdir / REPORT, json.dumps(report.to_json(), indent=1) + "\n")
     write_atomically(workdir / PAGE, report_page.render(report))
     return workdir / PAGE
@@ -238,10 +241,11 @@ def write_report(report: ReportRecord, workdir: Path) -> Path:
 def compile_or_refuse(
     program: Program, command: Command, workdir: Path, console: Console, processes: Processes
 ) -> Compiled:
-    """Compiles the step, writes its report into the run directory, and returns the compiled step if it fits.
+    """Compiles the step and writes its memory report into the run directory. Returns the compiled step if it fits in
+    device memory.
 
     Raises:
-      DoesNotFit: the step does not fit. The message has advice.
+      DoesNotFit: the step needs more memory than the device has. The message has advice.
       UserError: `Program.compile_for_report` refuses the step.
     """
 
@@ -268,8 +272,8 @@ _UNITS = {"float32": ("tf32", "fp32"), "bfloat16": ("bf16",), "float16": ("fp16"
 
 
 def peak_flops(program: Program) -> float | None:
-    """Returns the peak dense FLOP/s of one device in the compute dtype; None if memory/devices/chips.py does not have
-    it."""
+    """Returns the peak dense FLOP/s of one device in the compute dtype. Returns None if the device is not in
+    memory/devices/chips.py."""
     known = parse("local").peak_flops
     units = _UNITS.get(jnp.dtype(program.precision.compute).name, ())
     return next((known[unit] for unit in units if unit in known), None)

@@ -17,12 +17,12 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Lap:
-    """Means per step over a lap, the time between two rows of metrics.
+    """Mean times per step over a lap. A lap is the time between two rows of metrics.
 
     Fields:
-      seconds: duration of a step.
-      tokens: tokens of a step.
-      data_wait: seconds of a step in which the devices waited for data.
+      seconds: duration of a step, in seconds.
+      tokens: number of tokens of a step.
+      data_wait: seconds per step in which the devices waited for data.
     """
 
     seconds: float
@@ -40,9 +40,9 @@ class Slow:
     """An update that took far longer than the median of the last updates.
 
     Fields:
-      seconds: its duration.
+      seconds: duration of the update, in seconds.
       median: median duration of the last updates, in seconds.
-      doing: (activity of the host, its seconds), the longest first; () if unknown.
+      doing: pairs (activity of the host, seconds), the longest first; () if unknown.
     """
 
     seconds: float
@@ -58,10 +58,10 @@ class Slow:
 
 
 class Clock:
-    """Times the steps between rows.
+    """Measures the duration of steps between rows of metrics.
 
-    Call `skip` after each evaluation or save, which are not timed, and `close` at the end. `saving` must return True
-    while a checkpoint is being written in the background.
+    Evaluations and saves are not measured: call `skip` after each. Call `close` at the end. `saving`: a function that
+    returns True while a checkpoint is being written in the background.
     """
 
     def __init__(self, saving: Callable[[], bool] = lambda: False):
@@ -79,7 +79,8 @@ class Clock:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Marks the time in which the next batch is fetched. Only the time in which no step runs counts as waiting."""
+        """A context manager around fetching the next batch. Only the time in which no step runs counts as waiting for
+        data."""
         began = time.perf_counter()
         yield
         ended, idle_since = time.perf_counter(), self._watch.idle_since()
@@ -87,13 +88,12 @@ class Clock:
             self._waiting += max(ended - max(began, idle_since), 0.0)
 
     def dispatched(self, result: jax.Array) -> None:
-        """Records that a step was dispatched to the devices. `result`: an array that is ready when the step
-        is done.
-        """
+        """Records that a step was dispatched to the devices. `result`: an array that the step computes."""
         self._watch.follow(result)
 
     def tick(self, tokens: int) -> Slow | None:
-        """Records a finished update of `tokens` tokens. Returns it if it was far slower than the last updates."""
+        """Records a finished update of `tokens` tokens. Returns its timing if it was far slower than the last updates,
+        else None."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         now = time.perf_counter()
         seconds, waiting = now - self._ticked, self._waiting - self._waited_before
@@ -111,13 +111,13 @@ class Clock:
         return Slow(seconds, median, tuple(doing))
 
     def _mark(self, now: float) -> None:
-        """Records the start of an update."""
+        """Records when an update starts."""
         self._ticked, self._waited_before, self._compiled_before = now, self._waiting, self._compiles.seconds
         self._was_saving = self._saving()
 
     def lap(self) -> Lap:
-        """Ends the current lap, which is the time since the last row, and returns its means per step. Begins the next
-        lap."""
+        """Ends the current lap, the time since the last row of metrics, and begins the next. Returns the mean times
+        per step."""
         seconds, steps = time.perf_counter() - self._began, max(self._steps, 1)
         lap = Lap(seconds / steps, self._tokens / steps, self._waiting / steps)
         self._total, self._total_waiting = self._total + seconds, self._total_waiting + self._waiting
@@ -126,20 +126,20 @@ class Clock:
         return lap
 
     def waited(self) -> float:
-        """Returns the fraction (0 to 1) of the time of all laps in which the devices waited for data."""
+        """Returns the fraction (0 to 1) of the measured time in which the devices waited for data."""
         return self._total_waiting / self._total if self._total else 0.0
 
     def tokens_per_s(self) -> float:
-        """Returns the tokens per second over all laps; 0.0 before the first lap."""
+        """Returns the tokens per second over all laps, or 0.0 before the end of the first lap."""
         return self._total_tokens / self._total if self._total else 0.0
 
     def skip(self) -> None:
-        """Begins a lap. The time since the last lap is not counted."""
+        """Begins a new lap without counting the time since the end of the last lap."""
         self._began, self._steps, self._tokens, self._waiting = time.perf_counter(), 0, 0, 0.0
         self._mark(self._began)
 
     def close(self) -> None:
-        """Waits until the devices are idle."""
+        """Waits until the devices have finished all dispatched steps."""
         self._watch.close()
 
 
@@ -160,10 +160,10 @@ _compiles = functools.cache(_Compiles)
 
 
 class _Watch:
-    """Records when the devices run out of work.
+    """Records when the devices become idle, in a thread.
 
-    A thread waits for each result, because the loop reads data in that time. The thread must end before the
-    interpreter does: a daemon thread inside jax would make Python abort the process.
+    The thread waits for each result, because the training loop reads data meanwhile. It must end before the
+    interpreter does, because Python aborts if a daemon thread is inside jax at exit.
     """
 
     def __init__(self):

@@ -27,7 +27,8 @@ VERDICT_STYLE = {"fits": "green", "tight": "yellow", "exceeds": "red"}
 
 
 class SummaryLines:
-    """Titles with their texts. A text wraps within its column, never between a number and its unit."""
+    """A table of titles and texts to print. Texts are wrapped within their column, never between a number and its
+    unit."""
 
     def __init__(self, rows: Iterable[tuple[str, str | Text]]):
         self.rows = [(title, text) for title, text in rows if text]
@@ -40,7 +41,7 @@ class SummaryLines:
 
 
 def count(number: int) -> str:
-    """Formats a number of parameters: "8.03 billion (8,030,261,248)", "67,776"."""
+    """Formats a number of parameters, for example "8.03 billion (8,030,261,248)" or "67,776"."""
     for scale, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if number >= scale:
             return f"{number / scale:.3g} {name} ({number:,})"
@@ -48,7 +49,8 @@ def count(number: int) -> str:
 
 
 def memory(report: ReportRecord) -> Text:
-    """Returns a bar of the step's bytes relative to the limit, with the bytes and the headroom."""
+    """Returns a text bar of the step's predicted bytes relative to the device's limit, with the bytes and the
+    headroom."""
     predicted, limit = report.predicted_bytes, report.limit_bytes
     elsewhere = f", and {human(report.host_bytes)} in host memory" if report.host_bytes else ""
     if not limit:
@@ -67,7 +69,8 @@ def memory(report: ReportRecord) -> Text:
 
 
 def speed(report: ReportRecord) -> str:
-    """Returns the predicted time of an update and its lower bound from the data sheet; "" if no rate is known."""
+    """Returns the predicted time of an update, and the lower bound from the device's data sheet, as text. Returns ""
+    if the device's speed is unknown."""
     return "; ".join(filter(None, (times.predicted(report), times.at_least(report))))
 
 
@@ -79,18 +82,18 @@ def clock(seconds: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The result of one start of a run.
+    """What the summary at the end of a start of a run shows.
 
     Fields:
-      first, last: the first and last update of this start.
+      first, last: numbers of the first and the last update of this start.
       steps: number of updates of the whole run.
-      seconds: duration of this start.
+      seconds: duration of this start, in seconds.
       evaluated: (step, held-out loss) of the last evaluation of this start, None without one.
-      tokens_per_s: tokens per second, 0.0 if nothing was timed.
+      tokens_per_s: tokens per second, 0.0 if no steps were measured.
       report: the memory report of the step.
       before, live: the device's memory before the state was created, and at the end.
-      checkpoint: the newest checkpoint, None without one.
-      page: the page of the run directory, None without one.
+      checkpoint: path of the newest checkpoint, None without one.
+      page: path of the run directory's HTML page, None without one.
     """
 
     first: int
@@ -106,7 +109,7 @@ class End:
     page: Path | None = None
 
     def rows(self) -> list[tuple[str, str]]:
-        """Returns titles with their texts."""
+        """Returns the lines of the summary as (title, text)."""
         loss = ""
         if self.evaluated is not None:
             step, value = self.evaluated
@@ -124,7 +127,7 @@ class End:
 
 
 def show(console: Console, rows: Iterable[tuple[str, Any]]) -> None:
-    """Prints titles with their texts."""
+    """Prints rows of (title, text) as a table."""
     put(SummaryLines(rows), console)
 
 
@@ -134,7 +137,7 @@ def say(console: Console, text: str) -> None:
 
 
 def show_commands(console: Console, commands: Mapping[str, str]) -> None:
-    """Prints commands to copy, each below its title."""
+    """Prints commands to copy, title -> command. Each is below its title."""
     for title, text in commands.items():
         put(Prose(title, style="bold"), console)
         put(CopyCommand(text), console)

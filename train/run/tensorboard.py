@@ -44,7 +44,8 @@ CHARTS = {
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a row of metrics.jsonl by tag. Keys that are not in TAGS get the group "train"."""
+    """Returns the numbers of a row of metrics.jsonl for TensorBoard, tag -> number. Keys that are not in TAGS get tags
+    that begin with "train"."""
     values: dict[str, Any] = {}
     for name, value in row.items():
         nested = value if isinstance(value, Mapping) else {}
@@ -55,7 +56,7 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def summary(report: ReportRecord) -> dict[str, str]:
-    """Returns the predictions of a report for one device, name -> readable text."""
+    """Returns what a report predicts for one device, name -> text."""
     return {
         "peak": human(report.peak_bytes),
         "allocated": human(report.allocated_bytes),
@@ -70,7 +71,7 @@ class Events:
 
     Args:
       directory: folder of the run's event files, created if it is missing.
-      step: the step at which this start begins. Events of later steps from an interrupted start are hidden.
+      step: number of steps that were done before this start. Events after it, from an interrupted start, are hidden.
       config: config of the run, by dotted key.
       report: the report of the compiled step.
 
@@ -104,12 +105,13 @@ class Events:
         self._file.flush()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds scalars at a step. They are on disk when this returns."""
+        """Adds scalars at a step. They are written to disk before the method returns."""
         self._add(*(self._protos.scalar(tag, value) for tag, value in values.items()), step=step)
         self._file.flush()
 
     def write_loads(self, step: int, loads: Mapping[int, Any]) -> None:
-        """Adds a histogram for each layer: load of each expert relative to the mean [E], over the expert indices."""
+        """Adds a histogram for each layer with experts: the load of each expert relative to the mean, over the expert
+        indices. `loads`: layer index -> loads [E]."""
         for layer, load_E in loads.items():
             numbers = range(len(load_E))
             # The first bucket is empty. It marks where the bucket of the first expert begins.
@@ -129,15 +131,15 @@ class Events:
         self._file.flush()
 
     def finish(self, step: int, sample: str) -> None:
-        """Adds the sample of the finished run, and marks the run as finished."""
+        """Adds the generated sample text of the finished run, and marks the run as finished."""
         if sample:
             self._text("sample", _lines(sample.splitlines()), step)
         self._add(self._ended, step=step)
         self._file.flush()
 
     def close(self, failed: bool) -> None:
-        """Closes the file. If the run `failed`, an error while closing is ignored, so that the original error is
-        shown."""
+        """Closes the file. If the run has `failed`, an error while closing is ignored, so that the user sees the
+        original error."""
         with contextlib.suppress(OSError) if failed else contextlib.nullcontext():
             self._file.close()
 
@@ -151,9 +153,9 @@ class Events:
 
 @contextlib.contextmanager
 def _not_imported(*names: str) -> Iterator[None]:
-    """Makes imports of these modules fail inside the context, unless they are already imported.
+    """A context manager in which imports of these modules fail, unless they are already imported.
 
-    tensorboardX imports torch for tensors that we never pass to it, which takes two seconds at every start.
+    It prevents tensorboardX from importing torch, which takes two seconds at every start and is not needed.
     """
     hidden = [name for name in names if name not in sys.modules]
     for name in hidden:
@@ -166,7 +168,7 @@ def _not_imported(*names: str) -> Iterator[None]:
 
 
 def _hparam(value: Any) -> Any:
-    """Converts a value for the hparams tab, which accepts numbers, booleans and text."""
+    """Converts a config value for TensorBoard's hparams tab, which accepts only numbers, booleans and text."""
     return value if isinstance(value, bool | int | float | str) else json.dumps(value)
 
 

@@ -24,10 +24,10 @@ START_S, END_S = 20.0, 60.0
 
 
 def check(project: str) -> None:
-    """Checks that rows can be sent to `project`. Does nothing if it is "".
+    """Checks that metrics can be sent to the wandb project. Does nothing if `project` is "".
 
     Raises:
-      UserError: the package is not installed, the name is invalid, or the user is not logged in.
+      UserError: the package wandb is not installed, the project name is invalid, or the user is not logged in.
     """
     if not project:
         return
@@ -50,14 +50,15 @@ def check(project: str) -> None:
 
 
 class WandbRun:
-    """The wandb run of one start, with `write`, `finish` and `close` like `tensorboard.Events`.
+    """Records metrics to wandb, with the same methods as `tensorboard.Events`. Each start of a run continues the same
+    wandb run.
 
     Args:
       workdir: the run directory.
       project: name of the wandb project.
       config: config of the run, by dotted key.
       report: the report of the compiled step.
-      tell: prints a line about a failure.
+      tell: a function that prints a line about a failure.
     """
 
     def __init__(
@@ -85,22 +86,22 @@ class WandbRun:
             tell(f"warning: nothing is sent to wandb: {failure}")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds scalars at a step."""
+        """Sends scalars of a step to wandb."""
         self._safely(lambda: self._run.log(dict(values), step=step))
 
     def finish(self, step: int, sample: str) -> None:
-        """Adds the sample of the finished run to its summary."""
+        """Adds the generated sample text of the finished run to the wandb summary."""
         del step
         self._safely(lambda: self._run.summary.update({"sample": sample}))
 
     def close(self, failed: bool) -> None:
-        """Ends the run, waiting at most a minute for the network, and ends the process that sends its rows."""
+        """Ends the wandb run, and the process that sends its rows. Waits for the network for at most a minute."""
         self._safely(lambda: self._run.finish(exit_code=int(failed)))
         self._run = None
         _teardown()
 
     def _start(self, settings: Mapping[str, Any]) -> str | None:
-        """Starts the run. Returns a one-line error if it fails, else None."""
+        """Starts the wandb run. Returns the error as one line if that fails, else None."""
         import wandb
 
         try:
@@ -117,7 +118,8 @@ class WandbRun:
         return None
 
     def _safely(self, action: Callable[[], None]) -> None:
-        """Runs `action` if there is a run. A failure is printed once and ends only the wandb run."""
+        """Calls `action` if there is a wandb run. A failure is printed once and ends only the wandb run, not the
+        training."""
         if self._run is None:
             return
         try:
@@ -128,7 +130,7 @@ class WandbRun:
 
 
 def _id(path: Path, project: str) -> str:
-    """Returns the id of the run in `project`, as stored in `path`.
+    """Returns the id of the wandb run in `project`, which the file `path` stores.
 
     If the file is missing, damaged or for another project, creates a new id and stores it.
     """

@@ -36,7 +36,7 @@ class FusedBackward:
       graph: the graph definition of the Transformer.
       cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
       weights: `train.step.step_weights.Weights`, which prepares parameters for the step and gradients for the update.
-      update: the update by parts.
+      update: the optimizer update, which can be computed for some parameters at a time.
       dropout: True if the model uses dropout keys.
     """
 
@@ -58,8 +58,8 @@ class FusedBackward:
     ) -> tuple[jax.Array, Any, Any]:
         """Returns the loss (sum in nats), the new parameters and the new optimizer state.
 
-        `batch`: arrays of one micro-batch, int32 [B, L]. `tokens`: its unmasked targets. `rounding`: the key for
-        stochastic rounding. `frozen`: the parameters that are not trained, None if all are.
+        `batch`: arrays of one micro-batch, int32 [B, L]. `tokens`: number of unmasked targets of the batch.
+        `rounding`: the key for stochastic rounding. `frozen`: the parameters that are not trained, None if all are.
         """
         base = (frozen or {}).get("blocks")
         computed = self.weights.copy(params)
@@ -93,8 +93,8 @@ class FusedBackward:
     def _forward(
         self, model: Any, stack: Any, base: Any, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
     ) -> tuple[jax.Array, list]:
-        """Returns the output of the last block and, for each segment, its pullbacks, residuals [layers, ...], layer
-        indices and unroll."""
+        """Returns the output of the last block and, for each range of layers with equal remat policy, its pullbacks,
+        residuals [layers, ...], layer indices and number of layers per loop iteration."""
         out = []
         for run, block in model.layers():
             segment, recipe = run.segment, Pullback()
@@ -159,7 +159,7 @@ class FusedBackward:
         return carry[1], carry[2], carry[0]
 
     def _kept_as(self, grads: Any) -> Any:
-        """Casts and shards the gradients of some parameters as their update expects."""
+        """Casts and shards gradients as the optimizer update expects them."""
         axes = {name: self.weights.axes[name] for name in grads}
         return dataclasses.replace(self.weights, axes=axes).gradients(grads)
 
@@ -173,8 +173,8 @@ class FusedBackward:
         tokens: jax.Array,
         rounding: jax.Array,
     ) -> tuple[Any, Any]:
-        """Returns the new parameters and optimizer state: updates everything outside the blocks and joins it with the
-        blocks."""
+        """Returns the new parameters and optimizer state. Updates all parameters outside the blocks, and merges them
+        with the updated blocks."""
         update, part = self.update, self._stack()
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
         shared, inverse = update.shared(s), self._inverse(tokens)
@@ -196,7 +196,6 @@ class FusedBackward:
         return 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
 
     def _scale(self, square: jax.Array, inverse: jax.Array) -> jax.Array:
-        """Returns the factor from a summed gradient, whose sum of squares is `square`, to the clipped mean
-        gradient.
-        """
+        """Returns the factor that turns a summed gradient into the clipped mean gradient. `square`: sum of squares of
+        the summed gradient. `inverse`: factor from the sum to the mean."""
         return clip_scale(jnp.sqrt(square) * inverse, inverse, self.update.max_norm)

@@ -27,7 +27,7 @@ def make_cross_entropy(
     """Returns the function cross_entropy(x_BLD, w_head, targets_BL) -> float32 sum in nats over unmasked targets.
 
     Args:
-      micro: sequences per data-parallel rank. The `config.chunk` tokens of a chunk are distributed over them.
+      micro: sequences per data-parallel rank. A chunk of `config.chunk` tokens has an equal part of each sequence.
       frozen: dotted paths of the parameters that are not trained. A frozen head gets no gradient.
     """
     positions = min(max(config.chunk // micro, 1), seq_len // layout.context)
@@ -45,8 +45,8 @@ def make_cross_entropy(
 
 
 def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Array, ...]:
-    """Returns a batch's inputs and targets in the order in which devices store them: `zigzag` order with ring
-    attention."""
+    """Returns the inputs and targets of a batch in the order in which devices store tokens. It is the `zigzag` order
+    with ring attention."""
     both = batch["inputs"], batch["targets"]
     return tuple(zigzag(x_BL, layout.ring.size) for x_BL in both) if layout.ring else both
 
@@ -54,7 +54,7 @@ def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Arra
 def token_mask(batch: dict[str, jax.Array], *, experts: bool, layout: Layout) -> jax.Array | None:
     """Returns a bool mask [..., B, L], False for padding, in the order in which devices store the tokens.
 
-    Returns None for models without experts, because only experts read the mask, and for rows of text without padding.
+    Returns None if rows have no padding, and for models without experts, because only experts need the mask.
     """
     marks = batch.get("segments", batch.get("mask"))
     if not experts or marks is None:
@@ -74,13 +74,12 @@ def make_loss(
 ) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Load | None]]]:
     """Returns the function loss(params, batch, dropout_key_B, frozen=None) -> (total, (cross_entropy, load)).
 
-    `total` is differentiated: the cross-entropy, a float32 sum over unmasked targets in nats, plus the auxiliary
-    losses of the experts, if there are any. `load`: the router statistics (model/experts/expert_layer.py), None
-    without experts.
+    `cross_entropy` is a float32 sum over unmasked targets in nats. `total`, which is differentiated, also includes the
+    auxiliary losses of experts. `load`: the router statistics (model/experts/expert_layer.py), None without experts.
 
     The returned function takes `batch`, the int32 arrays [B, L] of `batch_names`; `dropout_key_B`, None for no
-    dropout; and `frozen`, the values of parameters that are not in `params`. The arguments `micro` and `frozen` of
-    `make_loss` are those of `make_cross_entropy`.
+    dropout; and `frozen`, the values of parameters that are not in `params`. `make_loss` takes `micro` and `frozen`
+    like `make_cross_entropy`.
     """
     cross_entropy = make_cross_entropy(config, model, seq_len, layout, precision, micro, frozen)
 

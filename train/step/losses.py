@@ -42,8 +42,8 @@ class LossSettings:
       layout: the sharding of the arrays.
       compute: dtype of the matrix products.
       positions: number of positions of every sequence whose logits exist at once.
-      vocabulary: number of columns of the head that are tokens, None for all. Other columns are padding and never
-        predicted.
+      vocabulary: number of columns of the head that are tokens, None for all. Other columns are padding and get
+        probability 0.
       logits: dtype in which logits are stored. Sums over them are float32.
       tied: True if the head is the token table.
       frozen: True if the head gets no gradient.
@@ -65,7 +65,8 @@ class LossSettings:
         return "vd" if self.tied else "dv"
 
     def along(self, d: T, v: T) -> tuple[T, T]:
-        """Returns `d` (for the model width) and `v` (for the vocabulary) in the order of the head's axes."""
+        """Orders two values like the axes of the head: returns (d, v) or (v, d). `d` is for the model width, `v` for
+        the vocabulary."""
         return (v, d) if self.tied else (d, v)
 
 
@@ -84,7 +85,7 @@ def _without_padding(logits_V: jax.Array, settings: LossSettings) -> jax.Array:
 def _nll(logits_V: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the negative log-likelihood and the log-denominator of each position, float32 [...].
 
-    The negative log-likelihood of ignored targets is 0.
+    The negative log-likelihood of masked targets is 0.
     """
     logits_V = logits_V.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits_V, axis=-1)
@@ -116,9 +117,9 @@ _narrow_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
-    """Returns the sum of negative log-likelihoods, computed from all logits at once.
+    """Returns the sum of negative log-likelihoods in nats, computed from all logits at once.
 
-    The logits take 4 bytes x B x L x V, and the backward pass needs several arrays of this size.
+    The logits take 4 x B x L x V bytes in float32, and the backward pass needs several arrays of this size.
     """
     w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
     all_logits = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
@@ -164,11 +165,11 @@ def _times_slope(d_logits_RBCV: jax.Array, logits_RBCV: jax.Array, settings: Los
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
-    """Returns the sum of negative log-likelihoods, computed from the logits of one chunk of positions at a time.
+    """Returns the sum of negative log-likelihoods in nats, computed from the logits of one chunk of positions at a
+    time.
 
-    When it is differentiated, the gradients are computed in the same pass as the loss, while the logits of a chunk
-    exist: three matrix products, none of them twice (as in fused linear cross-entropy, Hsu et al. 2024, arXiv
-    2410.10989). Sums are float32.
+    When it is differentiated, each chunk's gradients are computed together with its loss, so that logits are not
+    recomputed (as in fused linear cross-entropy, Hsu et al. 2024, arXiv 2410.10989). Sums are float32.
     """
     w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
 

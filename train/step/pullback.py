@@ -11,10 +11,10 @@ Leaves = list[jax.Array]
 
 @dataclasses.dataclass
 class Pullback:
-    """The gradient function of one layer: which of its residuals are saved, and where the backward pass reads the
-    rest.
+    """Records which residuals of a layer's gradient function (pullback) are saved, and where the backward pass gets
+    the others.
 
-    It is filled while the forward loop is traced. The backward loop rebuilds each layer's pullback from it.
+    The record is filled while the forward loop is traced. The backward loop rebuilds each layer's pullback from it.
     """
 
     tree: Any = None

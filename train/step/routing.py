@@ -19,14 +19,14 @@ Routed = tuple[int, int] | None
 
 
 def no_load(layers: int, experts: int) -> Load:
-    """Returns router statistics of zeros, the start of the sum over micro-batches."""
+    """Returns router statistics that are all zero, the start value of a sum over micro-batches."""
     by_layer = jnp.zeros(layers, jnp.float32)
     return Load(jnp.zeros((layers, experts), jnp.float32), by_layer, by_layer, by_layer, by_layer)
 
 
 def weighted_load(load: Load | None, tokens: jax.Array) -> Load | None:
-    """Multiplies the means in a micro-batch's router statistics by the number of unmasked targets, so that they can be
-    summed."""
+    """Multiplies the mean values in a micro-batch's router statistics by the number of unmasked targets, so that
+    statistics of micro-batches can be added."""
     if load is None:
         return None
     means = {name: getattr(load, name) * tokens for name in ("entropy", "balance", "router_z")}
@@ -34,9 +34,10 @@ def weighted_load(load: Load | None, tokens: jax.Array) -> Load | None:
 
 
 def auxiliary_loss(load: Load, tokens: jax.Array, balance: float, router_z: float) -> jax.Array:
-    """Returns the sum of the auxiliary losses, float32: coefficient times mean over layers times unmasked targets.
+    """Returns the sum of the auxiliary losses, float32. Each is its mean over layers times its coefficient times the
+    number of unmasked targets.
 
-    The factor of targets is needed because the loss is a sum over targets.
+    The number of targets is a factor because the cross-entropy is a sum over targets.
     """
     return (balance * load.balance.mean() + router_z * load.router_z.mean()) * tokens
 
@@ -75,7 +76,7 @@ EXPERT_LOAD = "expert_load"
 
 
 def routing_row(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the scalars of `routing_metrics` among the metrics of a step, for a row of metrics.jsonl."""
+    """Returns the scalar routing metrics among the metrics of a step, for a row of metrics.jsonl."""
     return {name: float(values[name]) for name in ROUTING_METRICS if name in values}
 
 
@@ -87,7 +88,7 @@ def loads_by_layer(values: Mapping[str, Any], model: ModelConfig) -> dict[int, A
 
 
 def move_router_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:
-    """Returns the frozen parameters with the routers' biases moved by `rate`.
+    """Returns the frozen parameters after the routers' biases were moved up or down by `rate`.
 
     A bias moves up if its expert was chosen less often than the mean of its layer, and down if more often
     (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).

@@ -35,7 +35,8 @@ class Tally:
 
 
 def zero_tally(routed: Routed = None) -> Tally:
-    """Returns sums of zero, for the start of an update. `routed`: (layers with experts, experts in each)."""
+    """Returns sums of zero, for the start of an update. `routed`: (number of layers with experts, experts in each),
+    None without experts."""
     return Tally(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), routed and no_load(*routed))
 
 

@@ -15,7 +15,7 @@ from bytescope.train.step.optimizer.host_offload import is_hosted
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Casts and gathers trained parameters for a step, and casts and shards gradients, by the layout's ZeRO strategy.
+    """Casts and gathers trained parameters for a step, and casts and shards gradients, as the ZeRO strategy requires.
 
     Fields:
       layout: the sharding of arrays over the mesh.
@@ -66,7 +66,7 @@ class Weights:
         return self._map(keep, grads)
 
     def totals(self, grads: Any) -> Any:
-        """Shards sums of gradients over micro-batches like gradients. Their dtype does not change."""
+        """Shards the sums of gradients over micro-batches as gradients are stored. Their dtype does not change."""
         return self._map(self.layout.total, grads)
 
     def _map(self, function: Callable, *trees: Any) -> Any:
@@ -76,7 +76,8 @@ class Weights:
         return jax.tree.unflatten(structure, updated)
 
     def specs(self) -> Any:
-        """Returns the partitions over data-parallel ranks of gradients that are reduced once per update."""
+        """Returns the PartitionSpec of each gradient over the data-parallel ranks. It is for gradients that are
+        reduced once per update."""
 
         def own(axes):
             dims = [self.layout.mesh_axes(axis, state=self.layout.strategy.stored) for axis in axes]
@@ -85,7 +86,7 @@ class Weights:
         return jax.tree.map(own, self.axes, is_leaf=lambda node: isinstance(node, tuple))
 
     def reduce(self, grads: Any) -> Any:
-        """Sums gradients over the ranks inside a `jax.shard_map` over the ranks. Each rank keeps the shard that it
+        """Sums gradients over the ranks, inside a `jax.shard_map` over them. Each rank gets the shard that it
         stores."""
         local = self.layout.local
 

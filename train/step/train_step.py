@@ -35,18 +35,18 @@ class StepParts:
 
     Fields:
       loss: (params, batch, dropout_key_B, frozen) -> (total that is differentiated, (cross-entropy as a float32 sum in
-        nats, load of the routers)).
+        nats, router statistics)).
       optimizer: an optax transformation, or optax.MultiSteps of it.
       schedule: index of the update -> learning rate.
       seed: random seed of dropout and rounding.
       weights: prepares parameters and gradients.
       local_loss: `loss` of one data-parallel rank's sequences, if gradients are reduced once per update, else None.
-      scaling: the rule of the loss scale, if there is one.
-      partwise: the update by parts, if it is needed (train/step/optimizer/partwise.py).
+      scaling: the rule of the loss scale, None without one.
+      partwise: the update that is computed part by part (train/step/optimizer/partwise.py), None if it is not needed.
       fused: (params, opt_state, batch, keys, tokens, rounding key, frozen) -> (loss, new parameters, new optimizer
-        state), updated inside the backward pass (train/step/fused_backward.py).
+        state); the update is inside the backward pass (train/step/fused_backward.py). None if it is not used.
       routed: (layers with experts, experts in each), None without experts.
-      bias_rate: step of the routers' biases per update, 0 for constant biases.
+      bias_rate: the change of a router bias per update, 0 for constant biases.
       pipeline: (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients), computed by the stages
         of a pipeline (train/pipeline/gradients.py); None without stages.
     """
@@ -70,7 +70,7 @@ class StepParts:
         return self.weights.precision
 
     def objective(self, params: Any, batch: Batch, dropout_key_B: jax.Array | None, frozen: Any = None) -> jax.Array:
-        """Returns the total of `loss`, which is differentiated."""
+        """Returns the total loss, which is differentiated."""
         return self.loss(params, batch, dropout_key_B, frozen)[0]
 
     def rounding_key(self, state: TrainState) -> jax.Array:
@@ -102,7 +102,8 @@ class StepParts:
         return tally, self.weights.totals(grads)
 
     def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any, LossScale | None]:
-        """Returns (parameters, optimizer state, loss scale) after the update, or after one of its micro-steps."""
+        """Returns (parameters, optimizer state, loss scale) after the update, or after one micro-step of the
+        update."""
         with jax.named_scope("optimizer"):
             if isinstance(state.opt_state, optax.MultiStepsState):  # it would cast its sum to the gradients' dtype
                 grads = jax.tree.map(lambda grad, total: grad.astype(total.dtype), grads, state.opt_state.acc_grads)
@@ -120,7 +121,7 @@ class StepParts:
             return undo_overflow(self.scaling, state.loss_scale, (params, opt_state), (state.params, state.opt_state))
 
     def move_biases(self, frozen: Any, tally: Tally, done: jax.Array | bool = True) -> Any:
-        """Returns the frozen parameters after an update. If `done`, the routers' biases are moved toward balance."""
+        """Returns the frozen parameters after an update. If `done`, router biases are moved toward a balanced load."""
         if not self.bias_rate:
             return frozen
         with jax.named_scope("router_bias"):
@@ -131,11 +132,11 @@ class StepParts:
     def metrics(
         self, state: TrainState, tally: Tally, opt_state: Any, loss_scale: LossScale | None
     ) -> dict[str, jax.Array]:
-        """Returns the metrics of a step: mean loss in nats per token, number of unmasked targets, gradient norm,
-        learning rate.
+        """Returns the metrics of a step: mean loss in nats per token, number of unmasked targets, gradient norm before
+        clipping, and learning rate.
 
-        The gradient norm is the one before clipping. With a loss scale the metrics include the scale and the number of
-        skipped updates, and with experts `routing_metrics`.
+        With a loss scale the metrics include the scale and the number of skipped updates. With experts they include
+        `routing_metrics`.
         """
         done, own = state.step, routing_metrics(tally.routing, tally.tokens)
         if EXPERT_LOAD in own:  # every process reads it
@@ -162,8 +163,8 @@ def _sums(
     *,
     local: bool = False,
 ) -> tuple[Tally, Any]:
-    """Returns the loss sums (tally) and the gradients of all micro-batches. Unless `local`, gradients are reduced over
-    the ranks.
+    """Returns the loss sums (tally) and the gradients of all micro-batches. If `local` is False, gradients are reduced
+    over the ranks.
 
     The gradients are multiplied by `factor`, the tally is not.
     """
@@ -195,7 +196,8 @@ def _sums(
 def _sums_by_rank(
     parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, frozen: Any
 ) -> tuple[Tally, Any]:
-    """Computes `_sums` with one reduction after the last micro-batch: each rank sums its own gradients first."""
+    """Returns the result of `_sums`, with one reduction over ranks: each rank first sums the gradients of its own
+    micro-batches."""
 
     def ranks(weights, batch, key_AB, factor, frozen):
         tally, grads = _sums(parts, weights, batch, key_AB, factor, frozen, local=True)
@@ -215,9 +217,10 @@ def _sums_by_rank(
 
 
 def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Returns (new state, metrics) after one micro-batch with the arrays of `batch_names`, int32 [B, L].
+    """Returns (new state, metrics) after one micro-batch. `batch`: arrays int32 [B, L] by name.
 
-    With MultiSteps only every k-th call updates the parameters, and its metrics cover the whole update.
+    With `optax.MultiSteps` only every k-th call updates the parameters. The metrics of that call cover all k
+    micro-batches.
     """
     rows = batch["inputs"].shape[0]
     multi = isinstance(state.opt_state, optax.MultiStepsState)
@@ -243,7 +246,8 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
 
 
 def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Returns (new state, metrics) after a global batch [A, B, L]: micro-batches are accumulated inside the step."""
+    """Returns (new state, metrics) after a global batch [A, B, L]. The step accumulates gradients over its A
+    micro-batches."""
     micro_steps, rows = batch["inputs"].shape[:2]
     key_AB = jax.vmap(lambda index: parts.dropout_keys(state.step, index * rows, rows))(jnp.arange(micro_steps))
     tally, grads = parts.gradients(state, batch, key_AB)
@@ -255,7 +259,8 @@ def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainS
 
 
 def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Returns (new state, metrics) after a global batch [B, L] or [1, B, L]: the backward pass updates each layer."""
+    """Returns (new state, metrics) after a global batch [B, L] or [1, B, L]. Each layer is updated inside the backward
+    pass."""
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
     keys = parts.dropout_keys(state.step, 0, batch["inputs"].shape[0])
     tokens = count_tokens(batch["targets"])  # needed for mean gradients before the first layer is updated

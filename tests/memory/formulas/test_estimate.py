@@ -153,7 +153,7 @@ def test_a_config_of_unknown_devices_says_so(capsys):
     assert "mesh.fsdp=-1 counts as 1 device" in run(capsys, "--config=llama_8b")[1]
     assert "counts as" not in run(capsys, "--config=llama_8b", "--data=8")[1]
     ring = run(capsys, "--config=llama_8b", "--config.mesh.fsdp=4", "--config.mesh.context=2")[1]
-    assert "mesh.context=2 is left out" in ring and "counts as" not in ring
+    assert "mesh.context=2 is ignored" in ring and "counts as" not in ring
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_a_config_of_unknown_devices_says_so(capsys):
         (["--params=lots"], "--params=lots is not a number of parameters"),
         (["--params=0"], "--params=0 is out of range: give at least 1"),
         (["--params=7b", "--heads=0"], "--heads=0 is out of range: give at least 1"),
-        (["--params=7b", "--tensor=7"], "--tensor=7: give a"),
+        (["--params=7b", "--tensor=7"], "--tensor=7 does not divide"),
         (["--params=7b", "--sequence-parallel"], "give --tensor=2 or more"),
-        (["--params=7b", "--data=0"], "--data=0: "),
-        (["--params=7b", "--heads=32", "--kv-heads=5"], "--kv-heads=5: give a divisor of the 32 heads"),
+        (["--params=7b", "--data=0"], "--data=0 is out of range"),
+        (["--params=7b", "--heads=32", "--kv-heads=5"], "--kv-heads=5 does not divide the 32 heads"),
         (["--config=tiny", "--gated"], "--config.model.mlp=..."),
         (["--params=7b", "--d-ff=0"], "--d-ff=0 is out of range: give at least 1"),
         (["--config=tiny", "--logit-tokens=-1"], "--logit-tokens=-1 is out of range: give at least 0"),
@@ -175,9 +175,12 @@ def test_a_config_of_unknown_devices_says_so(capsys):
         (["--params=7b", "--zero=4"], "choose one of 0, 1, 2, 3"),
         ([], "or --params=7e9"),
         (["--params=7b", "--d-expert=64"], "--d-expert=64 has no effect without --experts"),
-        (["--params=7b", "--experts=8", "--expert-parallel=3"], "--expert-parallel=3: give a divisor of the 8 experts"),
-        (["--params=7b", "--experts=8", "--expert-parallel=4", "--data=2"], "divisor of the 2 data-parallel ranks"),
-        (["--params=7b", "--expert-parallel=4"], "without experts: give --experts=8 too"),
+        (["--params=7b", "--experts=8", "--expert-parallel=3"], "--expert-parallel=3 does not divide the 8 experts"),
+        (
+            ["--params=7b", "--experts=8", "--expert-parallel=4", "--data=2"],
+            "does not divide the 2 data-parallel ranks",
+        ),
+        (["--params=7b", "--expert-parallel=4"], "needs a model with experts: give --experts too"),
         (["--params=7b", "--experts=8", "--dense-layers=99"], "give --layers and --d-model too"),
         (["--params=7b", "--html=/no/such/place.html"], "cannot write /no/such/place.html"),
     ],

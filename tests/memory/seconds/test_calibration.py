@@ -122,8 +122,8 @@ def test_a_part_that_predictions_need_is_missed(h200):
     for part, told in (
         (PRODUCTS, "products is empty"),
         (ATTENTION, "attention"),
-        (MEMORY, "the rate of the device memory or of the host link was not measured"),
-        (HOST_LINK, "no host link"),
+        (MEMORY, "the rate of the device memory"),
+        (HOST_LINK, "of the host link was not measured"),
     ):
         with pytest.raises(ReportError, match=told):
             fit_rates([each for each in SAMPLES if each.part != part], h200, ABOUT)

@@ -240,8 +240,11 @@ def test_the_plan_is_what_the_work_says(made, capsys):
         (["awq", "out", *SHORT], "is quantized already"),
         (["wide", "awq", *SHORT], "awq is not empty"),
         (["wide", "wide", *SHORT, "--force"], "the folder to quantize"),
-        (["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"], "has 1 windows of 64 tokens, and 2"),
-        (["gpt2", "out", *SHORT], "gpt2 stores weights in tensors"),
+        (
+            ["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"],
+            "has 1 windows of 64 tokens, and at least",
+        ),
+        (["gpt2", "out", *SHORT], "but gpt2 stores"),
         (["wide", "out", *SHORT, "--limit=10KiB"], ": give a shorter --length"),
         (["wide", "h999"], "h999"),
         (["nothing", "cpu:1"], "nothing"),

@@ -400,5 +400,5 @@ def test_a_directory_that_is_not_shared_is_told(tmp_path, monkeypatch):
     identity = Identity({"train.steps": 1, "data.source": "here"}, 8, "abc")
     monkeypatch.setattr("bytescope.train.checkpoints.workdir.SHARED_S", 0.2)
     answers = [{"config": {"train.steps": 1, "data.source": "there"}, "global_rows": 8, "data": "abc"}, []]
-    with pytest.raises(UserError, match="give a --workdir that all processes share"):
+    with pytest.raises(UserError, match="give a --workdir on a file system"):
         claim_together(tmp_path, identity, extend=False, processes=Second())

@@ -36,8 +36,10 @@ _VERDICT = 20
 
 
 class Lines:
-    """Prints the variants of a fit as they are compiled, one per line. Long words are printed on a line of their
-    own."""
+    """Prints each variant that `bytescope fit` compiles on one line of the terminal, as soon as it is compiled.
+
+    A description that is too long for the line is printed above it.
+    """
 
     def __init__(self, target: Target, space: Space, budget: int, console: Console | None = None):
         self._console = console or make_console()
@@ -66,7 +68,7 @@ class Lines:
         )
 
     def show(self, step: Step) -> None:
-        """Prints one variant. The first variant of a stage is printed under a heading."""
+        """Prints one variant. Above the first variant of a stage of the search, prints the heading of the stage."""
         if step.stage != self._stage:
             self._stage = step.stage
             put(Prose(Text.assemble((step.stage, "bold"), (f"  {STAGES[step.stage]}", "dim"))), self._console)
@@ -74,9 +76,9 @@ class Lines:
 
 
 class Line:
-    """One variant as a line of the terminal.
+    """A line of the terminal that describes one variant: its bytes, its predicted seconds and whether it fits.
 
-    at: seconds since the search began.
+    at: seconds from the start of the search.
     """
 
     def __init__(self, step: Step, at: float) -> None:
@@ -102,7 +104,7 @@ class Line:
 
 
 def _indented(head: Text, lines: Sequence[Text]) -> list[Text]:
-    """Returns the lines indented by the width of the head. The first line begins with the head."""
+    """Returns the lines with `head` before the first one, and with the same width of spaces before all others."""
     return [
         unwrapped(Text.assemble(head if not number else " " * head.cell_len, line)) for number, line in enumerate(lines)
     ]
@@ -115,14 +117,15 @@ def _style(step: Step) -> str:
 
 
 def describe_prediction(seconds: float | None, low: float | None, high: float | None) -> str:
-    """Returns predicted seconds per update in words, such as "predicted 0.721 s (0.65 to 0.81)"."""
+    """Returns a text for the predicted seconds per update and their interval, such as "predicted 0.721 s (0.65 to
+    0.81)"."""
     if seconds is None or low is None or high is None:
         return "no time is predicted"
     return f"predicted {rounded(seconds)} s ({within(low, high)})"
 
 
 def show_measured(measurements: Sequence[tuple[Step, Mapping[str, Any]]], console: Console | None = None) -> None:
-    """Prints the measured speed of the fastest variants on this machine, beside their predictions."""
+    """Prints the seconds and tokens/s that the fastest variants took on this machine, beside their predictions."""
     lines = [
         Prose(
             f"{measured['step_seconds']:10.4g} s  {measured['tokens_per_s']:12,.0f} tokens/s  "

@@ -37,7 +37,9 @@ OFFLOAD = "offload"
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """The largest length or micro-batch that fits at one rank. If nothing fits, the smallest one that was tried.
+    """The largest sequence length or micro-batch that fits for adapters of one rank.
+
+    If nothing fits, this is the smallest length or micro-batch that was tried.
 
     Attributes:
         rank: rank of the adapters.
@@ -45,10 +47,11 @@ class Reached:
         micro: sequences per micro-batch.
         base: the storage format of the frozen weights (`lora.base`).
         policy: the remat policy.
-        most: which of "length" and "micro" was maximized.
-        step: the variant and its verdict.
+        most: which of the two was maximized, "length" or "micro".
+        step: the variant, its bytes and predicted seconds, and whether it fits.
         tokens: tokens per update.
-        beyond: the smallest value that was tried and does not fit; 0 if the maximum of the model or the update fits.
+        beyond: the smallest value that was tried and does not fit; 0 if the model's maximum length or the whole update
+            fits.
     """
 
     rank: int
@@ -68,7 +71,7 @@ class Reached:
 
     @property
     def verdict(self) -> str:
-        """The limit that was reached, in words. If the variant does not fit, its missing bytes."""
+        """The limit that was reached, such as "16,384 do not fit". If the variant does not fit, its missing bytes."""
         if not self.step.fits:
             return self.step.verdict
         if self.most == "micro":
@@ -76,7 +79,7 @@ class Reached:
         return f"{self.beyond:,} do not fit" if self.beyond else "the model's maximum"
 
     def to_json(self, flags: str) -> dict[str, Any]:
-        """Returns the row as JSON values.
+        """Returns the variant, its bytes and its predicted speed as JSON values.
 
         flags: the command-line flags that run the variant.
         """
@@ -91,15 +94,14 @@ class Reached:
 
 @dataclasses.dataclass
 class Bracket:
-    """The search for the longest length that fits, in tokens per sequence.
+    """The state of a search for the longest sequence length that fits, in tokens.
 
     Attributes:
         fits: the longest length that fits so far; 0 before any length fits.
-        fails: the shortest length that does not fit so far; one grain above the model's maximum before any length
-            fails.
+        fails: the shortest length that does not fit so far. Before any length fails, the model's maximum plus `grain`.
         at: the length to try next; 0 if the search is finished.
         grain: lengths are multiples of this number of tokens.
-        slope: allocated bytes per token; 0 if unknown.
+        slope: allocated bytes per token of length; 0 if unknown.
         tried: length -> allocated bytes on one device.
     """
 
@@ -111,9 +113,11 @@ class Bracket:
     tried: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def learn(self, step: Step, budget: int) -> None:
-        """Records the compiled variant of length `at`, and sets `at` to the next length to try.
+        """Records the result for the length `at`, and sets `at` to the next length to try.
 
-        budget: the bytes available on one device.
+        Args:
+            step: the compiled variant of this length.
+            budget: the bytes available on one device.
         """
         length, size = self.at, step.allocated
         if self.tried:
@@ -134,16 +138,19 @@ class Bracket:
         self.at = min(max(guess, self.fits + self.grain), self.fails - self.grain)
 
     def larger(self) -> Bracket:
-        """Returns the search for a larger rank, which starts at the longest length that fits the current rank."""
+        """Returns the search for the next larger rank of adapters. It starts at the longest length that fits the
+        current rank."""
         return Bracket(0, self.fails, self.fits, self.grain, self.slope)
 
 
 class Reach:
-    """The search for the longest sequence and the largest micro-batch of each rank, after a walk.
+    """Searches for the longest sequence and the largest micro-batch that fit, for adapters of several ranks.
+
+    The search begins after a `Walk` has found the fastest configuration.
 
     Attributes:
         variants: all variants that were compiled.
-        rows: the answers.
+        answers: the largest length or micro-batch of each search, in the order in which the searches ended.
         stopped: why the search ended early; "" if it did not.
     """
 
@@ -154,8 +161,10 @@ class Reach:
         self.stopped = ""
 
     def run(self) -> None:
-        """Tries ranks, lengths and micro-batches until the maximum of each rank is known, or a limit on compiles or
-        time is reached."""
+        """Compiles variants until the longest sequence and the largest micro-batch of each rank are known.
+
+        The search ends early at a limit on compiles or time, or with Ctrl-C.
+        """
         if self.walk.stopped or self.walk.tightest is None:
             return
         own = self.space.flat["lora.rank"]
@@ -173,8 +182,10 @@ class Reach:
 
     @property
     def rows(self) -> list[Reached]:
-        """The largest length or micro-batch of each rank, sorted by rank. Within a rank, variants that fit come first,
-        the fastest of them first."""
+        """The largest lengths and micro-batches that were found, sorted by rank.
+
+        For each rank, variants that fit come first, sorted by tokens per second, fastest first.
+        """
         return sorted(self.answers, key=lambda row: (row.rank, not row.step.fits, -row.tokens_per_s))
 
     def to_json(self, flags: Callable[[Mapping[str, str]], str]) -> list[dict[str, Any]]:
@@ -185,7 +196,7 @@ class Reach:
         return [row.to_json(flags(row.step.keys)) for row in self.rows]
 
     def _micros(self, ranks: Sequence[int]) -> None:
-        """Finds for each rank the largest micro-batch that fits and divides the update."""
+        """Finds the largest micro-batch of each rank that fits and divides the sequences of an update."""
         smallest = self._smallest()
         sizes, beyond = self.space.micros(smallest), 0
         for rank in ranks:
@@ -204,7 +215,7 @@ class Reach:
             self._add_answer(tried, beyond)
 
     def _lengths(self, ranks: Sequence[int], policy: str) -> None:
-        """Finds for each rank the longest sequence that fits, with one sequence at a time."""
+        """Finds the longest sequence of each rank that fits, with micro-batches of one sequence."""
         own, maximum = self.space.flat["data.seq_len"], self.space.flat["model.max_seq_len"]
         grain = min(GRAIN, own)
         bracket = Bracket(0, maximum // grain * grain + grain, own // grain * grain, grain)
@@ -228,10 +239,10 @@ class Reach:
             bracket = bracket.larger()
 
     def _smallest(self) -> dict[str, str]:
-        """Returns the keys, without remat keys, of the smallest variant that ran with the smallest storage of frozen
-        weights.
+        """Returns the config keys, except remat keys, of the variant with the fewest allocated bytes.
 
-        Variants without pipeline stages are preferred, because stages need several micro-batches.
+        Variants without pipeline stages are preferred, because stages need several micro-batches. Among them, variants
+        that store frozen weights in NF4 are preferred.
         """
         ran = [step for step in self.walk.steps if step.ok]
         ran = [step for step in ran if not self.space.schedule(step.keys)] or ran
@@ -240,7 +251,10 @@ class Reach:
         return {key: text for key, text in keys.items() if not key.startswith("remat.")}
 
     def _compile(self, keys: Mapping[str, str], policy: str, most: str) -> Reached | None:
-        """Compiles a variant and returns its figures; None if the variant cannot run."""
+        """Compiles a variant and returns its bytes and predicted speed; None if the variant cannot run.
+
+        most: what the search maximizes, "length" or "micro".
+        """
         answer = self.trials.compile([keys])[0]
         if answer["status"] != "ok":
             return None
@@ -260,7 +274,12 @@ class Reach:
         return row
 
     def _add_answer(self, tried: Mapping[int, Reached], beyond: int) -> None:
-        """Adds the largest of the tried sizes of a rank that fits. If no size fits, adds the smallest."""
+        """Adds the largest of the tried sizes that fits to `answers`. If no size fits, adds the smallest.
+
+        Args:
+            tried: size -> its variant.
+            beyond: the smallest size that does not fit; 0 if the largest possible size fits.
+        """
         if not tried:
             return
         fitting = [size for size, row in tried.items() if row.step.fits]

@@ -44,14 +44,14 @@ def to_json(
     measured: Mapping[str, Any] | None = None,
     reach: Reach | None = None,
 ) -> dict[str, Any]:
-    """Returns a finished walk as JSON values. The docstring of the module lists the keys.
+    """Returns the result of `bytescope fit` as JSON values. The module docstring lists the keys.
 
     Args:
-        walk: the walk.
+        walk: the finished search.
         flags: returns the command-line flags that set the given config keys.
-        versions: the versions of the libraries.
+        versions: library -> version.
         measured: the measured figures of the best variant; None if it was not run.
-        reach: the ranks and lengths that were tried for adapters; None without adapters.
+        reach: the longest sequences and largest micro-batches for adapters; None without adapters.
     """
     best, certificate, host = None, None, walk.trials.host_budget
     if walk.best is not None:
@@ -84,15 +84,16 @@ def to_json(
 
 @dataclasses.dataclass(frozen=True)
 class MeshResult:
-    """One mesh and its best variant.
+    """A device mesh that `bytescope fit` tried, and the best variant on it.
 
     Attributes:
-        layout: the mesh in words.
-        step: the fastest variant that fits. If none fits, the smallest one; if none runs, one that cannot run.
-        lower_bound: a lower bound of the seconds per update of every variant of the mesh. 0 if the search also tried
-            less than full recomputation, because then `step` has the seconds.
-        slower: the additional seconds compared with the choice, as a fraction of the choice's seconds. It is a lower
-            bound if `lower_bound` is known. None without a choice or without seconds.
+        layout: a description of the mesh.
+        step: the fastest variant that fits. If none fits, the variant with the fewest bytes. If none runs, a variant
+            that cannot run.
+        lower_bound: a lower bound of the seconds per update of every variant of the mesh. 0 if the search tried less
+            than full recomputation on the mesh, because `step` then has the exact prediction.
+        slower: how much slower the mesh is than the chosen configuration, as a fraction of the chosen seconds. It is a
+            lower bound if `lower_bound` is not 0. None if nothing was chosen.
     """
 
     layout: str
@@ -101,7 +102,7 @@ class MeshResult:
     slower: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the mesh as a row of `layouts`."""
+        """Returns the mesh and its best variant as an entry of the JSON key `layouts`."""
         step = self.step.to_json()
         return {
             "layout": self.layout,
@@ -112,8 +113,10 @@ class MeshResult:
 
 
 def mesh_results(walk: Walk) -> list[MeshResult]:
-    """Returns the meshes that a walk tried: the mesh of the choice first, then the fastest ones. Meshes that do not
-    fit are last."""
+    """Returns the device meshes that `bytescope fit` tried, each with its best variant.
+
+    The chosen mesh comes first, then meshes that fit, fastest first, then meshes that do not fit.
+    """
     by_layout: dict[str, list[Step]] = {}
     for step in walk.steps:
         by_layout.setdefault(describe_mesh(step.keys, walk.space), []).append(step)

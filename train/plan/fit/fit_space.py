@@ -45,13 +45,13 @@ STAGES, CHUNKS = (2, 4, 8), 2
 
 @dataclasses.dataclass(frozen=True)
 class Squeeze:
-    """Memory savings that are tried together, in addition to recomputation.
+    """A set of memory savings that `bytescope fit` tries together if recomputation is not enough.
 
     Attributes:
-        what: the savings in words.
-        savings: rows of the catalogue of savings. Later rows override keys of earlier rows.
-        blocks_to_host: whether tensors of blocks may be moved to host memory even if no saving moves state there.
-        always: whether the squeeze is tried even if an earlier one fits, because the memory that it frees may make the
+        what: a description of the savings.
+        savings: names in the catalogue of savings (SAVINGS). Later savings override config keys of earlier ones.
+        blocks_to_host: whether saved activations may be moved to host memory even if no saving moves state there.
+        always: whether the set is tried even if an earlier one fits, because the memory that it frees may make the
             step faster.
     """
 
@@ -70,7 +70,7 @@ class Squeeze:
 
     @property
     def levers(self) -> tuple[str, ...]:
-        """The levers of `fit --levers` that all have to be allowed for this squeeze."""
+        """The names that `fit --levers` must all allow for this set of savings."""
         groups = [SAVINGS[name].group for name in self.savings]
         if self.blocks_to_host:
             groups.append("offload")
@@ -78,12 +78,12 @@ class Squeeze:
 
     @property
     def activations(self) -> bool:
-        """Returns whether tensors of blocks may be moved to host memory."""
+        """Returns whether saved activations of transformer blocks may be moved to host memory."""
         return "offload" in self.levers
 
     @property
     def one_micro_batch(self) -> bool:
-        """Returns whether the batch of an update has to be one micro-batch, without accumulation."""
+        """Returns whether an update must consist of one micro-batch, without accumulation."""
         return any(SAVINGS[name].one_micro_batch for name in self.savings)
 
 
@@ -117,12 +117,13 @@ ADAPTER_SQUEEZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The variants of one config that a fit may try.
+    """The search space of `bytescope fit`: the meshes, micro-batches and memory savings that it may try for one
+    config.
 
     Attributes:
-        flat: the config as given, dotted key -> value.
+        flat: the config before any change, dotted key -> value.
         given: the keys that the command line sets. No variant changes them.
-        levers: the allowed levers, keys of LEVERS.
+        levers: what `bytescope fit` may change, keys of LEVERS.
         n_devices: number of devices of the target.
         per_host: number of devices per host.
         tokens: tokens per update, over all devices.
@@ -139,15 +140,15 @@ class Space:
 
     @property
     def sequences(self) -> int:
-        """Sequences per update, over all devices."""
+        """Number of sequences per update, over all devices."""
         return self.tokens // self.flat["data.seq_len"]
 
     def meshes(self) -> list[Keys]:
-        """Returns the meshes to try, as config keys, without the meshes over which the batch cannot be divided.
+        """Returns the device meshes to try, each as config keys. Meshes that cannot divide the batch are left out.
 
-        The config's own mesh, {}, comes first. Then follow ZeRO-3 over all devices, ZeRO-3 within each host with hosts
-        as replicas, the other sharding strategies, experts sharded over all devices, over one host or over half a
-        host, tensor parallelism within a host, and pipeline stages.
+        The config's own mesh, `{}`, comes first. Then follow ZeRO-3 over all devices, ZeRO-3 within each host with
+        hosts as replicas, the other sharding strategies, experts sharded over all devices, over one host or over half
+        a host, tensor parallelism within a host, and pipeline stages.
         """
         if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
@@ -172,10 +173,12 @@ class Space:
         return [keys for keys in different.values() if self.micros(keys)]
 
     def axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the properties of a mesh, given as config keys.
+        """Returns the properties of a device mesh: name -> value.
 
-        They are the sizes of the axes without -1, the strategy ("ddp" if nothing is sharded), the pipeline schedule,
+        They are the size of each axis, without -1, the strategy ("ddp" if nothing is sharded), the pipeline schedule,
         and whether sequences are sharded over the tensor axis.
+
+        keys: the config keys that select the mesh.
         """
         mesh: dict[str, Any] = {}
         for name in (*AXES, "strategy", "sequence_parallel"):
@@ -193,21 +196,29 @@ class Space:
         }
 
     def schedule(self, mesh: Mapping[str, str]) -> str:
-        """Returns the pipeline schedule of a mesh, given as config keys; "" without stages."""
+        """Returns the pipeline schedule of a mesh; "" for a mesh without pipeline stages.
+
+        mesh: the config keys that select the mesh.
+        """
         stages = mesh.get("mesh.stage") or self.flat["mesh.stage"]
         if int(stages) <= 1:
             return ""
         return mesh.get("pipeline.schedule") or self.flat["pipeline.schedule"]
 
     def ranks(self, mesh: Mapping[str, str]) -> int:
-        """Returns the number of data-parallel ranks of a mesh, given as config keys."""
+        """Returns the number of data-parallel ranks of a mesh.
+
+        mesh: the config keys that select the mesh.
+        """
         axes = self.axes(mesh)
         return math.prod(axes[axis] for axis in BATCH_AXES)
 
     def micros(self, mesh: Mapping[str, str]) -> list[int]:
-        """Returns the micro-batches, in sequences per rank, that divide the update on a mesh, smallest first.
+        """Returns the micro-batch sizes that divide an update on a mesh, in sequences per rank, smallest first.
 
         The list is empty if the mesh cannot divide the batch.
+
+        mesh: the config keys that select the mesh.
         """
         ranks, schedule = self.ranks(mesh), self.schedule(mesh)
         if self.sequences % ranks:
@@ -226,10 +237,14 @@ class Space:
         return [size for size in sizes if size == self.flat["batch.micro"]]
 
     def batch(self, mesh: Mapping[str, str], micro: int) -> Keys:
-        """Returns the config keys of a micro-batch on a mesh. Micro-batches are accumulated within one step, which
-        updates once.
+        """Returns the config keys that select a micro-batch size on a mesh, with the accumulation that fills the
+        update.
 
-        micro: sequences per data-parallel rank.
+        Micro-batches are accumulated within one call of the step.
+
+        Args:
+            mesh: the config keys that select the mesh.
+            micro: sequences per data-parallel rank.
         """
         steps = self.sequences // (self.ranks(mesh) * micro)
         keys = {"batch.micro": str(micro), "batch.tokens": "0", "batch.accumulation": str(steps)}
@@ -238,8 +253,11 @@ class Space:
         return keys
 
     def squeezes(self) -> list[Squeeze]:
-        """Returns the squeezes that the levers allow and that change no given key. Only AdamW may be replaced by
-        another optimizer."""
+        """Returns the sets of memory savings that `bytescope fit` may try, in order.
+
+        A set is left out if a saving in it is not allowed, if it changes a key that the command line sets, or if it
+        replaces an optimizer other than AdamW.
+        """
         adam = str(self.flat["optimizer.name"]).startswith("adamw")
         allowed = []
         for squeeze in ADAPTER_SQUEEZES if self.flat["lora.rank"] else SQUEEZES:
@@ -249,10 +267,10 @@ class Space:
         return allowed
 
     def baseline(self) -> Keys:
-        """Returns the config keys that all variants share.
+        """Returns the config keys that all variants share, dotted key -> text.
 
         If the config is float32 throughout and the lever `precision` is allowed, the keys select bf16 compute with
-        float32 master parameters. Otherwise there are none.
+        float32 master parameters. Otherwise there are no such keys.
         """
         fp32 = self.flat["precision.preset"] == "fp32" and "precision.preset" not in self.given
         return {"precision.preset": "bf16"} if fp32 and self.has_bf16 and "precision" in self.levers else {}
@@ -261,11 +279,17 @@ class Space:
 def stage_meshes(
     flat: Mapping[str, Any], given: Collection[str], n_devices: int, per_host: int
 ) -> Iterator[dict[str, str]]:
-    """Yields the config keys of each mesh with pipeline stages.
+    """Yields the config keys of each device mesh with pipeline stages that `bytescope fit` should try.
 
-    The numbers of stages are 2, 4, 8 and the number of hosts. On several hosts, a mesh with one stage per host and
-    tensor parallelism within each host is added. Yields nothing if the config, or a key of the command line, cannot be
-    combined with stages.
+    The numbers of stages are 2, 4, 8 and the number of hosts. On several hosts there is also a mesh with one stage per
+    host and tensor parallelism within each host. Yields nothing if the config or the command line has a setting that
+    the trainer cannot combine with stages.
+
+    Args:
+        flat: the config, dotted key -> value.
+        given: the keys that the command line sets.
+        n_devices: number of devices of the target.
+        per_host: number of devices per host.
     """
     scheduled = "pipeline.schedule" in given or "pipeline.virtual" in given
     if scheduled or ("batch.mode" in given and flat["batch.mode"] != "scan"):
@@ -298,26 +322,38 @@ def _stage_mesh(size: int, schedule: str, chunks: int) -> dict[str, str]:
 
 
 def runs_schedule(schedule: str, stages: int, micro_batches: int) -> bool:
-    """Returns whether a pipeline schedule can run this number of micro-batches per update without being mostly
-    idle."""
+    """Returns whether a pipeline schedule can run this number of micro-batches per update, and keeps its stages busy.
+
+    There must be at least one micro-batch per stage.
+    """
     return micro_batches >= stages and (schedule != "interleaved" or micro_batches % stages == 0)
 
 
 def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
-    """Returns the number of data-parallel ranks of a config (dotted key -> value) on `n_devices` devices."""
+    """Returns the number of data-parallel ranks of a config on `n_devices` devices.
+
+    flat: the config, dotted key -> value.
+    """
     return Space(flat, frozenset(), frozenset(), n_devices, n_devices, 0).ranks({})
 
 
 def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
-    """Returns the tokens per update, over all devices, of a config (dotted key -> value) on `n_devices` devices."""
+    """Returns the number of tokens per update of a config, over all `n_devices` devices.
+
+    flat: the config, dotted key -> value.
+    """
     if flat["batch.tokens"]:
         return flat["batch.tokens"]
     return flat["batch.micro"] * flat["batch.accumulation"] * ranks_of(flat, n_devices) * flat["data.seq_len"]
 
 
 def choose_levers(text: str | None) -> frozenset[str]:
-    """Returns the levers of `--levers=a,b,c`, or all levers if `text` is None. Raises ReportError for an unknown
-    lever."""
+    """Returns the levers that `--levers=a,b,c` lists: what `bytescope fit` may change. If `text` is None, returns all
+    levers.
+
+    Raises:
+        ReportError: a lever is unknown.
+    """
     names = list(LEVERS) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in LEVERS:
@@ -334,12 +370,12 @@ def space_of(
     tokens: int | None,
     has_bf16: bool = True,
 ) -> Space:
-    """Returns the space of variants of a config on a target.
+    """Returns the search space of `bytescope fit`: the variants of a config that may be tried on a target.
 
     Args:
         flat: the config, dotted key -> value.
         given: the keys that the command line sets.
-        levers: the allowed levers, keys of LEVERS.
+        levers: what `bytescope fit` may change, keys of LEVERS.
         n_devices: number of devices of the target.
         per_host: number of devices per host.
         tokens: tokens per update; None for the tokens of the config.
@@ -350,8 +386,8 @@ def space_of(
     """
     if flat["batch.accumulation_schedule"]:
         raise ReportError(
-            "batch.accumulation_schedule cannot be fitted, because a fit plans one batch size: fit the largest batch "
-            "with --batch-tokens, and give the schedule when training"
+            "batch.accumulation_schedule cannot be planned, because bytescope fit plans one batch size: give the "
+            "largest batch with --batch-tokens, and give the schedule when training"
         )
     length = flat["data.seq_len"]
     tokens = tokens or tokens_of(flat, n_devices)
@@ -367,7 +403,7 @@ def space_of(
 
 
 def _indivisible(space: Space) -> str:
-    """Returns the error message for a batch that no mesh can divide, with a batch that works."""
+    """Returns the error message for a batch that no mesh can divide. It proposes a batch size that works."""
     ranks = space.ranks({})
     fixed = {}
     for name in ("micro", "accumulation"):
@@ -382,7 +418,10 @@ def _indivisible(space: Space) -> str:
 
 
 def describe_mesh(keys: Mapping[str, str], space: Space) -> str:
-    """Returns the mesh of a variant in words: its strategy, its axes and its pipeline schedule."""
+    """Returns a description of a variant's device mesh: its strategy, its axes and its pipeline schedule.
+
+    keys: the config keys of the variant.
+    """
     axes = space.axes(keys)
     split = [axis for axis in AXES if axes[axis] > 1]
     mesh = " x ".join(f"{axis} {axes[axis]}" for axis in split)
@@ -392,7 +431,10 @@ def describe_mesh(keys: Mapping[str, str], space: Space) -> str:
 
 
 def describe_variant(keys: Mapping[str, str], space: Space) -> str:
-    """Returns a variant in words: its mesh, its batch as micro-batch x accumulation, and its memory savings."""
+    """Returns a description of a variant: its mesh, its micro-batch size x accumulation, and its memory savings.
+
+    keys: the config keys of the variant.
+    """
     micro, accumulation = keys.get("batch.micro", space.flat["batch.micro"]), keys.get("batch.accumulation", "?")
     parts = [describe_mesh(keys, space), f"{micro} x {accumulation}"]
     for key, value in keys.items():

@@ -16,16 +16,16 @@ from bytescope.train.plan.trials import Trials
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One variant that a fit tried.
+    """A variant of a config that `bytescope fit` tried, and the result of compiling it.
 
     Attributes:
         stage: the stage of the search, a key of `train.plan.fit.fit_progress.STAGES`.
-        what: the variant in words.
+        what: a description of the variant.
         keys: the config keys of the variant, dotted key -> text.
-        answer: the worker's answer (`memory.compare.worker`). Its `status` is "ok", or the reason why the variant
-            cannot run.
+        answer: the worker's JSON record of bytes, FLOPs and schedule (`memory.compare.worker`). Its `status` is
+            "ok", or the reason why the variant cannot run.
         fits: whether the variant is within the memory budgets of device and host.
-        verdict: whether the variant fits, or its missing bytes, in words.
+        verdict: "fits", or a text with the missing bytes or the reason why the variant cannot run.
         prediction: the predicted seconds per update; None if the variant cannot run.
     """
 
@@ -39,7 +39,7 @@ class Step:
 
     @property
     def ok(self) -> bool:
-        """Returns whether the variant can run, and therefore has figures."""
+        """Returns whether the variant can run. Only then are its bytes and seconds known."""
         return self.answer["status"] == "ok"
 
     @property
@@ -49,13 +49,13 @@ class Step:
 
     @property
     def spread(self) -> tuple[float | None, float | None]:
-        """The lower and the upper end of the interval of the predicted seconds; (None, None) if the variant cannot
-        run."""
+        """The lower and the upper end of the interval of predicted seconds per update; (None, None) if the variant
+        cannot run."""
         return (self.prediction.low, self.prediction.high) if self.prediction else (None, None)
 
     @property
     def thrift(self) -> tuple[float, int, bool]:
-        """The sort key by which variants of equal predicted speed are ordered, best first (`compare_rows.thrift`)."""
+        """The sort key for variants whose predicted seconds tie. Less recomputation comes first, then less memory."""
         names = ("recompute_flops_fraction", "allocated_bytes", "host_bytes")
         return thrift(ConfigRow.from_answer(self.keys, {name: self.answer.get(name) for name in names}))
 
@@ -65,7 +65,8 @@ class Step:
         return self.answer.get("allocated_bytes", 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the variant as a row of `walk` in the JSON of a fit (see `train.plan.fit.fit_result`)."""
+        """Returns the variant as an entry of `walk` in the JSON result of `bytescope fit` (see
+        `train.plan.fit.fit_result`)."""
         low, high = self.spread
         return {
             "stage": self.stage,
@@ -80,7 +81,9 @@ class Step:
         }
 
     def certificate(self, flags: str, budget: int, host_budget: float) -> dict[str, Any]:
-        """Returns the variant as the `certificate` of a fit in which nothing fits: its memory and the missing bytes.
+        """Returns the memory and the missing bytes of the variant, as JSON values.
+
+        They are the `certificate` in the JSON result of `bytescope fit` if nothing fits.
 
         Args:
             flags: the command-line flags that run the variant.
@@ -102,9 +105,15 @@ class Step:
 def judge_variant(
     stage: str, what: str, keys: Mapping[str, str], answer: Mapping[str, Any], budget: int, trials: Trials
 ) -> Step:
-    """Returns the step of a variant that can run, with its verdict on the memory budgets of device and host.
+    """Compares a compiled variant with the memory budgets of device and host, and returns it as a `Step`.
 
-    budget: the bytes available on one device.
+    Args:
+        stage: the stage of the search.
+        what: a description of the variant.
+        keys: the config keys of the variant, dotted key -> text.
+        answer: the worker's JSON record of bytes, FLOPs and schedule.
+        budget: the bytes available on one device.
+        trials: the compiler of the variants, which knows the budget of the host.
     """
     over, host_over = answer["allocated_bytes"] - budget, answer["host_bytes"] - trials.host_budget
     verdict = "fits"

@@ -63,8 +63,10 @@ NOTES = (
 
 
 def slower(row: Mapping[str, Any]) -> str:
-    """Returns how much slower a mesh is than the chosen configuration: "12.0%", "at least 34.0%", "a tie". Returns ""
-    for the mesh of the choice, and for a mesh that does not fit."""
+    """Returns how much slower a mesh is than the chosen configuration, such as "12.0%", "at least 34.0%" or "a tie".
+
+    Returns "" for the chosen mesh, and for a mesh that does not fit.
+    """
     if row["slower"] is None or not row["fits"]:
         return ""
     bounded = row["least_seconds"]
@@ -74,22 +76,26 @@ def slower(row: Mapping[str, Any]) -> str:
 
 
 def lost(row: Record) -> str:
-    """Returns how much slower a variant is than the chosen configuration, in words."""
+    """Returns how much slower a variant is than the chosen configuration, such as "3.4% slower", "a tie" or
+    "chosen"."""
     if row["is_chosen"]:
         return "chosen"
     return f"{row['lost']:.1%} slower" if row["lost"] >= TIE else "a tie"
 
 
 def failed(row: Record) -> str:
-    """Returns why a mesh does not fit, in a few words; "" if it fits. If it cannot run, the full reason is printed
-    below the table."""
+    """Returns why no variant of a mesh fits, in a few words; "" if one fits.
+
+    If the mesh cannot run at all, the words are "cannot run", and the full reason is printed below the table.
+    """
     if row["fits"]:
         return ""
     return row["verdict"] if row["predicted_seconds"] is not None else "cannot run"
 
 
 def kind(step: Record) -> str:
-    """Returns the verdict that determines the colour of a cell."""
+    """Returns the name of the colour of a variant's cell: "fits", "exceeds", or "tight" for a variant that cannot
+    run."""
     if step["fits"]:
         return "fits"
     return "tight" if step["allocated_bytes"] is None else "exceeds"
@@ -154,16 +160,18 @@ FINISHED_COLUMNS = (
 
 
 def show(out: Mapping[str, Any], config: str, console: Console | None = None) -> None:
-    """Prints the result of a fit on the console, by default standard output.
+    """Prints the result of `bytescope fit` on the console, by default standard output.
 
-    out: the JSON of the fit (`train.plan.fit.fit_result`).
+    out: the JSON result of `bytescope fit` (`train.plan.fit.fit_result`).
     """
     put(render_text(out, config), console)
 
 
 def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
-    """Returns the choice with its flags. If nothing fits, returns the variant that misses the fewest bytes, with the
-    missing bytes."""
+    """Renders the result of `bytescope fit` for the terminal: the chosen configuration with its flags, and tables.
+
+    If nothing fits, renders the variant that misses the fewest bytes, with the missing bytes.
+    """
     effort = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
     stopped = f"; stopped early: {out['stopped']}" if out["stopped"] else ""
     if best := out["best"]:
@@ -175,7 +183,7 @@ def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
 
 
 def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
-    """Returns the variant that misses the fewest bytes, with its memory breakdown, its flags and the missing bytes."""
+    """Renders the variant that misses the fewest bytes: its memory breakdown, its flags and the missing bytes."""
     large = ", ".join(
         f"{row} {human(certificate['breakdown'][row])}"
         for row in ROWS
@@ -197,18 +205,22 @@ def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], e
 
 
 def _reach_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns a table with a row for each answer per rank of adapters; [] for a fit without adapters."""
+    """Returns a table of the longest sequences and largest micro-batches for each rank of adapters; [] if no adapters
+    are trained."""
     rows = out.get("reach") or ()
     if not rows:
         return []
     table = TableView(REACH_COLUMNS, rows, emphasis=lambda row: "" if row["fits"] else "dim")
-    title = "each rank: the longest sequences that fit, and the most sequences at once"
+    title = "for each rank of adapters, the longest sequence and the largest micro-batch that fit"
     return [Text(title, style="bold"), terminal_table(table)]
 
 
 def _speed_words(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
-    """Returns the predicted speed of the choice in words: seconds per update, tokens/s with their interval, tokens/s
-    per device, MFU, the lower bound from the data sheet, and the source of the rates."""
+    """Returns a text for the predicted speed of the chosen configuration.
+
+    It has the seconds per update, tokens/s with their interval, tokens/s per device, MFU, the lower bound from the
+    data sheet, and where the FLOP/s and bytes/s of the devices are from.
+    """
     step, low, high = (best[key] for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high"))
     if not step:
         return describe_prediction(step, low, high)
@@ -244,7 +256,7 @@ def _best_lines(best: Mapping[str, Any], out: Mapping[str, Any], config: str, ef
 
 
 def _finished_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns a table of the fastest variants that fit, compared with the choice; [] if only one variant fits."""
+    """Returns a table of the fastest variants that fit, compared with the chosen one; [] if only one variant fits."""
     best = out["best"]
     rows = {row["what"]: row for row in out["walk"] if row["fits"] and row["predicted_seconds"] is not None}
     ranked = sorted(rows.values(), key=lambda row: (row["what"] != best["what"], row["predicted_seconds"]))
@@ -265,7 +277,8 @@ def _finished_lines(out: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _layout_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns a table of the meshes, compared with the choice; [] if only one mesh was tried."""
+    """Returns a table of the meshes that `bytescope fit` tried, compared with the chosen one; [] if only one mesh was
+    tried."""
     rows = out.get("layouts") or ()
     if len(rows) < 2:
         return []
@@ -285,9 +298,9 @@ def _layout_lines(out: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def render_page(out: Mapping[str, Any]) -> str:
-    """Returns the HTML page of a fit.
+    """Returns the HTML page with the result of `bytescope fit`.
 
-    out: the JSON of the fit (`train.plan.fit.fit_result`).
+    out: the JSON result of `bytescope fit` (`train.plan.fit.fit_result`).
     """
     config, target = out["config"], out["target"]
     return page(
@@ -322,16 +335,17 @@ def _notes(out: Mapping[str, Any]) -> list[str]:
 
 
 def _subject(out: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch and the remat policy of the choice. If nothing fits, returns the requested batch."""
+    """Returns the batch and the remat policy of the chosen configuration. If nothing fits, returns the requested
+    tokens per update."""
     best = out["best"] or {}
     return {"batch": best.get("batch") or f"{out['batch_tokens']:,} tokens per update", "policy": best.get("policy")}
 
 
 def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON values that the page's script draws: a point for each variant that could be compiled.
+    """Returns the data of the page's chart as JSON values: a point for each variant that could be compiled.
 
-    `number` is the row of the variant in the table, from 1. `chosen` says whether the variant is the choice, or the
-    one that misses the fewest bytes if nothing fits. `unit` is (name, bytes) of the unit of the axis.
+    `number` is the row of the variant in the table, from 1. `chosen` says whether the variant is the chosen one or, if
+    nothing fits, the one that misses the fewest bytes. `unit` is the unit of the axis as (name, number of bytes).
     """
     points = [
         {
@@ -379,7 +393,7 @@ def _verdict(out: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _figures(out: Mapping[str, Any]) -> list[HeaderFigure]:
-    """Returns the figures at the top of the page. Unknown figures are left out."""
+    """Returns the numbers to show at the top of the page. A number that is unknown is left out."""
     figures: list[HeaderFigure] = []
     if out["best"]:
         figures = _figures_of_best(out, out["best"])
@@ -413,14 +427,15 @@ def _figures_of_best(out: Mapping[str, Any], best: Mapping[str, Any]) -> list[He
 
 
 def _speed(out: Mapping[str, Any], step: float | None) -> float | None:
-    """Returns the tokens per second of a predicted step, over all devices."""
+    """Returns tokens per second, over all devices, for predicted seconds per update; None if the seconds are
+    unknown."""
     return out["batch_tokens"] / step if step else None
 
 
 def _answer(out: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the command to run and the memory breakdown of the choice. If nothing fits, returns them for the variant
-    that misses the fewest bytes.
+    """Returns the command to run and the memory breakdown of the chosen configuration.
 
+    If nothing fits, returns them for the variant that misses the fewest bytes; None if no variant was compiled.
     `limit` is the position of the budget on the bar in percent; None if the variant is within the budget.
     """
     variant = out["best"] or out["certificate"]
@@ -451,7 +466,8 @@ def _host(out: Mapping[str, Any], variant: Mapping[str, Any]) -> str:
 
 
 def _walk(out: Mapping[str, Any]) -> PageTable:
-    """Returns the table of all variants, each with the command that runs it. The choice is emphasized."""
+    """Returns the table of all variants that `bytescope fit` tried, each with the command that runs it. The chosen one
+    is emphasized."""
 
     def run(step: Record) -> str:
         if step["allocated_bytes"] is None:
@@ -474,14 +490,20 @@ def _walk(out: Mapping[str, Any]) -> PageTable:
 
 
 def _reach(out: Mapping[str, Any]) -> PageTable | None:
-    """Returns the table of the answers for each rank of adapters, each with its command; None for a fit without
-    adapters."""
+    """Returns the table of the longest sequences and largest micro-batches for each rank of adapters, each with its
+    command.
+
+    Returns None if no adapters are trained.
+    """
     run = command_column(lambda row: command(out["config"], out["target"], row["flags"], fits=row["fits"]))
     return page_table(TableView((*REACH_COLUMNS, run), out["reach"])) if out.get("reach") else None
 
 
 def _layouts(out: Mapping[str, Any]) -> PageTable | None:
-    """Returns the table of the meshes, compared with the choice; None if only one mesh was tried, or nothing fits."""
+    """Returns the table of the meshes that `bytescope fit` tried, compared with the chosen one.
+
+    Returns None if only one mesh was tried, or if nothing fits.
+    """
     rows = out.get("layouts") or ()
     return page_table(TableView(LAYOUT_COLUMNS, rows)) if out["best"] and len(rows) > 1 else None
 

@@ -40,10 +40,10 @@ MAX_MESHES = 2
 
 
 class Walk:
-    """The search for the fastest configuration. `run` searches until it is finished or stopped.
+    """Searches for the fastest configuration that fits a memory budget. `run` starts the search.
 
     Args:
-        trials: compiles the variants.
+        trials: compiles the variants of the config.
         space: the variants that may be tried.
         budget: the bytes available on one device.
         show: called with each variant when it has been compiled.
@@ -51,9 +51,9 @@ class Walk:
     Attributes:
         steps: the variants that were tried, in order.
         best: the fastest variant that fits; None if none fits.
-        tightest: the variant that misses the fewest bytes.
-        stopped: why the walk ended early; "" if it did not.
-        seconds: the duration of the walk.
+        tightest: the variant that misses the fewest bytes; None before any variant runs.
+        stopped: why the search ended early; "" if it did not.
+        seconds: the duration of the search.
     """
 
     def __init__(self, trials: Trials, space: Space, budget: int, show: Callable[[Step], None] = lambda step: None):
@@ -69,7 +69,8 @@ class Walk:
         self._began, self.seconds = time.monotonic(), 0.0
 
     def run(self) -> None:
-        """Searches until the walk is finished or stopped. `stopped` then has the reason."""
+        """Runs the search until it is finished, a limit is reached, or the user presses Ctrl-C. Sets `stopped` and
+        `seconds`."""
         try:
             self._walk()
         except Stopped as reason:
@@ -81,14 +82,15 @@ class Walk:
     # ---- one variant -------------------------------------------------------------------------------------------
 
     def record(self, stage: str, keys: Mapping[str, str], answer: Mapping[str, Any], plan: str = "") -> Step:
-        """Adds a compiled variant to the walk, updates `best` and `tightest`, and returns its step. A variant is added
-        only once.
+        """Adds a compiled variant to `steps`, updates `best` and `tightest`, and returns the variant as a `Step`.
+
+        A variant that is in `steps` already is not added again.
 
         Args:
             stage: the stage of the search.
-            keys: the config keys of the variant.
-            answer: the worker's answer.
-            plan: the tensors that the variant saves, in words.
+            keys: the config keys of the variant, dotted key -> text.
+            answer: the worker's JSON record of bytes, FLOPs and schedule.
+            plan: a description of the tensors that the variant saves.
         """
         known = next((step for step in self.steps if step.keys == keys), None)
         if known is not None:
@@ -107,7 +109,10 @@ class Walk:
         return step
 
     def _compared_with_best(self, step: Step) -> Step:
-        """Returns a variant that fits with its final verdict, and makes it the best variant if it is preferred."""
+        """Compares a variant that fits with the best one so far, and returns it with its final verdict.
+
+        Updates `best` if the variant is preferred.
+        """
         fitting = [*(other for other in self.steps if other.fits), step]
         tied, chosen = ranking.ties(fitting, _seconds), preferred(fitting)
         verdict = "fits, a tie" if len(tied) > 1 and any(other is step for other in tied) else "fits"
@@ -119,19 +124,20 @@ class Walk:
 
     @property
     def ties(self) -> list[Step]:
-        """The variants that fit and are predicted to be as fast as the best, without the best."""
+        """The variants that fit and are predicted to be as fast as the best one. The best one is not included."""
         fitting = [step for step in self.steps if step.fits]
         return [step for step in ranking.ties(fitting, _seconds) if step is not self.best]
 
     def _missing(self, step: Step) -> float:
-        """Returns the bytes that a variant needs beyond the budgets of device and host."""
+        """Returns the bytes by which a variant exceeds the memory budgets of device and host."""
         return max(step.allocated - self.budget, 0) + max(step.answer["host_bytes"] - self.trials.host_budget, 0)
 
     def _try_all(self, tries: Sequence[tuple[str, Mapping[str, str], str]]) -> list[Step]:
-        """Compiles variants together, records them and returns their steps. If the search is stopped, the finished
-        ones are recorded.
+        """Compiles several variants together, records them and returns them as steps.
 
-        tries: triples of stage, config keys, and the plan in words.
+        If the search is stopped, the variants that are finished are recorded.
+
+        tries: triples of the stage of the search, the config keys, and a description of the remat plan.
         """
         steps = []
         try:
@@ -171,8 +177,14 @@ class Walk:
             self._neighbours()
 
     def _squeezed(self, squeeze: Squeeze, base: Keys, meshes: Sequence[Keys]) -> None:
-        """Looks for plans with some memory savings, on each mesh that can still become the fastest, the most promising
-        mesh first."""
+        """Searches with one set of memory savings, on each mesh that can still become the fastest, the most promising
+        mesh first.
+
+        Args:
+            squeeze: the set of memory savings.
+            base: the config keys that all variants share.
+            meshes: the meshes to try, each as config keys.
+        """
         stage = "mesh" if squeeze is self.space.squeezes()[0] else "squeeze"
         starts = []
         for mesh in meshes:
@@ -192,9 +204,10 @@ class Walk:
                 to_beat = min(to_beat, self._grow_micro_batch(squeeze, base, mesh, to_beat))
 
     def _can_fit(self, step: Step, squeeze: Squeeze) -> bool:
-        """Returns whether some plan may fit on the mesh of `step`, which recomputes everything.
+        """Returns whether some remat plan may fit with the mesh and micro-batch of `step`, which recomputes
+        everything.
 
-        This is the case if the step fits, or if it would fit with its block inputs in host memory.
+        This is true if the step fits, or if it would fit with its saved activations in host memory.
         """
         if step.fits:
             return True
@@ -204,7 +217,7 @@ class Walk:
         return moves and over <= step.answer["residual_bytes"] and max(over, 0) <= room
 
     def _sizes(self, squeeze: Squeeze, mesh: Keys) -> list[int]:
-        """Returns the micro-batches to try on a mesh, smallest first, in sequences per device."""
+        """Returns the micro-batch sizes to try on a mesh, in sequences per data-parallel rank, smallest first."""
         sizes = self.space.micros(mesh)
         if self.space.schedule(mesh) and squeeze.activations and not squeeze.keys:
             return []  # pipeline stages cannot move their saved activations to host memory
@@ -213,7 +226,7 @@ class Walk:
         return sizes
 
     def bound(self, step: Step) -> float:
-        """Returns a lower bound of the seconds per update for all plans with the mesh and micro-batch of `step`.
+        """Returns a lower bound of the seconds per update for all remat plans with the mesh and micro-batch of `step`.
 
         `step` recomputes everything. The bound is its predicted time without the recomputation.
         """
@@ -223,18 +236,25 @@ class Walk:
         return step.prediction.by_phase.get("recompute", 0.0) if step.prediction else 0.0
 
     def _update_saved_fraction(self, full: Step, plan: Step) -> None:
-        """Updates the fraction of `full`'s recomputation time that a plan without recomputation saves. It is less than
-        1, because saving tensors takes time too."""
+        """Updates the fraction of recomputation time that is saved if nothing is recomputed.
+
+        The fraction is less than 1, because saving tensors takes time too.
+
+        Args:
+            full: a variant that recomputes everything.
+            plan: the same variant with another remat plan.
+        """
         recompute = self._recompute_seconds(full)
         if recompute and not plan.answer["recompute_flops_fraction"]:
             self._saved_fraction = min(self._saved_fraction, (full.seconds - plan.seconds) / recompute)
 
     def _grow_micro_batch(self, squeeze: Squeeze, base: Keys, mesh: Keys, to_beat: float) -> float:
-        """Finds the least recomputation for larger and larger micro-batches, as long as a larger one is faster.
-
-        to_beat: the seconds per update that the smallest micro-batch has to beat.
+        """Searches for the least recomputation with larger and larger micro-batches, as long as a larger one is
+        faster.
 
         Returns the seconds per update of the smallest micro-batch; infinity if it does not fit.
+
+        to_beat: the seconds per update that the smallest micro-batch has to beat.
         """
         seconds_by_size: list[float] = []  # seconds per update of each micro-batch so far
         for size in self._sizes(squeeze, mesh):
@@ -256,10 +276,13 @@ class Walk:
         return seconds_by_size[0] if seconds_by_size else math.inf
 
     def _least_recomputation(self, keys: Keys, activations: bool) -> float | None:
-        """Returns the predicted seconds per update of a variant with the least recomputation that fits; None if no
-        plan fits.
+        """Finds the remat plan with the least recomputation that fits, and returns its predicted seconds per update.
 
-        activations: whether tensors of blocks may be moved to host memory.
+        Returns None if no plan fits.
+
+        Args:
+            keys: the config keys of the variant without remat keys.
+            activations: whether saved activations may be moved to host memory.
         """
 
         def record(tried: CompiledPlan) -> None:
@@ -287,7 +310,8 @@ class Walk:
         return step.seconds
 
     def _without_remat(self, base: Keys, meshes: Sequence[Keys]) -> None:
-        """Searches without the lever `remat`: tries meshes and micro-batches with the config's own remat policy."""
+        """Searches meshes and micro-batches with the config's own remat policy. It is used if the lever `remat` is not
+        allowed."""
         for squeeze in self.space.squeezes():
             for mesh in meshes:
                 before: float | None = None
@@ -301,8 +325,10 @@ class Walk:
                 return
 
     def _neighbours(self) -> None:
-        """Tries plans that save one more tensor than the best plan. If one fits and is faster, the search continues
-        from it."""
+        """Tries remat plans that save one more tensor than the best plan.
+
+        If one fits and is faster, the search continues from it.
+        """
         for _ in range(MAX_NEIGHBOURS):
             before, search, plan = self.best, self._search, self._plan
             if search is None or plan is None or before is None:
@@ -330,8 +356,10 @@ class Walk:
 
 
 def preferred(steps: Sequence[Step]) -> Step | None:
-    """Returns the fastest variant; None if there is none. Ties are decided by `compare_rows.thrift`: less
-    recomputation, then less memory."""
+    """Returns the fastest variant; None if there are no variants.
+
+    If predicted seconds tie, the variant with less recomputation is returned, then the variant with less memory.
+    """
     return ranking.preferred(steps, _seconds, lambda step: step.thrift)
 
 
@@ -340,13 +368,17 @@ def _seconds(step: Step) -> float:
 
 
 def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
-    """Returns whether `keys` without the remat keys equal `variant`."""
+    """Returns whether `keys`, without its remat keys, is equal to `variant`."""
     return {key: text for key, text in keys.items() if not key.startswith("remat.")} == dict(variant)
 
 
 def _with_name(plan: LayerPlan, name: str, graph: LayerGraph, rates: RecomputeRates) -> LayerPlan:
-    """Returns the plan in which every layer saves one more tensor on the device. Ranges that offload tensors stay
-    unchanged."""
+    """Returns a remat plan that saves one more tensor on the device in every layer.
+
+    Ranges of layers that move tensors to host memory stay unchanged.
+
+    name: the name of the tensor.
+    """
     ranges: list[tuple[KeepPattern, int]] = []
     for pattern, count in plan.ranges:
         if not pattern.offload and name not in pattern.save:

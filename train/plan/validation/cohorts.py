@@ -20,19 +20,19 @@ BYTES_WITHIN = {"within 10 %": (0.9, 1.1), "within 15 %": (0.85, 1.15)}
 
 @dataclasses.dataclass(frozen=True)
 class Cohort:
-    """The scores of rows that are pooled over all models.
+    """How well predictions match a group of measured runs, over all models. All ratios are predicted / measured.
 
     Attributes:
         name: the name of the cohort or the source.
-        rows: number of rows with measured seconds.
-        programs: number of different programs of these rows.
-        within: fraction of the programs whose predicted/measured seconds are in `validation_score.WITHIN`.
-        median, least, most: median, minimum and maximum of predicted/measured seconds; None without rows.
-        bytes_rows, bytes_programs: number of rows with measured bytes, and of their different programs.
-        bytes_are: what the measured bytes count.
-        bytes_within: for each range of `BYTES_WITHIN`, the fraction of programs in the range.
-        bytes_below: fraction of programs whose ratio of our bytes to the measured bytes is at most 1.
-        bytes_median, bytes_least, bytes_most: median, minimum and maximum of this ratio.
+        rows: number of runs with measured seconds.
+        programs: number of different programs among these runs.
+        within: fraction of the programs whose ratio of seconds is in `validation_score.WITHIN`.
+        median, least, most: median, minimum and maximum of the ratios of seconds; None without runs.
+        bytes_rows, bytes_programs: number of runs with measured bytes, and number of their different programs.
+        bytes_are: what the measured bytes count, "reserved" or "allocated".
+        bytes_within: for each range of `BYTES_WITHIN`, the fraction of programs whose ratio of bytes is in the range.
+        bytes_below: fraction of programs whose ratio of bytes is at most 1.
+        bytes_median, bytes_least, bytes_most: median, minimum and maximum of the ratios of bytes.
     """
 
     name: str
@@ -53,12 +53,18 @@ class Cohort:
 
 
 def by_cohort(scored: Iterable[ScoredRun]) -> list[Cohort]:
-    """Returns the scores for each `MeasuredRow.cohort`, sorted by name. Rows without a cohort are left out."""
+    """Returns how well predictions match the measured runs of each cohort (`MeasuredRow.cohort`), sorted by name.
+
+    Runs without a cohort are left out.
+    """
     return _by(scored, lambda row: row.cohort)
 
 
 def by_source(scored: Iterable[ScoredRun]) -> list[Cohort]:
-    """Returns the scores for each source, sorted by name. Rows without a cohort are left out."""
+    """Returns how well predictions match the measured runs of each source, sorted by name.
+
+    Runs without a cohort are left out.
+    """
     return _by(scored, lambda row: row.source_id if row.cohort else "")
 
 
@@ -101,7 +107,10 @@ def _ends(pairs: Sequence[tuple[str, float]]) -> tuple[float | None, float | Non
 
 
 def weights(programs: Sequence[str]) -> list[float]:
-    """Returns the weight of each row: 1 divided by the number of rows with the same program."""
+    """Returns the weight of each run: 1 divided by the number of runs that have the same program.
+
+    programs: the name of each run's program.
+    """
     counts = Counter(programs)
     return [1 / counts[program] for program in programs]
 
@@ -109,7 +118,9 @@ def weights(programs: Sequence[str]) -> list[float]:
 def share_within(pairs: Sequence[tuple[str, float]], within: tuple[float, float]) -> float | None:
     """Returns the fraction of programs whose ratio is in the range `within`, inclusive; None without pairs.
 
-    pairs: one (program, ratio) per row.
+    A program with several runs counts once, with equal parts for its runs.
+
+    pairs: (program, ratio) of each run.
     """
     if not pairs:
         return None
@@ -119,18 +130,21 @@ def share_within(pairs: Sequence[tuple[str, float]], within: tuple[float, float]
 
 
 def median(pairs: Sequence[tuple[str, float]]) -> float | None:
-    """Returns the median ratio, in which each program has weight one; None without pairs.
+    """Returns the median of the ratios, in which each program has weight 1; None without pairs.
 
-    pairs: one (program, ratio) per row.
+    pairs: (program, ratio) of each run.
     """
     return quantile(pairs, 0.5)
 
 
 def quantile(pairs: Sequence[tuple[str, float]], at: float) -> float | None:
-    """Returns the quantile `at` (0 to 1) of the ratios, in which each program has weight one; None without pairs.
+    """Returns a quantile of the ratios, in which each program has weight 1; None without pairs.
 
-    pairs: one (program, ratio) per row. The result is interpolated between the midpoints of the weights, which equals
-    numpy's method `hazen` if each program has one row.
+    The quantile is interpolated as numpy's method `hazen` does. Several runs of one program share its weight.
+
+    Args:
+        pairs: (program, ratio) of each run.
+        at: the quantile, 0 to 1.
     """
     if not pairs:
         return None

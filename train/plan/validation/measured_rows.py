@@ -33,10 +33,10 @@ SETS: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredRow:
-    """One run that another project measured.
+    """A published measurement: the time and memory of one training run of another project, and our nearest config.
 
     Attributes:
-        set, id: the name of the set, and the row's id in the set.
+        set, id: the name of the set of measurements, and the index of the measurement in the set.
         model, chip, gpus: the model that was trained, the type of GPU, and the number of GPUs.
         config, overrides, target: the config, overrides (dotted key -> text) and target of our nearest program; empty
             if there is none.
@@ -45,20 +45,20 @@ class MeasuredRow:
         quality: "A": read from a table, log or script with a known setup. "B": one or two facts are derived. "C": from
             prose.
         source: where the figures were read.
-        reason: why the row is not compiled or not scored; "" if it is.
-        setup: the differences from other rows of the model, in words.
+        reason: why the run is not compiled or not scored; "" if it is.
+        setup: a description of how the run differs from other runs of the model.
         tensor: size of the tensor-parallel group.
         stages: number of pipeline stages.
         launch_seconds: minimum seconds that the measured framework's host needs to launch the kernels of an update; 0
             if launches were not the limit, or are unknown. Our programs have no such minimum.
-        host_bound: whether kernel launches determine the seconds, so that the row says nothing about the device; None
+        host_bound: whether kernel launches determine the seconds, so that the run says nothing about the device; None
             if unknown.
         network: a key of `seconds.achieved.NETWORKS` for the links between hosts; "" for the chip's default.
-        differs: known differences between the measured run and our program, in words.
+        differs: a description of known differences between the measured run and our program.
         bytes_are: what `measured_bytes` counts: "reserved" (an upper bound of the bytes needed), "allocated" or "".
         bytes_reason: why our bytes are not compared with `measured_bytes`; "" if they are.
-        cohort: the name of the rows, over all models, that are scored together, for example by quality and age; "" if
-            the row is scored only with its model and number of GPUs.
+        cohort: the name of a group of runs of all models that are scored together, for example of one quality and age;
+            "" if the run is scored only with runs of its model and number of GPUs.
     """
 
     set: str
@@ -87,27 +87,36 @@ class MeasuredRow:
 
     @property
     def source_id(self) -> str:
-        """The short name of the source."""
+        """The short name of the source, which is the part of `source` before the colon."""
         return self.source.partition(":")[0]
 
 
 def rows(name: str) -> tuple[MeasuredRow, ...]:
-    """Returns the rows of a set. Raises ReportError for an unknown set."""
+    """Returns the published measurements of a set.
+
+    name: the name of the set, a key of SETS.
+
+    Raises:
+        ReportError: the set is unknown.
+    """
     if name not in SETS:
         raise ReportError(f"unknown set of measured rows {name!r}: {remedy_for(name, SETS)}")
     return importlib.import_module(f"bytescope.train.plan.validation.setups_{name}").rows()
 
 
 def facts(name: str) -> list[Fact]:
-    """Returns the rows of the table data/NAME.csv, in order. The id of a row is its index."""
+    """Reads the table of measurements data/NAME.csv. Returns one mapping, column -> text, for each row of the
+    table."""
     table = resources.files("bytescope.train.plan.validation") / "data" / f"{name}.csv"
     return list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline="")))
 
 
 def shape(fact: Fact) -> dict[str, str]:
-    """Returns the config overrides for the model, sequence length and batch of a row.
+    """Returns the config overrides for the model, sequence length and batch of a measured run.
 
     `loss.kind=full` computes all logits as one array, as the measured programs do.
+
+    fact: the row of the table, column -> text.
     """
     heads, width = int(fact["heads"]), int(fact["hidden"])
     return {
@@ -127,7 +136,10 @@ def shape(fact: Fact) -> dict[str, str]:
 
 
 def reason_not_compared(fact: Fact) -> str:
-    """Returns the reason why a row of any source is not compared; "" if it is compared."""
+    """Returns the reason why a measured run is not compared with a prediction; "" if it is compared.
+
+    fact: the row of the table, column -> text.
+    """
     if fact["status"] != "ok":
         return f"nothing was measured: {fact['status']}"
     if not (fact["step_s"] or fact["mem_gib"]):
@@ -144,22 +156,30 @@ def reason_not_compared(fact: Fact) -> str:
 
 
 def target(chip: str, gpus: int, per_host: int) -> str:
-    """Returns the name of the target with this number of GPUs: a part of one host, or several whole hosts."""
+    """Returns the name of the target with this number of GPUs: a part of one host, or several whole hosts.
+
+    Args:
+        chip: the type of GPU.
+        gpus: the total number of GPUs.
+        per_host: number of GPUs per host.
+    """
     return f"{chip}:{gpus}" if gpus <= per_host else f"{chip}:{gpus // per_host}x{per_host}"
 
 
 def row_of(
     name: str, number: int, fact: Fact, nearest: Setup, chip: str, gpus: int, per_host: int, **more: Any
 ) -> MeasuredRow:
-    """Returns the measured row for a row of a table.
+    """Converts one row of a table into a `MeasuredRow`.
 
     Args:
         name: the name of the set.
         number: the index of the row in the table.
+        fact: the row of the table, column -> text.
         nearest: the config and overrides of our nearest program, or the reason why there is none.
         chip: the type of GPU.
+        gpus: the total number of GPUs.
         per_host: number of GPUs per host.
-        more: other fields of the measured row.
+        more: other fields of `MeasuredRow`.
     """
     config, overrides = ("", {}) if isinstance(nearest, str) else nearest
     return MeasuredRow(

@@ -56,7 +56,7 @@ DIFFERS: Mapping[str, Callable[[Fact, str], bool]] = {
 
 @functools.cache
 def rows() -> tuple[MeasuredRow, ...]:
-    """Returns all rows of the table, in order."""
+    """Returns all measurements of the table data/jax.csv, in order."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
@@ -83,13 +83,15 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
 
 
 def _differs(fact: Fact, chip: str) -> str:
-    """Returns the first likely reason for a difference between prediction and measurement that applies to the row; ""
-    for none."""
+    """Returns the first reason in DIFFERS that applies to a run; "" if none applies.
+
+    A reason is a likely cause of a difference between prediction and measurement.
+    """
     return next((why for why, holds in DIFFERS.items() if holds(fact, chip)), "")
 
 
 def _maxtext_7b(fact: Fact) -> Setup:
-    """Returns the config for MaxText 7B with the scripts of JAX-Toolbox and GCP.
+    """Returns the config nearest to MaxText 7B, as run by the scripts of JAX-Toolbox and GCP.
 
     Layers are unrolled, and parameters are sharded within a host, with one replica per host. The policies
     `minimal_flash` and `minimal_with_context` save the outputs of matmuls with weights and the output of attention
@@ -115,10 +117,11 @@ _SAVED = {
 
 
 def _maxtext_70b(fact: Fact) -> Setup:
-    """Returns the config for MaxText 70B with dgxc-benchmarking (maxtext/configure.sh, README_70b.md) or gpu-recipes.
+    """Returns the config nearest to MaxText 70B, as run by dgxc-benchmarking (maxtext/configure.sh, README_70b.md) or
+    gpu-recipes.
 
-    Layers are scanned. XLA pipelines the collectives of the loop, so that the parameters of a layer are gathered while
-    the layer before it computes; this is `mesh.prefetch`.
+    Layers are scanned. XLA gathers the parameters of a layer while the layer before it computes, as `mesh.prefetch`
+    does.
     """
     replicas = next((part.removeprefix("dcn_dp") for part in fact["parallelism"].split(" x ") if "dcn_dp" in part), "1")
     policy = fact["remat"].partition(":")[0].split()[-1:]
@@ -135,7 +138,8 @@ def _maxtext_70b(fact: Fact) -> Setup:
 
 
 def _maxtext_b200(fact: Fact) -> Setup:
-    """Returns the config for MaxText on B200 with gpu-recipes: fully sharded, layers scanned and recomputed."""
+    """Returns the config nearest to MaxText on B200, as run by gpu-recipes. It is fully sharded, with scanned and
+    recomputed layers."""
     return "llama_8b", shape(fact) | {"remat.policy": "full", "xla.latency_hiding": "on", "mesh.prefetch": "1"}
 
 
@@ -148,8 +152,11 @@ _PAX_126M = {"mesh.strategy": "ddp", "model.scan": "False", "model.unroll": "1",
 
 
 def _pax(fact: Fact) -> Setup:
-    """Returns the config for Pax. Attention is unfused in rows without Transformer Engine, and in the rows of 126M,
-    which the table calls unfused."""
+    """Returns the config nearest to a run of Pax.
+
+    Attention is unfused in runs without Transformer Engine, and in the runs of the 126M model, which the table calls
+    unfused.
+    """
     if "tp2" in fact["parallelism"]:
         return "the batch per tensor-parallel group is not stated"
     small = fact["model"] == "gpt-126m"
@@ -186,7 +193,7 @@ _ALPA_STRATEGY = {
 
 
 def _alpa(fact: Fact) -> Setup:
-    """Returns the config for Alpa's GPT (benchmark/alpa/benchmark_one_case_gpt_bert.py).
+    """Returns the config nearest to Alpa's GPT (benchmark/alpa/benchmark_one_case_gpt_bert.py).
 
     Parameters, gradients and logits are float16 with float32 master parameters. AdamW has no clipping and no loss
     scale, and the head has its own matrix. On a mesh A x B, A devices are data-parallel and B are tensor-parallel.
@@ -208,7 +215,7 @@ def _alpa(fact: Fact) -> Setup:
 
 
 def _alpa_bytes(fact: Fact) -> str:
-    """Returns why the bytes of a row of Alpa are not compared; "" if they are.
+    """Returns why the measured bytes of a run of Alpa are not compared; "" if they are.
 
     With data parallelism, Alpa combines collectives without a size limit (alpa/global_env.py: all_reduce_threshold of
     1 << 60). So all float16 gradients exist until one combined reduction, in addition to float16 parameters that are
@@ -220,7 +227,7 @@ def _alpa_bytes(fact: Fact) -> str:
 
 
 def _uva(fact: Fact) -> Setup:
-    """Returns the config for UvA's tutorial (single_gpu_transformer).
+    """Returns the config nearest to UvA's tutorial (single_gpu_transformer).
 
     The model has dropout 0.1, unfused attention and biases, and Adam does not clip. "MLP,Attn" checkpoints both halves
     of a block. The tutorial also normalizes queries and keys, which our config does not.
@@ -241,9 +248,9 @@ def _uva(fact: Fact) -> Setup:
 
 
 def _uva_bytes(fact: Fact) -> str:
-    """Returns why the bytes of a row of UvA's tutorial are not compared; "" if they are.
+    """Returns why the measured bytes of a run of UvA's tutorial are not compared; "" if they are.
 
-    The bytes for a batch of 256 do not fit the other rows with this remat policy.
+    The bytes for a batch of 256 contradict the bytes of the tutorial's other runs with this remat policy.
     """
     if fact["gbs"] != "256":
         return ""

@@ -73,7 +73,8 @@ Fact = Mapping[str, str]
 
 @functools.cache
 def rows() -> tuple[MeasuredRow, ...]:
-    """Returns all rows of the table, in order. The id of a row is its index."""
+    """Returns all measurements of the Ultra-Scale Playbook, in the order of its table. The id of a measurement is its
+    index."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
@@ -109,7 +110,7 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
 
 
 def _reason(fact: Fact) -> str:
-    """Returns why a row is not compiled or not scored; "" if it is."""
+    """Returns why a measured run is not compiled or not scored; "" if it is."""
     if fact["suspect"] == "1":
         return "suspect: runs that should take equally long differ by 1.3x or more (network)"
     if int(fact["gbs_seqs"]) != _BATCH:
@@ -118,8 +119,10 @@ def _reason(fact: Fact) -> str:
 
 
 def _differs(number: int, fact: Fact) -> str:
-    """Returns what is known about the memory or the network of a run, compared with the same work in other runs; "" if
-    nothing."""
+    """Returns a known problem of a run's memory or network; "" if none is known.
+
+    It is known from other runs that did the same work in less time.
+    """
     if f"{number}" in _OUT_OF_MEMORY_ROWS:
         return (
             "slower than with half the micro-batch, with less reserved memory than the other half needs: probably "

@@ -44,7 +44,7 @@ DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
 
 @functools.cache
 def rows() -> tuple[MeasuredRow, ...]:
-    """Returns all rows of the table, in order."""
+    """Returns all measurements of the table data/torch.csv, in order."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
@@ -68,8 +68,10 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
 
 
 def _differs(fact: Fact) -> str:
-    """Returns the first likely reason for a difference between prediction and measurement that applies to the row; ""
-    for none."""
+    """Returns the first reason in DIFFERS that applies to a run; "" if none applies.
+
+    A reason is a likely cause of a difference between prediction and measurement.
+    """
     return next((why for why, holds in DIFFERS.items() if holds(fact)), "")
 
 
@@ -94,7 +96,7 @@ _FOUNDRY_PRECISION = {
 
 
 def _foundry(fact: Fact) -> Setup:
-    """Returns the config for MPT of llm-foundry (scripts/train/benchmarking).
+    """Returns the config nearest to MPT of llm-foundry (scripts/train/benchmarking).
 
     MPT has learned positions, layernorm, GELU with an MLP four times as wide as the model, a tied head and flash
     attention. Gradients are summed over `ga` micro-batches. Blocks are recomputed if checkpointing is on.
@@ -113,8 +115,10 @@ _LLAMA2 = {"llama2-7b": (32, 4096, 32, 11008), "llama2-13b": (40, 5120, 40, 1382
 
 
 def _fms(fact: Fact) -> Setup:
-    """Returns the config for IBM's fms-fsdp with torch.compile. HSDP shards within a host and has one replica per
-    host."""
+    """Returns the config nearest to IBM's fms-fsdp with torch.compile.
+
+    Its strategy HSDP shards parameters within a host, and each host has a replica of the model.
+    """
     if fact["act_ckpt"] != "none":
         return "it is not stated which blocks are recomputed"
     if int(fact["n_gpus"]) % _PER_HOST:

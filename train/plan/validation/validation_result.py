@@ -20,20 +20,20 @@ HOST = "launches of the host"
 
 @dataclasses.dataclass(frozen=True)
 class ValidationResult:
-    """One set of measured rows, compared with predictions.
+    """A set of published measurements, compared with predictions.
 
     Attributes:
         set: the name of the set.
-        scored: the rows that have a prediction.
-        groups: the scores of these rows for each model and number of GPUs.
-        unsaid: pairs (reason, rows) of the rows that are not compiled or scored, most rows first.
-        left: ids of the rows that were not compiled before Ctrl-C.
-        compiled: number of programs compiled in this run. The other answers were read from files.
-        rates: the source of the rates.
+        scored: the measured runs that have a prediction.
+        groups: the scores of these runs for each model and number of GPUs.
+        unsaid: pairs (reason, runs) of the runs that are not compiled or scored, largest group first.
+        left: ids of the runs that were not compiled before Ctrl-C.
+        compiled: number of programs compiled in this call. The other results were read from files.
+        rates: where the FLOP/s and bytes/s of the chips are from.
         versions: the versions of the libraries that compiled the programs.
-        cohorts, sources: scores over all models, for each quality and age or framework, and for each source; () if
-            rows of different models are never pooled.
-        elsewhere: pairs (versions, number of rows) of the answers that another environment compiled.
+        cohorts, sources: scores over all models, for each cohort (such as a quality and age, or a framework) and for
+            each source; () if runs of different models are never pooled.
+        elsewhere: pairs (versions, number of runs) of the programs that another environment compiled.
     """
 
     set: str
@@ -49,7 +49,7 @@ class ValidationResult:
     elsewhere: tuple[tuple[str, int], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the result as JSON values, in which every row has its source."""
+        """Returns the result as JSON values. Each measured run is listed with its source."""
         return {
             "set": self.set,
             "rates": self.rates,
@@ -66,12 +66,14 @@ class ValidationResult:
 
 
 def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> ValidationResult:
-    """Returns the rows of a set with their predictions, at the rates of this process (the table, or `--rates=FILE`).
+    """Compares a set of published measurements with predictions.
+
+    The predictions use the FLOP/s and bytes/s of the built-in table, or of the file that `--rates=FILE` names.
 
     Args:
         name: the name of the set.
-        rows: the measured rows of the set.
-        runs: the compiled answers of the rows.
+        rows: the measurements of the set.
+        runs: the compiled programs of the measurements.
     """
     scored, rates = [], []
     why = {row.id: row.reason for row in rows if row.reason} | dict(runs.failed)
@@ -103,7 +105,7 @@ def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> Validat
 
 
 def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
-    """Returns (versions of the compilers, number of rows) of the answers that another environment compiled."""
+    """Returns pairs (compiler versions, number of runs) for the programs that another environment compiled."""
     counts: collections.Counter[str] = collections.Counter()
     for key in runs.elsewhere:
         versions = runs.answers[key].get("versions", {})
@@ -115,9 +117,15 @@ def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
 def score_row(
     row: MeasuredRow, answer: Mapping[str, Any], prediction: step_prediction.StepPrediction, program: str = ""
 ) -> ScoredRun:
-    """Returns a measured row with its prediction, which includes the kernel launches of the measured framework.
+    """Returns a measured run together with its predicted seconds and bytes.
 
-    program: name of the compiled program (`ScoredRun.program`).
+    The predicted seconds are at least the time that the measured framework needs to launch its kernels.
+
+    Args:
+        row: the measured run.
+        answer: the worker's JSON record of our nearest program, with its bytes.
+        prediction: the predicted seconds of our nearest program.
+        program: the name of the compiled program (`ScoredRun.program`).
     """
     seconds = validation_score.with_launches(prediction.seconds, row)
     return ScoredRun(
@@ -143,7 +151,7 @@ def _by_reason(rows: Sequence[MeasuredRow], why: Mapping[str, str]) -> tuple[tup
 
 
 def row_json(one: ScoredRun) -> dict[str, Any]:
-    """Returns a scored row as JSON values. Seconds are per update, bytes are on one device."""
+    """Returns a measured run and its prediction as JSON values. Seconds are per update, bytes are on one device."""
     return {
         **_facts(one.row),
         "config": one.row.config,

@@ -25,16 +25,16 @@ _DIGITS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """The compiled answers of measured rows, by row id.
+    """The compiled programs of published measurements ("rows").
 
     Attributes:
-        answers: row id -> the worker's answer (`memory.compare.worker.answer_to`), with the schedule and the bytes of
-            its program.
-        failed: row id -> why the row has no answer.
+        answers: row id -> the worker's JSON record of its program: bytes, FLOPs and schedule
+            (`memory.compare.worker.answer_to`).
+        failed: row id -> why the row has no record.
         left: ids of the rows that were not compiled before Ctrl-C.
-        compiled: number of programs compiled in this run. The other answers were read from files.
-        programs: row id -> name of the answer's file. Rows with the same file have the same program.
-        elsewhere: ids of the rows whose answer another environment compiled, because this one has no compiler for
+        compiled: number of programs compiled in this call. The other records were read from files.
+        programs: row id -> name of the file of its record. Rows with the same file have the same program.
+        elsewhere: ids of the rows whose program another environment compiled, because this one has no compiler for
             their chip.
     """
 
@@ -47,11 +47,11 @@ class Runs:
 
 
 def jobs_of(rows: Sequence[MeasuredRow], factory: ProgramFactory) -> tuple[dict[str, worker_pool.Job], dict[str, str]]:
-    """Returns the jobs that compile the rows, and the reasons why configs are refused, both by row id. Rows with a
-    `reason` are left out.
+    """Returns row id -> job that compiles the row's program, and row id -> reason why the row's config is invalid.
 
-    The name of a job, and of its file, is the name of the set with two digests. The first covers the resolved config,
-    the target and the sources that determine an answer; the second also covers the versions of the libraries.
+    Rows with a `reason` are left out. The name of a job, and of its file, is the name of the set followed by two
+    hashes. The first covers the resolved config, the target and the sources that determine a program; the second also
+    covers the versions of the libraries.
     """
     jobs, programs, refused = Jobs(factory), Jobs(factory, {}), {}
     by_row: dict[str, worker_pool.Job] = {}
@@ -80,14 +80,14 @@ def run(
     workers: int | None = None,
     progress: worker_pool.Progress = lambda labels, done: None,
 ) -> Runs:
-    """Compiles the rows that have no file yet, in worker processes. Ctrl-C keeps the finished rows.
+    """Compiles the programs that have no file yet, in worker processes. After Ctrl-C the finished ones are kept.
 
     Args:
-        rows: the measured rows.
+        rows: the published measurements.
         factory: builds the programs.
         folder: the folder of the files.
         workers: number of processes; None for as many as cores and memory allow, at most two.
-        progress: called with the labels of the running rows and the number of finished rows.
+        progress: called with the labels of the running jobs and the number of finished jobs.
     """
     jobs, refused = jobs_of(rows, factory)
     if not jobs:
@@ -131,8 +131,10 @@ def run(
 def finished(
     rows: Sequence[MeasuredRow], factory: ProgramFactory, folder: Path
 ) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
-    """Returns the file names of the programs, and the answers that the folder contains, both by row id. Nothing is
-    compiled."""
+    """Returns row id -> name of the file of its program, and row id -> contents of the file, if it exists.
+
+    Nothing is compiled.
+    """
     jobs, _ = jobs_of(rows, factory)
     answers: dict[str, Mapping[str, Any]] = {}
     for key, job in jobs.items():
@@ -143,14 +145,14 @@ def finished(
 
 
 def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
-    """Returns a sort key for the expected compile time: the number of layers that are compiled separately, then
-    devices."""
+    """Returns a sort key by which jobs that compile quickly come first: the number of layers that are compiled
+    separately, then the number of GPUs."""
     layers = 1 if job.resolved.get("model.scan", True) else int(job.resolved["model.n_layers"])
     return layers, gpus
 
 
 def _elsewhere(folder: Path, name: str) -> Mapping[str, Any] | None:
-    """Returns the newest readable answer for a program that other versions compiled; None if there is none."""
+    """Returns the newest readable file of a program that other library versions compiled; None if there is none."""
     program = name.rpartition("-")[0]
     newest_first = sorted(folder.glob(f"{program}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for file in newest_first:

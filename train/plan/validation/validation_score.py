@@ -28,16 +28,18 @@ WITHIN = (0.85, 1.15)
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRun:
-    """A measured row with our prediction.
+    """A measured run with our prediction of its seconds and bytes.
 
     Attributes:
+        row: the measured run.
         device_seconds: predicted seconds per update on the device.
-        predicted_seconds: `device_seconds`, or the kernel launches of the measured framework if they take longer.
+        predicted_seconds: `device_seconds`, or the seconds of the measured framework's kernel launches if they are
+            more.
         low, high: the interval of `predicted_seconds`.
         allocated_bytes: the bytes that our program allocates on one device.
-        bound_by: the component of the prediction that takes longest, or `validation_result.HOST`.
+        bound_by: the component of the prediction that takes longest, or `validation_result.HOST` for kernel launches.
         by_term: component of the prediction -> seconds.
-        program: name of the compiled program. Rows with the same name share the program; "" means a separate program.
+        program: name of the compiled program; "" for a program that no other run uses. Runs with equal names share it.
     """
 
     row: MeasuredRow
@@ -52,12 +54,12 @@ class ScoredRun:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted divided by measured seconds; None without measured seconds."""
+        """Predicted divided by measured seconds per update; None without measured seconds."""
         return self.predicted_seconds / self.row.measured_seconds if self.row.measured_seconds else None
 
     @property
     def bytes_ratio(self) -> float | None:
-        """Our allocated bytes divided by the measured bytes; None if the two are not compared."""
+        """Our allocated bytes divided by the measured bytes; None if the bytes are not compared."""
         if not self.allocated_bytes or not self.row.measured_bytes or self.row.bytes_reason:
             return None
         return self.allocated_bytes / self.row.measured_bytes
@@ -65,13 +67,15 @@ class ScoredRun:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The pairs of runs whose measured seconds differ by more than 5 %.
+    """How often a prediction puts two runs in the right order.
+
+    Only pairs of runs whose measured seconds differ by more than 5 % count.
 
     Attributes:
         count: number of pairs.
         right: fraction of pairs that the prediction puts in the right order; None without pairs.
-        by_tensor: fraction of pairs that sorting by the tensor-parallel group puts in the right order; None without
-            pairs.
+        by_tensor: fraction of pairs in the right order if runs are sorted by the size of their tensor-parallel group;
+            None without pairs.
         near_count, near_right, near_by_tensor: the same for pairs that differ by a factor of at most 1.5.
     """
 
@@ -85,21 +89,24 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The scores of one model on one number of GPUs. Runs with pipeline stages form their own group.
+    """How well predictions match the runs of one model on one number of GPUs. Runs with pipeline stages form their own
+    group.
 
     Attributes:
-        staged: whether the group consists of the runs with pipeline stages.
+        model, gpus: the model and the number of GPUs.
+        rows: number of runs.
+        ratios: quantiles 0, 0.1, 0.5, 0.9 and 1 of predicted / measured seconds.
+        within: fraction of the ratios in `WITHIN`.
+        free_median, free_rows: the median ratio and the number of the runs that are not bound by kernel launches.
+        spearman, spearman_by_tensor: rank correlation of the measured seconds with the prediction, and with the size
+            of the tensor-parallel group. None for fewer than three runs, or if all values are equal.
         pairs: the pairs of runs with equal numbers of stages.
+        bytes_rows: number of runs with measured bytes.
+        bytes_below: fraction of these runs whose ratio of our bytes to the measured bytes is at most 1.
+        bytes_median: median of this ratio.
+        staged: whether these are the runs with pipeline stages.
         across: the pairs of runs with different numbers of stages, including runs without stages; None for a group
             without stages.
-        ratios: quantiles 0, 0.1, 0.5, 0.9 and 1 of predicted/measured seconds.
-        within: fraction of the ratios in `WITHIN`.
-        free_median, free_rows: the median ratio and the number of the rows that are not bound by kernel launches.
-        spearman, spearman_by_tensor: rank correlation of the measured seconds with the prediction, and with the size
-            of the tensor-parallel group. None for fewer than three rows, or if all values are equal.
-        bytes_rows: number of rows with measured bytes.
-        bytes_below: fraction of these rows whose ratio of our bytes to the measured bytes is at most 1.
-        bytes_median: median of this ratio.
     """
 
     model: str
@@ -125,16 +132,22 @@ class Group:
 
 
 def with_launches(seconds: float, row: MeasuredRow) -> float:
-    """Returns the seconds per update if the measured framework's kernel launches are included.
+    """Returns the seconds per update after the time of the measured framework's kernel launches is considered.
 
     The host launches kernels while the device computes, so the slower of the two determines the time.
+
+    Args:
+        seconds: predicted seconds per update on the device.
+        row: the measured run.
     """
     return max(seconds, row.launch_seconds)
 
 
 def groups(scored: Iterable[ScoredRun]) -> list[Group]:
-    """Returns the scores for each model, number of GPUs, and whether there are pipeline stages, sorted. Rows without
-    measured seconds contribute only their bytes."""
+    """Returns how well predictions match the measured runs of each model on each number of GPUs, sorted.
+
+    Runs with pipeline stages form their own group. Runs without measured seconds contribute only their bytes.
+    """
     runs: dict[tuple[str, int, bool], list[ScoredRun]] = {}
     for run in scored:
         runs.setdefault((run.row.model, run.row.gpus, run.row.stages > 1), []).append(run)
@@ -146,10 +159,10 @@ def groups(scored: Iterable[ScoredRun]) -> list[Group]:
 
 
 def _group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequence[ScoredRun]) -> Group:
-    """Returns the scores of one group.
+    """Returns how well predictions match the measured runs of one model on one number of GPUs.
 
-    all_stages: for a group with pipeline stages, all runs of the model on this number of GPUs, with any number of
-    stages; otherwise empty.
+    all_stages: if the runs in `some` have pipeline stages, all runs of the model on this number of GPUs, with and
+    without stages; otherwise empty.
     """
     timed = [one for one in some if one.ratio]
     ratios = sorted(one.ratio or 0.0 for one in timed)
@@ -176,7 +189,7 @@ def _group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequenc
 
 
 def quantiles(ratios: Sequence[float], at: Sequence[float] = (0.0, 0.1, 0.5, 0.9, 1.0)) -> tuple[float, ...]:
-    """Returns the interpolated quantiles of the ratios; () if there are no ratios."""
+    """Returns the quantiles `at` of the ratios, interpolated; () if there are no ratios."""
     if not ratios:
         return ()
     return tuple(map(float, np.quantile(ratios, at)))
@@ -188,9 +201,10 @@ def share(values: Sequence[float], holds: Callable[[float], bool]) -> float | No
 
 
 def pairs_of(timed: Sequence[ScoredRun], across: bool = False) -> Pairs:
-    """Returns the fraction of pairs in the right order, by prediction and by the size of the tensor-parallel group.
+    """Compares all pairs of runs. Returns the fractions that are in the right order by prediction and by the size of
+    the tensor-parallel group.
 
-    across: whether to compare runs with different numbers of stages instead of runs with equal numbers of stages.
+    across: True compares runs with different numbers of stages, False compares runs with equal numbers of stages.
     """
     apart: list[tuple[float, float, float]] = []  # (factor of seconds, right by prediction, right by tensor group)
     for one, other in itertools.combinations(timed, 2):
@@ -214,8 +228,10 @@ def _means(some: Sequence[tuple[float, float, float]]) -> tuple[float | None, fl
 
 
 def spearman(some: Sequence[float], others: Sequence[float]) -> float | None:
-    """Returns the rank correlation of two sequences, with mean ranks for ties; None for fewer than three values, or if
-    all values of a sequence are equal."""
+    """Returns Spearman's rank correlation of two sequences. Ties get the mean of their ranks.
+
+    Returns None for fewer than three values, or if all values of a sequence are equal.
+    """
     if len(some) < 3 or len(set(some)) == 1 or len(set(others)) == 1:
         return None
     from scipy.stats import rankdata  # imported only if needed, because the import takes half a second

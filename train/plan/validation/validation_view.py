@@ -34,7 +34,7 @@ _MAX_WORST = 10
 _MIN_PAIRS = 5
 NOTES = (
     "For each measured run, the config that comes nearest to it is compiled. Its seconds are predicted from the "
-    "compiled schedule at the rates that the chip reaches.",
+    "compiled schedule, at the FLOP/s and bytes/s that the chip reaches.",
     "Pairs: two runs whose measured seconds differ by more than 5 % (near: by less than 1.5x). A pair is right if "
     "the faster run is predicted to be faster; a tie counts as half. The columns by tensor split show the fraction "
     "that sorting by the size of the tensor-parallel group gets right. Runs of different models or numbers of GPUs "
@@ -55,24 +55,25 @@ _MAX_LINE = 160
 
 
 def between(lowest: float, highest: float) -> str:
-    """Returns a range of ratios in words, such as "0.97 to 2.00"."""
+    """Returns the text for a range of ratios, such as "0.97 to 2.00"."""
     return f"{lowest:.2f} to {highest:.2f}"
 
 
 def is_off(row: Record) -> str:
-    """Returns the verdict that colours a ratio outside `WITHIN`; "" for a ratio inside."""
+    """Returns "exceeds", which colours the cell, if the ratio of predicted to measured seconds is outside `WITHIN`;
+    otherwise ""."""
     return "" if WITHIN[0] <= row["ratio"] <= WITHIN[1] else "exceeds"
 
 
 def ratio(key: str, title: str, **more: Any) -> ColumnView:
-    """Returns a column of ratios with two digits after the decimal point."""
+    """Returns a table column for ratios, with two digits after the decimal point."""
     return ColumnView(key, title, "ratio", digits=2, **more)
 
 
 def cohort_columns(title: str) -> tuple[ColumnView, ...]:
-    """Returns the columns for the seconds of pooled rows.
+    """Returns the columns of the table that compares predicted with measured seconds for groups of runs.
 
-    title: the title of the column that names the cohorts.
+    title: the title of the first column, which has the name of the group.
     """
     return (
         ColumnView("name", title, min_width=18),
@@ -192,12 +193,13 @@ NOT_COMPARED_COLUMNS = (
 
 
 def named(rows: Sequence[Record]) -> list[str]:
-    """Returns "MODEL on GPUS" for each different model and number of GPUs of the rows, sorted."""
+    """Returns "MODEL on GPUS" for each different pair of a model and a number of GPUs, sorted."""
     return sorted({f"{row['model']} on {row['gpus']}" for row in rows})
 
 
 def worst_first(rows: Sequence[Record]) -> list[Record]:
-    """Returns the rows sorted by the absolute logarithm of predicted/measured seconds, largest first."""
+    """Returns the runs sorted by how far the predicted seconds are from the measured seconds, as a factor, largest
+    first."""
     return sorted(rows, key=lambda row: -abs(math.log(row["ratio"])) if row["ratio"] else 0.0)
 
 
@@ -205,17 +207,19 @@ def worst_first(rows: Sequence[Record]) -> list[Record]:
 
 
 def show(validation: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Prints a validation on the console, by default standard output.
+    """Prints the comparison of predictions with measurements on the console, by default standard output.
 
-    validation: the JSON of the validation (`ValidationResult.to_json`).
+    validation: the JSON of the comparison (`ValidationResult.to_json`).
     """
     put(render_text(validation), console)
 
 
 def render_text(validation: Mapping[str, Any]) -> RenderableType:
-    """Returns the text for the terminal: a heading, scores over all models if they are pooled, seconds and order by
-    model and GPUs, bytes, the worst rows, rows with known differences, and the rows that are not compared with their
-    reasons."""
+    """Renders the comparison of predictions with measurements for the terminal.
+
+    The text has a heading, scores over all models if they are pooled, seconds and order for each model and number of
+    GPUs, bytes, the worst predictions, runs with known differences, and the reasons why other runs are not compared.
+    """
     pooled = bool(validation["cohorts"])
     return blocks(
         _head(validation),
@@ -277,8 +281,10 @@ def _seconds(validation: Mapping[str, Any]) -> RenderableType:
 
 
 def _order(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Returns the pair scores of the groups. If models are pooled, only groups with at least `_MIN_PAIRS` pairs are
-    included."""
+    """Renders the table of how many pairs of runs are predicted in the right order, for each model and number of GPUs.
+
+    If runs of all models are scored together too, groups with fewer than `_MIN_PAIRS` pairs are left out.
+    """
     groups = [
         group
         for group in validation["groups"]
@@ -289,14 +295,16 @@ def _order(validation: Mapping[str, Any]) -> RenderableType | None:
     return Group(
         Prose(
             "order: pairs of runs with equal numbers of stages that differ by more than 5 % (near: by less than 1.5x), "
-            "the share that is predicted in the right order, and the share in the right order by tensor split:"
+            "the share that is predicted in the right order, and the share in the right order if runs are sorted by "
+            "the size of the tensor-parallel group:"
         ),
         terminal_table(TableView((*GROUP, *GROUP_PAIRS, *GROUP_RANKS), groups)),
     )
 
 
 def _across(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Returns the pair scores of runs that differ in their number of pipeline stages."""
+    """Renders the table of how many pairs of runs with different numbers of pipeline stages are predicted in the right
+    order."""
     groups = [group for group in validation["groups"] if group["across"] and group["across"]["count"]]
     if not groups:
         return None
@@ -320,7 +328,7 @@ def _bytes(validation: Mapping[str, Any]) -> RenderableType | None:
 
 
 def _doubted(validation: Mapping[str, Any]) -> list[Prose]:
-    """Returns the rows whose bytes are not compared, one line per reason."""
+    """Returns the runs whose measured bytes are not compared with ours, one line for each reason."""
     apart = _by(validation["rows"], lambda row: row["bytes_reason"])
     return [
         Prose(f"{len(rows)} not compared: {one_line(reason)} ({'; '.join(map(_named_bytes, rows))})")
@@ -329,7 +337,8 @@ def _doubted(validation: Mapping[str, Any]) -> list[Prose]:
 
 
 def _by(rows: Sequence[Record], reason: Callable[[Record], str]) -> dict[str, list[Record]]:
-    """Returns reason -> its rows, in order. Rows without a reason are left out."""
+    """Groups runs by a reason: returns reason -> runs, in the order of first use. Runs without a reason are left
+    out."""
     by_reason: dict[str, list[Record]] = {}
     for row in rows:
         if reason(row):
@@ -348,7 +357,7 @@ def _worst(validation: Mapping[str, Any]) -> RenderableType | None:
 
 
 def _differing(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Returns the rows that are known to differ from our program, by reason."""
+    """Renders the measured runs that are known to differ from our program, one line for each difference."""
     lines = [
         Prose(
             f"{one_line(reason)}: "
@@ -361,7 +370,7 @@ def _differing(validation: Mapping[str, Any]) -> RenderableType | None:
 
 
 def _reasons(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Returns the likely reasons for the rows whose prediction is outside `WITHIN`, one line per reason."""
+    """Renders the likely reasons for predicted seconds outside `WITHIN`, one line for each reason with its runs."""
     off = [row for row in worst_first(validation["rows"]) if row["ratio"] and is_off(row)]
     by_reason = _by(off, lambda row: row["differs"] or "no reason is known")
     if not by_reason:
@@ -389,9 +398,9 @@ def _not_compared(validation: Mapping[str, Any]) -> RenderableType | None:
 
 
 def render_page(validation: Mapping[str, Any]) -> str:
-    """Returns the HTML page of a validation.
+    """Returns the HTML page that compares predictions with published measurements.
 
-    validation: the JSON of the validation (`ValidationResult.to_json`).
+    validation: the JSON of the comparison (`ValidationResult.to_json`).
     """
     rates = f"rates: {validation['rates']}" if validation["rates"] else ""
     long = len(rates) > _MAX_LINE  # the rates of several chips
@@ -415,8 +424,11 @@ def render_page(validation: Mapping[str, Any]) -> str:
 
 
 def page_data(validation: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON values that the page's script draws: measured and predicted seconds for each model and number
-    of GPUs, and tooltips."""
+    """Returns the data of the page's chart as JSON values.
+
+    For each model and number of GPUs these are the measured seconds, the predicted seconds, and the tooltips of the
+    runs.
+    """
     series: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for row in validation["rows"]:
         if row["measured_seconds"]:
@@ -456,8 +468,10 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(validation: Mapping[str, Any]) -> list[HeaderFigure]:
-    """Returns the figures at the top of the page. There is no overall score, because different models are never
-    pooled."""
+    """Returns the numbers to show at the top of the page.
+
+    There is no overall score, because runs of different models are never pooled.
+    """
     unsaid = sum(len(group["rows"]) for group in validation["unsaid"])
     return [
         HeaderFigure("runs", str(len(validation["rows"])), "measured and predicted"),

@@ -32,12 +32,12 @@ _UNSIGNED = (0.0, *(2.0 ** (k + 2) - 1 for k in range(7)))
 
 
 class EightBitState(NamedTuple):
-    """The moments of Adam in 8 bits.
+    """The moments of Adam, quantized to 8 bits.
 
     Fields:
       count: number of updates, int32.
-      mu, root_nu: first moment and root of the second moment, trees with the structure of the parameters: int8 and
-        uint8 codes, or float32 for parameters that are not quantized.
+      mu, root_nu: first moment and square root of the second moment, trees with the structure of the parameters.
+        Leaves are int8 (mu) and uint8 (root_nu) codes, or float32 for parameters that are not quantized.
       mu_scale, nu_scale: float32, one per block; `MaskedNode` for parameters that are not quantized.
     """
 
@@ -49,8 +49,8 @@ class EightBitState(NamedTuple):
 
 
 def _through(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
-    """Evaluates the polygon through the points (xs, ys) at `x`, as a sum of ramps, which compilers can fuse, unlike a
-    table look-up."""
+    """Evaluates the piecewise linear function through the points (xs, ys) at `x`, as a sum of ramps. Compilers can
+    fuse the sum, unlike a table look-up."""
     ramps = [(y1 - y0) / (x1 - x0) * jnp.clip(x - x0, 0.0, x1 - x0) for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:])]
     return sum(ramps[1:], ramps[0])
 
@@ -78,11 +78,11 @@ def decode_unsigned(codes: jax.Array) -> jax.Array:
 
 
 def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the shape of a block of a parameter's moments, with as many axes as the parameter. None if the moments
-    stay float32.
+    """Returns the shape of the blocks in which a parameter's moments are quantized, with as many axes as the
+    parameter. None if the moments stay float32.
 
-    The block shape divides `shape`. It has up to 128 elements along the first of the matrix' block axes. Further block
-    axes are used only if the first gives fewer than 64 elements.
+    The block shape divides `shape`. It has up to 128 elements along the first block axis of the matrix
+    (`MatrixAxes.block`). Further block axes are used only if the first gives fewer than 64 elements.
     """
     matrix = matrix_of(path)
     if matrix is None or math.prod(shape[len(shape) - matrix.inputs - matrix.outputs :]) < MIN_SIZE:
@@ -94,7 +94,7 @@ def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _blocks(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """Splits every axis of `x` in two: [blocks, elements of a block, blocks, ...]."""
+    """Splits every axis of `x` into two, (number of blocks, elements of a block)."""
     return x.reshape([n for size, own in zip(x.shape, block) for n in (size // own, own)])
 
 
@@ -104,7 +104,8 @@ def _spread(scale: jax.Array) -> jax.Array:
 
 
 def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, jax.Array]:
-    """Quantizes `x`. Returns codes in the shape of `x` and float32 scales, one per block: its largest magnitude.
+    """Quantizes `x`. Returns codes in the shape of `x` and float32 scales. The scale of a block is its largest
+    magnitude.
 
     Args:
       block: shape of a block, which divides the shape of `x`.
@@ -122,7 +123,7 @@ def dequantize(codes: jax.Array, scale: jax.Array, block: tuple[int, ...], decod
 
 
 def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Returns `optax.scale_by_adam` with moments stored in 8 bits.
+    """Returns a transformation like `optax.scale_by_adam` that stores the moments in 8 bits.
 
     The update is computed from the new moments before they are quantized.
     """

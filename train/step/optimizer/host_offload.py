@@ -21,7 +21,7 @@ AT_ONCE = 2**30  # bytes that are initialized in one program on the way to host 
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """Returns the same sharding over the mesh, in pinned host memory."""
+    """Returns the sharding with its memory changed to pinned host memory."""
     moved = sharding.with_memory_kind(KIND)
     # Devices that are only described list no memories, and their shardings silently drop the memory kind. A mesh
     # without devices keeps the kind; the program takes its devices from its other arguments.
@@ -29,8 +29,8 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
 
 
 def has_host_memory(device: jax.Device) -> bool:
-    """Returns True if programs for this device can have arrays in pinned host memory. Described devices count as
-    True."""
+    """Returns True if programs for this device can have arrays in pinned host memory. Devices that are only described,
+    not present, count as True."""
     try:
         memories = device.addressable_memories()
     except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
@@ -39,13 +39,13 @@ def has_host_memory(device: jax.Device) -> bool:
 
 
 def device_bytes(tree: Any) -> int:
-    """Returns the bytes on one device of a tree of arrays or of shapes with shardings, without arrays in host
-    memory."""
+    """Returns the bytes that a tree takes in the memory of one device. Arrays in host memory are not counted. Leaves
+    are arrays, or shapes with shardings."""
     return sum(device_sizes(tree))
 
 
 def device_sizes(tree: Any) -> list[int]:
-    """Returns the bytes on one device of each leaf that is not in host memory."""
+    """Returns the bytes on one device of each leaf of a tree. Leaves in host memory are left out."""
     return [
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -66,7 +66,7 @@ def fetch(tree: Any) -> Any:
 
 
 def stow(tree: Any, like: Any) -> Any:
-    """Moves each leaf of the tree to the memory of the same leaf of `like`."""
+    """Moves each leaf of the tree to the memory (device or host) of the corresponding leaf of `like`."""
     return jax.tree.map(stored_like, tree, like)
 
 
@@ -76,8 +76,8 @@ def move_to_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def hosted_state(state: Any, *, hosts_params: bool, hosts_optimizer: bool) -> Any:
-    """Returns the abstract state with the arrays of the parameters or the optimizer in host memory. Counters stay on
-    the device."""
+    """Returns the abstract state with parameters or optimizer state placed in host memory. Counters stay on the
+    device."""
 
     def move(leaf):
         return move_to_host(leaf) if leaf.ndim else leaf
@@ -93,7 +93,8 @@ def hosted_state(state: Any, *, hosts_params: bool, hosts_optimizer: bool) -> An
 
 
 def leaf_groups(like: Any) -> list[list[int]]:
-    """Returns the indices of the leaves of the abstract tree `like`, grouped as in `compute_in_groups`.
+    """Groups the leaves of the abstract tree `like` for `compute_in_groups`. Returns the indices of the leaves in each
+    group.
 
     The first group stays on the device. The other groups go to host memory and have about a GiB each.
     """
@@ -112,8 +113,8 @@ def leaf_groups(like: Any) -> list[list[int]]:
 
 
 def jit_leaves(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> Any:
-    """Returns a jitted function that computes only the leaves `places` (indices) of the result of `make`, placed like
-    `leaves`."""
+    """Returns a jitted function that computes only some leaves of the result of `make`, with the shardings of
+    `leaves`. `places`: the indices of these leaves."""
 
     def some(*args):
         everything = jax.tree.leaves(make(*args))
@@ -124,7 +125,8 @@ def jit_leaves(make: Callable[..., Any], leaves: list[Any], places: list[int]) -
 
 
 def compute_in_groups(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
-    """Returns a function that computes `make` in several programs, with results placed like the abstract tree `like`.
+    """Returns a function with the result of `make` that runs as several programs. The result has the shardings of the
+    abstract tree `like`.
 
     Results for host memory are computed about a GiB at a time, because every array is first computed on the device and
     all of them together may not fit there.

@@ -26,10 +26,10 @@ SCALED_REMEDY = "compute in bfloat16 (--config.precision.preset=bf16), "
 @partial(jax.tree_util.register_dataclass, data_fields=["scale", "good", "skipped"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """The loss scale of a TrainState.
+    """The state of dynamic loss scaling, a part of TrainState.
 
     Fields:
-      scale: float32.
+      scale: the current loss scale, float32.
       good: updates without overflow since the scale last changed, int32.
       skipped: number of all skipped updates, int32.
     """
@@ -41,14 +41,15 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The rule of the loss scale.
+    """The settings of dynamic loss scaling, and its rule: the scale doubles after many updates without overflow, and
+    halves after an overflow.
 
     Fields:
-      initial: scale of the mean loss at the start.
+      initial: the loss scale at the start, for the mean loss.
       growth_every: number of updates without overflow after which the scale doubles.
-      positions: number of positions of a micro-batch over all devices. The loss is a sum over positions, so its factor
-        is the scale divided by this number, rounded up to a power of two: products with powers of two change only
-        exponents.
+      positions: number of positions of a micro-batch over all devices. The loss is a sum over positions, so it is
+        multiplied by the scale divided by this number. The number is rounded up to a power of two, because products
+        with powers of two change only exponents.
     """
 
     initial: float
@@ -74,14 +75,15 @@ class Scaling:
 
 
 def scale_metrics(values: Mapping[str, Any]) -> dict[str, float | int]:
-    """Returns the loss scale's columns of a log row, from a step's metrics; {} without a loss scale."""
+    """Returns the loss-scale values for a row of metrics.jsonl, from the metrics of a step. Returns {} without a loss
+    scale."""
     if "loss_scale" not in values:
         return {}
     return {"loss_scale": float(values["loss_scale"]), "skipped_steps": int(values["skipped_steps"])}
 
 
 def keep_if(done: jax.Array, new: Any, old: Any) -> Any:
-    """Returns `new` if `done`, else `old`, leaf by leaf."""
+    """Returns `new` if `done` is true, else `old`, for each leaf of a tree."""
     return jax.tree.map(lambda one, other: jnp.where(done, one, other), new, old)
 
 
@@ -91,8 +93,8 @@ def undo_overflow(
     """Returns (params, optimizer state, loss scale) after an update that may have overflowed.
 
     `new` and `old` are (params, optimizer state) with and without the update. After an overflow the result is `old`,
-    except for the gradient norm, which shows the overflow. Under `optax.MultiSteps` the sum over micro-batches
-    decides: an overflow stays in the sum until the last micro-batch.
+    except for the gradient norm, which shows the overflow. Under `optax.MultiSteps` an overflow in any micro-batch
+    stays in the sum of gradients until the last micro-batch, which then skips the update.
     """
     params, opt_state = new
     multi = isinstance(opt_state, optax.MultiStepsState)

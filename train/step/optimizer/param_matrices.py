@@ -15,12 +15,13 @@ from bytescope.model.adapters import TARGETS
 
 
 class MatrixAxes(NamedTuple):
-    """The axes of a parameter as a matrix.
+    """Which axes of a parameter form the rows and columns of a matrix.
 
     Fields:
-      inputs, outputs: the numbers of trailing axes that are the rows and the columns of the matrix.
-      block: axes along which blocks of 8-bit state extend, in order. ZeRO does not shard these axes. The axis of a
-        token table is its width, so that a rare token does not share a block with a frequent one.
+      inputs, outputs: the number of axes that form the rows and the number of axes that form the columns. These are
+        the last axes of the parameter.
+      block: axes along which blocks of 8-bit optimizer state extend, in order of preference. ZeRO does not shard these
+        axes. For a token table it is the width, so that rare tokens do not share a block with frequent ones.
       hidden: True if the matrix is between embedding and head. muon updates only hidden matrices.
     """
 
@@ -63,13 +64,14 @@ def _name(path: tuple) -> str:
 
 
 def matrix_of(path: tuple) -> MatrixAxes | None:
-    """Returns the row of MATRICES for the parameter at `path`; None for norms, biases and other parameters that are
-    not matrices."""
+    """Returns which axes of the parameter at `path` form a matrix. Returns None for parameters that are not matrices,
+    such as norms and biases."""
     return MATRICES.get(_name(path))
 
 
 def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a parameter as a batch of matrices [N, rows, columns] or of vectors [N, size].
+    """Returns the shape to which a parameter is reshaped: a batch of matrices [N, rows, columns] or of vectors [N,
+    size].
 
     Expert matrices become [N, E, rows, columns]. The experts keep a separate axis, because merged with the layers'
     axis the experts of one device would not be adjacent.
@@ -87,8 +89,8 @@ def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Applies `function(*arrays)` to a parameter, layer by layer if it is stacked. Results have the shapes of the
-    arguments.
+    """Returns `function(*arrays)` for arrays of one parameter. If the parameter is stacked, it is computed layer by
+    layer. Results have the shapes of the arrays.
 
     `path` is the path of the parameter, whose name must be in MATRICES. The loop works in place, so memory that
     `function` allocates exists for one layer at a time. The experts of a layer are computed together: they are sharded
@@ -118,13 +120,13 @@ def _is_expert_matrix(path: tuple) -> bool:
 def each_matrix(
     inner: Callable[[int], optax.GradientTransformation], vocabulary: int | None = None
 ) -> optax.GradientTransformation:
-    """Applies `inner(elements)` to every matrix and vector separately.
+    """Returns a transformation that applies `inner(elements)` to every matrix and vector separately.
 
     The state is a tree with the structure of the parameters. Its leaves have one leading batch axis, or two for
     experts (see `as_matrices`).
 
     Args:
-      inner: number of elements of a matrix, without vocabulary padding -> the transformation of that matrix.
+      inner: (number of elements of the matrix, without vocabulary padding) -> the transformation of the matrix.
       vocabulary: number of tokens, None if no table is padded.
     """
 
@@ -170,7 +172,8 @@ def _batched(function: Callable, batches: int) -> Callable:
 
 
 def _clip_rms(elements: int) -> optax.GradientTransformation:
-    """Scales an update down to an RMS of at most 1 over `elements`. All other elements are zeros (padding)."""
+    """Scales an update down so that the RMS of its first `elements` elements is at most 1. All other elements are
+    zeros (padding)."""
 
     def update(updates, state, params=None):
         del params
@@ -183,9 +186,10 @@ def _clip_rms(elements: int) -> optax.GradientTransformation:
 def adafactor(vocabulary: int | None = None) -> optax.GradientTransformation:
     """Returns Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum.
 
-    The second moment of a matrix is stored by rows and columns, the one of a vector in full, with decay 1 - t^-0.8.
-    The update of each has an RMS of at most 1; padding of a table of `vocabulary` tokens does not count. The paper's
-    scaling by the parameter's own RMS is left out, so that the learning rate is absolute, as in all other optimizers.
+    The second moment is stored as row and column means for a matrix, and in full for a vector. Its decay is 1 -
+    t^-0.8. Each update is scaled to an RMS of at most 1, without the padding of a table of `vocabulary` tokens. The
+    paper's scaling by the parameter's own RMS is left out, so that the learning rate is absolute, as in all other
+    optimizers.
     """
 
     def inner(elements):
@@ -199,8 +203,8 @@ _NEWTON_SCHULZ, _ROUNDS = (3.4445, -4.7750, 2.0315), 5
 
 
 def orthogonalized(x_RC: jax.Array) -> jax.Array:
-    """Returns approximately U V^T for a matrix U S V^T [rows, columns], by Newton-Schulz iterations. Singular values
-    are between 0.7 and 1.2."""
+    """Orthogonalizes a matrix [rows, columns] approximately by Newton-Schulz iterations: U S V^T becomes about U V^T.
+    Singular values of the result are between 0.7 and 1.2."""
     a, b, c = _NEWTON_SCHULZ
     x = x_RC.T if x_RC.shape[0] > x_RC.shape[1] else x_RC
     x = x / (jnp.linalg.norm(x) + 1e-8)
@@ -214,12 +218,12 @@ def orthogonalized(x_RC: jax.Array) -> jax.Array:
 
 
 def scale_by_muon(momentum: float) -> optax.GradientTransformation:
-    """Returns the update of muon: the Nesterov momentum of each matrix, orthogonalized and scaled by 0.2
+    """Returns the muon transformation: each matrix's Nesterov momentum is orthogonalized and scaled by 0.2
     sqrt(max(rows, columns)).
 
-    The scale gives the RMS of an AdamW update, so that both share a learning rate and a decay (Liu et al. 2025, arXiv
-    2502.16982). All parameters must be in MATRICES. Layers are computed one after the other, so that devices gather
-    one layer at a time.
+    The scale gives updates the RMS of AdamW updates, so that muon and AdamW can share learning rate and weight decay
+    (Liu et al. 2025, arXiv 2502.16982). All parameters must be in MATRICES. Layers are computed one after the other,
+    so that devices gather one layer at a time.
     """
 
     def direction(path, mean):
@@ -240,8 +244,8 @@ def scale_by_muon(momentum: float) -> optax.GradientTransformation:
 
 
 def muon(momentum: float, rest: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns muon (Jordan et al. 2024, github.com/KellerJordan/Muon) for hidden matrices and `rest` for all other
-    parameters."""
+    """Returns a transformation that applies muon (Jordan et al. 2024, github.com/KellerJordan/Muon) to hidden matrices
+    and `rest` to all other parameters."""
 
     def label(path, _):
         matrix = matrix_of(path)

@@ -33,11 +33,11 @@ class Part:
 
     Fields:
       params: indices of the leaves among all parameters.
-      kept: indices of their optimizer state among all leaves of the rule's state.
-      turns: number of equal pieces along the first axis that are updated one after the other: the layers of a stack,
-        or rows of a large table in host memory. 0 to update everything at once.
+      kept: indices of the parameters' optimizer state among all leaves of the optimizer state.
+      turns: number of equal pieces along the first axis that are updated one after the other, such as the layers of a
+        stack, or ranges of rows of a large table in host memory. 0 to update everything at once.
       stacked: True if the pieces are layers.
-      group: parts of the same group share a norm if clipping is by layer.
+      group: if gradients are clipped by layer, parts with the same group number are clipped by their common norm.
     """
 
     params: tuple[int, ...]
@@ -48,8 +48,8 @@ class Part:
 
 
 def owner(path: tuple, known: set[tuple]) -> tuple | None:
-    """Returns the path of the parameter, one of `known`, to which a leaf of optimizer state belongs; None for
-    counters."""
+    """Returns the path of the parameter, one of `known`, to which a leaf of the optimizer state belongs. Returns None
+    for leaves such as counters."""
     spans = (path[start:stop] for start in range(len(path)) for stop in range(len(path), start, -1))
     return next((span for span in spans if span in known), None)
 
@@ -57,7 +57,7 @@ def owner(path: tuple, known: set[tuple]) -> tuple | None:
 def rows_of_table(leaf: jax.ShapeDtypeStruct) -> int:
     """Returns the number of pieces into which a table's rows are split so that each has at most PIECE bytes.
 
-    Returns 0 if the table is small or its rows are sharded.
+    Returns 0 if the table is at most one piece or its rows are sharded.
     """
     if _rows_sharded(leaf.sharding):
         return 0
@@ -76,11 +76,12 @@ def _rows_sharded(sharding: jax.sharding.NamedSharding) -> bool:
 
 
 def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list[Part], list[int]]:
-    """Returns the parts and the indices of the optimizer state that belongs to no parameter, from abstract or concrete
-    trees.
+    """Groups parameters into parts that are updated together. Returns the parts, and the indices of the
+    optimizer-state leaves that belong to no parameter.
 
     Args:
-      stacked: True if the first axis of the leaves of STACKS is the layers. Otherwise each entry of `blocks` is a
+      params, kept: trees of the parameters and of the optimizer state, abstract or concrete.
+      stacked: True if the first axis of the leaves of STACKS is the layer axis. Otherwise each entry of `blocks` is a
         layer, and a part.
       in_rows: True if large tables may be updated some rows at a time.
     """
@@ -105,8 +106,8 @@ def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list
 
 
 def _part_path(path: tuple, stacked: bool) -> tuple:
-    """Returns the path of the part that contains the parameter at `path`: a stack if `stacked`, a block, or the
-    parameter itself."""
+    """Returns the path of the part that contains the parameter at `path`. The part is a stack if `stacked`, else a
+    block. Parameters outside the blocks are parts by themselves."""
     if path[0].key not in STACKS:
         return path
     return path[:1] if stacked else path[:2]
@@ -114,17 +115,18 @@ def _part_path(path: tuple, stacked: bool) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class PartwiseUpdate:
-    """Computes `optax.chain(mean_and_clip(max_norm), rule)` on the same state, part by part, in MultiSteps if `every`
-    is above 1.
+    """Computes the optimizer update part by part, which needs less memory than all at once. It equals
+    `optax.chain(mean_and_clip(max_norm), rule)`, in MultiSteps if `every` is above 1, and has the same state.
 
     Fields:
       rule: the transformation after clipping.
       max_norm: maximum norm of the mean gradient, 0 for no clipping.
       by_layer: True to clip each layer by its own norm, and all other parameters by their common norm.
       every: number of calls whose gradients are summed before an update.
-      stacked: True if the first axis of the blocks' leaves is the layers.
+      stacked: True if the first axis of the blocks' leaves is the layer axis.
       in_rows: True if the rule may update some rows of a table at a time.
-      precision: sets the rounding of updated parameters. Rounding is bit-equal to an update of everything at once.
+      precision: determines how updated parameters are rounded. The result is bit-equal to an update of everything at
+        once.
       params, opt_state: abstract trees.
     """
 
@@ -150,8 +152,8 @@ class PartwiseUpdate:
         return parts_of(self.params, inner[1], self.stacked, self.in_rows)
 
     def __call__(self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-        """Returns the new params and opt_state from gradients summed over `tokens`. Each leaf stays in its memory
-        (device or host).
+        """Returns the new params and opt_state from gradients summed over `tokens`. Each leaf stays in the memory
+        (device or host) that it is in.
 
         `key`: random key for the rounding of updated parameters.
         """
@@ -172,9 +174,8 @@ class PartwiseUpdate:
     def _update(
         self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array, when: jax.Array | None
     ) -> tuple[Any, Any]:
-        """Computes the update. If `when` is False, nothing changes, because the loops over parts have no
-        iterations.
-        """
+        """Returns the new params and opt_state. If `when` is False, they are unchanged, because the loops over parts
+        then have no iterations."""
         p, g, s = jax.tree.leaves(params), jax.tree.leaves(grads), jax.tree.leaves(opt_state[1])
         scales, norm = self.scales(g, tokens)
         shared = self.shared(s)
@@ -192,8 +193,8 @@ class PartwiseUpdate:
         key: jax.Array,
         when: jax.Array | None = None,
     ) -> None:
-        """Updates `parts` in place in the lists of all parameters `p` and all state `s`, from gradients `g` in the
-        order of `p`."""
+        """Updates `parts`: replaces their elements in `p`, the list of all parameters, and `s`, the list of all
+        optimizer state. `g`: the gradients, in the order of `p`."""
         after = None
         for part in parts:
             params, kept = self._after(([p[i] for i in part.params], [s[i] for i in part.kept]), after)
@@ -206,7 +207,7 @@ class PartwiseUpdate:
     def result(
         self, p: Leaves, s: Leaves, shared: Leaves, norm: jax.Array, clip: ClipState, when: jax.Array | None = None
     ) -> tuple[Any, Any]:
-        """Returns the lists of leaves as (params, opt_state), with the counters advanced."""
+        """Builds the trees (params, opt_state) from their updated leaves, and advances the counters."""
         for place, value in zip(self.parts[1], self.counted(shared)):
             s[place] = value if when is None else jnp.where(when, value, s[place])
         norm = norm if when is None else jnp.where(when, norm, clip.grad_norm)
@@ -215,12 +216,13 @@ class PartwiseUpdate:
 
     @staticmethod
     def _after(own: Any, before: jax.Array | None) -> Any:
-        """Returns `own` behind a barrier until `before` is computed. Otherwise the compiler fetches the state of all
-        parts at once."""
+        """Returns `own` behind an optimization barrier that waits for `before`. Without it the compiler fetches the
+        optimizer state of all parts at once."""
         return own if before is None else jax.lax.optimization_barrier((own, before))[0]
 
     def scales(self, grads: Leaves, tokens: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Returns the gradient factors by group of parts, and the global norm of the mean gradient, float32.
+        """Returns the factor of the gradients for each group of parts, and the global norm of the mean gradient,
+        float32.
 
         A factor turns a gradient that is summed over tokens into the clipped mean gradient. For a stack that is
         clipped by layer it is [N], one factor per layer.
@@ -255,12 +257,12 @@ class PartwiseUpdate:
         return each if part.stacked else each.sum()
 
     def shared(self, kept: Leaves) -> Leaves:
-        """Returns the leaves of the optimizer state that belong to no parameter, such as counters: the argument
-        `shared` of other methods."""
+        """Returns the leaves of the optimizer state that belong to no parameter, such as counters."""
         return [kept[place] for place in self.parts[1]]
 
     def counted(self, shared: Leaves) -> Leaves:
-        """Returns the leaves `shared`, such as counters, after the update."""
+        """Returns the counters and other leaves of the state that belong to no parameter (`shared`) after the
+        update."""
         return self._rule(Part((), (), 0, False, ""), [], [], [], shared)[2]
 
     def _part(
@@ -301,8 +303,8 @@ class PartwiseUpdate:
         scale: jax.Array,
         key: jax.Array,
     ) -> tuple[Leaves, Leaves]:
-        """Updates piece `index` of a part in place. Returns (params, kept). `grads`: gradients of that piece, [1, ...]
-        for a layer."""
+        """Updates piece `index` of a part, such as a layer. Returns the part's (parameters, optimizer state). `grads`:
+        gradients of the piece, [1, ...] for a layer."""
         old = [_piece(part, leaf, index) for leaf in params], [_piece(part, leaf, index) for leaf in kept]
         new_params, new_kept = self.turn(part, *old, grads, shared, scale, key, index)
 
@@ -325,7 +327,8 @@ class PartwiseUpdate:
         key: jax.Array,
         index: jax.Array | int = 0,
     ) -> tuple[Leaves, Leaves]:
-        """Returns the new (params, kept) of one part or of its piece `index`. Each leaf stays in its memory."""
+        """Returns the new (parameters, optimizer state) of one part, or of its piece `index`. Each leaf stays in the
+        memory (device or host) that it is in."""
         mean = [grad.astype(jnp.float32) * scale for grad in fetch(grads)]
         on_device = fetch(params)
         updates, new_kept, _ = self._rule(part, on_device, fetch(kept), mean, shared)
@@ -338,8 +341,8 @@ class PartwiseUpdate:
     def _rule(
         self, part: Part, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves
     ) -> tuple[Leaves, Leaves, Leaves]:
-        """Applies the rule to one part. Returns the updates of its parameters, its new state and the new shared
-        state."""
+        """Applies the optimizer rule to one part. Returns the updates of its parameters, its new optimizer state, and
+        the new `shared` leaves."""
         tree, kept_tree = self._trees
         params, grads = (tree.unflatten(_spread(part.params, leaves, tree.num_leaves)) for leaves in (params, grads))
         places = [*part.kept, *self.parts[1]]
@@ -359,13 +362,14 @@ def make_partwise(
     vocabulary: int,
     stacked: bool,
 ) -> PartwiseUpdate:
-    """Returns the update by parts. It is used for state in host memory, clipping by layer or a fused backward pass.
+    """Returns the optimizer update that is computed part by part. Training state in host memory, clipping by layer and
+    a fused backward pass need it.
 
     Args:
       every: number of calls whose gradients are summed before an update.
       state: the abstract TrainState.
       vocabulary: number of tokens in the vocabulary.
-      stacked: True if the first axis of the blocks' leaves is the layers.
+      stacked: True if the first axis of the blocks' leaves is the layer axis.
     """
     return PartwiseUpdate(
         make_rule(config, schedule, vocabulary),
@@ -381,14 +385,15 @@ def make_partwise(
 
 
 def _piece(part: Part, leaf: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns piece `index` of a leaf. A piece of a stack is [1, ...], a stack of one layer, so that rules treat it
-    like the full stack."""
+    """Returns piece `index` of a leaf. A piece of a stack has shape [1, ...], so that optimizer rules treat it like a
+    stack of one layer."""
     size = leaf.shape[0] // part.turns
     return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, 0)
 
 
 def _spread(places: Sequence[int], leaves: Leaves, count: int) -> list[Any]:
-    """Returns a list of `count` elements with `leaves` at the indices `places` and HOLE elsewhere."""
+    """Returns a list of `count` elements that has `leaves` at the indices `places`, and the placeholder HOLE
+    elsewhere."""
     out: list[Any] = [HOLE] * count
     for place, leaf in zip(places, leaves):
         out[place] = leaf

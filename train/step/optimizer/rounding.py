@@ -16,12 +16,11 @@ def random_bits(key: jax.Array, shape: tuple[int, ...], first: jax.Array | int =
     """Returns random uint32 of `shape`, which depend only on `key` and each element's position, so they are equal on
     every mesh.
 
-    The position is multiplied by an odd stride, added to a start that `key` gives, and permuted by PCG-RXS-M-XS
-    (O'Neill 2014; as a hash, Jarzynski & Olano 2020). Compilers fuse the computation into its readers, so no array of
-    bits is stored.
+    The bits are a hash of key and position, PCG-RXS-M-XS (O'Neill 2014; as a hash, Jarzynski & Olano 2020). Compilers
+    fuse the computation into the operations that use it, so no array of bits is stored.
 
     Args:
-      first: for a piece of a larger array, the index of its first row along the first axis.
+      first: if the array is a piece of a larger one, the index of its first row in the larger array.
     """
     start, stride = jax.random.bits(key, (2,), jnp.uint32)
     place = jnp.zeros(shape, jnp.uint32)

@@ -50,12 +50,12 @@ class ClipState(NamedTuple):
 
 
 def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that divides summed gradients by their number of `tokens` and clips the global norm, in
+    """Returns a transformation that divides summed gradients by the number of tokens and clips the global norm, in
     float32.
 
-    The division happens after accumulation, so that micro-batches are weighted by their unmasked tokens. The update
-    function takes `tokens` and `factor`, by which the loss was multiplied (train/step/optimizer/loss_scale.py).
-    `max_norm`: 0 for no clipping. The norm is stored in the state for the metrics.
+    The division is after accumulation, so that every unmasked token has the same weight. The update function also
+    takes `tokens`, the number of unmasked tokens, and `factor`, the loss scale's factor of the loss. `max_norm`: 0 for
+    no clipping. The norm is stored in the state for the metrics.
     """
 
     def init(params):
@@ -95,7 +95,7 @@ def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def clip_scale(norm: jax.Array, inverse: jax.Array, max_norm: float) -> jax.Array:
-    """Returns the factor from a summed gradient to the clipped mean gradient.
+    """Returns the factor that turns a summed gradient into the clipped mean gradient.
 
     `norm`: norm of the mean gradient. `inverse`: factor from the sum to the mean. `max_norm`: 0 for no clipping.
     """
@@ -125,7 +125,8 @@ SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def scale_by_batch(schedule: optax.Schedule, config: OptimizerConfig, batch: BatchAlgebra) -> optax.Schedule:
-    """Returns the schedule times (tokens of the update / `base_batch_tokens`) to the power that `batch_scaling` sets.
+    """Scales a learning-rate schedule with the batch size: multiplies it by (tokens of an update /
+    `base_batch_tokens`) to the power that `batch_scaling` selects.
 
     Raises:
       ValueError: `batch_scaling` is set without `base_batch_tokens`.
@@ -166,8 +167,8 @@ def _adam(config: OptimizerConfig, mu_dtype: str | None = None) -> optax.Gradien
 
 
 def _adagrad(eps: float) -> optax.GradientTransformation:
-    """Returns Adagrad with eps added outside the root, as in PyTorch. optax adds it inside, where 1e-8 is a floor of
-    1e-4."""
+    """Returns Adagrad with eps added to the root of the sum of squares, as in PyTorch. optax adds eps to the sum
+    itself, where 1e-8 has the effect of 1e-4."""
 
     def update(updates, state, params=None):
         del params
@@ -223,12 +224,12 @@ def make_optimizer(
     multisteps: int | Callable[[jax.Array], jax.Array],
     accumulator: DTypeLike = jnp.float32,
 ) -> Any:
-    """Returns the optimizer of `config`, the group `optimizer`. Its update takes `tokens`, the unmasked tokens of the
-    update.
+    """Returns the optimizer of `config`, the group `optimizer`. Its update function also takes `tokens`, the number of
+    unmasked tokens of the update.
 
-    If `multisteps` is above 1, or a function of the update's index, the optimizer is wrapped in `optax.MultiSteps`,
-    which sums the gradients of that many calls in a separate tree of dtype `accumulator`. For 1 it is not wrapped,
-    because that tree would waste memory. `vocabulary`: as in `make_rule`.
+    `multisteps` is the number of micro-steps per update, or a function from the update's index to it. Unless it is 1,
+    the optimizer is wrapped in `optax.MultiSteps`, which sums gradients in a tree of dtype `accumulator`.
+    `vocabulary`: as in `make_rule`.
     """
     chain = optax.chain(mean_and_clip(config.clip_norm), make_rule(config, schedule, vocabulary))
     if multisteps == 1:
@@ -237,6 +238,6 @@ def make_optimizer(
 
 
 def grad_norm(opt_state: Any) -> jax.Array:
-    """Returns the norm before clipping that `mean_and_clip` stored last, a float32 scalar."""
+    """Returns the last gradient norm before clipping, a float32 scalar, from the state of `mean_and_clip`."""
     inner = opt_state.inner_opt_state if isinstance(opt_state, optax.MultiStepsState) else opt_state
     return inner[0].grad_norm

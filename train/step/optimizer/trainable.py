@@ -17,8 +17,9 @@ from bytescope.train.parallel.layout import Layout
 def frozen_names(names: Collection[str], patterns: Sequence[str], scan: bool) -> frozenset[str]:
     """Returns the dotted paths among `names` that the patterns of `optimizer.freeze` match.
 
-    A pattern is a shell pattern: `blocks.attention.w_q`, `w_token`, `blocks.*norm*`. For unrolled layers the layer
-    index may be left out, which means all layers. `scan`: True if the layers are one stack, and so frozen together.
+    A pattern is a shell pattern: `blocks.attention.w_q`, `w_token`, `blocks.*norm*`. If layers are unrolled, paths
+    contain the layer index; a pattern without it means all layers. `scan`: True if the layers are one stack, and so
+    frozen together.
 
     Raises:
       ValueError: a pattern matches no parameter, or the patterns match all parameters.
@@ -47,7 +48,8 @@ def _of_any_layer(name: str) -> str:
 
 
 def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> NamedSharding:
-    """Returns the sharding in which a frozen parameter is stored: the one in which a step computes with it.
+    """Returns the sharding in which a frozen parameter is stored. It is the sharding in which a step computes with the
+    parameter.
 
     Under zero3 it is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2 a step
     gathers trained parameters into a copy; a frozen parameter is stored only as this copy. The token table and
@@ -59,7 +61,8 @@ def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> Name
 
 
 def check_quantized(model: Transformer, layout: Layout, frozen: Collection[str]) -> None:
-    """Raises ValueError if a quantized weight is not in `frozen`, or if its blocks would be split over devices."""
+    """Raises ValueError if a quantized weight is not frozen, or if the mesh would split its blocks. `frozen`: dotted
+    paths of the frozen parameters."""
     strategy = layout.strategy
     for name, (base, matrix) in quantized_weights(model).items():
         if f"{name}.codes" not in frozen:

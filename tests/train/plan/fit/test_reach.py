@@ -32,9 +32,7 @@ def printed(out):
 
 
 def test_the_base_is_the_fastest_that_fits():
-    """16 bits where there is room for all activations; less where that saves more recomputation than
-    decoding costs.
-    """
+    """16 bits where there is room for all activations; less where that saves more recomputation than decoding costs."""
     wide, narrow = fitted(30), fitted(12)
     assert wide.best.keys.get("lora.base") is None and wide.best.answer["recompute_flops_fraction"] == 0
     assert narrow.best.keys["lora.base"] == "nf4" and narrow.best.allocated <= 12 * GIB
@@ -142,7 +140,7 @@ def test_rows_are_ordered_and_printed():
     out = as_json(done, found)
     assert [(row["length"], row["beyond"]) for row in out["reach"]] == [(row.length, row.beyond) for row in rows]
     text = printed(out)
-    assert "each rank: the longest sequences" in text and "5,120 do not fit" in text
+    assert "for each rank of adapters, the longest sequence" in text and "5,120 do not fit" in text
     assert max(map(len, text.splitlines())) <= 100 and "each rank" not in printed(as_json(done))
 
 
