@@ -173,7 +173,9 @@ class FormulaRows:
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
-    """The roofline bound and the predicted seconds of an update as JSON objects; {} if unknown."""
+    """The minimum seconds of an update by the roofline model, and its predicted seconds, as JSON objects;
+    {} if unknown.
+    """
 
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)

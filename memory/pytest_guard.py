@@ -29,7 +29,7 @@ _WIDTH = 100
 
 @pytest.fixture
 def memory_report(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """Returns `memory.analyze` for a test to call. If the test fails, pytest shows the report."""
+    """Pytest fixture: the function `memory.analyze`. If the test fails, pytest also shows the memory report."""
 
     def analyze(program: Any, *args: Any, **options: Any) -> Report:
         __tracebackhide__ = True
@@ -47,7 +47,7 @@ def memory_report(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
 @pytest.fixture
 def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """Returns `memory.assert_fits` for a test to call. If the test fails, pytest shows the report.
+    """Pytest fixture: the function `memory.assert_fits`. If the test fails, pytest also shows the memory report.
 
     The function raises GuardError, an AssertionError, if the predicted bytes of a program exceed a size or the memory
     of its target.
@@ -57,7 +57,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
 @pytest.fixture
 def memory_guard(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """Returns the same function as the fixture `assert_fits`. This is the fixture's former name."""
+    """Pytest fixture: the former name of the fixture `assert_fits`."""
     return _guard(request.node)
 
 

@@ -124,7 +124,7 @@ def count(jaxpr: Any) -> FlopCount:
 
 
 def count_equation(equation: Any) -> FlopCount:
-    """Counts the FLOPs of one equation of a jaxpr, including the jaxprs that it calls."""
+    """Counts the FLOPs of one equation of a jaxpr, including the inner jaxprs that the equation runs."""
     return _equation(equation, str(equation.source_info.name_stack))
 
 

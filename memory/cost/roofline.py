@@ -261,7 +261,7 @@ def machine_rates() -> tuple[float, float]:
 
 
 def _best(run: Callable[[], Any]) -> float:
-    """Returns the minimum seconds of `_TIMES` runs, after one warm-up run."""
+    """Calls `run` several times (`_TIMES`) after a warm-up call, and returns the seconds of the fastest call."""
     run()
     taken = []
     for _ in range(_TIMES):

@@ -81,7 +81,7 @@ class Flow:
 
     @property
     def users(self) -> dict[int, list[Instruction]]:
-        """Instruction id -> the instructions that read it."""
+        """Instruction id -> the instructions that read its result."""
         if self._users is None:
             self._users = {}
             for instruction in self.module.instructions.values():
@@ -90,7 +90,7 @@ class Flow:
         return self._users
 
     def origin(self, instruction: Instruction | None, index: Index = ()) -> ValueOrigin:
-        """Returns the origin of the value at `index` of an instruction's result."""
+        """Returns where the value at `index` of an instruction's result was computed."""
         if instruction is None:
             return ValueOrigin(None)
         key = (instruction.id, index)

@@ -142,7 +142,9 @@ class Module:
 
     @property
     def parameters(self) -> dict[int, Instruction]:
-        """The instructions of the entry parameters by parameter number; {} if the module has no entry computation."""
+        """Number of a parameter of the entry computation -> its instruction; {} if the module has no entry
+        computation.
+        """
         entry = self.computations.get(self.entry)
         return {number: self.instructions[id] for number, id in entry.parameters.items()} if entry else {}
 

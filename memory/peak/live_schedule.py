@@ -50,7 +50,7 @@ def derive(module: Module) -> HloProgram:
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """Values that share one range of memory."""
+    """The values that share one range of memory, with its live range as positions in the schedule."""
 
     nodes: list[Node]
     size: int = 0

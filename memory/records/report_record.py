@@ -233,7 +233,7 @@ class JudgedProgram(PeakAccount):
 
     @property
     def unseen(self) -> tuple[RuntimeOverhead, ...]:
-        """The former name of `runtime_overheads`. Reading it emits a DeprecationWarning."""
+        """Deprecated former name of `runtime_overheads`. Reading it emits a DeprecationWarning."""
         warnings.warn("report.unseen is now report.runtime_overheads", DeprecationWarning, stacklevel=2)
         return self.runtime_overheads
 

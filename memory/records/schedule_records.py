@@ -137,7 +137,7 @@ def _row(step: Step) -> list[Any]:
 
 
 def from_json(rows: Any, depth: int = 0) -> Steps:
-    """Reads the lists that `to_json` returns. Raises ValueError for any other value."""
+    """Returns the schedule steps from the lists of `to_json`. Raises ValueError for any other value."""
     if not isinstance(rows, (list, tuple)) or depth > _MAX_DEPTH:
         raise ValueError(f"the schedule {rows!s:.40} is not a list of steps, or its loops are nested too deeply")
     return tuple(_step(row, depth) for row in rows)

@@ -319,7 +319,7 @@ class _Operand(NamedTuple):
 
 
 def _derivative(layer: Layer) -> Any:
-    """Returns the ClosedJaxpr that computes a layer's result and all values that its backward pass reads."""
+    """Returns the ClosedJaxpr that computes the result of a layer and all values that the backward pass reads."""
     import jax
 
     return jax.make_jaxpr(lambda *inputs: _vjp(layer, None, inputs))(*input_specs(layer.body.jaxpr))

@@ -253,7 +253,7 @@ class RematSearch:
         )
 
     def run(self, budget: float, *, most: int = MAX_COMPILES, at_once: int = 1) -> SearchOutcome:
-        """Returns the best plan within `budget` bytes.
+        """Searches for the best plan within a memory budget of `budget` bytes on one device.
 
         Args:
             most: maximum number of compiles.

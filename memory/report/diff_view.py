@@ -324,7 +324,7 @@ def _config(before: ReportRecord, after: ReportRecord) -> list[tuple[str, str, s
 
 
 def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Returns (name, value before, value after) of the names whose values differ."""
+    """Returns (name, value in `before`, value in `after`) for each name whose two values differ."""
     rows = []
     for name in dict.fromkeys((*before, *after)):
         old, new = str(before.get(name, "")), str(after.get(name, ""))

@@ -423,7 +423,7 @@ def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Step
 
 
 def _with_kernels(steps: Steps, change: Callable[[ScheduledKernel], ScheduledKernel]) -> Steps:
-    """Returns the steps with `change` applied to all kernels, including those in loops."""
+    """Returns the steps of a schedule with `change` applied to every kernel, also to kernels in loops."""
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Loop):

@@ -60,7 +60,7 @@ class StepPrediction:
 
     @classmethod
     def stated(cls, report: ReportRecord) -> StepPrediction | None:
-        """Returns the prediction that is stored in a report; None if the report has none."""
+        """Returns the predicted seconds that are stored in a report; None if the report has no prediction."""
         if not report.prediction:
             return None
         values: dict[str, Any] = {}

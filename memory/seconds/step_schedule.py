@@ -91,7 +91,7 @@ def kernels(steps: Steps, times: int = 1) -> Iterator[tuple[ScheduledKernel, int
 
 
 def flops_by_phase(steps: Steps) -> dict[tuple[str, str], int]:
-    """Returns (phase, compute unit of `cost.roofline.UNITS`) -> FLOPs of all kernels in one call on one device."""
+    """Returns (phase, compute unit) -> FLOPs of all kernels in one call on one device."""
     out: Counter[tuple[str, str]] = Counter()
     for kernel, times in kernels(steps):
         if kernel.flops:

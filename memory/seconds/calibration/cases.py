@@ -134,7 +134,7 @@ HOST = CalibrationSizes(
 
 
 def choose_sizes(target: Target) -> CalibrationSizes:
-    """Returns the sizes to measure on a target's devices."""
+    """Returns the sizes of the kernels to measure on the devices of a target."""
     return HOST if target.platform == "cpu" else ACCELERATOR
 
 
