@@ -188,8 +188,16 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class XlaStats:
-    """The compiler's memory statistics of a program on one device, in bytes. A field is None if the backend does not
-    report it.
+    """The compiler's memory statistics of a program on one device. A field is None if the backend does not report it.
+
+    Fields:
+        argument_bytes: bytes of the arguments.
+        output_bytes: bytes of the results.
+        alias_bytes: bytes of results that reuse the memory of donated arguments.
+        temp_bytes: bytes of temporary values in device memory.
+        host_temp_bytes: bytes of temporary values in host memory.
+        peak_bytes: the highest number of live bytes.
+        generated_code_bytes: bytes of machine code.
     """
 
     argument_bytes: int | None = None
