@@ -187,8 +187,8 @@ class ModelConfig(ModelKeys):
         local = f"model.rope_local_theta={self.rope_local_theta} with"
         if bool(self.rope_local_theta) != bool(self.global_every):
             raise ValueError(
-                f"{local} model.global_every={self.global_every}: the first is the rotary base of local layers, and "
-                "the second selects the layers that are not local; give both, or 0 for both"
+                f"{local} model.global_every={self.global_every}: rope_local_theta is the rotary base of local layers, "
+                "and global_every selects the layers that are not local; set both, or 0 for both"
             )
         if self.rope_local_theta and self.position != "rope":
             raise ValueError(

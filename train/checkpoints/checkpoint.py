@@ -395,7 +395,7 @@ class Checkpoints:
                 difference = _difference(arrays, describe(as_written))
                 if difference:
                     raise UserError(
-                        f"checkpoint {step} in {self.root} is of another model or optimizer ({difference}): "
+                        f"checkpoint {step} in {self.root} was written with another model or optimizer ({difference}): "
                         "choose another --workdir"
                     )
                 with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:

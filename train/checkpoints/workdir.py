@@ -288,7 +288,7 @@ def recorded(path: Path) -> Identity:
         old = Identity(**json.loads(path.read_text()))
         numbers = [old.global_rows, *(old.config[key] for key in ("train.steps", "batch.accumulation"))]
         if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(old.data, str):
-            raise ValueError("values of wrong types")
+            raise ValueError("some values have the wrong type")
     except KeyError as error:
         raise _damaged(path, f"the key {error} is missing") from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -356,7 +356,7 @@ def take_lock(workdir: Path) -> Lock:
     file = open(workdir / LOCK, "a+")  # noqa: SIM115  (closed by Lock.close)
     try:
         if fcntl is None:
-            raise OSError(errno.ENOSYS, "this system has no flock")
+            raise OSError(errno.ENOSYS, "this system has no file locks (flock)")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = _holder(file)

@@ -230,7 +230,7 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     if key not in flat:
         group = [name for name in flat if name.startswith(key + ".")]
         if group:
-            raise UserError(f"--config.{key} is a group: set one of its keys, such as --config.{group[0]}=...")
+            raise UserError(f"--config.{key} is a group of keys: set one of its keys, such as --config.{group[0]}=...")
         raise UserError(f"unknown key --config.{key}{_nearest(key, flat)}")
     kind = type(flat[key])
     try:

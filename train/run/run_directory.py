@@ -193,7 +193,7 @@ def _breakdown(path: Path) -> Mapping[str, Any]:
 
 def _check(value: Any, fields: Mapping[str, type]) -> None:
     if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} is not a JSON object")
+        raise TypeError(f"a JSON object is expected where there is {type(value).__name__}")
     for name, kind in fields.items():
         one = value[name]
         allowed = (int, float) if kind is float else kind
