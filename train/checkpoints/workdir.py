@@ -240,7 +240,7 @@ def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes
     while not (workdir / CONFIG).exists():  # a network file system may show the file late
         if time.monotonic() > deadline:
             raise UserError(
-                f"{workdir} of process 0 is not visible on this machine: give a --workdir on a file "
+                f"the run directory {workdir} of process 0 is not visible on this machine: give a --workdir on a file "
                 "system that all machines share"
             )
         time.sleep(0.1)
