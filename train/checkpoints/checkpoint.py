@@ -430,7 +430,7 @@ class Checkpoints:
                     f"checkpoint {step} is damaged (its metrics cannot be read); moved to {self._set_aside(int(step))}"
                 )
         for path in sorted(self.root.glob(f"[0-9]*/{_METADATA}")):
-            if not _has_shape(path, _METADATA_SHAPE):  # it contains no data of ours
+            if not _has_shape(path, _METADATA_SHAPE):  # it contains no data of this run
                 path.unlink()
                 notes.append(
                     f"checkpoint {path.parts[-2]}: its {_METADATA} was damaged and is removed; its arrays are still "

@@ -234,10 +234,11 @@ def divide_layers(layers: int, virtual_stages: int) -> tuple[int, ...]:
       ReportError: there are no layers, or fewer layers than virtual stages.
     """
     if layers < 1:
-        raise ReportError(f"model.n_layers={layers}: a pipeline needs 1 or more layers")
+        raise ReportError(f"a pipeline cannot have {layers} layers: give 1 or more layers")
     if layers < virtual_stages:
         raise ReportError(
-            f"{layers} layers over {virtual_stages} virtual stages of a pipeline: give at most {layers} virtual "
+            f"{layers} layers cannot be divided among {virtual_stages} virtual stages of a pipeline: give at most "
+            f"{layers} virtual "
             "stages (mesh.stage times pipeline.virtual)"
         )
     fewest, remainder = divmod(layers, virtual_stages)

@@ -161,7 +161,7 @@ def _rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], i
 
 
 def _numbers(value: Any, prefix: str = "") -> dict[str, float]:
-    """Returns the finite numbers in a JSON object. Those in nested objects have dotted names. Raises TypeError if
+    """Returns the finite numbers in a JSON object. Numbers in nested objects have dotted names. Raises TypeError if
     `value` is not an object."""
     if not isinstance(value, dict):
         raise TypeError("the line is not a JSON object")
