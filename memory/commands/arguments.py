@@ -119,8 +119,7 @@ def add_rates(parser: argparse.ArgumentParser) -> None:
         "--rates",
         metavar="FILE",
         type=user_path,
-        help="predict seconds from the rates in this file, written by bytescope calibrate --out (default: the built-in "
-        "table of device rates)",
+        help="predict seconds from the rates that bytescope calibrate --out wrote to FILE (default: built-in rates)",
     )
 
 

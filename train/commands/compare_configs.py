@@ -19,13 +19,13 @@ from bytescope.train.plan.config_grid import POLICY, given_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
+    """Adds the command-line arguments of `bytescope compare` to the parser."""
     add_subject(parser, "set a config key in every combination; bytescope keys lists the keys")
     compare_command.add_program(parser)
     parser.add_argument(
         "--remat",
         metavar="P,P",
-        help="remat policies to compare, short for --grid=remat.policy=P,P; "
+        help="remat policies to compare; the same as --grid=remat.policy=P,P; "
         "write custom policies in quotes: --remat='none,custom(v,up)+offload(block_in)'",
     )
     parser.add_argument(
@@ -33,18 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=V,V",
         action="append",
         default=[],
-        help="values to compare; KEY is a config key, config or target; "
+        help="config values to compare; KEY is a config key, or config, or target; "
         "repeat the flag to compare all combinations of several keys",
     )
-    parser.add_argument("--measure", action="store_true", help="also run and time each step on this machine's devices")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="also run each training step on this machine's devices and measure its time",
+    )
     parser.add_argument("--formulas", action="store_true", help="also show the memory that published formulas predict")
     add_compiling(parser, "the comparison")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table and writes the requested files.
+    """Compiles each combination, prints the table and writes the files of --html and --json.
 
-    Returns the exit code: 130 if Ctrl-C stopped the command, which then prints and writes the finished rows.
+    Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished rows are printed and
+    written.
     """
     if args.program is not None:
         _check_program(args)
@@ -55,13 +60,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fixed_overrides(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the overrides of every combination, key -> text: the config's name and the keys of the command line."""
+    """Returns the config overrides that all rows of the comparison share, as key -> text. The key "config" has the
+    config's name.
+    """
     return {**({CONFIG: args.config} if args.config else {}), **dict(args.overrides)}
 
 
 def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """Returns (key, values) of each grid of the command line. Raises ReportError for a grid or a list of policies that
-    cannot be parsed.
+    """Returns (key, values) of each grid that --grid and --remat ask for.
+
+    Raises ReportError if a grid or a list of policies cannot be parsed.
     """
     asked = [grids.parse_grid(text) for text in args.grid]
     if args.remat is not None:  # last, so that policies of the same program are neighbouring rows
@@ -75,7 +83,7 @@ def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
 
 def _check_program(args: argparse.Namespace) -> None:
-    """Raises ReportError for arguments that need a config, which a command with --program does not have."""
+    """Raises ReportError if --program is given together with arguments that need a config."""
     user_program.split(args.program)
     if args.config:
         raise ReportError("give either a config or --program, not both")

@@ -24,7 +24,7 @@ exit codes: 0 done, 2 a mistake in the command"""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command."""
+    """Returns the argument parser of `bytescope completion`."""
     from bytescope.memory.commands.arguments import Parser
 
     parser = Parser(
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the script; returns the exit code."""
+    """Prints the completion script for the shell `args.shell`; returns the exit code."""
     print(SHELLS[args.shell](gather()), end="")
     return 0
 
@@ -263,8 +263,8 @@ def _quoted(words: str) -> str:
 
 
 def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> str:
-    """Returns the tables as shell functions. `function` writes one of them: it takes a name and the table, pattern of
-    arguments -> words to print.
+    """Returns shell code with one function per table of words. `function` returns the code of one of them from the
+    name of the shell function and the table, which maps patterns of arguments to the words to offer.
     """
     values: dict[str, str] = {f"* --config.{key}": kind for key, kind in words.keys.items() if kind != NOTHING}
     flags: dict[str, str] = {}
@@ -301,7 +301,9 @@ def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> 
 
 
 def _shared(name: str, rows: Mapping[str, str]) -> str:
-    """Returns a shell function for bash and zsh that prints the words for its arguments."""
+    """Returns the code of a function for bash and zsh. The function prints the words of the first pattern in `rows`
+    that matches its arguments.
+    """
     if list(rows) == ["*"]:
         return f"_bytescope_{name}() {{ echo {_quoted(rows['*'])}; }}\n"
     cases = "".join(f"        {_pattern(patterns)}) echo {_quoted(text)} ;;\n" for patterns, text in _grouped(rows))
@@ -309,12 +311,14 @@ def _shared(name: str, rows: Mapping[str, str]) -> str:
 
 
 def _pattern(patterns: Iterable[str]) -> str:
-    """Returns the pattern of a `case` branch: the alternatives in quotes, with each `*` unquoted."""
+    """Returns the pattern of a branch of the shell's `case`: the quoted alternatives, with each `*` left unquoted."""
     return " | ".join(f"'{each}'".replace("*", "'*'").replace("''", "") for each in patterns)
 
 
 def _grouped(rows: Mapping[str, str]) -> list[tuple[list[str], str]]:
-    """Returns (patterns, words) for each distinct text of words. The pattern that matches everything comes last."""
+    """Groups the patterns that have the same words. Returns (patterns, words) per group; the group with the pattern
+    that matches everything comes last.
+    """
     groups: dict[str, list[str]] = {}
     for pattern, text in rows.items():
         groups.setdefault(text, []).append(pattern)
@@ -330,17 +334,17 @@ def _fish_function(name: str, rows: Mapping[str, str]) -> str:
 
 
 def bash(words: Words) -> str:
-    """Returns the script for bash 4 and later."""
+    """Returns the completion script for bash 4 and later."""
     return _HEAD.format(shell="bash") + _tables(words, _shared) + _KIND + _BASH
 
 
 def zsh(words: Words) -> str:
-    """Returns the script for zsh, to be put on `fpath` or sourced after compinit."""
+    """Returns the completion script for zsh. It can be put on `fpath`, or sourced after compinit."""
     return "#compdef bytescope\n" + _HEAD.format(shell="zsh") + _tables(words, _shared) + _KIND + _ZSH
 
 
 def fish(words: Words) -> str:
-    """Returns the script for fish."""
+    """Returns the completion script for fish."""
     return _HEAD.format(shell="fish") + _tables(words, _fish_function) + _FISH
 
 

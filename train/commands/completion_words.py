@@ -50,13 +50,15 @@ _GPU_COUNTS, _TPU_COUNTS, _CPU_COUNTS = ("2", "4", "8", "2x8", "4x8"), ("2x2", "
 class Words:
     """The words that a completion script offers.
 
+    The kind of a value says how to complete it, such as `@file`; the module docstring lists the kinds.
+
     Attributes:
         commands: command -> summary, as in the overview of `bytescope --help`.
-        flags: command -> flag -> kind of its value, None for a flag without a value.
+        flags: command -> flag -> kind of the flag's value, or None if the flag has no value.
         places: command -> kinds of its positional arguments, in order.
         keys: dotted config key -> kind of its value.
         configs: names of the shipped configs.
-        targets: target -> the same target with numbers of devices, such as h100:8.
+        targets: target -> suggestions with a number of devices, such as h100 -> h100:8.
     """
 
     commands: Mapping[str, str]
@@ -68,7 +70,7 @@ class Words:
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Returns the parser of each command."""
+    """Returns the argument parser of each command, by command name."""
     from bytescope.train.commands.registry import COMMANDS, make_parser
 
     return {name: make_parser(name) for name in COMMANDS}
@@ -77,7 +79,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 def gather() -> Words:
     """Returns the words that shell completion offers.
 
-    It imports jax for its tables of names, but starts no device.
+    Imports jax, but starts no device.
     """
     from bytescope.train.commands.registry import COMMANDS
     from bytescope.train.source import shipped
@@ -97,7 +99,10 @@ def gather() -> Words:
 
 
 def _flags(parser: argparse.ArgumentParser, lists: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns flag -> kind of its value. --config.KEY is left out, since each config key is completed separately."""
+    """Returns flag -> kind of its value, such as "@file", or None if the flag has no value.
+
+    --config.KEY is left out, since completion offers the config keys themselves.
+    """
     kinds: dict[str, str | None] = {}
     for action in parser._actions:
         if isinstance(action, OldFlag):
@@ -110,7 +115,7 @@ def _flags(parser: argparse.ArgumentParser, lists: Mapping[str, str]) -> dict[st
 
 
 def _kind(action: argparse.Action) -> str:
-    """Returns the kind of an argument's value."""
+    """Returns the kind of an argument's value, such as "@file", which says how to complete it."""
     if action.choices is not None:
         return " ".join(["@one", *map(str, action.choices)])
     if not action.option_strings:
@@ -119,7 +124,7 @@ def _kind(action: argparse.Action) -> str:
 
 
 def _lists() -> dict[str, str]:
-    """Returns flag -> kind, for flags that take several names separated by commas."""
+    """Returns flag -> kind for the flags that take several names separated by commas."""
     from bytescope.memory.formulas.model_shape import TARGETS
     from bytescope.model.remat.policies import POLICIES
     from bytescope.train.plan import levers
@@ -134,7 +139,7 @@ def _lists() -> dict[str, str]:
 
 
 def _keys() -> dict[str, str]:
-    """Returns config key -> kind of its value."""
+    """Returns config key -> kind of its value, such as "@one true false"."""
     from bytescope.configs import base
     from bytescope.train.parallel.xla_options import TABLE
     from bytescope.train.program.config_files import flatten
@@ -157,7 +162,7 @@ def _keys() -> dict[str, str]:
 
 
 def _targets() -> dict[str, tuple[str, ...]]:
-    """Returns target -> the same target with numbers of devices."""
+    """Returns target -> suggestions with a number of devices, such as h100 -> h100:2, h100:4, h100:8."""
     from bytescope.memory.devices.chips import CHIPS
 
     names = {"local": (), "cpu": tuple(f"cpu:{count}" for count in _CPU_COUNTS)}

@@ -13,7 +13,7 @@ SET_KEY = "set a config key; bytescope keys lists the keys"
 
 
 def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> None:
-    """Adds the config and the target, each as a positional argument and as a flag.
+    """Adds the arguments CONFIG and TARGET, each as a positional argument and as a flag, and the flag --config.KEY.
 
     Args:
         overriding: help text of --config.KEY.
@@ -31,21 +31,20 @@ def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> N
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds only the config, as a positional argument and as a flag."""
+    """Adds the argument CONFIG as a positional argument and as a flag."""
     parser.add_argument(
         "config_here",
         nargs="?",
         metavar="CONFIG",
-        help="a config file, or the name of a shipped config (bytescope configs)",
+        help="config file, or name of a shipped config; bytescope configs lists the names",
     )
     parser.add_argument("--config", metavar="CONFIG", help="the same as the argument CONFIG")
 
 
 def settle_subject(args: argparse.Namespace) -> None:
-    """Merges the positional config and target with their flags, into `config` and `target`. The target defaults to
-    "local".
+    """Sets `args.config` and `args.target` from the positional arguments or the flags. The target defaults to "local".
 
-    With --program or --hlo in place of a config, the only positional argument is the target.
+    If --program or --hlo is given instead of a config, the only positional argument is the target.
 
     Raises:
       ReportError: the config or the target is given twice, or a positional argument is not a target.
@@ -65,7 +64,7 @@ def settle_subject(args: argparse.Namespace) -> None:
 
 
 def _settle_place(args: argparse.Namespace) -> None:
-    """Moves the first positional argument from config to target if --program or --hlo replaces the config."""
+    """If --program or --hlo replaces the config, moves the first positional argument from config to target."""
     from bytescope.memory.devices.targets import names
 
     flag = next((flag for flag in ("program", "hlo") if vars(args).get(flag) is not None), None)
@@ -82,22 +81,24 @@ def _settle_place(args: argparse.Namespace) -> None:
 
 
 def require_config(args: argparse.Namespace) -> None:
-    """Raises ReportError if no config is given."""
+    """Raises ReportError if the command line has no config."""
     if not args.config:
         raise ReportError(config.NO_CONFIG)
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Adds the flag --lora. `more`: text to append to its help."""
+    """Adds the flag --lora. `more` is appended to its help text."""
     parser.add_argument(
         "--lora",
         action="store_true",
-        help=f"train LoRA adapters over frozen weights (rank: lora.rank, default {LORA_DEFAULT_RANK}){more}",
+        help=f"train LoRA adapters instead of the weights; --config.lora.rank sets the rank "
+        f"(default {LORA_DEFAULT_RANK}){more}",
     )
 
 
 def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
-    """Returns the overrides; if --lora is given and the config has no adapters, the default rank is added.
+    """Returns the config overrides. If --lora is given and the config has no adapters, adds lora.rank with the default
+    rank.
 
     Raises:
       ReportError: --lora is given together with --config.lora.rank=0.
@@ -107,6 +108,7 @@ def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) ->
         return overrides
     if LORA_RANK in dict(overrides):
         raise ReportError(
-            f"--lora asks for adapters and --config.{LORA_RANK}={dict(overrides)[LORA_RANK]} for none: leave one out"
+            f"--lora trains adapters, but --config.{LORA_RANK}={dict(overrides)[LORA_RANK]} switches them "
+            "off: leave one out"
         )
     return [*overrides, (LORA_RANK, str(LORA_DEFAULT_RANK))]

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 WORK = {
     "length": "tokens per sequence (default: from the config, 2048 with --params)",
     "batch": "sequences per data-parallel rank and micro-batch (default: from the config, 1 with --params)",
-    "logit-tokens": "tokens per rank for which logits exist at the same time; 0 for all tokens",
-    "mlp-tokens": "tokens per rank for which MLP activations exist at the same time; 0 for all tokens",
+    "logit-tokens": "tokens per rank whose logits are computed at the same time; 0 means all tokens",
+    "mlp-tokens": "tokens per rank whose MLP activations are computed at the same time; 0 means all tokens",
 }
 # Row of the JSON -> title of the row in the table.
 ROWS = {
@@ -54,13 +54,13 @@ UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
+    """Adds the command-line arguments of `bytescope estimate` to the parser."""
     add_config(parser)
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=SET_KEY)
     parser.add_argument(
         "--params",
         metavar="N",
-        help="assume a GPT with about N parameters instead of a config, such as 7e9, 7b or 350m",
+        help="estimate a GPT with about N parameters instead of a config; N is a number such as 7e9, 7b or 350m",
     )
     for flag, (_, summary) in SHAPE.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
@@ -108,27 +108,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, choices, summary in (
         ("optimizer", config_facts.OPTIMIZERS, "the optimizer"),
         ("precision", config_facts.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
-        ("attention", transformer_formulas.ATTENTION, "attention kernel, which decides if scores are stored"),
-        ("offload", training_state.OFFLOAD, "state to move to host memory"),
+        ("attention", transformer_formulas.ATTENTION, "attention kernel; only some kernels store the attention scores"),
+        ("offload", training_state.OFFLOAD, "training state to keep in host memory"),
     ):
         parser.add_argument(f"--{flag}", choices=choices, metavar="NAME", help=f"{summary}: {', '.join(choices)}")
     parser.add_argument(
         "--lora-rank",
         type=int,
         metavar="N",
-        help="train LoRA adapters of rank N over frozen weights; 0 trains the weights (default: from the config, "
-        "else 0)",
+        help="rank of LoRA adapters, which are trained instead of the weights; 0 trains the weights (default: "
+        "from the config, else 0)",
     )
     parser.add_argument(
         "--lora-targets",
         metavar="T,T",
-        help=f"matrices with an adapter (default: {','.join(TARGETS)})",
+        help=f"weight matrices that have an adapter (default: {','.join(TARGETS)})",
     )
     parser.add_argument(
         "--lora-base",
         choices=adapter_formulas.BASES,
         metavar="NAME",
-        help=f"storage of the frozen weights: {', '.join(adapter_formulas.BASES)}",
+        help=f"storage format of the frozen weights: {', '.join(adapter_formulas.BASES)}",
     )
     parser.add_argument(
         "--fused",
@@ -145,7 +145,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the estimate and writes the requested files; returns the exit code. A config is read, but not compiled."""
+    """Estimates memory and FLOPs by formulas, prints the estimate and writes the requested files; returns the exit
+    code. Nothing is compiled.
+    """
     notes: tuple[str, ...] = ()
     check_files(args)
     if args.params is not None and args.config:
@@ -173,7 +175,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question:
-    """Returns the inputs of the estimate that a config gives. Raises ReportError for flags that need --params."""
+    """Returns the model, batch and devices of the config as inputs of the estimate.
+
+    Raises ReportError for flags that are only valid with --params.
+    """
     for flag, (key, _) in SHAPE.items():
         if getattr(args, flag.replace("-", "_")) is not None:
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
@@ -182,12 +187,12 @@ def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
     for flag, part in (EXPERTS | LATENT).items():
         if getattr(args, flag.replace("-", "_")) is not None:
-            raise ReportError(f"--{flag} is for --params: with a config write --config.{part.key}=...")
+            raise ReportError(f"--{flag} is only valid with --params: with a config write --config.{part.key}=...")
     return question_of(config)
 
 
 def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns notes about mesh axes of the config that the estimate leaves out."""
+    """Returns a note for each mesh axis of the config that the estimate does not take into account."""
     notes = []
     for axis in ("data", "fsdp", "expert", "tensor"):
         flag = "tensor" if axis == "tensor" else "data"
@@ -204,8 +209,8 @@ def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str,
 
 
 def _spread(question: Question, args: argparse.Namespace) -> Question:
-    """Returns the inputs of the estimate, changed by the flags for batch, devices, precision, optimizer, attention,
-    offload and adapters.
+    """Returns `question`, the inputs of the estimate, changed by the flags for batch, devices, precision, optimizer,
+    attention, offload and adapters.
     """
     given = vars(args)
     layout = {name: given[name] for name in ("zero", "data", "tensor") if given[name] is not None}
@@ -236,9 +241,10 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
 
 
 def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | None:
-    """Returns the adapters that the flags ask for, with missing values taken from the config; None without adapters.
+    """Returns the LoRA adapters to estimate; None if there are none. Values without a flag are those of `given`, the
+    adapters of the config.
 
-    Raises ReportError for --lora-targets or --lora-base without adapters.
+    Raises ReportError if --lora-targets or --lora-base is given but there are no adapters.
     """
     rank = checked_number(vars(args), "lora-rank", 0)
     if not rank and (rank == 0 or given is None):
@@ -256,7 +262,7 @@ def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | No
 
 
 def show(estimated: Estimate, console: Any = None) -> None:
-    """Prints the estimate to the console; None prints to stdout."""
+    """Prints the estimate to a rich console, by default to stdout."""
     from rich.console import Group
     from rich.text import Text
 
@@ -293,7 +299,7 @@ def show(estimated: Estimate, console: Any = None) -> None:
 
 
 def _mixture(question: Question) -> list[str]:
-    """Returns the words of the first line about experts."""
+    """Returns the description of a model's experts for the first printed line; empty for a model without experts."""
     experts = question.model.experts
     if experts is None:
         return []
@@ -305,7 +311,9 @@ def _mixture(question: Question) -> list[str]:
 
 
 def _table(estimated: Estimate) -> Any:
-    """Returns the table of bytes by row and remat policy, in decimal and in binary units."""
+    """Returns the table of estimated bytes, with a row per use of memory, such as gradients, and a column per remat
+    policy.
+    """
     from bytescope.memory.view.text_table import FigureTable, figure, words
 
     document, q = estimated.to_json(), estimated.question
@@ -329,7 +337,9 @@ def _table(estimated: Estimate) -> Any:
 
 
 def _write(args: argparse.Namespace, estimated: Estimate, recompute: str) -> None:
-    """Writes the requested files. The page offers every shipped config as a preset."""
+    """Writes the files of --json and --html. The page offers every shipped config as a preset. `recompute`: the remat
+    policy that is shown first.
+    """
     if args.json:
         write(args.json, json.dumps(estimated.to_json(), indent=1) + "\n")
     if args.html:
@@ -340,13 +350,13 @@ def _write(args: argparse.Namespace, estimated: Estimate, recompute: str) -> Non
 
 
 def _recompute_of(config: Mapping[str, Any]) -> str:
-    """Returns the key of `RECOMPUTE` whose formulas are nearest to the config's remat policy."""
+    """Returns the remat policy with formulas, a key of `RECOMPUTE`, that is closest to the config's policy."""
     policy = config["remat.policy"]
     return policy if policy in RECOMPUTE else "none"
 
 
 def _presets() -> dict[str, Preset]:
-    """Returns the preset of each shipped config for which formulas are known."""
+    """Returns the inputs of the estimate for each shipped config whose model the formulas support, by config name."""
     from bytescope.train.plan.estimate_page import Preset
 
     presets = {}

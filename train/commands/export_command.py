@@ -35,7 +35,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command."""
+    """Returns the argument parser of `bytescope export`."""
     parser = Parser(
         prog="bytescope export",
         usage="%(prog)s RUN OUT [--step=N] [--dtype=DTYPE] [...]",
@@ -62,16 +62,19 @@ def make_parser() -> argparse.ArgumentParser:
         help="if the run trained LoRA adapters, add them to the weights and write the whole model "
         "(default: write only the adapters, which peft loads)",
     )
-    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="maximum bytes per file (default 5GB)")
+    parser.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a weight file, such as 2GB (default 5GB)"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it already contains a model")
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line and adds `shard_bytes`, the maximum bytes per file.
+    """Parses and checks the command line of `bytescope export`. The result has `shard_bytes`, the maximum bytes per
+    file.
 
     Raises:
-      ValueError: a mistake in the command line; the error has an `exit_code`.
+      ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
     try:
@@ -84,7 +87,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exports the run; returns the exit code."""
+    """Exports the model of a run as a folder of Hugging Face weights; returns the exit code."""
     # Arrays are copied from disk to disk, so no accelerator is needed; it may be in use by a training run.
     os.environ["JAX_PLATFORMS"] = "cpu"
     from bytescope.train.export.model_folder import disk_errors_explained
@@ -95,10 +98,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes the folder under a temporary name and renames it to OUT when it is complete.
+    """Writes the folder of Hugging Face weights under a temporary name and renames it to `args.out` when it is
+    complete.
 
     Raises:
-      UserError: a mistake of the user, or a model that cannot be exported.
+      UserError: an argument is wrong, or the model cannot be exported.
       OSError: the disk cannot be read or written.
     """
     from bytescope.train.checkpoints.saved_run import SavedRun
@@ -121,7 +125,9 @@ def export(args: argparse.Namespace) -> None:
 
 
 def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge: bool) -> list[str]:
-    """Writes the files; returns lines that describe them."""
+    """Writes the weights, the config and the tokenizer of the run into the folder `out`; returns lines for the
+    terminal that describe the written files.
+    """
     from bytescope.model import ModelConfig
     from bytescope.train.checkpoints.saved_run import began_from
     from bytescope.train.export import peft, tensors, tokenizer_files
@@ -166,10 +172,10 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
 
 
 def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable[[str], str]:
-    """Returns a function from the name of a tensor to its safetensors dtype.
+    """Returns a function that maps the name of a tensor to the safetensors dtype to export it in.
 
-    The dtype is `dtype` if that is given, else the dtype of the tensor with this name in `folder`, else the dtype of
-    the run's parameters.
+    The dtype is `dtype` if that is given. Otherwise it is the dtype of the tensor of this name in `folder`, the
+    weights that the run started from. If there is no such tensor, it is the dtype of the run's parameters.
     """
     from bytescope.train.export.tensors import NAMES
     from bytescope.train.weights.folder import FP8
@@ -190,6 +196,6 @@ def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable
 
 
 def _main_dtype(planned: Sequence[OutputTensor]) -> str:
-    """Returns the dtype that holds the most bytes, by its name in config.json."""
+    """Returns the dtype in which most bytes of the tensors are stored, by its name in config.json, such as bfloat16."""
     bytes_of = {name: sum(tensor.nbytes for tensor in planned if tensor.dtype == kind) for name, kind in DTYPES.items()}
     return max(bytes_of, key=bytes_of.__getitem__)

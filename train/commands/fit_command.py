@@ -38,15 +38,18 @@ MAX_MEASURED = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
-    add_subject(parser, "set a config key in every program; the search does not change the key")
+    """Adds the command-line arguments of `bytescope fit` to the parser."""
+    add_subject(parser, "set a config key in all programs; the search does not change this key")
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="bytes per device, such as 72GiB (default: all memory that is available to programs)",
+        help="memory budget per device, such as 72GiB (default: all memory that is available to programs)",
     )
     parser.add_argument(
-        "--batch-tokens", metavar="N", type=int, help="tokens per update over all devices (default: from the config)"
+        "--batch-tokens",
+        metavar="N",
+        type=int,
+        help="tokens per optimizer update, summed over all devices (default: from the config)",
     )
     parser.add_argument(
         "--levers", metavar="L,L", help=f"settings that the search may change (default: {', '.join(fit_space.LEVERS)})"
@@ -74,9 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints each step of the search and the result; returns the exit code.
+    """Searches the fastest configuration that fits the budget; prints each step of the search and the result.
 
-    The code is 3 if nothing fits, and 130 after Ctrl-C; then the best configuration so far is printed and written.
+    Returns the exit code: 0 if a configuration fits, 3 if none fits, 130 after Ctrl-C. After Ctrl-C, the best
+    configuration so far is printed and written.
     """
     require_config(args)
     check(args, [args.target.strip().lower()])
@@ -136,9 +140,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) -> Mapping[str, Any] | None:
-    """Runs the finalists on this machine, one after the other, and makes the fastest one the walk's best.
+    """Runs the fastest configurations of the search on this machine, one after the other, and makes the one with the
+    highest measured speed the best of the search.
 
-    Returns the measured figures of the fastest finalist; None if no finalist could run.
+    Returns the measurements of that configuration; None if no configuration could run.
     """
     finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MAX_MEASURED]
     jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]

@@ -41,26 +41,26 @@ OWN = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
+    """Adds the command-line arguments of `bytescope front` to the parser."""
     add_subject(parser, "set a config key in every program, except remat.* keys, which the plans set")
     parser.add_argument(
         "--points",
         metavar="N",
         type=int,
         default=10,
-        help="number of budgets, evenly spaced from the bytes of policy full to the bytes of policy none (default: 10)",
+        help="number of memory budgets, evenly spaced from --from to --to (default: 10)",
     )
     parser.add_argument(
         "--from",
         metavar="SIZE",
         dest="first",
-        help="smallest budget per device, such as 20GiB (default: the bytes of policy full)",
+        help="smallest memory budget per device, such as 20GiB (default: the peak memory with remat policy full)",
     )
     parser.add_argument(
         "--to",
         metavar="SIZE",
         dest="last",
-        help="largest budget per device, such as 40GiB (default: the bytes of policy none)",
+        help="largest memory budget per device, such as 40GiB (default: the peak memory with remat policy none)",
     )
     parser.add_argument(
         "--cost",
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to minimize at each budget: time, the predicted seconds per update, or flops, the recomputed "
         "FLOPs (default: time)",
     )
-    parser.add_argument("--auto-offload", action="store_true", help="let plans also move tensors to pinned host memory")
+    parser.add_argument("--auto-offload", action="store_true", help="allow plans to move tensors to pinned host memory")
     keep_old_flag(parser, "--offload", "--auto-offload")
     add_lora(parser)
     add_compiling(parser, "the front")
@@ -78,9 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the points and writes the requested files.
+    """Finds the remat plan with the least recomputation for each memory budget; prints the plans and writes the
+    requested files.
 
-    Returns the exit code: 130 if Ctrl-C stopped the command, which then prints and writes the finished points.
+    Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished budgets are printed and
+    written.
     """
     target, ends = _checked(args)
     overrides = with_lora(args, args.overrides)
@@ -111,9 +113,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> tuple[str, tuple[int | None, int | None]]:
-    """Returns the target's name and the (smallest, largest) budget in bytes, None for a budget that is not given.
+    """Checks the arguments before anything is compiled. Returns the target's name, and the smallest and the largest
+    budget in bytes, each None if it is not given.
 
-    Raises ReportError for a mistake in the arguments, before anything is compiled.
+    Raises ReportError if an argument is wrong.
     """
     require_config(args)
     if args.points < 2:
@@ -145,7 +148,7 @@ def _size(flag: str, text: str | None) -> int | None:
 
 
 def _finish(args: argparse.Namespace, front: frontier.Front) -> None:
-    """Prints the points and writes the files."""
+    """Prints the remat plan of each budget and writes the files of --json and --html."""
     from bytescope.memory.devices.compiler import versions
     from bytescope.train.plan import frontier_view
 

@@ -33,7 +33,7 @@ exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command."""
+    """Returns the argument parser of `bytescope generate`."""
     parser = Parser(
         prog="bytescope generate",
         allow_abbrev=False,
@@ -47,7 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt", metavar="TEXT", help="text to continue; the answer is printed while it is generated"
     )
-    parser.add_argument("--prompts", type=user_path, metavar="FILE", help="file of JSON lines; each row is a prompt")
+    parser.add_argument(
+        "--prompts", type=user_path, metavar="FILE", help='file of prompts, JSON lines such as {"text": "Once"}'
+    )
     parser.add_argument(
         "--out",
         type=user_path,
@@ -55,17 +57,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --prompts: file to append each finished answer to; rows that it already answers are skipped",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="treat each text as a user's message and apply the chat template"
+        "--chat", action="store_true", help="treat each prompt as a user's message and apply the chat template"
     )
     generate_flags.add_sampling(parser)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks the command line.
+    """Parses and checks the command line of `bytescope generate`.
 
     Raises:
-      ValueError: a mistake in the command line; the error has an `exit_code`.
+      ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
     generate_flags.check(args)
@@ -77,16 +79,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the devices and generates; returns the exit code."""
+    """Starts the devices and generates text; returns the exit code."""
     generate_flags.start_devices(args)
     return generate(args)
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Answers the prompt, the rows of a file, or the lines that the user types; returns the exit code.
+    """Answers the prompt, the prompts in a file, or the lines that the user types; returns the exit code.
 
     Raises:
-      UserError: a mistake of the user.
+      UserError: an argument or an input file is wrong.
       DoesNotFit: the weights leave no memory for the KV cache.
     """
     from bytescope.train.generate.model_source import open_source
@@ -166,7 +168,7 @@ def _converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int
 
 
 def _answer_file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
-    """Answers the rows of a file, and prints the answers or appends them to --out."""
+    """Answers the prompts in the file `args.prompts`. Prints the answers, or appends them to `args.out`."""
     from contextlib import ExitStack
 
     from bytescope.train.generate.answers import Answers, PromptRow, read_rows
@@ -201,7 +203,9 @@ def _answer_file(args: argparse.Namespace, source: Source, prompts: Prompts) -> 
 
 
 def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], total: int, out: Answers | None) -> int:
-    """Answers the rows and writes each answer when it is finished. After Ctrl-C, finished answers are kept."""
+    """Generates an answer to each prompt in `left` and writes it when it is finished. Ctrl-C stops the generation; the
+    answers that are finished remain.
+    """
     from bytescope.train.generate.text import Growing
     from bytescope.train.launch.signals import INTERRUPTED
 
@@ -231,7 +235,7 @@ def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], tota
 
 
 def _write_answer(row: PromptRow, one, text: str | None, out: Answers | None) -> None:
-    """Writes an answer to the file, or prints it below its prompt."""
+    """Appends an answer to the file `out`; if `out` is None, prints the answer below its prompt."""
     from bytescope.memory.view.console import safe
 
     if out:
@@ -247,8 +251,8 @@ def _write_answer(row: PromptRow, one, text: str | None, out: Answers | None) ->
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[int, float], None]]:
-    """Shows a status line on a terminal. Yields the function that updates it with the number of answered rows and
-    tokens/s.
+    """Shows a status line if the output is a terminal. Yields the function that updates it, whose arguments are the
+    number of answered prompts and the speed in tokens/s.
     """
     from rich.console import Console
 

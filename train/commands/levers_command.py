@@ -32,12 +32,12 @@ from bytescope.train.plan.levers import Level
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
-    add_subject(parser, "set a config key in every program; savings that would change the key are left out")
+    """Adds the command-line arguments of `bytescope levers` to the parser."""
+    add_subject(parser, "set a config key in all programs; memory savings that would change this key are left out")
     parser.add_argument(
         "--savings",
         metavar="S,S",
-        help="savings to add one by one, in this order (default: "
+        help="memory savings to add one by one, in this order (default: "
         f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.OPTIONAL)})",
     )
     keep_old_flag(parser, "--stages", "--savings")
@@ -46,9 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the stages and writes the requested files.
+    """Adds the memory savings one by one and compiles the program after each; prints the memory and time of each stage
+    and writes the requested files.
 
-    Returns the exit code: 130 if Ctrl-C stopped the command, which then prints and writes the finished stages.
+    Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished stages are printed and
+    written.
     """
     require_config(args)
     stages, target = levers.choose_stages(args.savings), args.target.strip().lower()
@@ -90,9 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.Job]) -> tuple[dict[str, Any], bool]:
-    """Returns the answers by job name, and whether Ctrl-C stopped the compilation.
-
-    Stages with the same program are compiled once.
+    """Compiles the jobs, and jobs with the same program only once. Returns the reports by job name, and True if Ctrl-C
+    stopped the compilation.
     """
     once = list({job.name: job for job in jobs}.values())
     workers = 1 if shares_accelerator([target]) else worker_pool.worker_count(len(once), args.jobs)
@@ -107,7 +108,7 @@ def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.J
 
 
 def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
-    """Returns the level with the figures of a worker's answer."""
+    """Returns the stage `level` with the memory, time and attention kernel that a worker process reported for it."""
     keys = {key: text for key, text in level.keys.items() if text not in ("()", "false")}
     return dataclasses.replace(
         level, row=ConfigRow.from_answer(keys, answer), kernel=answer["settled"]["model.attention"]
@@ -122,7 +123,9 @@ def _finish(
     interrupted: bool,
     given: str,
 ) -> None:
-    """Prints the levels and writes the requested files. `given`: the config keys of the command line, as flags."""
+    """Prints the compiled stages and writes the files of --json and --html. `given`: the config overrides of the
+    command line, written as flags.
+    """
     from bytescope.memory.devices.compiler import versions
     from bytescope.train.plan import levers_view
 

@@ -15,8 +15,9 @@ __all__ = ["add_arguments", "policies", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the listing of `args.command`; returns the exit code. Raises ReportError if no row contains the word of
-    --grep.
+    """Prints the list that `args.command` names: configs, keys or policies. Returns the exit code.
+
+    Raises ReportError if no row contains the text of --grep.
     """
     headings, rows = LISTINGS[args.command]
     show_listing(args, headings, rows())
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def policies() -> Mapping[str, str]:
-    """Returns remat policy -> one line about the tensors that a block keeps."""
+    """Returns remat policy -> a line that says which tensors a block stores for its backward pass."""
     from bytescope.model.remat.policies import AUTO, POLICIES
 
     special = {

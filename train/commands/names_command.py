@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
+    """Adds the command-line arguments of `bytescope names` to the parser."""
     add_subject(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the names as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table and writes the requested file; returns the exit code. The program is traced but not compiled."""
+    """Prints the checkpoint names of a config's tensors and writes the file of --json; returns the exit code. The
+    program is traced, but not compiled.
+    """
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.memory.view.console import put
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sharding_of(program: Program, name: str) -> tuple[str, int]:
-    """Returns (the sharding as text, the number of shards) of a named tensor."""
+    """Returns the sharding of a named tensor as text, such as "B data", and the number of its shards."""
     from bytescope.model.names import NAMES
     from bytescope.train.parallel.axes import activation_axes
 
@@ -59,10 +61,10 @@ def sharding_of(program: Program, name: str) -> tuple[str, int]:
 
 
 def row(tensor: NamedTensor, sharding: str, shards: int) -> dict[str, Any]:
-    """Returns the row of a tensor as JSON values: its global shape, and its bytes and recomputation FLOPs on one
+    """Returns the table row of a tensor as JSON values: its global shape, and its bytes and recomputation FLOPs on one
     device.
 
-    sharding, shards: the two values that `sharding_of` returns.
+    `sharding` and `shards` are the two values that `sharding_of` returns.
     """
     return {
         **dataclasses.asdict(tensor),

@@ -10,7 +10,7 @@ from bytescope.memory.errors import ReportError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
+    """Adds the command-line arguments of `bytescope page` to the parser."""
     parser.add_argument(
         "workdir",
         metavar="WORKDIR",
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page; prints its path, and a warning for each missing or damaged file of the run. It does not start
-    jax.
+    """Writes the page of a run and prints its path. Prints a warning for each missing or damaged file of the run. Does
+    not start jax.
 
     Raises:
       ReportError: the page cannot be written.

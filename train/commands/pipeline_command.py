@@ -23,7 +23,7 @@ MAX_UNITS = 200_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
+    """Adds the command-line arguments of `bytescope pipeline` to the parser."""
     parser.add_argument("--stages", type=int, metavar="P", help="number of pipeline stages (config key mesh.stage)")
     parser.add_argument(
         "--micro-batches",
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         metavar="NAME",
         default=ALL,
-        help=f"{', '.join(SCHEDULES)}, or {ALL} for a table of all schedules (default: {ALL}; "
+        help=f"pipeline schedule: {', '.join(SCHEDULES)}, or {ALL} for a table of all schedules (default: {ALL}; "
         "config key pipeline.schedule)",
     )
     parser.add_argument(
@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config key pipeline.virtual)",
     )
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="number of layers of the model, to show how many each stage has"
+        "--layers",
+        type=int,
+        metavar="N",
+        help="number of layers of the model; if given, the number of layers per stage is shown",
     )
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the schedule or the table as JSON")
     parser.add_argument(
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     if args.stages * args.micro_batches * (args.virtual or 2) > MAX_UNITS:
         raise ReportError(
-            f"--stages={args.stages} --micro-batches={args.micro_batches} is too much to draw: give at most "
+            f"--stages={args.stages} --micro-batches={args.micro_batches} has too many units to draw: give at most "
             f"{MAX_UNITS:,} units, which are stages times micro-batches times chunks"
         )
     if args.virtual and args.schedule == ALL:
@@ -97,10 +100,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _paper(name: str, like: Schedule) -> dict[str, Any]:
-    """Returns a published schedule for the same numbers of stages and micro-batches as `like`, as JSON values.
+    """Returns the figures that a paper gives for its schedule, as JSON values, with as many stages and micro-batches
+    as `like`.
 
-    The bubble is a fraction of the step, 0 to 1; the stash is in units of all layers' residuals for one micro-batch.
-    Both follow the formula of the paper.
+    The bubble is the idle fraction of the step, 0 to 1. The stash is the memory of stored activations; 1 is what all
+    layers store for one micro-batch.
     """
     row, sizes = PUBLISHED[name], (like.stages, like.micro_batches)
     return {
@@ -117,7 +121,8 @@ def _paper(name: str, like: Schedule) -> dict[str, Any]:
 def _plain(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
     """Returns a schedule as JSON values.
 
-    Tables are [ticks, stages] of (micro-batch, chunk, stash slot); -1 marks an idle stage.
+    The tables of forward, backward and weight passes have the shape [ticks, stages, 3]: the micro-batch, the chunk and
+    the stash slot that a stage works on in a tick; -1 if the stage is idle.
     """
     simulated = schedule_figures.simulate(schedule)
     return {

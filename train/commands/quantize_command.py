@@ -29,7 +29,7 @@ BITS, GROUPS, FORMATS, METHODS = 4, (32, 64, 128), ("awq", "compressed-tensors")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command."""
+    """Returns the argument parser of `bytescope quantize`."""
     parser = Parser(
         prog="bytescope quantize",
         allow_abbrev=False,
@@ -77,21 +77,21 @@ def make_parser() -> argparse.ArgumentParser:
         default=128,
         choices=GROUPS,
         metavar="N",
-        help="number of inputs that share a scale: 32, 64 or 128 (default 128)",
+        help="group size, the number of inputs that share a scale: 32, 64 or 128 (default 128)",
     )
     parser.add_argument(
         "--format",
         choices=FORMATS,
         default="awq",
         metavar="NAME",
-        help="format of the folder: awq or compressed-tensors (default awq)",
+        help="format of the written weights: awq or compressed-tensors (default awq)",
     )
     parser.add_argument(
         "--method",
         choices=METHODS,
         default="awq",
         metavar="NAME",
-        help="awq, or rounding without scales for comparison (default awq)",
+        help="quantization method: awq, or rounding, which uses no scales and serves for comparison (default awq)",
     )
     parser.add_argument(
         "--samples", type=int, default=64, metavar="N", help="maximum number of calibration sequences (default 64)"
@@ -112,7 +112,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="device memory to use, such as 20GiB (default: all available memory; on a CPU, half of it)",
     )
-    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="maximum bytes per file (default 5GB)")
+    parser.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a weight file, such as 2GB (default 5GB)"
+    )
     parser.add_argument(
         "--html", type=user_path, metavar="FILE", help="write the results, with the error of each layer, as a page"
     )
@@ -128,10 +130,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks the command line, and adds `shard_bytes`, the maximum bytes per file.
+    """Parses and checks the command line of `bytescope quantize`. The result has `shard_bytes`, the maximum bytes per
+    file.
 
     Raises:
-      ValueError: a mistake in the command line; the error has an `exit_code`.
+      ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
     if args.target is None and args.calibrate is None and args.out is not None:
@@ -167,9 +170,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _target(text: str) -> str:
-    """Returns the target that is given in the position of OUT, which is allowed only without --calibrate.
+    """Returns `text`, the second positional argument of a command without --calibrate, if it is a target such as h100.
 
-    Raises UserError if the argument is not a target: an output folder needs --calibrate.
+    Raises UserError if it is not a target, since an output folder needs --calibrate.
     """
     from bytescope.memory.devices.targets import names
 
@@ -183,7 +186,7 @@ def _target(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantizes, or shows the memory if a target is given; returns the exit code."""
+    """Quantizes a model, or shows only the memory that this needs if a target is given; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.train.export.model_folder import disk_errors_explained
 
@@ -202,7 +205,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Shows the memory that a quantization needs; returns the exit code, 3 if it does not fit."""
+    """Prints the memory that quantizing the model needs on the target. Returns the exit code, which is 0 if it fits
+    and 3 if not.
+    """
     from bytescope.memory.view.console import put
     from bytescope.train.quantize.quantize_setup import plan_memory
     from bytescope.train.quantize.quantize_view import plan_view
@@ -214,11 +219,11 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def quantize(args: argparse.Namespace) -> None:
-    """Writes the folder, prints the results and writes the requested files.
+    """Quantizes the model into the folder `args.out`, prints the results and writes the files of --html and --json.
 
     Raises:
-      UserError: a mistake of the user.
-      DoesNotFit: one layer does not fit the device.
+      UserError: an argument or an input file is wrong.
+      DoesNotFit: one layer does not fit in the memory of the device.
     """
     from bytescope.memory.commands.arguments import write
     from bytescope.memory.view.console import put
@@ -243,5 +248,7 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def _progress_callback(bar: ProgressBar) -> Callable[[int, int, str], None]:
-    """Returns a function (finished calls, total calls, description) that updates the progress bar."""
+    """Returns a function that updates the progress bar. Its arguments are the number of finished steps, the total
+    number of steps and a description.
+    """
     return lambda done, total, what: bar.show(done, total or None, what)

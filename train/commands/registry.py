@@ -28,15 +28,16 @@ or its files, 3 does not fit, 130 stopped by Ctrl-C"""
 
 @dataclasses.dataclass(frozen=True)
 class Subcommand:
-    """One row of COMMANDS.
+    """A subcommand of `bytescope`.
 
     Attributes:
-        module: the command's module under `bytescope`. It is imported only when needed, since some modules import jax.
-        group: the group of the overview that lists the command.
+        module: path of the command's module below `bytescope`. The module is imported only when needed, since some
+          import jax.
+        group: the group of the overview `bytescope --help` that lists the command.
         summary: what the command does, in one line.
         examples: arguments of example calls, used if the module has no parser of its own.
-        reads: what the command reads instead of a config, as words of the error for --config.KEY; "" if it takes
-          configs.
+        reads: for a command without a config, what it reads instead, such as "reads a trace", for the error about
+          --config.KEY; otherwise "".
     """
 
     module: str
@@ -46,15 +47,14 @@ class Subcommand:
     reads: str = ""
 
     def load(self) -> ModuleType:
-        """Imports and returns the command's module."""
         return importlib.import_module(f"bytescope.{self.module}")
 
 
 COMMANDS: Mapping[str, Subcommand] = {
     "train": Subcommand(
-        "train.commands.train_command", "train", "train a transformer; its memory is known before the first step"
+        "train.commands.train_command", "train", "train a transformer and show its memory before the first step"
     ),
-    "prepare": Subcommand("train.data.prepare", "train", "tokenize text into shards, which train reads fast"),
+    "prepare": Subcommand("train.data.prepare", "train", "tokenize text into shards that bytescope train reads"),
     "generate": Subcommand(
         "train.commands.generate_command", "train", "generate text from a run or a folder of weights"
     ),
@@ -64,7 +64,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "compute log-probabilities and perplexity of texts",
     ),
     "quantize": Subcommand(
-        "train.commands.quantize_command", "train", "write a model with 4-bit weights, calibrated on a text (AWQ)"
+        "train.commands.quantize_command", "train", "quantize a model to 4-bit weights, calibrated on a text (AWQ)"
     ),
     "export": Subcommand(
         "train.commands.export_command", "train", "write the model of a run as a folder that transformers loads"
@@ -72,7 +72,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "report": Subcommand(
         "train.commands.report_config",
         "measure",
-        "report the peak memory of a program and what it consists of",
+        "report the peak memory of a program and what uses it",
         (
             "llama_8b h200:8 --html=report.html",
             "--program=my_package.train:program h100:8",
@@ -89,33 +89,33 @@ COMMANDS: Mapping[str, Subcommand] = {
     "page": Subcommand(
         "train.commands.page_command",
         "measure",
-        "write a page of a run: loss, memory, report, trace",
+        "write an HTML page of a run: loss, memory, report, trace",
         ("runs/tiny", "runs/tiny runs/other --html=both.html"),
         reads="reads a run directory",
     ),
     "names": Subcommand(
         "train.commands.names_command",
         "measure",
-        "list checkpoint names: shape, sharding, bytes, recompute FLOPs",
+        "list the tensors that remat policies can save, with bytes",
         ("llama_8b h200:8", "tiny --json=names.json"),
     ),
     "diff": Subcommand(
         "memory.commands.diff_command",
         "measure",
-        "compare the JSON files of two reports",
+        "compare two memory reports, given as JSON files",
         ("before.json after.json --html=diff.html", "before.json after.json --fail-above=2"),
         reads="reads two JSON files",
     ),
     "estimate": Subcommand(
         "train.commands.estimate_command",
         "measure",
-        "estimate memory and FLOPs by formulas, without compiling",
+        "estimate memory and FLOPs with formulas, without compiling",
         ("--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html"),
     ),
     "calibrate": Subcommand(
         "memory.commands.calibrate_command",
         "measure",
-        "measure the speeds of this machine's devices, for --rates",
+        "measure the speeds of this machine's devices for predictions",
         ("--out=rates.json", "--seconds=20"),
         reads="measures devices",
     ),
@@ -128,7 +128,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "compare": Subcommand(
         "train.commands.compare_configs",
         "plan",
-        "compare remat policies or values of any config key",
+        "compare memory and time of remat policies or config values",
         (
             "llama_8b h200:8 --remat=none,full,dots --html=c.html",
             "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8",
@@ -138,13 +138,13 @@ COMMANDS: Mapping[str, Subcommand] = {
     "levers": Subcommand(
         "train.commands.levers_command",
         "plan",
-        "add memory savings one by one: bytes saved, time lost",
+        "show the bytes saved and time lost by each memory saving",
         ("llama_8b h200 --html=levers.html", "llama_8b rtx4090 --savings=bf16,full,offload"),
     ),
     "front": Subcommand(
         "train.commands.front_command",
         "plan",
-        "find the least recomputation for each of ten memory budgets",
+        "find the remat plan with the least cost per memory budget",
         ("llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --auto-offload"),
     ),
     "fit": Subcommand(
@@ -156,7 +156,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "pipeline": Subcommand(
         "train.commands.pipeline_command",
         "plan",
-        "compare pipeline schedules: ticks, bubble, stash per stage",
+        "compare pipeline schedules by idle time and stored activations",
         ("--stages=8 --micro-batches=32", "--stages=4 --micro-batches=8 --schedule=1f1b --html=pipeline.html"),
         reads="reads no config",
     ),
@@ -170,7 +170,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "targets": Subcommand(
         "memory.commands.targets_command",
         "list",
-        "list the devices to compile for, with memory and rates",
+        "list the devices to compile for, with memory and speeds",
         ("", "--grep=H100"),
         reads="reads no config",
     ),
@@ -184,7 +184,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "policies": Subcommand(
         "train.commands.listings",
         "list",
-        "list every remat policy and the tensors that it keeps",
+        "list every remat policy and the tensors that it saves",
         ("", "--grep=offload"),
         reads="reads no config",
     ),
@@ -199,7 +199,7 @@ GROUPS: Mapping[str, list[str]] = {
 
 
 def make_parser(name: str) -> Parser:
-    """Returns the parser of one command."""
+    """Returns the argument parser of the command `name`."""
     command = COMMANDS[name]
     module = command.load()
     if hasattr(module, "make_parser"):
@@ -221,10 +221,10 @@ def make_parser(name: str) -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks any command line without running it. The result has `command` and `overrides`.
+    """Parses and checks a command line without running the command. The result has `command` and `overrides`.
 
     Raises:
-      ValueError: an unknown command or argument; the error has an `exit_code`.
+      ValueError: the command or an argument is not known; the error has the exit code as `exit_code`.
     """
     name, *rest = argv or [""]
     if name not in COMMANDS:
@@ -239,7 +239,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse(name: str, argv: list[str]) -> argparse.Namespace:
-    """Parses the arguments of a command whose module does not define `parse`."""
+    """Parses the arguments of a command whose module has no function `parse`."""
     from bytescope.train.commands.config_arguments import settle_subject
 
     overrides: list[tuple[str, str]] = []
@@ -252,12 +252,12 @@ def _parse(name: str, argv: list[str]) -> argparse.Namespace:
     settle_subject(args)
     args.overrides = overrides
     if overrides and (reads := COMMANDS[name].reads):
-        raise ReportError(f"{name} takes no --config.{overrides[0][0]}: it {reads}; leave it out")
+        raise ReportError(f"{name} takes no --config.{overrides[0][0]}: the command {reads}; leave the flag out")
     return args
 
 
 def _unknown(name: str) -> str:
-    """Returns the error for a command that does not exist."""
+    """Returns the start of the error message for a command that does not exist."""
     if not name or name.startswith("-"):
         return f"no command: give one of {', '.join(COMMANDS)}"
     return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'of ' + ', '.join(COMMANDS)}"

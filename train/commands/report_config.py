@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
+    """Adds the command-line arguments of `bytescope report` to the parser."""
     add_subject(parser)
     report_command.add_program(parser)
     parser.add_argument(
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report and writes the requested files; returns the exit code."""
+    """Compiles the program, prints its memory report and writes the requested files; returns the exit code."""
     _check(args)
     if not args.config:
         return report_command.run(args)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ReportError for flags that do not go together, and for files that cannot be written."""
+    """Raises ReportError if flags contradict each other, or if a requested file cannot be written."""
     check_files(args)
     given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
     if given and args.config:
@@ -136,8 +136,8 @@ def _report_generation(args: argparse.Namespace) -> int:
 
 
 def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
-    """Prints the bytes that exceed the target, the memory savings that are still possible, and a `bytescope fit`
-    command.
+    """Prints the memory savings that the config does not use yet, and a `bytescope fit` command that finds the fastest
+    configuration that fits.
     """
     from rich.text import Text
 
@@ -151,9 +151,9 @@ def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
 
 
 def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[str, Any] | None:
-    """Prints the figures of the formulas next to the figures of the report.
+    """Prints the memory that published formulas predict next to the memory that the compiler reports.
 
-    Returns the formulas' figures for the JSON; None if no formula is known for the model.
+    Returns the predicted bytes for the JSON file; None if the formulas do not support the model.
     """
     from rich.console import Group
     from rich.text import Text
@@ -183,7 +183,9 @@ def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[
 
 
 def _show_run(report: ReportRecord, others: Mapping[str, int]) -> dict[str, int]:
-    """Prints the peak of each program of a run and names the largest; returns program -> bytes on one device."""
+    """Prints the peak memory of each program of a run and names the largest. Returns program -> peak bytes on one
+    device.
+    """
     from bytescope.memory.units import human
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose

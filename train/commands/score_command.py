@@ -30,7 +30,7 @@ exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command."""
+    """Returns the argument parser of `bytescope score`."""
     parser = Parser(
         prog="bytescope score",
         allow_abbrev=False,
@@ -48,16 +48,19 @@ def make_parser() -> argparse.ArgumentParser:
         help="file to score: each row of a .jsonl file is a text, any other file is one text",
     )
     parser.add_argument(
-        "--out", type=user_path, metavar="FILE", help="write a JSON line for each text: tokens, logprobs, perplexity"
+        "--out",
+        type=user_path,
+        metavar="FILE",
+        help="write a JSON line for each text, with its tokens, logprobs and perplexity",
     )
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks the command line.
+    """Parses and checks the command line of `bytescope score`.
 
     Raises:
-      ValueError: a mistake in the command line; the error has an `exit_code`.
+      ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
     generate_flags.check(args)
@@ -74,10 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def score(args: argparse.Namespace) -> int:
-    """Scores the texts, prints the table and writes the requested file; returns the exit code.
+    """Computes the log-probability of each token of the texts, prints the table and writes the file of --json; returns
+    the exit code.
 
     Raises:
-      UserError: a mistake of the user.
+      UserError: an argument or an input file is wrong.
       DoesNotFit: the weights leave no memory for a step.
     """
     from bytescope.train.generate.model_source import open_source
@@ -95,7 +99,7 @@ def score(args: argparse.Namespace) -> int:
         if len(text) - start > 1
     ]
     if not windows:
-        raise UserError("the texts have no token to score: give a text of two tokens or more")
+        raise UserError("the texts have fewer than two tokens, so no token can be scored: give longer texts")
     scorer, params = open_scorer(args, source, max(len(window) for _, window in windows))
     parts: dict[int, dict[int, ScoredText]] = {}
     for scored_window in scorer.score(params, [window for _, window in windows]):
@@ -110,7 +114,7 @@ def score(args: argparse.Namespace) -> int:
 
 
 def _texts(args: argparse.Namespace, source: Source) -> list[tuple[int, ...]]:
-    """Returns the tokens of each text."""
+    """Returns the token ids of each text to score."""
     from bytescope.train.generate.text import Prompts, read_texts
 
     with Prompts(source, chat=False) as prompts:
@@ -120,7 +124,7 @@ def _texts(args: argparse.Namespace, source: Source) -> list[tuple[int, ...]]:
 
 
 def mean_of(windows: Sequence[ScoredText]) -> tuple[int, float]:
-    """Returns (number of scored tokens, mean of -log p in nats) over the windows."""
+    """Returns the number of scored tokens of the windows, and the mean negative log-probability per token in nats."""
     count = sum(len(one.logprobs) for one in windows)
     return count, -sum(float(one.logprobs.sum(dtype="float64")) for one in windows) / count
 
@@ -152,7 +156,7 @@ def _show_tokens(source: Source, windows: Sequence[ScoredText]) -> None:
 
 
 def _rows(scored: dict[int, list[ScoredText]]) -> str:
-    """Returns one JSON line per text."""
+    """Returns the scores as JSON lines, one line per text."""
     lines = []
     for number, windows in scored.items():
         row = {

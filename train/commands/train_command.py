@@ -1,4 +1,4 @@
-"""bytescope train: trains a transformer; its memory is known before the first step."""
+"""bytescope train: trains a transformer and shows its memory before the first step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bytescope.memory.commands.arguments import Parser
 
 DESCRIPTION = """\
-train a transformer; its memory is known before the first step.
+train a transformer and show its memory before the first step.
 CONFIG is a config file, the name of a shipped config (default: tiny; bytescope
 configs lists the names), or hf:FOLDER for a folder of Hugging Face weights."""
 EPILOG = """\
@@ -30,7 +30,7 @@ exit codes: 0 done, or saved after the first Ctrl-C; 2 mistake, 3 does not fit,
 
 
 def make_parser() -> Parser:
-    """Returns the parser of the command."""
+    """Returns the argument parser of `bytescope train`."""
     from bytescope.memory.commands.arguments import Parser, add_rates, user_path
     from bytescope.train.commands.config_arguments import add_lora
     from bytescope.train.launch.processes import add_flags
@@ -51,39 +51,37 @@ def make_parser() -> Parser:
         "--workdir",
         type=user_path,
         metavar="DIR",
-        help="run directory; an existing run is resumed (default: runs/<config>-<time>)",
+        help="run directory, new or resumed (default: new in runs/)",
     )
     parser.add_argument("--extend", action="store_true", help="continue a finished run past its planned steps")
-    parser.add_argument(
-        "--fit", action="store_true", help="first find the fastest configuration that fits, as bytescope fit does"
-    )
+    parser.add_argument("--fit", action="store_true", help="first search for the fastest configuration that fits")
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="with --fit: bytes per device, such as 72GiB (default: all memory available to programs)",
+        help="with --fit: bytes per device (72GiB; default: all)",
     )
     add_lora(parser)
     parser.add_argument(
-        "--profile", metavar="STEPS", help="updates to profile: a number such as 3, or a range such as 100-103"
+        "--profile",
+        metavar="STEPS",
+        help="updates to profile: a count (3) or a range (100-103)",
     )
     add_rates(parser)
     parser.add_argument(
         "--show-data",
         action="store_true",
-        help="print the first row of data, with the trained tokens in [brackets], and exit",
+        help="print the first row, trained tokens in [brackets]; exit",
     )
-    parser.add_argument(
-        "--verbose", action="store_true", help="print the full memory report, and the reason for each choice"
-    )
+    parser.add_argument("--verbose", action="store_true", help="print the full report, and the reason for each choice")
     add_flags(parser)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line; config overrides are in `overrides`.
+    """Parses and checks the command line of `bytescope train`. Config overrides are in `overrides`.
 
     Raises:
-      ValueError: a mistake in the command line; the error has an `exit_code`.
+      ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     from bytescope.train.commands.config_arguments import settle_subject
     from bytescope.train.program.config_files import keys_named, split_overrides
@@ -106,7 +104,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains the config; returns the exit code."""
+    """Trains the model of the config; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform
     from bytescope.train.launch.signals import surviving_output
 
@@ -187,13 +185,14 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Returns the overrides, (dotted key, text), with the overrides that `bytescope fit` finds. The search is printed.
+    """Returns the config overrides of the command line together with the overrides that `bytescope fit` finds, as
+    pairs (dotted key, text). Prints the search.
 
     The search compiles in other processes, and ends before jax starts in this one.
 
     Raises:
-      DoesNotFit: nothing fits the budget.
-      UserError: a mistake in the config or the budget, or an interrupted search.
+      DoesNotFit: no configuration fits the budget.
+      UserError: the config or the budget is wrong, or the search was interrupted.
     """
     from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED
 
@@ -214,10 +213,13 @@ def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
                 continue
         if code == INTERRUPTED:
             raise UserError(
-                "the search of --fit was stopped: train with the flags of the best configuration so far, shown above"
+                "the search of --fit was interrupted: train with the flags of the best configuration "
+                "so far, shown above"
             )
         if code == DOES_NOT_FIT:
-            raise DoesNotFit("no configuration fits, as shown above: give a larger --budget, or a smaller model")
+            raise DoesNotFit(
+                "no configuration fits the memory budget, as shown above: give a larger --budget, or a smaller model"
+            )
         if code or not out.exists():
             raise UserError("the search of --fit failed: correct the error shown above, or train without --fit")
         best = json.loads(out.read_text())["best"]
@@ -225,7 +227,9 @@ def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _show_data(config: Any) -> int:
-    """Prints the first row of data that a run would read; returns the exit code. No device is started."""
+    """Prints the first row of data that a training run would read, without starting the devices. Returns the exit
+    code.
+    """
     from bytescope.memory.view.console import make_console
     from bytescope.train.data.first_row import show_data
     from bytescope.train.data.settings import DataConfig

@@ -26,26 +26,29 @@ from bytescope.train.plan.validation.validation_result import ValidationResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to the parser."""
+    """Adds the command-line arguments of `bytescope validate` to the parser."""
     listed = "; ".join(f"{name}: {what}" for name, what in SETS.items())
     parser.add_argument(
         "--set",
         choices=SETS,
         default="playbook",
         metavar="NAME",
-        help=f"set of measured runs (default: playbook). {listed}",
+        help=f"set of measured runs to compare with (default: playbook). {listed}",
     )
-    parser.add_argument("--gpus", metavar="N,N", help="only runs on these numbers of GPUs, such as 8,32 (default: all)")
+    parser.add_argument(
+        "--gpus", metavar="N,N", help="use only runs on these numbers of GPUs, such as 8,32 (default: all runs)"
+    )
     parser.add_argument(
         "--only",
         metavar="TEXT",
-        help="only runs whose model, chip or setup contains TEXT, such as tp4 (default: all)",
+        help="use only runs whose model, chip or setup contains TEXT, such as tp4 (default: all runs)",
     )
     parser.add_argument(
         "--folder",
         metavar="DIR",
         type=user_path,
-        help="folder for the compiled rows, from which an interrupted command resumes (default: a folder in the cache)",
+        help="folder to store compiled runs in, from which an interrupted command resumes (default: a folder in the "
+        "cache)",
     )
     add_rates(parser)
     parser.add_argument(
@@ -61,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the scores and writes the requested files.
+    """Compares predictions with measured runs, prints the scores and writes the requested files.
 
-    Returns the exit code: 130 if Ctrl-C stopped the command, which then shows the finished rows.
+    Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished rows are shown.
     """
     rows, folder = _checked(args)
     from bytescope.train.plan.validation import validation_result, validation_runs
@@ -76,9 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
-    """Returns the chosen rows and the folder of compiled rows.
+    """Checks the arguments before anything is compiled. Returns the measured runs to compare with, and the folder to
+    store compiled results in.
 
-    Raises ReportError for a mistake in the arguments, before anything is compiled.
+    Raises ReportError if an argument is wrong.
     """
     if args.overrides:
         key, text = args.overrides[0]
@@ -88,7 +92,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
         raise ReportError(f"--jobs={args.jobs}: give 1 or more")
     folder = args.folder or row_cache.folder().parent / "validate"
     if folder.exists() and not folder.is_dir():
-        raise ReportError(f"--folder={folder}: it is a file; give a folder")
+        raise ReportError(f"--folder={folder} is a file: give a folder")
     counts, text = _counts(args.gpus), (args.only or "").lower()
     rows = []
     for row in measured_rows.rows(args.set):
@@ -96,15 +100,15 @@ def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
         if (not counts or row.gpus in counts) and text in named:
             rows.append(row)
     if not rows:
-        raise ReportError(f"no row of {args.set} matches: leave --gpus or --only out")
+        raise ReportError(f"no measured run of --set={args.set} matches --gpus and --only: leave one of them out")
     return _mark_other_chips(args, rows), folder
 
 
 def _mark_other_chips(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
-    """Returns the rows. Rows on another chip than the rates file was measured on get that as the reason for no
-    prediction.
+    """Returns the measured runs. A run on another chip than the file of --rates was measured on is marked as not
+    predicted, with that reason.
 
-    Raises ReportError if no row is left.
+    Raises ReportError if no run remains to predict.
     """
     why: dict[str, ReportError] = {}
     for target in sorted({row.target for row in rows if not row.reason}):
@@ -124,7 +128,7 @@ def _mark_other_chips(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> 
 
 
 def _counts(text: str | None) -> frozenset[int]:
-    """Returns the numbers of GPUs that --gpus asks for; an empty set means all."""
+    """Returns the GPU counts that --gpus lists; an empty set if all counts are wanted."""
     if text is None:
         return frozenset()
     try:
@@ -137,7 +141,7 @@ def _counts(text: str | None) -> frozenset[int]:
 
 
 def _finish(args: argparse.Namespace, result: ValidationResult) -> None:
-    """Prints the scores and writes the requested files."""
+    """Prints the scores and writes the files of --json and --html."""
     from bytescope.train.plan.validation import validation_view
 
     out = result.to_json()

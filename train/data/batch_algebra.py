@@ -10,13 +10,16 @@ IGNORE = -1  # target of a position without loss
 
 
 def batch_names(*, examples: bool, packing: bool, experts: bool) -> tuple[str, ...]:
-    """Returns the names of the arrays of a batch, each int32 [..., B, L].
+    """Returns the names of the arrays of a batch. Each array is int32 [..., B, L].
 
-    `segments` exists if rows have several packed examples: 1, 2, ... in order, 0 for padding at the end. `mask` exists
-    if rows have one example each and the model has experts: 1 for a token, 0 for padding.
+    The array `segments` exists if rows contain several packed examples. It numbers the examples of a row from 1; 0
+    marks padding at the end. The array `mask` exists if each row contains one example and the model has experts. It is
+    1 for a token and 0 for padding.
 
-    examples: whether rows are examples instead of windows of text. packing: `data.packing`. experts: whether the model
-    has experts.
+    Args:
+      examples: True if rows contain examples, False if they are windows of a text.
+      packing: the config value `data.packing`.
+      experts: True if the model has experts.
     """
     if not examples:
         return "inputs", "targets"
@@ -27,7 +30,7 @@ def batch_names(*, examples: bool, packing: bool, experts: bool) -> tuple[str, .
 
 @dataclasses.dataclass(frozen=True)
 class BatchConfig:
-    """The config group `batch`; configs/base.py explains each key."""
+    """The config group `batch`. Each key is explained in configs/base.py."""
 
     micro: int
     accumulation: int
@@ -38,11 +41,15 @@ class BatchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BatchAlgebra:
-    """The numbers of sequences and tokens of an optimizer update.
+    """The number of sequences and tokens of an optimizer update.
 
-    micro: sequences per data-parallel rank and micro-step. accumulation: micro-steps per update; with a schedule, the
-    maximum. ranks: number of data-parallel ranks (data x fsdp). seq_len: tokens per sequence. schedule: pairs (first
-    update, micro-steps per update from then on); () means that all updates have `accumulation` micro-steps.
+    Attributes:
+      micro: sequences per data-parallel rank and micro-step.
+      accumulation: micro-steps per update; if there is a schedule, the maximum.
+      ranks: number of data-parallel ranks (data x fsdp).
+      seq_len: tokens per sequence.
+      schedule: pairs (first update, micro-steps per update from this update on); () if all updates have `accumulation`
+        micro-steps.
 
     Raises:
       ValueError: a number is below 1.
@@ -63,11 +70,12 @@ class BatchAlgebra:
 
     @classmethod
     def from_config(cls, config: BatchConfig, ranks: int, seq_len: int) -> "BatchAlgebra":
-        """Builds the batch of the config group `batch` from `accumulation`, `tokens` or `accumulation_schedule`.
+        """Builds the batch from the config group `batch`, of which one of `accumulation`, `tokens` and
+        `accumulation_schedule` may be set.
 
         Raises:
-          ValueError: several of them are given, the tokens are not a multiple of the tokens of one micro-step, or the
-            schedule is not valid or not possible in this `batch.mode`.
+          ValueError: more than one of them is set, the tokens are not a multiple of the tokens of one micro-step, or
+            the schedule is not valid or not possible with this `batch.mode`.
         """
         given = [
             f"batch.{name}={getattr(config, name)}"
@@ -97,20 +105,22 @@ class BatchAlgebra:
 
     @property
     def global_rows(self) -> int:
-        """Number of sequences of an optimizer update; with a schedule, of the largest update."""
+        """Number of sequences of an optimizer update. If there is a schedule, the number of the largest update."""
         return self.rows * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of an optimizer update; with a schedule, of the largest update."""
+        """Number of tokens of an optimizer update. If there is a schedule, the number of the largest update."""
         return self.global_rows * self.seq_len
 
     def at(self, update: int) -> int:
-        """Returns the number of micro-steps of update number `update`. Updates count from 0."""
+        """Returns the number of micro-steps of an update. The first update is number 0."""
         return next((count for start, count in reversed(self.schedule) if update >= start), self.accumulation)
 
     def traced_at(self, update: jax.Array) -> jax.Array:
-        """Returns the same as `at` for a traced update number, as int32 of the same shape, for `optax.MultiSteps`."""
+        """Returns the number of micro-steps of a traced update number, as int32 of the same shape. optax.MultiSteps
+        needs it.
+        """
         if not self.schedule:
             return jnp.full_like(update, self.accumulation)
         starts = jnp.asarray([start for start, _ in self.schedule], jnp.int32)
@@ -122,15 +132,15 @@ class BatchAlgebra:
         return self.rows * self.at(update) * self.seq_len
 
     def rows_before(self, update: int) -> int:
-        """Returns the number of sequences of all updates before number `update`."""
+        """Returns the total number of sequences of the updates before number `update`."""
         bounds = [(start, count) for start, count in self.schedule or ((0, self.accumulation),) if start < update]
         ends = [*(start for start, _ in bounds[1:]), update]
         return self.rows * sum(count * (end - start) for (start, count), end in zip(bounds, ends))
 
     @property
     def read_steps(self) -> int:
-        """Number of micro-steps whose sequences are read together: all of an update, or one if updates have different
-        numbers.
+        """Number of micro-steps whose sequences are read together. All micro-steps of an update are read together,
+        unless updates differ in their number of micro-steps; then each is read alone.
         """
         return 1 if self.schedule else self.accumulation
 
@@ -150,7 +160,10 @@ class BatchAlgebra:
 
 
 def _divide(tokens: int, one: BatchAlgebra) -> int:
-    """Returns the number of micro-steps of an update with `tokens` tokens. one: the batch of one micro-step."""
+    """Returns the number of micro-steps of an update of `tokens` tokens. `one` is the batch of a single micro-step.
+
+    Raises ValueError if the tokens are not a multiple of the tokens of a micro-step.
+    """
     if tokens % one.tokens:
         below = tokens // one.tokens * one.tokens
         near = " and ".join(str(size) for size in (below, below + one.tokens) if size)
@@ -162,12 +175,17 @@ def _divide(tokens: int, one: BatchAlgebra) -> int:
 
 
 def _parse(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """Parses `("0:1", "1000:4")` into pairs of numbers. Raises ValueError if the schedule is not valid."""
+    """Parses an accumulation schedule such as `("0:1", "1000:4")` into pairs (first update, micro-steps per update).
+
+    Raises ValueError if the schedule is not valid.
+    """
     matches = [re.fullmatch(r"(\d+):(\d+)", str(text)) for text in texts]
     pairs = tuple((int(match[1]), int(match[2])) for match in matches if match)
     starts = [start for start, _ in pairs]
     if any(number >= 2**31 for pair in pairs for number in pair):  # updates and micro-steps are int32 on a device
-        raise ValueError(f"batch.accumulation_schedule={','.join(map(str, texts))}: give numbers below {2**31}")
+        raise ValueError(
+            f"batch.accumulation_schedule={','.join(map(str, texts))}: give numbers below {2**31}, the maximum of int32"
+        )
     if not all(matches) or starts != sorted(set(starts)) or starts[:1] not in ([], [0]) or not all(n for _, n in pairs):
         raise ValueError(
             f"batch.accumulation_schedule={','.join(map(str, texts))}: write UPDATE:ACCUMULATION from "

@@ -31,10 +31,10 @@ Source = TextDocuments | RecordTexts | Shards
 
 
 class TokenSource:
-    """The windows of a stream of tokens, by number.
+    """A stream of tokens that is divided into windows of seq_len + 1 tokens.
 
-    `len(source)` is the number of windows, `source[i]` is the i-th window, int32 [seq_len + 1]; `tokens` is the length
-    of the stream. The last, incomplete window is dropped, or padded with `IGNORE` if `keep_tail` is set.
+    `len(source)` is the number of windows, and `source[i]` is window i, int32 [seq_len + 1]. `tokens` is the number of
+    tokens in the stream. An incomplete window at the end is dropped, or padded with `IGNORE` if `keep_tail` is set.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], seq_len: int, vocab_size: int, keep_tail: bool):
@@ -53,7 +53,7 @@ class TokenSource:
         Raises IndexError past the end, and UserError for a token outside the vocabulary.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"window {i} does not exist: give 0 to {len(self) - 1}")
+            raise IndexError(f"there is no window {i}: give an index from 0 to {len(self) - 1}")
         window = np.full(self.seq_len + 1, IGNORE, np.int32)
         start = i * self.seq_len
         stop = min(start + self.seq_len + 1, self.tokens)
@@ -71,15 +71,15 @@ class TokenSource:
         return window
 
     def windows(self, numbers: Iterable[int], stop: int | None = None) -> np.ndarray:
-        """Returns the windows with these numbers, int32 [n, seq_len + 1]. Windows from `stop` on, or past the end, are
-        all `IGNORE`.
+        """Returns the windows with these indices, int32 [n, seq_len + 1]. A window whose index is `stop` or more, or
+        past the end of the source, is filled with `IGNORE`.
         """
         padding = np.full(self.seq_len + 1, IGNORE, np.int32)
         end = len(self) if stop is None else min(stop, len(self))
         return np.stack([self[int(i)] if i < end else padding for i in numbers])
 
     def batch(self, numbers: Iterable[int], stop: int | None = None) -> Batch:
-        """Returns the windows with these numbers as inputs and targets, each int32 [n, seq_len]."""
+        """Returns the windows with these indices as inputs and targets, each int32 [n, seq_len]."""
         windows = self.windows(numbers, stop)
         # Padding has no loss, but as an input it must still be a valid token id.
         return {"inputs": np.maximum(windows[:, :-1], 0), "targets": np.ascontiguousarray(windows[:, 1:])}
@@ -87,7 +87,12 @@ class TokenSource:
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run. `fingerprint` identifies the content; `description` is one line for users."""
+    """The training data and held-out data of a run.
+
+    Attributes:
+      fingerprint: hash of the content.
+      description: one line about the data, to show to the user.
+    """
 
     train: TokenSource | ExampleSource
     heldout: TokenSource | ExampleSource
@@ -97,18 +102,18 @@ class Data:
     tokenizer: Tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of `text`."""
         return self.tokenizer.encode(text).tolist()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`. Invalid ids become U+FFFD."""
+        """Returns the text of the token ids. Ids that are not valid become U+FFFD."""
         return self.tokenizer.decode(ids)
 
 
 def open_data(config: DataConfig) -> Data:
-    """Finds the data of `config`, tokenizes or maps it into memory, and splits off the held-out part.
+    """Opens the data of `config`: finds the files, tokenizes texts, maps token shards into memory, and splits off the
+    held-out part.
 
-    Raises UserError with a remedy if something is missing, damaged, not text, or too small.
+    Raises UserError with a remedy if data are missing, damaged, not text, or too small.
     """
     if config.format != "text":
         tokenizer = load_tokenizer(config.tokenizer, special_tokens=config.special_tokens)
@@ -153,7 +158,9 @@ def open_data(config: DataConfig) -> Data:
 
 
 def check_vocab(data: Data, vocab_size: int) -> None:
-    """Raises UserError if the data may contain a token id outside a model's vocabulary of `vocab_size`."""
+    """Raises UserError if the data may contain a token id that is not below `vocab_size`, the size of the model's
+    vocabulary.
+    """
     if data.vocab_size > vocab_size:
         raise UserError(
             f"the data contain token ids up to {data.vocab_size - 1}, and model.vocab_size is "
@@ -164,23 +171,23 @@ def check_vocab(data: Data, vocab_size: int) -> None:
 def train_batches(
     data: Data, *, rows: int, row_slices: Sequence[slice] | None = None, seed: int, position: int, config: DataConfig
 ) -> grain.DatasetIterator:
-    """Returns an endless iterator over this process's rows of each batch, starting at sequence `position`.
+    """Returns an endless iterator over the rows of each training batch that this process reads.
 
-    Each item has "inputs" and "targets", both int32 [rows of this process, seq_len]. Packed examples also have
-    "segments": 1, 2, ... in a row, and 0 for padding at its end. Rows with one example each also have "mask": 1 for a
-    token, 0 for padding.
+    Each item has "inputs" and "targets", both int32 [rows of this process, seq_len]. If examples are packed, it also
+    has "segments", which numbers the examples of a row from 1; 0 marks padding. If each row has one example, it also
+    has "mask", which is 1 for a token and 0 for padding.
 
     Args:
-      rows: sequences of the global batch.
-      row_slices: the slices of the batch's rows that this process reads, in order; None for all rows.
-      position: number of sequences that all processes together have consumed.
+      rows: number of sequences of the global batch.
+      row_slices: the slices of the batch's rows that this process reads, in order; None if it reads all rows.
+      position: number of sequences to skip, which all processes together have consumed before.
 
     Raises:
       ValueError: `position` is negative, or this process has no rows.
-      UserError: (from the iterator) a shard is damaged.
+      UserError: a shard is damaged; the iterator raises this.
     """
     if position < 0:
-        raise ValueError(f"position={position} is negative: give the number of consumed sequences")
+        raise ValueError(f"position={position} is negative: give the number of sequences to skip, 0 or more")
     mine, source = _own_rows(rows, row_slices), data.train
     # grain shuffles epoch e with seed + e. The seed is hashed, so that seeds that differ by 1 do not share orders.
     shuffle_seed = int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest(), "big")
@@ -197,11 +204,16 @@ def train_batches(
 def heldout_batches(
     data: Data, *, rows: int, sequences: int | None = None, row_slices: Sequence[slice] | None = None
 ) -> Iterator[Batch]:
-    """Returns an iterator over the held-out batches, which have every held-out token once as a target, in order.
+    """Returns an iterator over the held-out batches. Each held-out token is a target exactly once, and tokens keep
+    their order.
 
-    Items are as in `train_batches`. The last window and the last batch are padded with targets of `IGNORE`; every
-    process gets the same number of batches. With `sequences`, only this number of first windows is read, whatever the
-    batch size.
+    Items have the same arrays as in `train_batches`. The last window and the last batch are padded with targets of
+    `IGNORE`. Every process gets the same number of batches.
+
+    Args:
+      rows: number of sequences of the global batch.
+      sequences: number of windows to read from the beginning, independent of the batch size; None for all windows.
+      row_slices: the slices of the batch's rows that this process reads, in order; None if it reads all rows.
     """
     mine, source = _own_rows(rows, row_slices), data.heldout
     count = len(source) if sequences is None else min(sequences, len(source))
@@ -234,8 +246,10 @@ def _find(config: DataConfig, key: str) -> Source:
 
 
 def _choose_tokenizer(config: DataConfig, sources: Sequence[Source]) -> Tokenizer:
-    """Returns the tokenizer with which prepared shards were made, if there are any, else the tokenizer of
+    """Returns the tokenizer that token shards were prepared with. Without shards, returns the tokenizer of
     `data.tokenizer`.
+
+    Raises UserError if the shards were prepared with another tokenizer than `data.tokenizer` names.
     """
     recorded = [one.recorded_tokenizer for one in sources if one.recorded_tokenizer]
     asked = config.tokenizer != ByteTokenizer.name or not recorded

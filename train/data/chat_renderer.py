@@ -25,7 +25,7 @@ TOTAL_CHARACTERS, CHARACTERS_EACH, CHARACTERS_PER_CHARACTER = 1 << 22, 1 << 14, 
 
 
 def environment():
-    """Returns jinja2's sandbox with the functions that transformers gives to templates."""
+    """Returns a sandboxed jinja2 environment with the functions that chat templates may call, as in transformers."""
     import datetime
 
     import jinja2
@@ -33,7 +33,7 @@ def environment():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The block {% generation %}, which marks the text to train on."""
+        """Implements {% generation %}, the block of a chat template that marks the text to train on."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
 
@@ -59,8 +59,9 @@ def environment():
 
 
 def rendered(template, variables, asked):
-    """Returns the text of a conversation, and if requested the text before each answer and the text up to the end of
-    each answer.
+    """Renders the conversation of the request `asked`.
+
+    Returns its text and, if requested, the text before each answer and the text up to the end of each answer.
     """
     messages, tools = asked["messages"], asked["tools"]
 
@@ -78,7 +79,7 @@ def rendered(template, variables, asked):
 
 
 class Allowance:
-    """The processor time in seconds and the number of characters that the template may still use."""
+    """The processor time, in seconds, and the number of characters that a chat template may still use."""
 
     def __init__(self, seconds, characters):
         self.totals = self.left = seconds, characters
@@ -86,7 +87,9 @@ class Allowance:
         self.used = 0.0, 0
 
     def spend(self, asked, answer, seconds):
-        """Subtracts the usage of a conversation. Returns the reason to stop, or "" if the allowance is sufficient."""
+        """Subtracts the time and characters that a conversation used. Returns the reason to stop, or "" if some
+        allowance is left.
+        """
         texts = (
             [answer["text"], *answer["before"], *answer["up_to"]] if "text" in answer else [""]
         )  # "": rendering failed
@@ -110,8 +113,10 @@ class Allowance:
 
 
 def limit(most):
-    """Limits the memory of this process to `most` bytes; returns a function that starts the timer of a conversation,
-    or stops it with 0.
+    """Limits the memory of this process to `most` bytes.
+
+    Returns a function that limits the processor time of a conversation. Called with a number of seconds, it starts the
+    timer; called with 0, it stops the timer.
     """
     try:
         import resource
@@ -126,7 +131,9 @@ def limit(most):
 
 
 def main():
-    """Answers request lines until the input ends."""
+    """Reads requests from stdin, one per line, and writes the rendered conversations to stdout until the input
+    ends.
+    """
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
 
     def answer(reply):

@@ -37,7 +37,10 @@ TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_
 class Template:
     """A chat template.
 
-    source: its Jinja source. title: its name in messages. variables: special tokens, by their names in the template.
+    Attributes:
+      source: its Jinja source.
+      title: its name in messages.
+      variables: name of a variable in the template, such as eos_token -> special token.
     """
 
     source: str
@@ -51,8 +54,9 @@ class Template:
 
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the content of tokenizer_config.json next to the tokenizer.json; {} if there is none. Raises UserError
-    if it is damaged.
+    """Returns the content of the tokenizer_config.json in the folder of the tokenizer, or {} if there is no such file.
+
+    Raises UserError if the file is damaged.
     """
     path = getattr(tokenizer, "path", None)
     path = path and path.with_name("tokenizer_config.json")
@@ -61,24 +65,25 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
         if not isinstance(config, dict):
-            raise ValueError("it is not a JSON object")
+            raise ValueError("the content of the file is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from None
     return config
 
 
 def named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the special tokens of a tokenizer_config.json by key, such as eos_token."""
+    """Returns the special tokens in the content of a tokenizer_config.json: key, such as eos_token -> token."""
     entries = {name: config.get(name) for name in TOKENS}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in entries.items()}
     return {name: value for name, value in texts.items() if isinstance(value, str)}
 
 
 def find_template(tokenizer: Tokenizer, asked: str) -> Template:
-    """Returns the template in the file `asked`, else the tokenizer's own template, else ChatML.
+    """Returns the chat template to use: the file `asked` if it is given, otherwise the template of the tokenizer,
+    otherwise ChatML.
 
-    As in transformers, a chat_template.jinja next to the tokenizer has priority over tokenizer_config.json, and of
-    several named templates "default" is used. Raises UserError if the template cannot be read.
+    As in transformers, a chat_template.jinja in the tokenizer's folder has priority over tokenizer_config.json. If the
+    tokenizer has several named templates, "default" is used. Raises UserError if the template cannot be read.
     """
     config = tokenizer_config(tokenizer)
     variables = named_tokens(config)
@@ -104,10 +109,13 @@ def find_template(tokenizer: Tokenizer, asked: str) -> Template:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered conversation.
+    """A conversation that a chat template has rendered.
 
-    text: its text. learned: spans [from, to) of characters to train on, if the template marks them. before: the text
-    before each answer. up_to: the text up to the end of each answer.
+    Attributes:
+      text: the text of the whole conversation.
+      learned: spans [from, to) of characters to train on, if the template marks them.
+      before: for each answer, the text before it.
+      up_to: for each answer, the text up to its end.
     """
 
     text: str
@@ -117,10 +125,12 @@ class Rendered:
 
 
 class Renderer:
-    """A process that renders one template. As a context manager, it ends the process."""
+    """A process that renders conversations with one chat template. Use it as a context manager, which ends the
+    process.
+    """
 
     def __init__(self, template: Template):
-        """Starts the process. Raises UserError if the template is not valid."""
+        """Starts the process. Raises UserError if the template is not valid Jinja."""
         self.template = template
         self._process = subprocess.Popen(
             [sys.executable, "-P", chat_renderer.__file__],
@@ -165,11 +175,13 @@ class Renderer:
         self._process.wait()
 
     def render(self, chats: Sequence[Chat], *, before: bool, up_to: bool) -> list[Rendered | Malformed]:
-        """Returns each rendered conversation, or the reason if the template refuses it. before, up_to: whether these
-        parts of `Rendered` are needed.
+        """Renders conversations. Each result is the rendered conversation, or the error with which the template
+        refuses it.
 
-        Raises UserError, and ends the process, if the template takes too long for one conversation or for all
-        conversations so far, or writes too much.
+        `before` and `up_to` say whether these fields of `Rendered` are needed.
+
+        Raises UserError and ends the process if the template uses too much time for one conversation or for all
+        conversations so far, or writes too much text.
         """
         self._ask(
             [{"messages": chat.messages, "tools": chat.tools, "before": before, "up_to": up_to} for chat in chats]
@@ -211,9 +223,10 @@ class Renderer:
 
 
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Returns the text without the marks of `generation` blocks, and the spans [from, to) between the marks.
+    """Removes the marks of `generation` blocks from a rendered text. Returns the text and the spans [from, to) of
+    characters that were between marks.
 
-    Raises Malformed for text that cannot be encoded, and for marks that do not match.
+    Raises Malformed if the text cannot be encoded as UTF-8, or if marks do not match.
     """
     text_of(text, "the rendered text")
     parts = re.split(f"([{chat_renderer.BEGIN}{chat_renderer.END}])", text)
@@ -226,10 +239,12 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
             spans.append((begun, length))
             begun = None
         elif part in (chat_renderer.BEGIN, chat_renderer.END):
-            raise Malformed("it has nested generation blocks, or U+FDD0 in the text")
+            raise Malformed(
+                "the template has nested generation blocks, or the text contains the reserved character U+FDD0"
+            )
         else:
             plain.append(part)
             length += len(part)
     if begun is not None:
-        raise Malformed("it has a generation block without an end")
+        raise Malformed("the template has a generation block without an end")
     return "".join(plain), spans

@@ -41,7 +41,9 @@ STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """Token shards by name. `folder` is the folder of their index.json; None if they have none."""
+    """The files of token shards, by name. `folder` is the folder that contains their index.json, or None if there is
+    no index.
+    """
 
     title: str
     folder: Path | None
@@ -49,10 +51,10 @@ class ShardFiles:
 
 
 def find(source: str, key: str = "data.source") -> TextDocuments | RecordFiles | ShardFiles:
-    """Returns the text, records or shards of `source` ("stdlib", a file, a folder or a glob). Nothing is tokenized
-    yet.
+    """Finds the data that `source` names: "stdlib", a file, a folder or a glob. Nothing is tokenized yet.
 
-    `key` names the setting in messages. Raises UserError if nothing is found, or files of several kinds.
+    `key` is the config key of the source, used in error messages. Raises UserError if nothing is found, or if the
+    source mixes text, records and shards.
     """
     if source == "stdlib":
         return _stdlib(key)
@@ -154,7 +156,9 @@ def _records(title: str, key: str, base: Path, records: list[Path], others: list
 
 
 def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
-    """Yields the files below `root`, except hidden files and compiled Python."""
+    """Yields the files in the folder `root` and its subfolders, except hidden files, compiled Python and folders in
+    `skipped`.
+    """
     for folder, folders, names in os.walk(root):
         folders[:] = [n for n in folders if n not in skipped and n != "__pycache__" and not n.startswith(".")]
         for name in names:
@@ -163,6 +167,8 @@ def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
 
 
 def _fixed_part(pattern: Path) -> Path:
-    """Returns the folder before the first wildcard. Names of documents are relative to it."""
+    """Returns the folder that a glob pattern names before its first wildcard. Document names are relative to this
+    folder.
+    """
     folders = pattern.parts[:-1]
     return Path(*takewhile(lambda part: not glob.has_magic(part), folders))

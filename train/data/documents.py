@@ -34,8 +34,11 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """The bytes [start, stop) of a UTF-8 file. name: its path within the source, with forward slashes. errors: how to
-    handle bytes that are not UTF-8, as for `bytes.decode`.
+    """A document: the bytes [start, stop) of a UTF-8 file.
+
+    Attributes:
+      name: path of the file within the source, with forward slashes.
+      errors: how to handle bytes that are not UTF-8, as in `bytes.decode`.
     """
 
     path: Path
@@ -45,7 +48,7 @@ class Document:
     errors: str = "strict"
 
     def pieces(self) -> Iterator[str]:
-        """Yields the text in pieces of about `PIECE_BYTES` bytes, divided after line ends if possible.
+        """Yields the text in pieces of about `PIECE_BYTES` bytes, which end at line ends if possible.
 
         Raises UserError if the file cannot be read or is not UTF-8.
         """
@@ -79,7 +82,7 @@ class Document:
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading. Raises UserError if it cannot be read."""
+    """Opens a file for reading in binary mode. Raises UserError if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             yield file
@@ -88,7 +91,7 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def texts(documents: Iterable[Document]) -> Iterator[str | None]:
-    """Yields the pieces of every document in order, and None at the end of each document."""
+    """Yields the text of every document in pieces, in order, and None at the end of each document."""
     for document in documents:
         yield from document.pieces()
         yield None
@@ -98,8 +101,11 @@ def texts(documents: Iterable[Document]) -> Iterator[str | None]:
 class TextDocuments:
     """Text documents in the order in which they are read.
 
-    title: the source in messages. skipped: number of binary files that are left out. version: Python version if the
-    source is its standard library, else "". copies: number of copies of held-out documents that this part leaves out.
+    Attributes:
+      title: name of the source, used in messages.
+      skipped: number of binary files that were left out.
+      version: Python version if the source is Python's standard library, else "".
+      copies: number of documents that were left out because they are copies of held-out documents.
     """
 
     title: str
@@ -122,11 +128,11 @@ class TextDocuments:
         return sum(document.stop - document.start for document in self.documents)
 
     def stream(self) -> Iterator[str | None]:
-        """Yields the pieces of every document in order, and None at the end of each document."""
+        """Yields the text of every document in pieces, in order, and None at the end of each document."""
         return texts(self.documents)
 
     def split(self) -> tuple["TextDocuments", "TextDocuments"]:
-        """Returns (training part, held-out part): divided by file, or if there is a single file, its last part is held
+        """Returns (training part, held-out part). Several files are divided by file; of a single file, the end is held
         out.
         """
         if len(self.documents) == 1:
@@ -148,29 +154,31 @@ class TextDocuments:
         return train.without(held_out), held_out
 
     def without(self, other: "TextDocuments") -> "TextDocuments":
-        """Returns this text without copies of documents of `other`. Only files of equal size are compared."""
+        """Returns these documents except copies of documents of `other`."""
         sizes = {d.stop - d.start for d in self.documents} & {d.stop - d.start for d in other.documents}
         contents = {_content(d) for d in other.documents if d.stop - d.start in sizes}
         kept = tuple(d for d in self.documents if d.stop - d.start not in sizes or _content(d) not in contents)
         return replace(self, documents=kept, copies=len(self.documents) - len(kept))
 
     def training_part(self) -> "TextDocuments":
-        """Returns the part to train on if the held-out data come from another source: everything."""
+        """Returns the documents to train on if the held-out data come from another source: all of them."""
         return self
 
     held_out_part = training_part
 
     def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
-        """Returns all tokens as a single array of the smallest unsigned integer dtype that can hold them."""
+        """Returns a list of one array with all tokens, in the smallest unsigned integer dtype that can hold the token
+        ids.
+        """
         dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
         return [np.concatenate([np.array([], dtype), *tokenize(self.stream(), tokenizer)])]
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the largest token id that can occur, plus 1."""
+        """Returns 1 plus the largest token id that can occur."""
         return tokenizer.vocab_size
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
-        """Returns a hash of names, sizes and contents. arrays: the result of the method `arrays`."""
+        """Returns a hash of the file names, sizes and contents. `arrays` is the result of the method `arrays`."""
         digest = blake2b(repr([self.version, *((d.name, d.start, d.stop) for d in self.documents)]).encode())
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
@@ -191,7 +199,9 @@ def _content(document: Document) -> bytes:
 
 
 def _cut(document: Document) -> int:
-    """Returns the byte at which the held-out end of a single file starts, after a line end if one is near."""
+    """Returns the byte offset at which the held-out end of a single file starts. If a line ends nearby, the offset is
+    after the line end.
+    """
     nominal = document.stop - max((document.stop - document.start) // HELD_OUT, 1)
     before = min(nominal - document.start, 3)  # a UTF-8 character has at most four bytes
     with reading(document.path) as file:
@@ -212,8 +222,10 @@ def _cut(document: Document) -> int:
 class Marks:
     """The result of reading all records once.
 
-    marks: hashes of the contents, uint64 [n]. named: whether the file's name says that its records are held out, bool
-    [n]. malformed: number of malformed records that are left out.
+    Attributes:
+      marks: hash of each record's content, uint64 [n].
+      named: True for records in files whose name marks them as held out, bool [n].
+      malformed: number of malformed records, which are left out.
     """
 
     marks: np.ndarray
@@ -223,11 +235,13 @@ class Marks:
 
 @dataclass(frozen=True)
 class RecordTexts:
-    """The documents in the field `field` of records. They are read from their files each time.
+    """The documents in one field of records, such as "text". Each reading opens the files again.
 
-    skip_bad: maximum number of malformed records. chosen: bool [n] over the well-formed records, whether each is in
-    this part; None for all. scanned: the result of an earlier reading. copies: number of copies of held-out documents
-    that this part leaves out.
+    Attributes:
+      skip_bad: maximum number of malformed records to leave out.
+      chosen: True for the well-formed records that belong to this part, bool [n]; None if all do.
+      scanned: the result of an earlier reading of all records, to avoid reading them again.
+      copies: number of documents that were left out because they are copies of held-out documents.
     """
 
     files: RecordFiles
@@ -243,7 +257,7 @@ class RecordTexts:
 
     @property
     def title(self) -> str:
-        """The source in messages."""
+        """Name of the source, used in messages."""
         return self.files.title
 
     @property
@@ -253,17 +267,16 @@ class RecordTexts:
 
     @property
     def marks(self) -> np.ndarray:
-        """Hashes of the contents of this part's documents, uint64 [n]."""
+        """Hash of the content of each document in this part, uint64 [n]."""
         return self._scan.marks if self.chosen is None else self._scan.marks[self.chosen]
 
     @property
     def malformed(self) -> int:
-        """Number of malformed records that are left out."""
+        """Number of malformed records, which are left out."""
         return self._scan.malformed
 
     @cached_property
     def _scan(self) -> Marks:
-        """Reads all records once."""
         if self.scanned is not None:
             return self.scanned
         skipped = Skipped(self.skip_bad)
@@ -284,27 +297,27 @@ class RecordTexts:
         return replace(self, chosen=chosen, scanned=self._scan)
 
     def split(self) -> tuple["RecordTexts", "RecordTexts"]:
-        """Returns (training part, held-out part). Copies of held-out documents are in neither."""
+        """Returns (training part, held-out part). Copies of held-out documents are left out of both parts."""
         chosen = choose_held_out(self._scan.marks, self._scan.named)
         held_out = self._part(chosen)
         return self._part(~chosen).without(held_out), held_out
 
     def training_part(self) -> "RecordTexts":
-        """Returns the part to train on if the held-out data come from another source: records of files whose names do
-        not say that they are held out.
+        """Returns the documents to train on if the held-out data come from another source: the records in files whose
+        name does not mark them as held out.
         """
         named = self._scan.named
         return self._part(~named if not named.all() else np.ones_like(named))
 
     def held_out_part(self) -> "RecordTexts":
-        """Returns the records of files whose names say that they are held out; all records if there are
-        no such files.
+        """Returns the records in files whose name marks them as held out. If there are no such files, returns all
+        records.
         """
         named = self._scan.named
         return self._part(named if named.any() else ~named)
 
     def without(self, other: "RecordTexts") -> "RecordTexts":
-        """Returns this part without copies of documents of `other`."""
+        """Returns this part except copies of documents of `other`."""
         chosen = np.ones_like(self._scan.named) if self.chosen is None else self.chosen
         kept = chosen & ~np.isin(self._scan.marks, other.marks)
         return replace(self, chosen=kept, copies=self.copies + int(chosen.sum() - kept.sum()))
@@ -318,16 +331,18 @@ class RecordTexts:
                 yield None
 
     def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
-        """Returns all tokens as a single array of the smallest unsigned integer dtype that can hold them."""
+        """Returns a list of one array with all tokens, in the smallest unsigned integer dtype that can hold the token
+        ids.
+        """
         dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
         return [np.concatenate([np.array([], dtype), *tokenize(self.stream(), tokenizer)])]
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the largest token id that can occur, plus 1."""
+        """Returns 1 plus the largest token id that can occur."""
         return tokenizer.vocab_size
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
-        """Returns a hash of the contents. arrays: the result of the method `arrays`."""
+        """Returns a hash of the contents. `arrays` is the result of the method `arrays`."""
         digest = blake2b(b"records")
         for array in (self.marks, *arrays):
             digest.update(np.ascontiguousarray(array).data)

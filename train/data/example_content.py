@@ -25,15 +25,16 @@ ALPACA = (
 class Chat:
     """A conversation.
 
-    messages: its messages, with role, content and the other keys of the record. tools: tool descriptions for the chat
-    template, or None.
+    Attributes:
+      messages: its messages, each with role, content and any other keys of the record.
+      tools: descriptions of tools for the chat template, or None.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
 
     def key(self) -> str:
-        """Returns the content as text, which is equal for copies."""
+        """Returns the content as text. Two conversations have the same text if and only if they are copies."""
         return json.dumps([self.messages, self.tools], sort_keys=True)
 
 
@@ -45,22 +46,21 @@ class Pair:
     completion: str
 
     def key(self) -> str:
-        """Returns the content as text, which is equal for copies."""
+        """Returns the content as text. Two pairs have the same text if and only if they are copies."""
         return json.dumps([self.prompt, self.completion])
 
 
 def chat_of(values: dict[str, Any]) -> Chat:
-    """Returns the conversation of a record {"messages": [{"role", "content"}]} or {"conversations": [{"from",
-    "value"}]}.
+    """Returns the conversation in a record with "messages" (role, content) or "conversations" (from, value).
 
     Raises Malformed if the record has no conversation.
     """
     messages = values.get("messages", values.get("conversations"))
     if not isinstance(messages, list) or not messages:
-        raise Malformed('it has no list of "messages" (or "conversations")')
+        raise Malformed('the record has no list of "messages" or "conversations"')
     tools = values.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise Malformed(f'"tools" is {type(tools).__name__}, not a list')
+        raise Malformed(f'"tools" of the record is {type(tools).__name__}, not a list')
     return Chat([_message(message, number) for number, message in enumerate(messages, 1)], tools or None)
 
 
@@ -81,9 +81,10 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def pair_of(values: dict[str, Any]) -> Pair:
-    """Returns the pair of a record {"prompt", "completion"}, or {"instruction", "input", "output"} in Alpaca's format.
+    """Returns the prompt and completion in a record with "prompt" and "completion", or in Alpaca's format with
+    "instruction", "input" and "output".
 
-    Raises Malformed if the record has no such pair.
+    Raises Malformed if the record has neither.
     """
     if "instruction" in values and "prompt" not in values:
         instruction = text_of(values["instruction"], '"instruction"')

@@ -39,9 +39,10 @@ IN_MESSAGE = ("\ufdd2", "\ufdd3")
 
 
 def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSource, ExampleSource, str, str]:
-    """Returns (training rows, held-out rows, fingerprint of both, a one-line description).
+    """Opens the examples of `config`. Returns (training rows, held-out rows, hash of the content, a one-line
+    description).
 
-    Raises UserError with a remedy if something is missing, malformed, or too small.
+    Raises UserError with a remedy if data are missing, malformed, or too small.
     """
     sets = [read_examples(_find(config, "source"), config, tokenizer)]
     if config.eval_source:
@@ -139,12 +140,18 @@ def _counts(part: ExampleSource) -> str:
 
 @dataclass(frozen=True)
 class ExampleSet:
-    """The examples of a source, one after the other.
+    """The examples of a source, concatenated.
 
-    tokens: ids of all examples, unsigned [t]. learned: whether each token is trained on, bool [t]. starts: index of
-    each example's first token, and t, int64 [n + 1]. marks: hashes of the contents, uint64 [n]. named: whether the
-    file's name says that the example is held out, bool [n]. cut, dropped, unlearned, malformed: numbers of examples
-    that were cut at the end, dropped as too long, left out without a token to train on, or left out as malformed.
+    Attributes:
+      tokens: token ids of all examples, unsigned [t].
+      learned: True for each token to train on, bool [t].
+      starts: index of the first token of each example, then t, int64 [n + 1].
+      marks: hash of each example's content, uint64 [n].
+      named: True for examples in files whose name marks them as held out, bool [n].
+      cut: number of examples that were too long and were cut at the end.
+      dropped: number of examples that were too long and were left out.
+      unlearned: number of examples that were left out because they have no token to train on.
+      malformed: number of examples that were left out because they are malformed.
     """
 
     tokens: np.ndarray
@@ -159,9 +166,9 @@ class ExampleSet:
 
 
 def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) -> ExampleSet:
-    """Reads all records of `files` in the format `config.format`.
+    """Reads all records of `files` as examples in the format `config.format`, and tokenizes them.
 
-    Raises UserError as `records.read` does, and for a chat template that cannot be used.
+    Raises UserError if a file cannot be read, too many records are malformed, or the chat template cannot be used.
     """
     skipped, counts = Skipped(config.skip_bad), {"cut": 0, "dropped": 0, "unlearned": 0}
     tokens: list[np.ndarray] = []
@@ -204,7 +211,7 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
 
 
 def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
-    """Yields (place in messages, whether the file is held out, content) of each record."""
+    """Yields, for each record: the name of the record for messages, whether its file is held out, and its content."""
     fields, content_of = CONTENTS[name]
     for record in read(files, fields, skipped):
         try:
@@ -215,9 +222,9 @@ def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple
 
 @contextlib.contextmanager
 def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Pair]], list[Tokens]]]:
-    """Yields the function from pairs to tokens: begin token of the tokenizer if it has one, prompt, completion, end
-    token.
+    """Yields a function that tokenizes prompts with completions.
 
+    The tokens of a pair are the tokenizer's begin token, if it has one, the prompt, the completion and an end token.
     The completion and the end token are trained on.
     """
     begin, end = tokenizer.around[0], end_of_text(tokenizer)
@@ -242,10 +249,10 @@ def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
 
 
 def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the id that ends a text, as a tuple; () if there is none.
+    """Returns the id of the token that ends a text, as a tuple of one id, or () if there is none.
 
-    It is the token of tokenizer_config.json, else the one that the tokenizer adds itself, else a token with a usual
-    name.
+    It is the end token in tokenizer_config.json. If there is none, it is the token that the tokenizer itself appends,
+    or else a token with a common name such as <|endoftext|>.
     """
     if not isinstance(tokenizer, JsonTokenizer):
         return () if tokenizer.separator is None else (tokenizer.separator,)
@@ -259,7 +266,7 @@ def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Chat]], list[Tokens]]]:
-    """Yields the function from conversations to the tokens of their rendered text."""
+    """Yields a function that renders conversations with the chat template and tokenizes the text."""
     template = find_template(tokenizer, config.chat_template)
     guard = (
         SpecialTokenGuard(tokenizer)
@@ -319,8 +326,8 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
 def _in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str]) -> Iterator[Any]:
     """Yields the encoding of each text.
 
-    Texts are encoded in groups of about GROUP_CHARS characters, which are enough to use all cores and few enough to
-    limit the memory.
+    Texts are encoded in groups of about GROUP_CHARS characters. Such a group is large enough to use all CPU cores and
+    small enough to limit memory.
     """
     group, chars = [], 0
     for text in texts:
@@ -333,7 +340,7 @@ def _in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str
 
 
 def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
-    """Returns the special token that the template writes after an answer; "" if there is none."""
+    """Returns the special token that the chat template writes after an answer, or "" if it writes none."""
     probe = Chat([{"role": "user", "content": "u"}, {"role": "assistant", "content": ANSWER}], None)
     (rendered,) = renderer.render([probe], before=True, up_to=False)
     if isinstance(rendered, Malformed) or not rendered.text.startswith(rendered.before[0]):
@@ -344,11 +351,11 @@ def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
 
 
 def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn_end: str) -> list[tuple[int, int]]:
-    """Returns [from, to) of the characters of each answer, including the token that ends its turn.
+    """Returns the span [from, to) of characters of each answer, including the token that ends the answer's turn.
 
-    The text before an answer is rendered as for generation. It must be the beginning of the whole text, both in
-    characters and in ids; otherwise the model would be trained on other tokens than it gets in generation. Raises
-    Malformed if it is not.
+    `before` has the token ids of the text before each answer, rendered as for generation. This text must be the
+    beginning of the whole text, in characters and in ids. Otherwise the model would be trained on other tokens than it
+    gets in generation, so Malformed is raised.
     """
     spans: list[tuple[int, int]] = []
     for number, (prompt, prefix) in enumerate(zip(text.before, before, strict=True)):
@@ -375,10 +382,11 @@ TOKENS_OF: dict[str, Callable[[DataConfig, Tokenizer], contextlib.AbstractContex
 
 
 class SpecialTokenGuard:
-    """Makes special tokens in messages plain text, so that a message with the text <|im_end|> does not end a turn.
+    """Makes special tokens in messages ordinary text, so that a message that contains <|im_end|> does not end its
+    turn.
 
-    `protect` replaces special tokens in messages before a template is rendered. `encode_spans` encodes the rendered
-    text, with the characters of the replaced tokens as plain text.
+    Call `protect` before the chat template is rendered; it replaces special tokens in messages. Then call
+    `encode_spans` on the rendered text; it encodes the replaced tokens as ordinary text.
     """
 
     def __init__(self, tokenizer: JsonTokenizer):
@@ -389,7 +397,9 @@ class SpecialTokenGuard:
         self._renamed: tuple[JsonTokenizer, dict[str, str]] | None = None
 
     def protect(self, chat: Chat) -> Chat:
-        """Returns the conversation without special tokens in its messages; the same object if it has none."""
+        """Returns the conversation with the special tokens in its messages replaced. A conversation without any is
+        returned unchanged.
+        """
         protected = dataclasses.replace(chat, messages=self._replaced(chat.messages), tools=self._replaced(chat.tools))
         return chat if protected == chat else protected
 
@@ -403,8 +413,8 @@ class SpecialTokenGuard:
         return value
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the ids and spans of each text, as JsonTokenizer.encode_spans does. Replaced special tokens become
-        text again.
+        """Returns the token ids and the character spans of each text, as JsonTokenizer.encode_spans does. Replaced
+        special tokens are encoded as ordinary text.
         """
         tokenizer, names = self._renamed = self._renamed or self._tokenizer.renamed()
         encoded = []

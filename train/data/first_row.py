@@ -18,7 +18,10 @@ CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd"
 
 
 def show_data(config: DataConfig, seed: int, console: Console) -> None:
-    """Prints the description of the data and each example of the first row. Raises UserError as `open_data` does."""
+    """Prints a description of the data and the text of each example in the first row.
+
+    Raises UserError if the data cannot be opened.
+    """
     data = open_data(config)
     with contextlib.closing(train_batches(data, rows=1, seed=seed, position=0, config=config)) as batches:
         row = {name: array[0] for name, array in next(batches).items()}
@@ -29,8 +32,8 @@ def show_data(config: DataConfig, seed: int, console: Console) -> None:
 
 
 def examples(data: Data, row: Batch) -> list[Text]:
-    """Returns the text of each example in a row. row: inputs, targets and optionally segments, int32
-    [seq_len] each.
+    """Returns the text of each example in a row of data. The row has inputs, targets and optionally segments, each
+    int32 [seq_len].
     """
     inputs, targets = row["inputs"], row["targets"]
     used = int(np.flatnonzero(targets != IGNORE)[-1]) + 1  # positions after the last target are not trained on

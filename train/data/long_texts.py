@@ -33,8 +33,12 @@ Encode = Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]]
 
 @dataclass(frozen=True)
 class Window:
-    """A part of a text that begins at character `start`. ids: unsigned [n]. spans: characters of the whole text, int64
-    [n, 2].
+    """A part of a text and its tokens.
+
+    Attributes:
+      start: index in the whole text of the part's first character.
+      ids: token ids, unsigned [n].
+      spans: first and last + 1 character of each token in the whole text, int64 [n, 2].
     """
 
     start: int
@@ -44,14 +48,15 @@ class Window:
 
     @property
     def stop(self) -> int:
-        """Index of the character after the last one."""
+        """Index in the whole text of the character after the window."""
         return self.start + len(self.text)
 
 
 def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[np.ndarray]:
-    """Yields the ids of the concatenated `pieces`, as encoding the whole text would give them.
+    """Yields the token ids of the concatenated `pieces` in parts. Together they are equal to the ids of the whole
+    text.
 
-    Raises UserError if a token depends on text that is farther away than the size of a window.
+    Raises UserError if a token depends on text that is further away than the size of a window.
     """
     last: Window | None = None
     first = 0  # index of the first token of `last` that was not yielded yet
@@ -73,7 +78,7 @@ def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[np.ndarray]:
 
 
 def _windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
-    """Yields the window of each piece, with up to `OVERLAP` characters of the text before it."""
+    """Yields a window for each piece of text. The window starts up to `OVERLAP` characters before the piece."""
     pieces, before, position = iter(pieces), "", 0
     while at_once := list(islice(pieces, AT_ONCE)):
         texts = []
@@ -86,10 +91,10 @@ def _windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
 
 
 def _joint(earlier: Window, first: int, window: Window) -> tuple[int, int] | None:
-    """Returns the middle of the longest run of tokens that both windows have, as an index into each; None if it is too
-    short.
+    """Returns the indices, in each of the two windows, of the token in the middle of the longest run of tokens that
+    both windows contain. Returns None if that run is too short.
 
-    Tokens of `earlier` before `first` do not count.
+    Tokens of `earlier` before index `first` are not compared.
     """
     begin = max(first, int(np.searchsorted(earlier.spans[:, 0], window.start)))
     end = int(np.searchsorted(window.spans[:, 1], earlier.stop, side="right"))
@@ -106,8 +111,8 @@ def _joint(earlier: Window, first: int, window: Window) -> tuple[int, int] | Non
 
 
 def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
-    """Returns (id, from, to, number) of each token. The number distinguishes tokens of the same character with the
-    same id.
+    """Returns (id, from, to, number) of each token. The number distinguishes tokens that have the same id and belong
+    to the same character.
     """
     rows: list[tuple[int, int, int, int]] = []
     seen: Counter[tuple[int, int, int]] = Counter()
@@ -118,7 +123,7 @@ def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
 
 
 def _longer(window: Window, first: int, more: str, encode: Encode) -> Window:
-    """Returns the window extended by the text `more`. Raises UserError if the ids that were already yielded would
+    """Returns the window extended by the text `more`. Raises UserError if ids that were already yielded would
     change.
     """
     text = window.text + more

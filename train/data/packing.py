@@ -13,13 +13,14 @@ from bytescope.train.data.batch_algebra import IGNORE
 
 
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Returns the row of each example, int64 [n], by best fit in order of decreasing length.
+    """Assigns examples to rows by best fit in order of decreasing length. Returns the row of each example, int64 [n].
 
     Each example goes into the fullest row that has room for it (Ding et al. 2024, arXiv 2404.10830). The number of
-    rows is at most 11/9 of the minimum, plus a constant (Johnson et al. 1974, doi 10.1137/0203025).
+    rows is at most 11/9 of the minimum plus a constant (Johnson et al. 1974, doi 10.1137/0203025).
 
     Args:
-      lengths: int [n], each at most `capacity`.
+      lengths: length of each example, int [n], at most `capacity`.
+      capacity: length of a row.
     """
     rows = np.zeros(len(lengths), np.int64)
     open_rows: dict[int, list[int]] = {}  # free positions -> rows with this many free positions
@@ -45,19 +46,22 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class ExampleSource:
-    """The rows of examples, by number.
+    """Examples arranged in rows. `len(source)` is the number of rows, and `source[i]` is row i.
 
-    `len(source)` is the number of rows. An example of n tokens takes n - 1 positions: each token except the last
-    predicts the next one, and nothing predicts the first token of another example.
+    An example of n tokens fills n - 1 positions of a row, since each token except the last predicts the next one.
 
     Args:
-      tokens: ids of all examples, unsigned [t]. learned: whether each token is a target, bool [t].
-      starts: index of each example's first token, and t, int64 [n + 1]. chosen: numbers of the examples of this
-        source, int [m].
+      tokens: token ids of all examples, unsigned [t].
+      learned: True for each token that is a target with loss, bool [t].
+      starts: index of the first token of each example, then t, int64 [n + 1].
+      chosen: indices of the examples that belong to this source, int [m].
 
     Attributes:
-      examples: number of examples. tokens: number of their tokens. learned: number of targets with loss.
-      order: numbers of the examples, row by row. filled: fraction of positions that are not padding, 0 to 1.
+      examples: number of examples.
+      tokens: number of tokens of these examples.
+      learned: number of targets with loss.
+      order: indices of the examples, row by row.
+      filled: fraction of positions that are not padding, 0 to 1.
     """
 
     def __init__(
@@ -86,11 +90,12 @@ class ExampleSource:
         return len(self._rows) - 1
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns row i: inputs, targets and with packing segments, each int32 [seq_len]. Raises IndexError past the
-        end.
+        """Returns inputs and targets of row i, and its segments if examples are packed, each int32 [seq_len].
+
+        Raises IndexError if there is no row i.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"row {i} does not exist: give 0 to {len(self) - 1}")
+            raise IndexError(f"there is no row {i}: give an index from 0 to {len(self) - 1}")
         row = self._padding()
         at = 0
         for segment, example in enumerate(self.order[self._rows[i] : self._rows[i + 1]].tolist(), 1):
@@ -105,10 +110,10 @@ class ExampleSource:
         return row
 
     def batch(self, numbers: Iterable[int], stop: int | None = None) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers, int32 [n, seq_len] per array. Rows from `stop` on, or past the end, are
-        padding.
+        """Returns the rows with these indices, each array int32 [n, seq_len]. A row whose index is `stop` or more, or
+        past the end of the source, is padding.
 
-        Without packing, the batch also has `mask`: 1 for a token, 0 for padding.
+        If examples are not packed, the batch also has `mask`, which is 1 for a token and 0 for padding.
         """
         end = len(self) if stop is None else min(stop, len(self))
         numbers = [int(i) for i in numbers]

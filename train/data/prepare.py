@@ -32,11 +32,12 @@ def write_shards(
     shard_tokens: int,
     advance: Callable[[int], None] = lambda size: None,
 ) -> dict[str, Any]:
-    """Tokenizes `text` into shards of `shard_tokens` tokens in the folder `out`; returns the content of index.json.
+    """Tokenizes `text` into shards of `shard_tokens` tokens in the folder `out`. Returns the content of index.json.
 
-    `advance` is called with the number of bytes of text that were tokenized. Everything is written into a subfolder
-    and moved when it is complete; partial output of an interrupted command is removed. Raises UserError if `out`
-    already contains shards, or if the text is too short to hold out a part.
+    Files are written into a subfolder and moved to `out` when all are complete. Partial output of an interrupted
+    command is removed. `advance` is called with the number of bytes of text that were tokenized since its last call.
+
+    Raises UserError if `out` already contains shards, or if the text is too short to hold out a part.
     """
     partial = out / PARTIAL
     _take_back(out)
@@ -87,7 +88,9 @@ def write_shards(
 def _write_split(
     folder: Path, split: str, dtype: np.dtype, arrays: Iterable[np.ndarray], shard_tokens: int
 ) -> list[dict[str, Any]]:
-    """Writes `arrays` into shards of `shard_tokens` tokens; returns their entries of index.json."""
+    """Writes the tokens of one split into shards of `shard_tokens` tokens. Returns the shards' entries for
+    index.json.
+    """
     shards: list[dict[str, Any]] = []
     left = (array for array in arrays if len(array))
     waiting = next(left, None)
@@ -105,8 +108,8 @@ def _write_split(
 
 @contextmanager
 def _synced(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file whose content is on the disk when it is closed, so that it is never renamed before its content is
-    written.
+    """Opens a file for writing and flushes it to the disk at the end, so that a file that is renamed later is
+    complete.
     """
     with open(path, "wb") as file:
         yield file
@@ -115,7 +118,7 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def _take_back(out: Path) -> None:
-    """Removes the index and the shards that a killed command had already moved into `out`."""
+    """Removes index.json and the shards that an earlier, killed command had already moved into `out`."""
     partial = out / PARTIAL
     try:
         names = [str(shard["file"]) for shard in json.loads((out / INDEX).read_text())["shards"]]
@@ -136,7 +139,7 @@ def _refuse_used(out: Path) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command."""
+    """Returns the argument parser of `bytescope prepare`."""
     parser = Parser(
         prog="bytescope prepare",
         allow_abbrev=False,
@@ -150,32 +153,35 @@ def make_parser() -> argparse.ArgumentParser:
         "--source",
         required=True,
         metavar="PATH",
-        help="file, folder or glob of text or records, or stdlib",
+        help="text or records to tokenize: a file, a folder, a glob, or stdlib (Python's standard library)",
     )
     parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="folder to write, new or empty")
     parser.add_argument(
-        "--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or the path of a tokenizer.json"
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="tokenizer: bytes, or the path of a tokenizer.json (default bytes)",
     )
     parser.add_argument(
         "--special-tokens",
         choices=SPECIAL_TOKENS,
         default="text",
         metavar="HOW",
-        help="encoding of special tokens that are written in a text: text (default) encodes them as ordinary text, "
+        help="how to encode special tokens that occur in the text: text (default) encodes them as ordinary text, "
         "parse as special tokens",
     )
     parser.add_argument(
         "--field",
         default="text",
         metavar="NAME",
-        help="field of records with the document (default text)",
+        help="name of the record field that contains the document (default text)",
     )
     parser.add_argument(
         "--skip-bad",
         type=int,
         default=0,
         metavar="N",
-        help="maximum malformed records to leave out (default 0)",
+        help="maximum number of malformed records to leave out (default 0)",
     )
     parser.add_argument(
         "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard (default 100000000)"
@@ -184,10 +190,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks the command line.
+    """Parses and checks the command line of `bytescope prepare`.
 
     Raises:
-      ValueError: a mistake in the command line; the error has an `exit_code`.
+      ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
     if args.shard_tokens < 1:
@@ -216,8 +222,9 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tokenizes the source; returns the exit code. Raises UserError for a mistake of the user, and if the disk cannot
-    be written.
+    """Tokenizes the source into shards; returns the exit code.
+
+    Raises UserError if an argument is wrong, or if the disk cannot be written.
     """
     try:
         _prepare(args)

@@ -29,8 +29,11 @@ HELD_OUT = 20
 
 @dataclass(frozen=True)
 class RecordFile:
-    """A file of records. name: its path within the source. held_out: whether its name says that its records are held
-    out.
+    """A file of records.
+
+    Attributes:
+      name: path of the file within the source.
+      held_out: True if the file's name marks its records as held out.
     """
 
     path: Path
@@ -40,7 +43,7 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class RecordFiles:
-    """The files of a source in the order in which they are read."""
+    """The record files of a source, in the order in which they are read."""
 
     title: str
     files: tuple[RecordFile, ...]
@@ -53,7 +56,12 @@ class RecordFiles:
 
 @dataclass(frozen=True)
 class Record:
-    """One record. place: its file and its line or row, for messages. held_out: whether its file is held out."""
+    """A record.
+
+    Attributes:
+      place: its file and line or row, for messages.
+      held_out: True if its file is held out.
+    """
 
     place: str
     values: dict[str, Any]
@@ -61,14 +69,17 @@ class Record:
 
 
 class Malformed(ValueError):
-    """A record that cannot be used; the message is the reason."""
+    """Raised for a record that cannot be used. The message is the reason."""
 
 
 @dataclass
 class Skipped:
-    """Counts the records that are left out as malformed.
+    """Counts the malformed records that were left out.
 
-    allowed: maximum number of such records. count: number so far. first: place and error of the first one.
+    Attributes:
+      allowed: maximum number of malformed records.
+      count: number of malformed records so far.
+      first: place and error of the first malformed record.
     """
 
     allowed: int
@@ -76,15 +87,19 @@ class Skipped:
     first: str = ""
 
     def add(self, place: str, why: str | Malformed) -> None:
-        """Counts one more record. Raises UserError if more are left out than allowed."""
+        """Counts a malformed record. Raises UserError if more records are malformed than allowed."""
         self.count += 1
         self.first = self.first or f"{place}: {why}"
         if self.count > self.allowed:
             already = f" ({self.count - 1:,} before it were left out)" if self.allowed else ""
-            raise UserError(f"{place}: {why}{already}; fix it, or allow some with data.skip_bad=N")
+            raise UserError(
+                f"{place}: {why}{already}; fix the record, or allow N malformed records with data.skip_bad=N"
+            )
 
     def refuse_nothing_left(self, title: str, left: int) -> None:
-        """Raises UserError if all records of the source `title` were left out. left: number of remaining records."""
+        """Raises UserError if no record of the source `title` remains because all were malformed. `left` is the number
+        of remaining records.
+        """
         if self.count and not left:
             raise UserError(
                 f"{title}: all {self.count:,} records are malformed, the first in {self.first}; fix them, "
@@ -93,20 +108,20 @@ class Skipped:
 
 
 def is_record_file(path: Path) -> bool:
-    """Returns whether `path` has the suffix of a file of records."""
+    """Returns True if the file's suffix is one of a record file, such as .jsonl or .parquet."""
     return path.name.lower().endswith(tuple(READERS))
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Returns whether `datasets` saved a data set in this folder."""
+    """Returns True if the folder was written by `save_to_disk` of the datasets package."""
     return (folder / SPLITS).is_file() or ((folder / STATE).is_file() and (folder / "dataset_info.json").is_file())
 
 
 def find_saved(title: str, folder: Path) -> RecordFiles:
-    """Returns the files of a folder that `datasets` saved: of several splits "train", and one of HELD_OUT_SPLITS as
-    held out.
+    """Returns the files of a folder that the datasets package saved.
 
-    Raises UserError if the folder is damaged, or has no split to train on.
+    If the folder has several splits, "train" is trained on, and the first split of HELD_OUT_SPLITS is held out. Raises
+    UserError if the folder is damaged, or has no split to train on.
     """
     if not (folder / SPLITS).is_file():
         return RecordFiles(title, _saved_files(folder, ""))
@@ -135,18 +150,18 @@ def _listed(path: Path, names_in: Callable[[Any], list[str]], suffix: str = "") 
         names = names_in(json.loads(path.read_bytes()))
         # Files must be inside the folder.
         if wrong := [name for name in names if Path(name).name != name or not name.endswith(suffix)]:
-            raise ValueError(f"it has the invalid file name {wrong[0]!r}")
+            raise ValueError(f"it lists the invalid file name {wrong[0]!r}")
         if not names:
-            raise ValueError("it lists no files")
+            raise ValueError("the file lists no data files")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} cannot be used ({one_line(error)}): save the data set again") from None
     return names
 
 
 def read(files: RecordFiles, fields: Sequence[str], skipped: Skipped) -> Iterator[Record]:
-    """Yields the records of all files in order. Records of tables only have those of `fields` that the table has.
+    """Yields the records of all files in order. Of table files, only the columns in `fields` are read.
 
-    Raises UserError, naming file and line, if a file cannot be read, or if there are more malformed records than
+    Raises UserError, which names the file and line, if a file cannot be read or if more records are malformed than
     allowed.
     """
     for file in files.files:
@@ -194,7 +209,7 @@ def _arrow(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tupl
 
 
 def _slices(reader: Any, columns: Sequence[str]) -> Iterator[Any]:
-    """Yields these columns of the batches of an Arrow stream, at most ROWS rows at a time."""
+    """Yields the given columns of an Arrow stream in batches of at most ROWS rows."""
     for whole in reader:
         batch = whole.select(columns)
         for start in range(0, batch.num_rows, ROWS):
@@ -221,7 +236,7 @@ def _rows(path: Path, batches: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def _tables(path: Path) -> Iterator[Any]:
-    """Yields pyarrow, and turns its errors into UserError. Raises UserError if it is not installed."""
+    """Yields the module pyarrow. Turns its errors into UserError, and raises UserError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -240,28 +255,32 @@ READERS = {".jsonl": _lines, ".jsonl.gz": _lines, ".parquet": _parquet, ".arrow"
 
 
 def text_of(value: Any, what: str) -> str:
-    """Returns `value` if it is text that can be written as UTF-8, else raises Malformed. what: the name of the value
-    in messages.
+    """Returns `value` if it is a string that can be encoded as UTF-8. Otherwise raises Malformed; `what` names the
+    value in the message.
     """
     if not isinstance(value, str):
         raise Malformed(f"{what} is {'missing' if value is None else f'{type(value).__name__}, not text'}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Malformed(f"{what} has half of a surrogate pair") from None
+        raise Malformed(f"{what} has half of a surrogate pair, which is not valid UTF-8") from None
     return value
 
 
 def mark(content: str) -> int:
-    """Returns a 64-bit hash of the content, by which copies are held out together or not at all."""
+    """Returns a 64-bit hash of the content. Copies have the same hash, so that all of them are held out or none."""
     return int.from_bytes(blake2b(content.encode(), digest_size=8).digest(), "big")
 
 
 def choose_held_out(marks: np.ndarray, named: np.ndarray) -> np.ndarray:
-    """Returns which records are held out, bool [n]: records of files whose names say so, else one in `HELD_OUT` by
-    content.
+    """Returns True for each record that is held out, bool [n].
 
-    marks: hashes of the contents, uint64 [n]. named: whether the file's name says that it is held out, bool [n].
+    If files are marked as held out by their names, their records are held out. Otherwise about one record in
+    `HELD_OUT` is, chosen by its hash.
+
+    Args:
+      marks: hash of each record's content, uint64 [n].
+      named: True for records in files whose name marks them as held out, bool [n].
     """
     if named.any() and not named.all():
         return named
@@ -272,7 +291,7 @@ def choose_held_out(marks: np.ndarray, named: np.ndarray) -> np.ndarray:
 
 
 def left_out(malformed: int, copies: int) -> list[str]:
-    """Returns notes about records or documents that were left out."""
+    """Returns notes for the user about the number of malformed records and of copies that were left out."""
     notes = []
     if malformed:
         notes.append(f"{malformed:,} malformed {'record' if malformed == 1 else 'records'} left out (data.skip_bad)")

@@ -30,7 +30,9 @@ SCAN_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Shard:
-    """A memory-mapped file of tokens, integers [n]. split: "train" or "heldout"."""
+    """A memory-mapped file of token ids, integers [n]. `split` is "train" or "heldout", from the index or the file's
+    name.
+    """
 
     path: Path
     tokens: np.ndarray
@@ -39,7 +41,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Shards:
-    """Token shards in the order in which they are read. index: content of index.json, or empty."""
+    """Token shards in the order in which they are read. `index` is the content of index.json, or {} if there is
+    none.
+    """
 
     source: ShardFiles
     shards: tuple[Shard, ...]
@@ -48,7 +52,7 @@ class Shards:
 
     @property
     def title(self) -> str:
-        """The source in messages."""
+        """Name of the source, used in messages."""
         return self.source.title
 
     @property
@@ -58,7 +62,7 @@ class Shards:
 
     @property
     def recorded_tokenizer(self) -> tuple[str, str] | None:
-        """(name or path, hash) of the tokenizer that made the shards; None if there is no index."""
+        """Name or path, and hash, of the tokenizer that the shards were prepared with; None if there is no index."""
         if not self.index:
             return None
         name = self.index["tokenizer"]
@@ -66,8 +70,10 @@ class Shards:
         return path, self.index["tokenizer_hash"]
 
     def split(self) -> tuple["Shards", "Shards"]:
-        """Returns (training part, held-out part): by the marks of the shards, else the last shard is held out, else
-        its end.
+        """Returns (training part, held-out part).
+
+        The held-out part has the shards whose split is "heldout". If there are none, the last of several shards is
+        held out; of a single shard, its end.
         """
         if any(shard.split == "heldout" for shard in self.shards):
             return self.training_part(), self.held_out_part()
@@ -79,11 +85,11 @@ class Shards:
         return replace(self, shards=(train,)), replace(self, shards=(held_out,))
 
     def training_part(self) -> "Shards":
-        """Returns the shards that are not marked as held out."""
+        """Returns the shards whose split is not "heldout"."""
         return replace(self, shards=tuple(shard for shard in self.shards if shard.split != "heldout"))
 
     def held_out_part(self) -> "Shards":
-        """Returns the shards that are marked as held out; all shards if none is."""
+        """Returns the shards whose split is "heldout". If there are none, returns all shards."""
         marked = tuple(shard for shard in self.shards if shard.split == "heldout")
         return replace(self, shards=marked or self.shards)
 
@@ -92,7 +98,7 @@ class Shards:
         return [shard.tokens for shard in self.shards]
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the largest token id + 1, from the index, else by reading all shards once.
+        """Returns 1 plus the largest token id. It is in the index; without an index, all shards are read once.
 
         Raises UserError for a negative token.
         """
@@ -101,7 +107,9 @@ class Shards:
         return 1 + max((_largest(shard) for shard in self.shards), default=-1)
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
-        """Returns a hash of names, sizes and the ends of each shard. Reading all tokens would take too long."""
+        """Returns a hash of the name, the size, and the first and last bytes of each shard. Reading all tokens would
+        take too long.
+        """
         digest = blake2b()
         for shard, array in zip(self.shards, arrays, strict=True):
             digest.update(repr((shard.path.name, array.dtype.str, len(array))).encode())
@@ -115,10 +123,10 @@ class Shards:
 
 
 def open_shards(source: ShardFiles, dtype: str) -> Shards:
-    """Maps shards into memory. dtype: "uint16" or "uint32", the dtype of .bin files without an index.json.
+    """Maps token shards into memory.
 
-    Raises UserError if the index or a shard is damaged, truncated or empty, or has a dtype that is not allowed for
-    token ids.
+    `dtype` is the dtype of .bin files without an index.json, "uint16" or "uint32". Raises UserError if the index or a
+    shard is damaged, truncated or empty, or has a dtype that is not allowed for token ids.
     """
     if source.folder is None:
         shards = []

@@ -42,7 +42,7 @@ SECONDS, SECONDS_PER_CHARACTER = 60.0, 5e-5
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8. Byte 0, which text does not use, separates documents."""
+    """A tokenizer with one token per UTF-8 byte. Byte 0, which does not occur in text, separates documents."""
 
     name = identity = "bytes"
     vocab_size = 256
@@ -53,32 +53,30 @@ class ByteTokenizer:
     cuts_anywhere = True  # the ids of a text are the concatenated ids of its parts
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text`, uint8 [n]."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, uint8 [n] each."""
         return [self.encode(text) for text in texts]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns (ids [n], span of characters of each id, int64 [n, 2]) of each text."""
+        """Returns the token ids, uint8 [n], and the character span of each token, int64 [n, 2], for each text."""
         return [(self.encode(text), _byte_spans(text)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text. Bytes that are not UTF-8, and ids that are not bytes, become U+FFFD."""
+        """Returns the text of the token ids. Bytes that are not UTF-8, and ids above 255, become U+FFFD."""
         # 255 does not occur in UTF-8, so it replaces ids that are not bytes.
         return bytes(i if 0 <= i < 256 else 255 for i in map(int, ids)).decode("utf-8", errors="replace")
 
 
 def _byte_spans(text: str) -> np.ndarray:
-    """Returns the span of the character to which each byte of the UTF-8 text belongs, int64 [n, 2]."""
+    """Returns the character span of each UTF-8 byte of the text, int64 [n, 2]."""
     content = np.frombuffer(text.encode("utf-8"), np.uint8)
     number = np.cumsum(content & 0xC0 != 0x80)  # all but 10xxxxxx begin a character
     return np.stack([number - 1, number], axis=1).astype(np.int64)
 
 
 class IdTokenizer(ByteTokenizer):
-    """A tokenizer for shards whose tokenizer is unknown: tokens are written as decimal numbers."""
+    """A stand-in for the unknown tokenizer of shards. It writes token ids as decimal numbers."""
 
     name = identity = "ids"
     separator = None
@@ -87,7 +85,7 @@ class IdTokenizer(ByteTokenizer):
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids that are written in `text` as decimal numbers, uint32 [n]; id 0 if there are none."""
+        """Returns the decimal numbers in `text` as token ids, uint32 [n]. Returns the id 0 if there are none."""
         ids = [int(word) for word in text.split() if word.isdecimal()]
         return np.array(ids or [0], np.uint32)
 
@@ -97,17 +95,18 @@ class IdTokenizer(ByteTokenizer):
 
 
 class JsonTokenizer:
-    """A Hugging Face `tokenizer.json`, without the special tokens, truncation and padding that it may add.
+    """A Hugging Face `tokenizer.json`. Special tokens, truncation and padding that the file asks for are not applied.
 
-    special_tokens: how special tokens that are written in a text are encoded: "text", as ordinary text, or "parse", as
+    `special_tokens` says how to encode special tokens that are written in a text: "text" as ordinary text, "parse" as
     special tokens.
     """
 
     cuts_anywhere = False
 
     def __init__(self, path: Path, setting: str, special_tokens: str = "text"):
-        """Reads the file. setting: names it in messages. Raises UserError if it cannot be read, or if the package is
-        missing.
+        """Reads the file `path`. `setting` is the name of the config value in error messages.
+
+        Raises UserError if the file cannot be read, or if the tokenizers package is not installed.
         """
         try:
             from tokenizers import Tokenizer, processors
@@ -154,14 +153,16 @@ class JsonTokenizer:
         return tuple(encoding.ids[: plain[0]]), tuple(encoding.ids[plain[-1] + 1 :])
 
     def parsing(self) -> "JsonTokenizer":
-        """Returns this tokenizer with special_tokens="parse": special tokens in a text become special tokens."""
+        """Returns this tokenizer with special_tokens="parse", which encodes special tokens in a text as special
+        tokens.
+        """
         return self._varied(self._tokenizer.to_str())
 
     def renamed(self) -> tuple["JsonTokenizer", dict[str, str]]:
-        """Returns (this tokenizer with new names for special tokens that do not occur in text, special token -> its
-        new name).
+        """Returns a copy of this tokenizer in which special tokens have names that do not occur in text, and the dict
+        special token -> new name.
 
-        Raises UserError if renaming changes an id.
+        Raises UserError if the new names would change a token id.
         """
         content = json.loads(self._tokenizer.to_str())
         names = {token: f"{NAME[0]}{number}{NAME[1]}" for number, token in enumerate(self.special)}
@@ -177,7 +178,10 @@ class JsonTokenizer:
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
         renamed = self._varied(json.dumps(content))
         if wrong := [token for token, name in names.items() if renamed.id_of(name) != self.special[token]]:
-            raise UserError(f"{self.path} cannot encode {wrong[0]} as text: set data.special_tokens=parse")
+            raise UserError(
+                f"{self.path} cannot encode the special token {wrong[0]} as ordinary text: "
+                "set data.special_tokens=parse"
+            )
         return renamed, names
 
     def _varied(self, content: str) -> "JsonTokenizer":
@@ -190,22 +194,23 @@ class JsonTokenizer:
         return variant
 
     def id_of(self, token: str) -> int | None:
-        """Returns the id of a token; None if there is no such token."""
+        """Returns the id of a token, or None if the vocabulary does not contain it."""
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text` in the smallest unsigned integer dtype that can hold them, [n]."""
+        """Returns the token ids of `text`, [n], in the smallest unsigned integer dtype that can hold them."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text. Texts are tokenized in parallel. Raises UserError if a text cannot be
-        tokenized.
+        """Returns the token ids of each text. Texts are tokenized in parallel.
+
+        Raises UserError if a text cannot be tokenized.
         """
         encodings = self._encode(self._encoder.encode_batch_fast, texts)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns (ids [n], span of characters of each id, int64 [n, 2]) of each text."""
+        """Returns the token ids, [n], and the character span of each token, int64 [n, 2], for each text."""
         encodings = self._encode(self._encoder.encode_batch, texts)
         return [
             (np.array(encoding.ids, self._dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
@@ -213,9 +218,10 @@ class JsonTokenizer:
         ]
 
     def _encode(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
-        """Calls a method of the tokenizers package on the texts. Raises UserError if it fails or takes too long.
+        """Calls the function `encode` of the tokenizers package on the texts. Raises UserError if it fails or takes
+        too long.
 
-        The Rust code cannot be interrupted, so it runs in a thread, which is abandoned if it takes too long.
+        It runs in a thread, which is abandoned if it takes too long, since the Rust code cannot be interrupted.
         """
         results, errors = [], []
 
@@ -232,13 +238,13 @@ class JsonTokenizer:
             thread.start()
             thread.join(limit)
             if thread.is_alive():
-                raise TimeoutError(f"{characters:,} characters took more than {limit:,.0f} s")
+                raise TimeoutError(f"tokenizing {characters:,} characters took more than {limit:,.0f} s")
             if errors:
                 raise errors[0]
         return results
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text, including special tokens. Ids outside the vocabulary become U+FFFD."""
+        """Returns the text of the token ids, including special tokens. Ids outside the vocabulary become U+FFFD."""
         pieces, known = [], []
         for i in map(int, ids):
             if 0 <= i < self.vocab_size:
@@ -255,8 +261,8 @@ class JsonTokenizer:
 
 @contextmanager
 def _refused(what: str) -> Iterator[None]:
-    """Turns errors of the tokenizers package into UserError. It raises bare Exception, and for a panic in Rust a
-    BaseException.
+    """Turns errors of the tokenizers package into UserError. The package raises plain Exception, and BaseException if
+    its Rust code panics.
     """
     try:
         yield
@@ -269,7 +275,7 @@ def _refused(what: str) -> Iterator[None]:
 
 @contextmanager
 def _panics_silenced() -> Iterator[None]:
-    """Captures output to file descriptor 2; drops it if Rust panics, else prints it at the end."""
+    """Captures the output to file descriptor 2. Drops it if Rust code panics; otherwise prints it at the end."""
     if not REDIRECTING.acquire(blocking=False):
         yield
         return
@@ -306,10 +312,13 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load_tokenizer(name: str, key: str = "data.tokenizer", special_tokens: str = "text") -> Tokenizer:
-    """Returns the tokenizer `name`: "bytes", or the path of a tokenizer.json.
+    """Returns a tokenizer: `name` is "bytes" or the path of a tokenizer.json.
 
-    key: the setting to name in messages. special_tokens: "text" or "parse", as for JsonTokenizer. Raises UserError if
-    the file is missing or damaged, or if the tokenizers package is not installed.
+    Args:
+      key: the config key or flag that error messages name.
+      special_tokens: how to encode special tokens in a text, "text" or "parse"; see JsonTokenizer.
+
+    Raises UserError if the file is missing or damaged, or if the tokenizers package is not installed.
     """
     if name == ByteTokenizer.name:
         return ByteTokenizer()
@@ -322,10 +331,11 @@ def load_tokenizer(name: str, key: str = "data.tokenizer", special_tokens: str =
 
 
 def tokenize(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields the tokens of `texts`, in order, as unsigned integers [n]. None in `texts` marks the end of a document.
+    """Yields the token ids of `texts`, in order, as arrays of unsigned integers [n]. None in `texts` marks the end of
+    a document.
 
-    A document may consist of several texts; its ids are the ids of the concatenated text. The end of a document
-    becomes the tokenizer's separator, if it has one. At most about `GROUP_CHARS` characters are kept in memory.
+    A document may consist of several texts; they are tokenized as one text. At the end of a document, the tokenizer's
+    separator is added, if it has one. About `GROUP_CHARS` characters at most are kept in memory.
     """
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype)

@@ -37,12 +37,13 @@ Raw = dict[str, Any]
 
 
 def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
-    """Returns the content of config.json for `config.model`.
+    """Returns the content of the config.json that describes `config.model` to transformers.
 
-    folder: the config.json of the folder that the run started from. Its other keys are kept.
+    `folder` is the config.json of the weights that the run started from. Its other keys are kept.
 
     Raises:
-      UserError: no family of transformers models computes this model; the error names the keys without an equivalent.
+      UserError: no model family of transformers computes this model; the error names the config keys that have no
+        equivalent.
     """
     if folder is not None:
         updated = _updated(model, folder)
@@ -61,8 +62,8 @@ def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
 
 
 def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
-    """Returns the folder's config.json with our values for the keys that differ; None if it would still describe
-    another model.
+    """Returns the config.json `folder` with the model's values for the keys that differ. Returns None if the result
+    would still describe another model.
     """
     family = FAMILIES.get(str(folder.get("model_type")))
     if family is None:
@@ -86,7 +87,7 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
 
 
 def _written(name: str, family: Family, model: Keys) -> Raw:
-    """Returns a config.json of a family with our values."""
+    """Returns a config.json of the model family `name` with the values of the model."""
     raw: Raw = {"architectures": [family.architecture], "model_type": name}
     for ours, field in family.fields.items():
         if field.key:
@@ -101,9 +102,8 @@ def _written(name: str, family: Family, model: Keys) -> Raw:
 
 
 def _differences(model: Keys, raw: Raw) -> list[str]:
-    """Returns the keys of the model for which a config.json gives another value.
-
-    If the config.json gives no value, the key is compared with its default.
+    """Returns the keys of `model` to which the config.json `raw` gives another value. A key that is missing in `raw`
+    has its default value.
     """
     try:
         described = describe(raw, CONFIG).keys
@@ -124,19 +124,25 @@ def _same(key: str, model: Keys, value: Any, described: Keys) -> bool:
 
 
 def _scale(model: Keys) -> float:
-    """Returns the factor of the attention scores: `model.attention_scale`; if that is 0, 1/sqrt(width of a head)."""
+    """Returns the factor of the attention scores. It is `model.attention_scale`, or 1/sqrt(width of a head) if that is
+    0.
+    """
     rotated = model["mla_d_rope"] if model["attention_kind"] == "mla" else 0
     return model["attention_scale"] or (model["d_head"] + rotated) ** -0.5
 
 
 def _whole(value: float) -> float | int:
-    """Removes rounding errors: returns 256 for 256.00000000000006, and other floats unchanged."""
+    """Returns the nearest integer if the value differs from it only by rounding errors, such as 256 for
+    256.00000000000006. Other values are returned unchanged.
+    """
     near = round(value)
     return near if math.isclose(value, near, rel_tol=1e-12) else value
 
 
 def _rope(model: Keys) -> Raw:
-    """Returns the keys of one RoPE base for all layers, with key names that transformers 4 and 5 both read."""
+    """Returns the config.json keys of a RoPE base that all layers share. Both transformers 4 and 5 read these key
+    names.
+    """
     raw: Raw = {"rope_theta": model["rope_theta"], "rope_scaling": None}
     if scaling := model["rope_scaling"]:
         kind, names = next(row for row in SCALINGS.items() if len(row[1]) == len(scaling))
@@ -145,10 +151,10 @@ def _rope(model: Keys) -> Raw:
 
 
 def _rope_of_latents(model: Keys) -> Raw:
-    """Returns DeepSeek-V3's RoPE keys.
+    """Returns the config.json keys of RoPE in DeepSeek-V3.
 
-    The factor that YaRN applies to the scores gives mscale_all_dim. The same factor times YaRN's factor of the heads
-    gives mscale.
+    YaRN scales the attention scores, which determines mscale_all_dim. It also scales the rotated heads; the product of
+    both factors determines mscale.
     """
     raw, scaling = _rope(model), model["rope_scaling"]
     if len(scaling) == 5 and scaling[0] > 1:
@@ -159,13 +165,15 @@ def _rope_of_latents(model: Keys) -> Raw:
 
 
 def _ropes(model: Keys) -> Raw:
-    """Returns Gemma 3's RoPE keys: one base for global layers, one for local layers."""
+    """Returns the config.json keys of RoPE in Gemma 3, which has one base for global layers and one for local
+    layers.
+    """
     return {**_rope(model), "rope_local_base_freq": model["rope_local_theta"]}
 
 
 def _layer_types(model: Keys) -> Raw:
-    """Returns Gemma 3's keys: every n-th layer attends to all positions. The window has the model's length, so it
-    hides nothing.
+    """Returns the config.json keys of Gemma 3 for layers with a sliding window. Every n-th layer has none. The window
+    is as long as the model's maximum sequence, so it hides no position.
     """
     every, layers = model["global_every"] or 1, model["n_layers"]
     kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
@@ -173,7 +181,9 @@ def _layer_types(model: Keys) -> Raw:
 
 
 def _by_step(model: Keys) -> Raw:
-    """Returns Qwen3-MoE's keys: every n-th layer has experts, except the layers listed as dense."""
+    """Returns the config.json keys of Qwen3-MoE that say which layers have experts: every n-th layer, except the
+    listed dense layers.
+    """
     if not model["dense_layers"]:
         return {"decoder_sparse_step": model["moe_every"], "mlp_only_layers": []}
     dense = [layer for layer, routed in enumerate(routed_layers(model)) if not routed]
@@ -181,7 +191,9 @@ def _by_step(model: Keys) -> Raw:
 
 
 def _after_the_first(model: Keys) -> Raw:
-    """Returns DeepSeek-V3's keys: dense first layers, then experts in every layer, and no multi-token prediction."""
+    """Returns the config.json keys of DeepSeek-V3 that say which layers have experts: all layers after the first dense
+    ones. They also switch off multi-token prediction.
+    """
     return {"first_k_dense_replace": model["dense_layers"], "num_nextn_predict_layers": 0}
 
 

@@ -25,10 +25,10 @@ ALIGNED = 8  # the length of a header in bytes is a multiple of this
 
 
 def refuse_used(out: Path, force: bool) -> None:
-    """Raises UserError if `out` may not be written.
+    """Raises UserError if the output folder `out` may not be written.
 
-    It may be written if it does not exist, is an empty folder, or is a folder with a model and `force` is given. The
-    path must be valid UTF-8.
+    It may be written if it does not exist or is empty, or if it contains a model and `force` is True. Its path must be
+    valid UTF-8.
     """
     require_utf8(out)
     if not os.path.lexists(out):
@@ -44,7 +44,9 @@ def refuse_used(out: Path, force: bool) -> None:
 
 
 def move_into_place(partial: Path, out: Path) -> None:
-    """Moves the finished folder to `out`. An old folder at `out` is deleted after the new one is in place."""
+    """Moves the finished folder `partial` to `out`. An old folder at `out` is deleted only after the new one is in
+    place.
+    """
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
@@ -55,8 +57,8 @@ def move_into_place(partial: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors_explained(out: Path, left: str = "nothing was left there") -> Iterator[None]:
-    """Turns an OSError in the block into a UserError of one line. left: end of the message, which says what is kept on
-    disk.
+    """Turns an OSError in the `with` block into a UserError of one line. `left` ends the message and says what remains
+    on disk.
     """
     try:
         yield
@@ -70,7 +72,9 @@ def disk_errors_explained(out: Path, left: str = "nothing was left there") -> It
 class TensorToWrite(Protocol):
     """A tensor that `Files` can write.
 
-    dtype: the safetensors name of the dtype, such as "BF16". nbytes: size in bytes.
+    Attributes:
+      dtype: the safetensors name of the dtype, such as "BF16".
+      nbytes: size in bytes.
     """
 
     @property
@@ -84,12 +88,12 @@ class TensorToWrite(Protocol):
 
 
 class Files:
-    """The safetensors files of a model, each with at most `most` bytes of tensors unless one tensor is larger.
+    """The safetensors files of a model. Each file has at most `most` bytes of tensors, or a single larger tensor.
 
-    All files get their full size at once, so that a full disk is an error before anything is computed.
+    The files get their full size when they are created, so that a full disk is noticed before anything is computed.
 
     Args:
-      begin: whether to create the files. False if they exist already; see `open_existing`.
+      begin: True to create the files, False if they exist already, as in `open_existing`.
 
     Raises:
       OSError: the disk is full or cannot be written.
@@ -111,14 +115,16 @@ class Files:
 
     @classmethod
     def open_existing(cls, folder: Path, tensors: Sequence[TensorToWrite], most: int) -> Files | None:
-        """Returns the files of these tensors if all of them exist in `folder` with the expected headers and sizes,
-        else None.
+        """Returns the files of these tensors if all files exist in `folder` with the expected headers and sizes,
+        otherwise None.
         """
         files = cls(folder, tensors, most, begin=False)
         return files if all(_is_begun(folder / name, *begin) for name, begin in files._begins.items()) else None
 
     def _place(self, name: str, shard: Sequence[TensorToWrite]) -> tuple[bytes, int]:
-        """Returns (header of the file in bytes, size of the file in bytes), and records the offset of each tensor."""
+        """Assigns the tensors in `shard` to the file `name` and records the offset of each. Returns the file's header,
+        and its size in bytes.
+        """
         entries: dict = {"__metadata__": {"format": "pt"}}  # transformers requires it
         end = 0
         for tensor in shard:
@@ -151,17 +157,19 @@ class Files:
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, tensor: TensorToWrite, pieces: Iterable[np.ndarray]) -> None:
-        """Writes the pieces of a tensor one after the other. Raises OSError if the disk cannot be written."""
+        """Writes a tensor into its file, from consecutive pieces. Raises OSError if the disk cannot be written."""
         name, start = self._places[tensor.name]
         with open(self._folder / name, "r+b") as file:
             file.seek(start)
             for piece in pieces:
                 file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
             if (written := file.tell() - start) != tensor.nbytes:
-                raise ValueError(f"{tensor.name} has {written} bytes, not {tensor.nbytes}")
+                raise ValueError(
+                    f"{written} bytes were written for {tensor.name}, which has {tensor.nbytes} bytes: pass all pieces"
+                )
 
     def read(self, tensor: TensorToWrite, dtype: np.dtype) -> np.ndarray:
-        """Returns a tensor that was written. Raises OSError if the disk cannot be read."""
+        """Returns a tensor that was written before. Raises OSError if the disk cannot be read."""
         name, start = self._places[tensor.name]
         with open(self._folder / name, "rb") as file:
             file.seek(start)
@@ -175,7 +183,7 @@ class Files:
 
 
 def _is_begun(path: Path, begin: bytes, size: int) -> bool:
-    """Returns whether a file exists and has this header and this size."""
+    """Returns True if the file exists, begins with the header `begin`, and has this size."""
     if not path.is_file() or path.stat().st_size != size:
         return False
     with open(path, "rb") as file:
@@ -183,7 +191,7 @@ def _is_begun(path: Path, begin: bytes, size: int) -> bool:
 
 
 def _split(tensors: Sequence[TensorToWrite], most: int) -> list[list[TensorToWrite]]:
-    """Divides the tensors, in order, into files of at most `most` bytes."""
+    """Divides the tensors, in order, among files. Each file has at most `most` bytes, or a single larger tensor."""
     shards: list[list[TensorToWrite]] = [[]]
     room = most
     for tensor in tensors:

@@ -26,9 +26,11 @@ from bytescope.train.weights.stacks import stored_at
 
 
 def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns (A [inputs, r], B [r, outputs]) of the adapter of a matrix; None if the matrix has no adapter.
+    """Returns the matrices A [inputs, r] and B [r, outputs] of the LoRA adapter of a weight matrix. Returns None if
+    the matrix has no adapter.
 
-    path: the matrix's dotted path with the number of the layer. Raises UserError for a damaged checkpoint.
+    `path` is the dotted path of the matrix, including the number of the layer. Raises UserError if the checkpoint is
+    damaged.
     """
     target = path.rpartition(".w_")[2]
     if target not in TARGETS or not path.startswith("blocks."):
@@ -41,10 +43,10 @@ def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np
 
 
 class Merged(Parameters):
-    """The parameters of a run, with the products of the adapters added in float32."""
+    """The parameters of a run with the LoRA adapters merged into them: alpha / r times A B is added in float32."""
 
     def read(self, path: str) -> np.ndarray | Slices:
-        """Returns a parameter with its adapter added. See `Parameters.read`."""
+        """Returns a parameter with its adapter merged into it, in our layout."""
         base, lora = super().read(path), self._run.config.lora
         own = halves(self._run, self._model, path)
         if own is None:
@@ -60,12 +62,12 @@ class Merged(Parameters):
 def write_adapters(
     run: SavedRun, out: Path, model: ModelConfig, family: Family, folder: Folder | None, dtype: str | None
 ) -> list[str]:
-    """Writes the adapters of a run with the names that peft expects; returns lines that describe them.
+    """Writes the adapters of a run as a folder that peft loads; returns lines for the terminal that describe them.
 
     Raises:
-      UserError: an adapter that peft cannot load: the family stores its matrix in one tensor with other matrices, or
-        the matrix is in a dense MLP of a model with experts, whose names peft does not distinguish from the experts'
-        names.
+      UserError: peft cannot load one of the adapters. Either the model family stores its matrix together with other
+        matrices in one tensor, or it is in a dense MLP of a model with experts, which peft cannot tell from the
+        experts.
     """
     planned, values, adapted, others, inputs_first = [], {}, set(), set(), False
     for path, (row, name) in rows_by_path(family, parameters_of(model)).items():
@@ -114,10 +116,10 @@ def write_adapters(
 
 
 def module_ends(adapted: Collection[str], others: Collection[str]) -> list[str]:
-    """Returns the names by which peft finds the adapted modules: for each module the shortest end of its dotted name
-    that no other module has.
+    """Returns the module names for peft's `target_modules`. Each is the shortest end of an adapted module's dotted
+    name that no other module shares, such as `q_proj`.
 
-    An example is `q_proj`. GPT-2's `c_proj` is too short, since attention and the MLP both have one.
+    In GPT-2, `c_proj` would be too short, since attention and the MLP both have a module of that name.
     """
     names = set()
     for name in adapted:

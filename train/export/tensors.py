@@ -29,8 +29,9 @@ PIECE = 2**20  # maximum number of elements of a parameter that are converted at
 class OutputTensor:
     """A tensor to write.
 
-    dtype: safetensors name, such as "BF16". parts: (path, row) of each of our parameters that the tensor contains, in
-    order.
+    Attributes:
+      dtype: safetensors name of the dtype, such as "BF16".
+      parts: (dotted path, row of the family) of each of our parameters that the tensor contains, in order.
     """
 
     name: str
@@ -45,13 +46,13 @@ class OutputTensor:
 
 
 def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> list[OutputTensor]:
-    """Returns the tensors of a model in the order in which they are written: tables and final norm first, then layer
-    by layer.
+    """Returns the tensors of the exported model in the order in which they are written: embedding tables, head and
+    final norm first, then layer by layer.
 
-    dtype_of: name of a tensor -> safetensors name of the dtype to write.
+    `dtype_of` returns the safetensors dtype to write from the name of a tensor.
 
     Raises:
-      UserError: the family has no tensor for one of our parameters.
+      UserError: the model family has no tensor for one of our parameters.
     """
     sizes, rows = sizes_of(model), rows_by_path(family, parameters_of(model))
     order = {path: number for number, path in enumerate(family.rows)}
@@ -77,14 +78,14 @@ def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> 
 
 
 class Parameters:
-    """The parameters of a run without adapters, by dotted path with the numbers of layer and expert.
+    """The parameters of a run without adapters, by dotted path, which includes the number of the layer and expert.
 
-    Trained parameters are read from the checkpoint. Parameters that the run does not train are read from the folder
-    that the run started from. Weights that the run quantized are dequantized, since the adapters were trained with the
-    dequantized values.
+    Trained parameters are read from the checkpoint. Frozen parameters are read from the folder of weights that the run
+    started from. If the run quantized them, they are quantized and dequantized again, since the adapters were trained
+    with these values.
 
     Raises:
-      UserError: a parameter is missing from both, or has another shape than in the model.
+      UserError: a parameter is in neither, or has another shape than in the model.
     """
 
     def __init__(self, run: SavedRun, model: ModelConfig, folder: Folder | None):
@@ -114,14 +115,14 @@ class Parameters:
             self._leaves = _frozen(run, model, folder, missing)
 
     def _stored(self, path: str) -> Place | None:
-        """Returns the place of a parameter in the checkpoint; None if the checkpoint does not contain it."""
+        """Returns where the checkpoint stores a parameter, or None if it does not contain the parameter."""
         return stored_at(self._model, path, self._run.arrays)
 
     def read(self, path: str) -> np.ndarray | Slices:
-        """Returns a parameter in our layout. Raises UserError for a damaged checkpoint or folder.
+        """Returns a parameter in our layout. A parameter of the checkpoint is read when it is sliced, and its checksum
+        is verified after all slices of all layers were read.
 
-        A parameter of the checkpoint is read when it is sliced. Its checksum is verified when all slices of all layers
-        were read.
+        Raises UserError if the checkpoint or the folder is damaged.
         """
         if leaf := self._leaves.get(path):
             matrix = self._quantized.get(path.split(".", 2)[-1]) if path.startswith("blocks.") else None
@@ -135,7 +136,7 @@ class Parameters:
 
 
 def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:
-    """Returns the parameters that the run does not train, as lazy views of the folder."""
+    """Returns the parameters that the run does not train, by dotted path, as lazy views of the folder of weights."""
     if folder is None:
         raise UserError(
             f"checkpoint {run.step} of {run.workdir} has no {missing[0]}, which the run does not train, "
@@ -152,13 +153,14 @@ def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: l
 def arrays(
     tensors: list[OutputTensor], parameters: Parameters, model: ModelConfig
 ) -> Iterator[tuple[OutputTensor, Iterator[np.ndarray]]]:
-    """Yields each tensor with its values in the layout on disk, in consecutive pieces. Use all pieces before the next
-    tensor.
+    """Yields each tensor together with its values, as consecutive pieces in the layout on disk. All pieces must be
+    used before the next tensor is requested.
 
-    Tensors with the same name in each layer are yielded together, so that each stack of layers is decoded once.
+    Tensors that differ only in the number of the layer are yielded one after the other, so that a stack of layers is
+    decoded only once.
 
     Raises:
-      UserError: a value does not fit the dtype.
+      UserError: a value is too large for the dtype.
     """
     sizes = sizes_of(model)
     for tensor in sorted(tensors, key=lambda tensor: tuple(row.tensor for _, row in tensor.parts)):
@@ -171,8 +173,8 @@ def arrays(
 
 
 def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -> Iterator[np.ndarray]:
-    """Yields the pieces of a tensor from the pieces of the parameters that it contains. row: the row of the first
-    parameter.
+    """Yields the pieces of a tensor from the pieces of the parameters that it contains. `row` is the family's row of
+    the first parameter.
     """
     axis, inner = Pattern.parse(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
     if inner:  # rows of the parameters alternate along the axis before their own
@@ -191,8 +193,8 @@ def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -
 def _pieces(
     ours: np.ndarray | Slices, row: TensorRow, sizes: Sizes, tensor: OutputTensor, count: int
 ) -> Iterator[np.ndarray]:
-    """Yields a parameter in its layout on disk and in the dtype to write, `count` rows at a time, without vocabulary
-    padding.
+    """Yields a parameter in pieces of `count` rows, in the layout on disk and in the dtype to write, without
+    vocabulary padding.
     """
     pattern, dtype = Pattern.parse(row.pattern), READABLE[tensor.dtype]
     outer = pattern.outer

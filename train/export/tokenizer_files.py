@@ -35,8 +35,10 @@ COMPANIONS = (
 class RunTokenizer:
     """The tokenizer of a run.
 
-    tokenizer: path of its tokenizer.json, "bytes", or "" if it is not available. end: the id that ends a document;
-    None if there is none. note: one line that describes the tokenizer.
+    Attributes:
+      tokenizer: path of its tokenizer.json, "bytes", or "" if it is not available.
+      end: id of the token that ends a document; None if there is none.
+      note: one line that describes the tokenizer.
     """
 
     tokenizer: str
@@ -45,7 +47,7 @@ class RunTokenizer:
 
 
 def text_of(config: ConfigDict) -> RunTokenizer:
-    """Returns the tokenizer of a run with this config. It may be recorded in the index of the run's token shards."""
+    """Returns the tokenizer of a run with this config. If the data are token shards, their index.json names it."""
     name, index = config.data.tokenizer, Path(os.path.expanduser(config.data.source)) / INDEX
     if name == ByteTokenizer.name and index.is_file():
         name = _recorded(index)
@@ -62,7 +64,9 @@ def text_of(config: ConfigDict) -> RunTokenizer:
 
 
 def _recorded(index: Path) -> str:
-    """Returns the tokenizer that the index.json of token shards names: a path, "bytes", or "" if none is available."""
+    """Returns the tokenizer that the index.json of token shards names: the path of a tokenizer.json, "bytes", or "" if
+    it is not available.
+    """
     try:
         name = json.loads(index.read_text()).get("tokenizer")
     except (OSError, ValueError, AttributeError):
@@ -74,9 +78,9 @@ def _recorded(index: Path) -> str:
 
 
 def write_text_files(out: Path, text: RunTokenizer, config: ConfigDict, folder: Path | None) -> None:
-    """Writes the tokenizer, the files that configure it, and the chat template into `out`.
+    """Writes the tokenizer, its configuration files and the chat template into the folder `out`.
 
-    folder: the folder of weights that the run started from; None without one.
+    `folder` is the folder of weights that the run started from, or None.
     """
     if text.tokenizer == ByteTokenizer.name:
         byte_tokenizer().save(str(out / TOKENIZER))
@@ -99,7 +103,7 @@ def write_text_files(out: Path, text: RunTokenizer, config: ConfigDict, folder: 
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Returns a tokenizer.json tokenizer that gives every text the ids of its UTF-8 bytes, as ByteTokenizer does."""
+    """Returns a Hugging Face tokenizer whose token ids are the UTF-8 bytes of the text, as in ByteTokenizer."""
     # The byte-level alphabet: printable bytes are written as themselves, other bytes as the characters from 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -111,12 +115,16 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def special_ids(text: RunTokenizer) -> dict[str, int | None]:
-    """Returns the ids for config.json that begin and end a text, so that no default of a family is used."""
+    """Returns the ids of special tokens for config.json. All are set, so that transformers does not use the defaults
+    of the model family.
+    """
     return {"bos_token_id": None, "eos_token_id": text.end, "pad_token_id": None}
 
 
 def write_generation_config(out: Path, raw: Mapping[str, Any], folder: Path | None) -> None:
-    """Writes generation_config.json: a copy of the folder's file, else the special ids of config.json."""
+    """Writes generation_config.json. It is a copy of the file in `folder`; if there is none, it has the ids of the
+    special tokens in the config.json `raw`.
+    """
     if folder is not None and (folder / GENERATION).is_file():
         shutil.copyfile(folder / GENERATION, out / GENERATION)
         return

@@ -18,10 +18,12 @@ from bytescope.train.user_errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class PromptRow:
-    """One row of a file of prompts.
+    """A row of a file of prompts.
 
-    number: row number, from 0. prompt: the text, messages or token ids as in the file. stops: strings that end the
-    answer.
+    Attributes:
+      number: index of the row, from 0.
+      prompt: the text, messages or token ids, as in the file.
+      stops: strings that end the answer.
     """
 
     number: int
@@ -31,16 +33,18 @@ class PromptRow:
 
     @property
     def digest(self) -> str:
-        """Hash of the prompt, the sampling settings and the stop strings, by which a finished answer is recognized."""
+        """Hash of the prompt, the sampling settings and the stop strings. A finished answer has the same hash as its
+        request.
+        """
         values = dataclasses.asdict(self.request) | {"stops": sorted(self.request.stops), "texts": self.stops}
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
-    """Returns the objects of a file of JSON lines. flag: the command-line flag that error messages name.
+    """Returns the objects in a file of JSON lines. Error messages name the command-line flag `flag`.
 
     Raises:
-      UserError: a line is not a JSON object, the file is empty, or it cannot be read.
+      UserError: the file is empty, it cannot be read, or a line is not a JSON object.
     """
     rows = []
     try:
@@ -65,7 +69,8 @@ def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
 
 
 class Answers:
-    """The file of answers, a context manager. Answers of an earlier, interrupted run are kept and not generated again.
+    """The file that answers are appended to, a context manager. Answers that an earlier, interrupted command wrote are
+    kept.
 
     Raises:
       UserError: the file contains answers to other requests, or cannot be written.
@@ -83,7 +88,10 @@ class Answers:
             raise UserError(f"--out={path} cannot be written ({error.strerror}): give another file") from None
 
     def _read(self, wanted: dict[int, str]) -> int:
-        """Records which rows are answered; returns the size in bytes of the complete lines."""
+        """Reads the answers that the file already has, and records the indices of their prompts in `done`.
+
+        `wanted` maps the index of each prompt to its hash. Returns the size in bytes of the complete lines.
+        """
         if not os.path.lexists(self.path):
             return 0
         check_readable(self.path)
@@ -111,10 +119,10 @@ class Answers:
         self._file.close()
 
     def add(self, row: PromptRow, answer: Running, text: str | None) -> None:
-        """Appends one answer and flushes it to the operating system.
+        """Appends an answer to the file and flushes it to the operating system.
 
         Raises:
-          UserError: the answer cannot be written.
+          UserError: the file cannot be written.
         """
         line = {
             "row": row.number,

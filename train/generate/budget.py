@@ -19,17 +19,18 @@ SLACK = 0.0075
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Bytes on one device, and the KV cache pages and sequences that fit.
+    """The memory of generation on one device, and the number of KV cache pages and sequences that fit.
 
     Fields:
-      limit: bytes available to programs.
+      limit: bytes that programs may use.
       weights: bytes of the parameters.
-      steps: name of each compiled step -> bytes that it needs besides weights and KV cache, with runtime overheads.
-      page_bytes: bytes of one page in all layers.
-      page: positions per page.
-      pages: pages of the KV cache. One of them, the scratch page, holds no sequence.
-      sequences: maximum concurrent sequences, which is the number of rows of a step.
-      length: maximum positions per sequence.
+      steps: name of each compiled step -> bytes that it needs in addition to weights and KV cache, with runtime
+        overheads.
+      page_bytes: bytes of a KV cache page, summed over the layers.
+      page: token positions per page.
+      pages: number of pages of the KV cache, including the scratch page, which no sequence uses.
+      sequences: maximum number of concurrent sequences.
+      length: maximum number of token positions per sequence.
     """
 
     limit: int
@@ -48,12 +49,12 @@ class Budget:
 
     @property
     def step(self) -> int:
-        """Bytes of the largest step."""
+        """Bytes of the step that needs the most, in addition to weights and KV cache."""
         return max(self.steps.values())
 
     @property
     def peak(self) -> int:
-        """Bytes of weights, pool and largest step."""
+        """Bytes of the weights, the KV cache and the largest step."""
         return self.weights + self.pool + self.step
 
     @property
@@ -67,18 +68,18 @@ class Budget:
         return self.page_bytes // self.page
 
     def at_once(self, length: int) -> int:
-        """Returns the number of sequences of `length` positions that fit the KV cache. If it exceeds `sequences`, the
-        others wait.
+        """Returns how many sequences of `length` positions fit in the KV cache. At most `sequences` of them run at the
+        same time.
         """
         return (self.pages - 1) // -(-length // self.page)
 
     @property
     def left(self) -> int:
-        """Bytes of the limit that remain free."""
+        """Bytes of the limit that are not used."""
         return self.limit - self.peak
 
     def to_json(self) -> dict[str, object]:
-        """Returns the fields of --json."""
+        """Returns the memory as values for the JSON file."""
         lengths = {str(length): self.at_once(length) for length in lengths_of(self.length)}
         return {
             **dataclasses.asdict(self),
@@ -92,11 +93,13 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationPlan:
-    """The memory of generation with a config's model on a target.
+    """The memory that generation with a config's model needs on a target.
 
     Fields:
-      title: title of the config. facts: lines that describe how the model is computed. budget: bytes on one device.
-        reports: step -> its memory report.
+      title: title of the config.
+      facts: lines that describe how the model is computed.
+      budget: the memory on one device.
+      reports: step -> its memory report.
     """
 
     title: str
@@ -106,7 +109,7 @@ class GenerationPlan:
 
 
 def lengths_of(longest: int, shortest: int = 256) -> list[int]:
-    """Returns the sequence lengths to show: `shortest` times powers of two, then `longest`."""
+    """Returns the sequence lengths to show: `shortest`, doubled while it is below `longest`, and `longest` itself."""
     lengths, length = [], shortest
     while length < longest:
         lengths.append(length)
@@ -117,15 +120,18 @@ def lengths_of(longest: int, shortest: int = 256) -> list[int]:
 def settle(
     limit: int, weights: int, page_bytes: int, most: int, measure: Callable[[int], Mapping[str, int]]
 ) -> tuple[int, Mapping[str, int]]:
-    """Returns (the number of pages that fit the limit, step -> bytes of the step with this number of pages).
+    """Finds the largest KV cache that fits. Returns its number of pages, and the bytes of each step by name.
 
     Args:
-      limit, weights, page_bytes: in bytes.
+      limit: bytes that programs may use.
+      weights: bytes of the parameters.
+      page_bytes: bytes of a page, summed over the layers.
       most: maximum number of pages that can be used.
-      measure: compiles the steps with a number of pages; returns step -> bytes besides weights and KV cache.
+      measure: function that compiles the steps for a number of pages and returns step -> bytes in addition to weights
+        and KV cache.
 
     Raises:
-      DoesNotFit: no page fits.
+      DoesNotFit: not even one page fits.
     """
     slack = int(SLACK * limit)
     pages, step = min((limit - weights - slack) // page_bytes, most), slack

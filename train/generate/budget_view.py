@@ -23,7 +23,7 @@ WIDTH, HEIGHT, LEFT, BELOW = 860, 260, 60, 30
 
 
 def budget_rows(plan: GenerationPlan) -> list[tuple[str, int, str]]:
-    """Returns (name, bytes, note) of each part of the limit, and of the limit."""
+    """Returns the rows of the memory table: (name, bytes, note) of each use of memory, and of the limit."""
     budget = plan.budget
     steps = "; ".join(f"{name} {human(size)}" for name, size in budget.steps.items())
     pages = f"{budget.pages:,} pages of {budget.page} positions, {human(budget.token_bytes)} a position"
@@ -37,12 +37,14 @@ def budget_rows(plan: GenerationPlan) -> list[tuple[str, int, str]]:
 
 
 def sequences_by_length(plan: GenerationPlan) -> list[tuple[int, int]]:
-    """Returns (positions per sequence, number of such sequences that fit the KV cache) for the lengths to show."""
+    """Returns pairs (positions per sequence, number of such sequences that fit in the KV cache) for several
+    lengths.
+    """
     return [(length, plan.budget.at_once(length)) for length in lengths_of(plan.budget.length)]
 
 
 def budget_view(plan: GenerationPlan) -> RenderableType:
-    """Returns the budget for the terminal."""
+    """Returns the memory of generation as a table for the terminal."""
     parts = FigureTable(label(), figure(), words())
     for name, size, what in budget_rows(plan):
         parts.add(name, human(size), what)
@@ -66,7 +68,7 @@ def budget_view(plan: GenerationPlan) -> RenderableType:
 
 
 def budget_page(plan: GenerationPlan) -> str:
-    """Returns the HTML page of the budget."""
+    """Returns the memory of generation as an HTML page."""
     budget, reports = plan.budget, list(plan.reports.values())
     title = f"Generation from {plan.title}"
     parts = [
@@ -110,8 +112,8 @@ def budget_page(plan: GenerationPlan) -> str:
 
 
 def drawing(budget: Budget) -> dict[str, Any]:
-    """Returns the data of the plot of sequences by length: points, axis ticks, and the height of the line for
-    --sequences.
+    """Returns the data of the plot of the number of sequences that fit by their length: the points, the axis ticks,
+    and the maximum number of concurrent sequences as a line.
     """
     shortest, longest = budget.page, max(budget.length, 2 * budget.page)
     most = max(budget.at_once(shortest), budget.sequences, 2)

@@ -24,15 +24,19 @@ PATIENCE = 4
 
 
 class Engine:
-    """Generates tokens: `submit` requests, then call `step` until none is left, or iterate over `answers`.
+    """Generates tokens for many requests at the same time. Call `submit` for each request, then `step` until no
+    request is left; or iterate over `answers`.
 
     Args:
-      steps: the compiled programs. params: parameters with the shapes and shardings of `steps.model.shapes`. sizes:
-        the static shapes.
+      steps: the compiled programs.
+      params: the parameters, with the shapes and shardings of `steps.model.shapes`.
+      sizes: the static shapes of the programs.
 
     Attributes:
-      pages: the owners of the KV cache pages. running: the requests that are being answered. preempted: number of
-        times that a sequence gave its pages back. count: number of steps so far.
+      pages: allocator of the KV cache pages.
+      running: the requests that are being answered.
+      preempted: number of times that a running request lost its pages to another one.
+      count: number of steps so far.
     """
 
     def __init__(self, steps: Steps, params: Any, sizes: EngineSizes):
@@ -47,10 +51,10 @@ class Engine:
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Running:
-        """Adds a request to the queue.
+        """Adds a request to the queue and returns its state.
 
         Raises:
-          UserError: the request is empty or can never fit.
+          UserError: the prompt is empty, or the request can never fit in the KV cache.
         """
         length = len(request.tokens) + request.most
         if not request.tokens:
@@ -76,14 +80,14 @@ class Engine:
         return bool(self._waiting or self.running)
 
     def answers(self, requests: Iterable[Request]) -> Iterator[Running]:
-        """Submits the requests and yields each request when it ends."""
+        """Submits the requests and yields each one when its answer is finished."""
         for request in requests:
             self.submit(request)
         while self.busy:
             yield from (one for one in self.step() if one.ended)
 
     def finish(self, one: Running) -> None:
-        """Ends a request early and sets its `ended` to "text"."""
+        """Ends a request before its answer is complete, and sets its `ended` to "text"."""
         if not one.ended:
             one.ended = "text"
         if one in self.running:
@@ -93,8 +97,8 @@ class Engine:
         self.pages.take(one.pages)
 
     def preempt(self, one: Running) -> None:
-        """Takes the pages of a running request away. The request waits at the front of the queue and is recomputed
-        later.
+        """Takes the KV cache pages from a running request. The request returns to the front of the queue and is
+        computed again later.
         """
         self.running.remove(one)
         self.pages.take(one.pages)
@@ -105,9 +109,9 @@ class Engine:
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[Running]:
-        """Runs one step, which computes pieces of prompts or one token of each running sequence.
+        """Runs one step. It computes either parts of prompts, or one token of each running sequence.
 
-        Running sequences wait for at most PATIENCE prompt steps in a row. Returns the requests that got a token.
+        A sequence waits for at most PATIENCE prompt steps in a row. Returns the requests that got a token.
         """
         self._admit()
         behind = [one for one in self.running if one.missing > 1]
@@ -131,8 +135,8 @@ class Engine:
         return self._run(pieces, width)
 
     def _width(self, behind: Sequence[Running]) -> int:
-        """Returns the piece width with which a step computes the most prompt tokens. If several are equal, returns the
-        largest, since the tokens of a piece read the pages of their sequence together.
+        """Returns the number of tokens per piece with which a step computes the most prompt tokens. If several numbers
+        are equal, returns the largest, since the tokens of a piece read the pages of their sequence only once.
         """
 
         def useful(width: int) -> int:
@@ -145,7 +149,7 @@ class Engine:
         return max(self.sizes.widths, key=lambda width: (useful(width), width))
 
     def _admit(self) -> None:
-        """Starts waiting requests in order, while rows and pages are free."""
+        """Starts waiting requests, first come first served, while there are free rows and pages."""
         while self._waiting and len(self.running) < self.sizes.sequences:
             one = self._waiting[0]
             if -(-len(one.tokens) // PAGE) > self.pages.free:
@@ -156,8 +160,8 @@ class Engine:
             self.running.append(one)
 
     def _room(self, wanted: Mapping[int, int]) -> None:
-        """Gives sequences the pages for `wanted`, request number -> positions. If pages run out, the newest sequence
-        is preempted.
+        """Gives each request in `wanted` enough pages for its number of positions, by request number. If there are not
+        enough free pages, the newest request is preempted.
         """
         for one in list(self.running):
             while one.number in wanted and one in self.running:  # an earlier sequence may have preempted it
@@ -168,8 +172,8 @@ class Engine:
                     self.preempt(self.running[-1])
 
     def _run(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
-        """Computes up to `width` tokens of each (sequence, start), and adds the next token to each completely computed
-        sequence.
+        """Computes up to `width` tokens of each sequence from its start index. Adds the next token to each sequence
+        whose tokens are all computed.
 
         Returns the sequences that got a token.
         """
@@ -212,7 +216,9 @@ class Engine:
 
 
 def _draws(some: Sequence[Running], rows: int) -> Draws:
-    """Returns the sampling settings of these rows. Unused rows take the most likely token."""
+    """Returns the sampling settings of `rows` rows: those of the requests, then rows without a request, with
+    temperature 0.
+    """
 
     def column(field: str, dtype: Any) -> np.ndarray:
         out = np.zeros(rows, dtype)

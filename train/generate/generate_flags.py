@@ -24,7 +24,7 @@ MAX_TOKENS, TEMPERATURE = 256, 0.8
 
 
 def add_dtype(parser: argparse._ActionsContainer) -> None:
-    """Adds --dtype, the dtype of weights and arithmetic."""
+    """Adds the flag --dtype, the dtype of weights and arithmetic."""
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -35,7 +35,7 @@ def add_dtype(parser: argparse._ActionsContainer) -> None:
 
 
 def add_weights(parser: argparse._ActionsContainer) -> None:
-    """Adds --weights, the storage format of a config's weights. A folder of weights has its own format."""
+    """Adds the flag --weights, the storage format of a config's weights. A folder of weights has its own format."""
     parser.add_argument(
         "--weights",
         choices=STORED_WEIGHTS,
@@ -47,7 +47,7 @@ def add_weights(parser: argparse._ActionsContainer) -> None:
 
 
 def add_devices(parser: argparse._ActionsContainer) -> None:
-    """Adds --tensor and --fsdp, the numbers of devices over which the model is sharded."""
+    """Adds the flags --tensor and --fsdp, the numbers of devices over which the model is sharded."""
     parser.add_argument(
         "--tensor",
         type=int,
@@ -56,16 +56,21 @@ def add_devices(parser: argparse._ActionsContainer) -> None:
         help="number of tensor-parallel devices, which divide heads, MLP width and vocabulary (default 1)",
     )
     parser.add_argument(
-        "--fsdp", type=int, default=1, metavar="N", help="number of devices to shard all weights over (default 1)"
+        "--fsdp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of devices over which all weights are sharded (default 1)",
     )
 
 
 def add_pool(parser: argparse._ActionsContainer) -> None:
-    """Adds the flags that decide the size of the KV cache: number and length of sequences, chunk, storage dtype,
-    kernel.
-    """
+    """Adds the flags that decide the size of the KV cache, such as --sequences, --length and --kv."""
     parser.add_argument(
-        "--sequences", type=int, metavar="N", help="maximum concurrent sequences (default: 8 on a CPU, else 64)"
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="maximum number of concurrent sequences (default: 8 on a CPU, else 64)",
     )
     parser.add_argument(
         "--length",
@@ -97,7 +102,7 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the weights, their dtype, the devices and the KV cache."""
+    """Adds the argument for the weights, and the flags for their dtype, the devices and the KV cache."""
     parser.add_argument(
         "source",
         type=user_path,
@@ -166,15 +171,13 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end the answer when it contains TEXT; repeat the flag for several texts",
+        help="text that ends the answer; repeat the flag for several texts",
     )
-    parser.add_argument(
-        "--ignore-end", action="store_true", help="continue the answer after the token that ends a text"
-    )
+    parser.add_argument("--ignore-end", action="store_true", help="do not end the answer at the token that ends a text")
 
 
 def check_pool(args: argparse.Namespace) -> None:
-    """Raises ReportError if a flag of the devices or of the KV cache is out of range."""
+    """Raises ReportError if the value of a flag for the devices or the KV cache is out of range."""
     for name, minimum in FLAGS.items():
         value = getattr(args, name)
         if value is not None and value < minimum:
@@ -184,7 +187,7 @@ def check_pool(args: argparse.Namespace) -> None:
 
 
 def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
-    """Returns (flag, value) of each flag for dtype, devices, KV cache and weights that differs from its default."""
+    """Returns (flag, value) of each flag for dtype, devices, KV cache and weights whose value is not the default."""
     defaults = {
         "dtype": "",
         "tensor": 1,
@@ -229,7 +232,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def start_devices(args: argparse.Namespace) -> None:
-    """Starts jax on the devices that the arguments name. Used by commands that load weights."""
+    """Starts jax on the devices that the command line asks for. Commands that load weights call this first."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
     if choose_platform() == "cpu":  # before jax is imported

@@ -44,12 +44,13 @@ Tell = Callable[[int, int], None]  # called with (bytes read so far, total bytes
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model on devices, described by shapes and shardings without any array.
+    """A model on devices, described by shapes and shardings. No array exists yet.
 
     Fields:
-      config: the model's config, with layers that are not stacked, so that no step copies a layer out of a stack.
+      config: config of the model. Layers are not stacked, so that no step copies a layer out of a stack.
       precision: dtypes of parameters and computation.
-      graph, shapes: graph and abstract parameters of the Transformer. Parameters have the compute dtype and shardings.
+      graph: the nnx graph of the Transformer.
+      shapes: its parameters as ShapeDtypeStructs, in the compute dtype and with shardings.
       layout: the devices, as a mesh with the axes fsdp and tensor.
     """
 
@@ -65,13 +66,17 @@ class Source:
     """Trained weights to generate from, and their tokenizer.
 
     Fields:
-      title: the source in messages. origin: the opened run or folder. config: config of the model and its tokenizer.
-      read: reads the parameters of a model with this config onto its devices.
-      parameter: reads one parameter by its dotted path with the numbers of layer and expert; None for quantized
-        weights.
-      tokenizer: None if the source has none; then requests must be token ids.
-      begin: ids in front of every text. ends: ids that end an answer.
-      length: maximum positions per sequence. base: storage format of the weights, a row of FORMATS.
+      title: name of the run or folder, used in messages.
+      origin: the opened run or folder.
+      config: config of the model and its tokenizer.
+      read: function that loads the parameters of a `Model` onto its devices.
+      parameter: function that reads one parameter by its dotted path, which includes the number of the layer and
+        expert; None if the weights are quantized.
+      tokenizer: the tokenizer; None if there is none, so that requests must be token ids.
+      begin: token ids that are put before every text.
+      ends: token ids that end an answer.
+      length: maximum number of token positions per sequence.
+      base: storage format of the weights, a row of FORMATS.
     """
 
     title: str
@@ -87,10 +92,10 @@ class Source:
 
 
 def open_source(path: Path, step: int | None = None) -> Source:
-    """Opens a run at the checkpoint of `step` (default: the newest checkpoint), or a folder of weights.
+    """Opens a folder of weights, or a run at the checkpoint of `step`, by default the newest checkpoint.
 
     Raises:
-      UserError: `path` is neither, or it is damaged.
+      UserError: `path` is neither a run nor a folder of weights, or it is damaged.
     """
     source_path = find_source(path, RunPath, WeightsPath)
     if isinstance(source_path, RunPath):
@@ -187,8 +192,9 @@ def describe_model(
 ) -> Model:
     """Describes the model of a config on fsdp x tensor devices.
 
-    dtype: dtype of parameters and computation, a key of DTYPES; "" means float32 on a CPU and bfloat16 elsewhere.
-    base: storage format of the block weights, a row of FORMATS.
+    Args:
+      dtype: dtype of parameters and computation, a key of DTYPES; "" means float32 on a CPU and bfloat16 elsewhere.
+      base: storage format of the weights in the blocks, a row of FORMATS.
 
     Raises:
       UserError: the model cannot be sharded over the devices, or cannot be stored in this format.

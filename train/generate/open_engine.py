@@ -37,10 +37,12 @@ OTHERS = (64, 512)
 
 
 def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int, count: int | None) -> EngineSizes:
-    """Returns the sizes of an engine before the size of its KV cache is known, with 0 pages.
+    """Returns the static shapes of an engine, with 0 pages, since the size of the KV cache is computed later.
 
-    longest: maximum positions of the model. needed: positions of the longest request. count: number of requests; None
-    if more may come.
+    Args:
+      longest: maximum number of token positions of the model.
+      needed: number of token positions of the longest request.
+      count: number of requests; None if more requests may come.
 
     Raises:
       UserError: --length is larger than the model's maximum.
@@ -64,14 +66,15 @@ def budget(
     target: Target,
     tell: Callable[[str], None] = lambda name: None,
 ) -> tuple[Budget, dict[str, ReportRecord]]:
-    """Compiles the steps; returns the budget with the largest KV cache that fits the limit, and step -> its memory
-    report.
+    """Compiles the steps and finds the largest KV cache that fits. Returns the memory, and step -> its memory report.
 
-    limit: bytes available on one device. drawing: whether tokens are sampled; (False, True) if both are possible.
-    tell: is called with the name of each step before it is compiled.
+    Args:
+      limit: bytes that may be used on one device.
+      drawing: which steps to compile: True for steps that sample, False for steps that take the most likely token.
+      tell: function that is called with the name of each step before the step is compiled.
 
     Raises:
-      DoesNotFit: no page fits.
+      DoesNotFit: not even one page of the KV cache fits.
     """
     reports: dict[str, ReportRecord] = {}
     # The prompt step also samples a token at the end of a prompt, which adds little memory.
@@ -93,12 +96,12 @@ def budget(
 
 
 def with_pages(sizes: EngineSizes, pages: int) -> EngineSizes:
-    """Returns the sizes with this number of pages."""
+    """Returns the same sizes with `pages` as the number of KV cache pages."""
     return dataclasses.replace(sizes, pages=pages)
 
 
 def _local_steps(args: argparse.Namespace, source: Source) -> Steps:
-    """Returns the programs of a source's model for the devices of this process."""
+    """Returns the step programs of the model for the devices of this process."""
     return _steps(args, source.config, jax.devices(), source.base)
 
 
@@ -108,19 +111,19 @@ def _steps(args: argparse.Namespace, config: ConfigDict, devices: Sequence[jax.D
 
 
 def local_limit(args: argparse.Namespace, device: jax.Device) -> int:
-    """Returns the bytes of a device that may be used: --limit; by default all available bytes, or half of them on a
-    CPU.
+    """Returns the bytes of the device that may be used: the value of --limit, by default all available bytes, or half
+    of them if the device is a CPU.
     """
     available = limit_bytes(device)
     return budget_of(args.limit or "", int(CPU_SHARE * available) if device.platform == "cpu" else available, "--limit")
 
 
 def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> GenerationPlan:
-    """Returns the memory of generation with a config's model on a target, which need not be present.
+    """Returns the memory that generation with a config's model needs on a target, whose devices need not be present.
 
     Raises:
       DoesNotFit: the weights leave no memory for the KV cache.
-      UserError: a mistake of the user.
+      UserError: a flag or the config is wrong.
     """
     devices = target.devices()
     base = args.weights or UNQUANTIZED
@@ -141,14 +144,16 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
 
 
 def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None, drawing: bool) -> Engine:
-    """Opens an engine for requests of up to `needed` positions, with loaded weights. On a terminal it prints the
-    memory first.
+    """Compiles the steps and loads the weights; returns an engine for requests of up to `needed` positions. On a
+    terminal, prints the memory first.
 
-    count: number of requests; None if more may come. drawing: whether any request samples tokens.
+    Args:
+      count: number of requests; None if more requests may come.
+      drawing: True if any request samples tokens.
 
     Raises:
       DoesNotFit: the weights leave no memory for the KV cache.
-      UserError: a mistake of the user.
+      UserError: a flag or the weights are wrong.
     """
     steps, device = _local_steps(args, source), jax.local_devices()[0]
     limit = local_limit(args, device)
@@ -176,11 +181,11 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
 
 
 def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple[Scorer, Any]:
-    """Returns (the programs that score texts of up to `longest` tokens, the weights on the devices).
+    """Returns the programs that score texts of up to `longest` tokens, and the weights on the devices.
 
     Raises:
-      DoesNotFit: weights, KV cache and temporaries do not fit.
-      UserError: a mistake of the user.
+      DoesNotFit: weights, KV cache and temporary buffers do not fit.
+      UserError: a flag or the weights are wrong.
     """
     steps, device = _local_steps(args, source), jax.local_devices()[0]
     limit = local_limit(args, device)

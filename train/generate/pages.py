@@ -12,18 +12,18 @@ from bytescope.model.paged.page_pool import NOBODY, PAGE
 
 
 class NoPages(Exception):
-    """Not enough pages are free."""
+    """Raised if not enough KV cache pages are free."""
 
 
 class Pages:
-    """The pages 1 to count - 1 of a KV cache. Page 0 (NOBODY) is the scratch page, which is never given to a sequence.
+    """Allocates the pages 1 to count - 1 of a KV cache. Page 0 (NOBODY) is the scratch page, which no sequence gets.
 
-    A full, computed page is identified by its tokens and all tokens before it. A later sequence that begins with the
-    same tokens shares the page instead of computing it again. A page keeps its content after its sequence ended, until
-    it is given to another sequence; the page that was unused for the longest time is given first.
+    A full page is identified by its tokens and all tokens before it. A later sequence that begins with the same tokens
+    shares the page instead of computing it again. A page keeps its content after its sequence has ended, until another
+    sequence needs the page; the least recently used page is reused first.
 
     Attributes:
-        reused: number of positions that sequences took over from earlier sequences.
+        reused: number of token positions that sequences shared instead of computing them.
     """
 
     def __init__(self, count: int):
@@ -44,14 +44,14 @@ class Pages:
         return self.count - 1 - self.free
 
     def give(self, pages: list[int], length: int) -> None:
-        """Appends pages to `pages` until they hold `length` positions.
+        """Appends free pages to the list `pages` of a sequence until they have room for `length` positions.
 
         Raises:
           NoPages: not enough pages are free; then no page is appended.
         """
         missing = -(-length // PAGE) - len(pages)
         if missing > self.free:
-            raise NoPages(f"{missing} pages are needed, {self.free} are free")
+            raise NoPages(f"the sequence needs {missing} more pages of the KV cache, but only {self.free} are free")
         pages += [self._give() for _ in range(missing)]
 
     def _give(self) -> int:
@@ -62,9 +62,9 @@ class Pages:
         return page
 
     def begin(self, tokens: Sequence[int]) -> list[int]:
-        """Assigns the known pages with the first tokens of a new sequence to it, and returns them.
+        """Returns the pages that already contain the first tokens of a new sequence, and shares them with it.
 
-        At least one token is left to compute, since computing it gives the next token.
+        At least the last token is not shared, since it must be computed to predict the next token.
         """
         shared: list[int] = []
         for name in names(tokens[:-1]):
@@ -79,7 +79,9 @@ class Pages:
         return shared
 
     def computed(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Records the content of the full pages of a sequence. tokens: its computed tokens."""
+        """Records the content of the full pages of a sequence, so that others can share them. `tokens` are its
+        computed tokens.
+        """
         for page, name in zip(pages, names(tokens)):
             if page not in self._name and name not in self._known:
                 self._known[name], self._name[page] = page, name
@@ -91,7 +93,9 @@ class Pages:
                 del self._known[name]
 
     def take(self, pages: list[int]) -> None:
-        """Frees the pages of a sequence, the last page first, so that the pages of its beginning are reused last."""
+        """Removes all pages from the list `pages` of a sequence and frees them, the last page first. So the pages of
+        its beginning are reused last.
+        """
         while pages:
             page = pages.pop()
             self._users[page] -= 1
@@ -100,7 +104,7 @@ class Pages:
 
 
 def names(tokens: Sequence[int]) -> list[bytes]:
-    """Returns, for each full page of a sequence, a digest of all tokens up to the end of the page."""
+    """Returns, for each full page of a sequence, a hash of all tokens from the beginning to the end of the page."""
     digest, digests = blake2b(digest_size=16), []
     for start in range(0, len(tokens) - PAGE + 1, PAGE):
         digest.update(np.asarray(tokens[start : start + PAGE], np.int32).tobytes())

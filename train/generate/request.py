@@ -20,9 +20,9 @@ class Request:
     Fields:
       tokens: token ids of the prompt, at least one.
       most: maximum number of new tokens.
-      stops: ids that end the answer; the answer does not contain them.
+      stops: token ids that end the answer and are not part of it.
       temperature: sampling temperature; 0 takes the most likely token.
-      top_k, top_p, min_p: sampling filters; 0, 1 and 0 switch them off.
+      top_k, top_p, min_p: sampling filters; the values 0, 1 and 0 switch them off.
       seed: random seed, 0 to 2**32 - 1.
     """
 
@@ -38,15 +38,16 @@ class Request:
 
 @dataclasses.dataclass
 class Running:
-    """A request that is waiting or being answered.
+    """A request that is waiting or is being answered.
 
     Fields:
-      number: number of the request in order of submission.
+      number: index of the request in the order of submission.
       tokens: token ids of the prompt and of the answer so far.
-      pages: KV cache pages with the keys and values of its first `computed` tokens.
+      computed: number of tokens whose keys and values are in the KV cache.
+      pages: KV cache pages of the computed tokens.
       known: number of full pages that other requests may share.
       ended: why the answer ended: "stop" (a stop token), "text" (a stop string, or the caller), "length" (the maximum
-        number of new tokens); "" while it is running.
+        number of new tokens); "" if it has not ended.
     """
 
     number: int
@@ -59,17 +60,17 @@ class Running:
 
     @property
     def answer(self) -> Sequence[int]:
-        """The generated tokens, without a stop token at the end."""
+        """Token ids of the answer so far, without a stop token at the end."""
         generated = self.tokens[len(self.request.tokens) :]
         return generated[:-1] if self.ended == "stop" else generated
 
     @property
     def missing(self) -> int:
-        """Number of tokens whose keys and values are still to be computed."""
+        """Number of tokens whose keys and values are not computed yet."""
         return len(self.tokens) - self.computed
 
     def take(self, token: int) -> None:
-        """Adds the next token; sets `ended` if the token ends the answer."""
+        """Appends the next token to the answer. Sets `ended` if this token ends the answer."""
         self.tokens.append(token)
         if token in self.request.stops:
             self.ended = "stop"
@@ -78,7 +79,7 @@ class Running:
 
 
 def make_request(args: argparse.Namespace, tokens: tuple[int, ...], source: Source, seed: int | None = None) -> Request:
-    """Returns the request for a prompt with the settings of the command's flags."""
+    """Returns the request for a prompt of token ids, with the sampling settings of the command line."""
     max_tokens = args.max_tokens or max(min(MAX_TOKENS, (args.length or source.length) - len(tokens)), 1)
     return Request(
         tokens,

@@ -24,8 +24,11 @@ class Draws:
     """Sampling settings of each row of a batch.
 
     Fields:
-      temperature_B: float32; 0 takes the most likely token. top_k_B: int32; 0 keeps all tokens. top_p_B: float32; 1
-        keeps all tokens. min_p_B: float32; 0 keeps all tokens. seed_B: uint32.
+      temperature_B: float32; 0 takes the most likely token.
+      top_k_B: int32; 0 keeps all tokens.
+      top_p_B: float32; 1 keeps all tokens.
+      min_p_B: float32; 0 keeps all tokens.
+      seed_B: uint32.
     """
 
     temperature_B: Any  # each field is a jax.Array in a step, an np.ndarray on the host, or a ShapeDtypeStruct
@@ -36,10 +39,9 @@ class Draws:
 
 
 def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
-    """Returns the logits divided by the temperature, float32 [B, V]; tokens that a filter drops have the lowest
-    float32.
+    """Divides the logits by the temperature and applies top-k, top-p and min-p. Returns logits, float32 [B, V].
 
-    The most likely token is always kept.
+    Tokens that a filter drops get the lowest float32. The most likely token is never dropped.
     """
     dropped = jnp.finfo(jnp.float32).min
     scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(draws.temperature_B > 0, draws.temperature_B, 1.0)[:, None]
@@ -61,8 +63,9 @@ def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
 def choose(logits_BV: jax.Array, draws: Draws, places_B: jax.Array, drawing: bool) -> jax.Array:
     """Returns the next token of each sequence, int32 [B].
 
-    places_B: position of the next token in its sequence. drawing: whether any row samples; if none does, nothing is
-    sorted.
+    Args:
+      places_B: position of the next token in its sequence.
+      drawing: False if all rows take the most likely token, so that nothing has to be sorted.
     """
     likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     if not drawing:

@@ -21,8 +21,10 @@ from bytescope.train.generate.steps import EngineSizes, Steps, own_bytes
 class ScoredText:
     """A scored text.
 
-    number: index in the list of texts. tokens: its token ids. logprobs: log-probability in nats of each token except
-    the first, float32 [n - 1].
+    Attributes:
+      number: index of the text in the list of texts.
+      tokens: its token ids.
+      logprobs: log-probability in nats of each token except the first, float32 [n - 1].
     """
 
     number: int
@@ -31,11 +33,10 @@ class ScoredText:
 
 
 class Scorer:
-    """Scores texts of up to `length` tokens, `chunk` tokens per step.
+    """Scores texts of up to `length` tokens, and computes at most `chunk` tokens per step.
 
     Args:
-      steps: the model and its devices; the generation programs in it are not compiled. length, chunk: numbers of
-        tokens.
+      steps: the model and its devices. The generation programs of `steps` are not compiled.
     """
 
     def __init__(self, steps: Steps, length: int, chunk: int):
@@ -45,14 +46,14 @@ class Scorer:
 
     @property
     def bytes(self) -> int:
-        """Bytes on one device: weights, KV cache, and temporaries of the largest program, which is compiled if
-        necessary.
+        """Bytes on one device of the weights, the KV cache, and the temporary buffers of the largest program. Compiles
+        the program if necessary.
         """
         own = own_bytes(self._compiled(self.sizes.chunk))
         return self._steps.weight_bytes + self.sizes.pages * self._steps.page_bytes + own
 
     def score(self, params: Any, texts: Sequence[Sequence[int]]) -> Iterator[ScoredText]:
-        """Yields each text when it is scored. Short texts come first, several in one step."""
+        """Yields each text when it is scored. Short texts come first, and several of them are scored in one step."""
         pools = self._steps.make_pools(self.sizes.pages)
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
         while order:
@@ -67,8 +68,8 @@ class Scorer:
     def _batch(
         self, params: Any, pools: Any, texts: Sequence[Sequence[int]], width: int
     ) -> tuple[list[np.ndarray], Any]:
-        """Scores texts, one per row, in steps of `width` tokens. Returns (log-probabilities of each text, the new KV
-        cache).
+        """Scores texts, one per row, in steps of `width` tokens. Returns the log-probabilities of each text, and the
+        new KV cache.
         """
         rows = self.sizes.chunk // width
         table, page = np.full((rows, self.sizes.table), NOBODY, np.int32), NOBODY + 1
@@ -91,7 +92,7 @@ class Scorer:
         return [np.concatenate(pieces) for pieces in logprobs_by_text], pools
 
     def _compiled(self, width: int) -> jax.stages.Compiled:
-        """Returns the program that scores pieces of `width` tokens."""
+        """Returns the compiled program that scores `width` tokens of each row."""
         if width not in self._programs:
             steps, everywhere = self._steps, self._steps.model.layout.sharding()
             pools = steps.pool_shapes(self.sizes.pages)
@@ -108,7 +109,7 @@ class Scorer:
         return self._programs[width]
 
     def _step(self, params: Any, pools: Any, tokens_BT: jax.Array, targets_BT: jax.Array, view: View):
-        """Returns (log-probability of each target, float32 [B, T]; the new KV cache)."""
+        """Returns the log-probability of each target, float32 [B, T], and the new KV cache."""
         steps = self._steps
         model = nnx.merge(steps.model.graph, params)
         x_BTD, pools = decode.step(model, tokens_BT, view, pools, steps.kernel)

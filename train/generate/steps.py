@@ -32,13 +32,13 @@ ROLES = (("^params", "params"), ("^pools", "cache"))
 
 @dataclasses.dataclass(frozen=True)
 class EngineSizes:
-    """The static shapes of an engine.
+    """The static shapes of an engine's programs.
 
     Fields:
       pages: number of pages of the KV cache, including the scratch page.
-      sequences: maximum concurrent sequences.
-      chunk: maximum prompt tokens per step, a multiple of PAGE.
-      length: maximum positions per sequence.
+      sequences: maximum number of concurrent sequences.
+      chunk: maximum number of prompt tokens per step, a multiple of PAGE.
+      length: maximum number of token positions per sequence.
     """
 
     pages: int
@@ -48,19 +48,20 @@ class EngineSizes:
 
     @property
     def table(self) -> int:
-        """Number of pages of the longest sequence."""
+        """Number of pages that a sequence of maximum length needs."""
         return -(-self.length // PAGE)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Possible numbers of tokens per piece of a prompt: one page, four pages, a chunk."""
+        """The numbers of prompt tokens that a row of a step may have: one page, four pages, or a chunk."""
         return (*(width for width in (PAGE, 4 * PAGE) if width < self.chunk), self.chunk)
 
     def rows(self, count: int, width: int) -> int:
-        """Returns the number of rows of a step with `count` pieces of `width` tokens.
+        """Returns the number of rows of the program that computes `count` rows of `width` tokens each. The other rows
+        are padding.
 
-        Prompt steps always have all rows. Steps of single tokens have a power of four or all rows, since each number
-        of rows is a separate program.
+        A program for prompts always has chunk / width rows. The number of rows of a program for single tokens is a
+        power of four, or the maximum number of sequences, so that few programs have to be compiled.
         """
         if width > 1:
             return self.chunk // width
@@ -81,7 +82,9 @@ def run_step(
     last_B: jax.Array,
     draws: Draws,
 ) -> tuple[jax.Array, list[Any]]:
-    """Returns (the token that follows index `last_B` of each row, int32 [B]; the new KV cache)."""
+    """Computes the tokens of a step. Returns the next token of each row, int32 [B], and the new KV cache. The next
+    token of a row follows the token at index `last_B`.
+    """
     model = nnx.merge(graph, params)
     x_BTD, new_pools = decode.step(model, tokens_BT, view, pools, kernel)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
@@ -93,17 +96,20 @@ def run_step(
 
 
 def own_bytes(compiled: CompiledStage) -> int:
-    """Returns the bytes on a device that a program needs besides its arguments; 0 if the runtime has no statistics."""
+    """Returns the bytes on a device that a program needs in addition to its arguments; 0 if the runtime reports no
+    memory statistics.
+    """
     stats = stats_of(compiled)
     return 0 if stats is None else stats.own_bytes
 
 
 class Steps:
-    """The step programs of one model with one attention kernel. Each program is compiled at its first use.
+    """The step programs of a model with one attention kernel. Each program is compiled when it is first used.
 
     Args:
-      model: the model; its devices need not be present, but then nothing can be run. kernel: a row of `KERNELS` in
-        model/paged/paged_kernels.py. stored: dtype of the KV cache; 8-bit dtypes have scales.
+      model: the model. Its devices need not be present if the programs are only compiled.
+      kernel: a row of `KERNELS` in model/paged/paged_kernels.py.
+      stored: dtype of the KV cache. 8-bit dtypes have scales.
     """
 
     def __init__(self, model: Model, kernel: str, stored: DTypeLike):
@@ -118,7 +124,7 @@ class Steps:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of all layers, on one device."""
+        """Bytes on one device of a KV cache page, summed over the layers."""
         return device_bytes(self.pool_shapes(1))
 
     @property
@@ -127,8 +133,8 @@ class Steps:
         return device_bytes(self.model.shapes)
 
     def pool_shapes(self, pages: int) -> list[Any]:
-        """Returns the KV cache of each layer as ShapeDtypeStructs with shardings. Heads are sharded over mesh axes
-        that divide them.
+        """Returns the KV cache of each layer as ShapeDtypeStructs with shardings. The heads are sharded over the mesh
+        axes whose size divides their number.
         """
         mesh = self.model.layout.mesh
         heads = 1 if self.model.config.attention_kind == "mla" else self.model.config.n_kv_heads
@@ -156,7 +162,7 @@ class Steps:
         )()
 
     def traced(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
-        """Traces the step of `rows` pieces of `width` tokens."""
+        """Traces the program for `rows` rows of `width` tokens each."""
         everywhere = self.model.layout.sharding()
 
         def array(*shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -186,7 +192,7 @@ class Steps:
         )
 
     def compilation(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> Compilation:
-        """Returns the compiled step of `rows` pieces of `width` tokens."""
+        """Returns the compiled program for `rows` rows of `width` tokens each."""
         key = sizes.pages, sizes.table, rows, width, drawing
         if key not in self._compilations:
             with self.for_kernels():
@@ -197,16 +203,18 @@ class Steps:
         return self._compilations[key]
 
     def for_kernels(self) -> contextlib.AbstractContextManager:
-        """Returns a context in which the steps are compiled. It sets XLA options if the step has Pallas kernels."""
+        """Returns the context in which the programs must be compiled. If the attention kernel is a Pallas kernel, it
+        sets the XLA options that the kernel needs.
+        """
         needed = self.kernel == "triton" or self.model.config.moe_kernel == "grouped"
         return for_pallas(self.model.layout.mesh) if needed else contextlib.nullcontext()
 
     def report(self, sizes: EngineSizes, rows: int, width: int, drawing: bool, target: Target) -> ReportRecord:
-        """Returns the memory report of the step of `rows` pieces of `width` tokens."""
+        """Returns the memory report of the program for `rows` rows of `width` tokens each."""
         return report_of(self.compilation(sizes, rows, width, drawing), target=target, roles=ROLES)
 
     def extra_bytes(self, sizes: EngineSizes, report: ReportRecord) -> int:
-        """Returns the bytes on a device that a step needs besides parameters and KV cache, including runtime
+        """Returns the bytes on a device that a program needs in addition to parameters and KV cache, including runtime
         overheads.
         """
         return report.predicted_bytes - self.weight_bytes - sizes.pages * self.page_bytes
@@ -222,7 +230,7 @@ class Steps:
         last: np.ndarray,
         draws: Draws,
     ) -> tuple[np.ndarray, list[Any]]:
-        """Runs a step; returns (the next token of each row, int32 [B], on the host; the new KV cache). The old KV
+        """Runs a step. Returns the next token of each row, int32 [B] on the host, and the new KV cache. The old KV
         cache is donated.
         """
         rows, width = tokens.shape

@@ -24,13 +24,13 @@ UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 character
 
 @dataclasses.dataclass
 class Growing:
-    """The text of an answer while tokens are added.
+    """The text of an answer to which tokens are added.
 
     Fields:
       tokenizer: decodes the tokens.
-      stops: strings that end the text; the text does not contain them.
-      text: the text so far, without characters that may become part of a stop string.
-      stopped: whether a stop string was generated.
+      stops: strings that end the text and are not part of it.
+      text: the text so far, without an end that may be the beginning of a stop string.
+      stopped: True if a stop string was generated.
     """
 
     tokenizer: Tokenizer
@@ -40,7 +40,7 @@ class Growing:
     _tokens: list[int] = dataclasses.field(default_factory=list)
 
     def add(self, token: int) -> str:
-        """Adds a token; returns the new text."""
+        """Adds a token. Returns the characters by which the text has grown."""
         if self.stopped:
             return ""
         self._tokens.append(token)
@@ -50,12 +50,14 @@ class Growing:
         return self._show(whole, final=False)
 
     def finish(self) -> str:
-        """Returns the remaining text after the last token."""
+        """Ends the text after the last token. Returns the characters that were held back because they could begin a
+        stop string.
+        """
         return "" if self.stopped else self._show(self.tokenizer.decode(self._tokens), final=True)
 
     def follow(self, engine: Engine, one: Running) -> str:
-        """Adds the newest token of a request and returns the new text. Ends the request if the text contains a stop
-        string.
+        """Adds the newest token of a request and returns the new characters. Ends the request if the text contains a
+        stop string.
         """
         new = "" if one.ended == "stop" else self.add(one.tokens[-1])
         if self.stopped:
@@ -74,16 +76,16 @@ class Growing:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Returns the number of characters at the end of a text that may be the beginning of `stop`."""
+    """Returns the number of characters at the end of `text` that may be the beginning of the stop string `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Prompts:
-    """Turns prompts into tokens. It is a context manager: at its end, the process that renders chat templates ends.
+    """Turns prompts into token ids. A context manager, which ends the process that renders chat templates.
 
     Args:
-      source: the model and its tokenizer. chat: whether each text is a user's message, to which the chat template is
-        applied.
+      source: the model and its tokenizer.
+      chat: True if each text is a user's message, to which the chat template is applied.
     """
 
     def __init__(self, source: Source, chat: bool):
@@ -98,10 +100,11 @@ class Prompts:
             self._renderer.close()
 
     def of_row(self, row: Mapping[str, Any], where: str) -> tuple[int, ...]:
-        """Returns the tokens of a row with `text`, `tokens` or `messages`. where: names the row in messages.
+        """Returns the token ids of a row that has `text`, `tokens` or `messages`. `where` names the row in error
+        messages.
 
         Raises:
-          UserError: the row has none of them, or an invalid value.
+          UserError: the row has none of these fields, or its value is not valid.
         """
         if (tokens := row.get("tokens")) is not None:
             vocab = self.source.config.model.vocab_size
@@ -119,15 +122,15 @@ class Prompts:
         return prompt
 
     def of_text(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of a text. If `chat` is set, the text is rendered as a conversation with this single user
-        message.
+        """Returns the token ids of a text. If `chat` is set, the text is a user's message, and the chat template is
+        applied.
         """
         if self.chat:
             return self.of_messages([{"role": "user", "content": text}], "--chat")
         return (*self.source.begin, *map(int, self._tokenizer().encode(text)))
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[int, ...]:
-        """Returns the tokens of a conversation up to the beginning of the next answer."""
+        """Returns the token ids of a conversation, rendered up to the point at which the next answer begins."""
         if not all(
             isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
             for turn in messages
@@ -153,10 +156,11 @@ class Prompts:
 
 
 def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]:
-    """Returns the tokens of each row of a .jsonl file, or of any other file as one text.
+    """Returns the token ids of the texts in a file. Each row of a .jsonl file is a text; any other file is a single
+    text.
 
     Raises:
-      UserError: the file cannot be read, or a row has no text. The error names `flag`.
+      UserError: the file cannot be read, or a row has no text. The error names the command-line flag `flag`.
     """
     if path.suffix == ".jsonl":
         return [prompts.of_row(row, f"{path} row {number}") for number, row in enumerate(read_rows(path, flag))]
@@ -171,7 +175,9 @@ def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]
 
 
 def stream(engine: Engine, one: Running, source: Source, stops: Sequence[str]) -> str:
-    """Prints the answer of the only running request while it is generated; returns its text."""
+    """Runs the engine until the request is answered, prints the answer while it is generated, and returns its text. No
+    other request may be running.
+    """
     printable = safe if sys.stdout.isatty() else str
     growing = Growing(source.tokenizer, tuple(stops)) if source.tokenizer else None
     while not one.ended:

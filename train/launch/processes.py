@@ -57,9 +57,7 @@ class Address:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of a multi-process run to `parser`."""
     group = parser.add_argument_group("several processes (detected under SLURM and Open MPI)")
-    group.add_argument(
-        "--coordinator", metavar="H:P", help="host:port where process 0 listens, the same for all processes"
-    )
+    group.add_argument("--coordinator", metavar="H:P", help="host:port of process 0, the same for all processes")
     group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0 to --processes minus 1")
     group.add_argument("--processes", type=int, metavar="N", help="number of processes of the run")
     group.add_argument(
@@ -67,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="maximum seconds to wait until all processes are connected (default 300)",
+        help="maximum seconds to wait for all processes (default 300)",
     )
 
 

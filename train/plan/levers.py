@@ -217,10 +217,10 @@ def to_json(
 def flags_of(level: Level) -> str:
     """Returns the command-line flags that the memory saving of this level adds.
 
-    Keys that no default saving sets and values of "false" are left out, so that the first level does not list all of
-    BASELINE.
+    Values of "false" and keys that neither its own saving nor a default saving sets are left out, so that the first
+    level does not list all of BASELINE.
     """
-    changed: set[str] = set()
+    changed = set(STAGES[level.stage].keys)
     for stage in DEFAULT:
         changed.update(STAGES[stage].keys)
     added = [(key, text) for key, text in level.adds.items() if key in changed and text != "false"]

@@ -24,12 +24,14 @@ Params = Mapping[str, Any]  # path in the block -> parameter
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Weight matrices that multiply the same input.
+    """The weight matrices of a layer that multiply the same input, such as q, k and v, and so share their scales.
 
     Fields:
-      name: name in messages. input: checkpoint name of the input. weights: paths in the block. before: the parameters
-        that take the inverse scales, a key of BEFORE; "" if no parameters can. clipped: paths of the weights whose
-        groups may be clipped.
+      name: name in messages.
+      input: checkpoint name of the input.
+      weights: paths of the weights in the block.
+      before: which parameters before the input are divided by the scales, a key of BEFORE; "" if none can be.
+      clipped: paths of the weights whose quantization groups may be clipped.
     """
 
     name: str
@@ -40,7 +42,7 @@ class Fold:
 
 
 def folds_of(config: ModelConfig) -> tuple[Fold, ...]:
-    """Returns the folds of a dense layer, in the order of the computation."""
+    """Returns the groups of weights of a dense layer that share an input, in the order of the computation."""
     gated = MLPS[config.mlp][0]
     rising = ("mlp.w_gate", "mlp.w_up") if gated else ("mlp.w_up",)
     # Queries and keys are not clipped, since a softmax follows their product. llm-awq's auto_clip excludes them too.
@@ -60,9 +62,10 @@ def folds_of(config: ModelConfig) -> tuple[Fold, ...]:
 
 
 def shared(fold: Fold, config: ModelConfig, magnitudes_I: Any) -> Any:
-    """Returns the mean magnitudes of the inputs, float32 [inputs], averaged over inputs that must have the same scale.
+    """Returns the mean magnitude of each input, float32 [inputs]. Inputs that must have the same scale get the average
+    of their magnitudes.
 
-    Inputs of the output projection must have the same scale if their query heads read the same value head.
+    This concerns the output projection: its inputs must have the same scale if their query heads share a value head.
     """
     if fold.before != "values":
         return magnitudes_I
@@ -74,11 +77,12 @@ def shared(fold: Fold, config: ModelConfig, magnitudes_I: Any) -> Any:
 def fold_in(
     fold: Fold, config: ModelConfig, params: Params, scale_I: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Multiplies the weights of a fold by scales [inputs], and divides the parameters before them by the scales.
+    """Multiplies the weights of a fold by the scales of their inputs, and divides the parameters before them by the
+    scales.
 
-    Returns (the parameters of the block, float32 on the host; the scales that were applied). A norm's vector is
-    rounded to float16, as it will be stored, and the applied scales are computed from the rounded vector. So the
-    folded model differs from the original only by the rounded weights.
+    Returns the parameters of the block, float32 on the host, and the scales that were applied. The vector of a norm is
+    rounded to float16, in which it will be stored, and the applied scales are computed from the rounded vector. So
+    only the quantization of weights changes what the model computes.
     """
     folded = dict(params)
     scale_I = BEFORE[fold.before](config, folded, np.asarray(scale_I, np.float32))

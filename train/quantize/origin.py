@@ -31,13 +31,16 @@ from bytescope.train.weights.patterns import Pattern
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Weights to quantize.
+    """A model to quantize.
 
     Fields:
-      source: the unquantized weights and their tokenizer. model: config of the model. family: Hugging Face family of
-        the folder to write. raw: content of config.json. write_text: writes tokenizer and generation_config.json into
-        a folder. fingerprint: hash of the weights. held: bytes of a checkpoint that stay on the host while it is read
-        layer by layer.
+      source: the unquantized weights and their tokenizer.
+      model: config of the model.
+      family: Hugging Face model family of the folder to write.
+      raw: content of the config.json to write.
+      write_text: function that writes tokenizer and generation_config.json into a folder.
+      fingerprint: hash of the weights.
+      held: bytes of a checkpoint that stay in host memory while it is read layer by layer.
     """
 
     source: Source
@@ -50,10 +53,10 @@ class Origin:
 
 
 def open_origin(path: Path, step: int | None, group: int) -> Origin:
-    """Opens the weights of a run or a folder to quantize them in groups of `group` inputs.
+    """Opens the weights of a run or a folder to quantize them. `group` inputs will share a scale.
 
     Raises:
-      UserError: the weights cannot be read, are quantized already, or cannot be stored in a 4-bit format.
+      UserError: the weights cannot be read, are already quantized, or cannot be stored in a 4-bit format.
     """
     source = open_source(path, step)
     if source.parameter is None:
@@ -70,8 +73,9 @@ def open_origin(path: Path, step: int | None, group: int) -> Origin:
         # Both formats store each weight in a tensor of its own, [outputs, inputs].
         if row.parts or pattern.ours[: len(pattern.theirs[1])] != pattern.theirs[1]:
             raise UserError(
-                f"{path}: {origin.raw['model_type']} stores weights in tensors ({row.tensor}) that are not one "
-                "nn.Linear each, as the 4-bit formats require; write it unquantized with bytescope export"
+                f"{path}: the 4-bit formats store each weight in a separate tensor [outputs, inputs], but "
+                f"{origin.raw['model_type']} stores {row.tensor} in another way: write the model unquantized with "
+                "bytescope export"
             )
     return origin
 
@@ -117,10 +121,10 @@ def _origin_of_folder(source: Source, folder: Folder) -> Origin:
 
 
 def check_model(title: str, model: ModelConfig, group: int) -> None:
-    """Raises UserError if the model cannot be quantized.
+    """Raises UserError if the model cannot be quantized. `title` names the model in the message.
 
-    It must be dense with grouped-query attention. The inputs of each weight must be a multiple of `group`, its outputs
-    a multiple of the weights per 32-bit word.
+    The model must be dense with grouped-query attention. The number of inputs of each weight must be a multiple of
+    `group`, and the number of its outputs a multiple of the weights per 32-bit word.
     """
     if model.experts or model.attention_kind != "gqa":
         what = "experts" if model.experts else "latent attention"

@@ -43,10 +43,12 @@ COMPONENTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of the folder.
+    """A tensor to write into the folder.
 
-    dtype: safetensors name, such as "F16". path: dotted path of our parameter. part: which tensor of a packed weight
-    this is, such as "qweight"; "" if the parameter is not packed.
+    Attributes:
+      dtype: safetensors name of the dtype, such as "F16".
+      path: dotted path of our parameter.
+      part: which tensor of a packed weight this is, such as "qweight"; "" if the parameter is not packed.
     """
 
     name: str
@@ -62,12 +64,14 @@ class Stored:
 
     @property
     def layer(self) -> int:
-        """Number of the layer; -1 for a parameter outside the layers."""
+        """Number of the tensor's layer; -1 if it is outside the layers."""
         return int(self.path.split(".")[1]) if self.path.startswith("blocks.") else -1
 
 
 def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
-    """Returns the tensors of the folder: tables and final norm first, then layer by layer."""
+    """Returns the tensors of the folder in the order in which they are written: embedding tables, head and final norm
+    first, then layer by layer.
+    """
     model, tensors = origin.model, list[Stored]()
     sizes, packed = sizes_of(model), packed_paths(model)
     for path, (row, name) in rows_by_path(origin.family, parameters_of(model)).items():
@@ -83,7 +87,7 @@ def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
 
 
 def bytes_by_component(tensors: Sequence[Stored], origin: Origin) -> dict[str, tuple[int, int]]:
-    """Returns component -> (bytes of its weights in 16 bits, bytes in the folder)."""
+    """Returns component of the model -> (bytes of its weights in 16 bits, bytes in the quantized folder)."""
     sizes, unquantized, written = sizes_of(origin.model), Counter[str](), Counter[str]()
     for path, (row, _) in rows_by_path(origin.family, parameters_of(origin.model)).items():
         unquantized[_component(path)] += 2 * math.prod(Pattern.parse(row.pattern).their_shape(sizes))
@@ -98,14 +102,15 @@ def _component(path: str) -> str:
 
 
 class Output:
-    """The folder while it is written.
+    """The output folder while it is written. Its finished layers are kept if the command is interrupted.
 
     Args:
-      out: path of the finished folder. settings: everything that affects the stored values. Partial output with other
-        settings cannot be resumed. force: delete partial output and start from the beginning.
+      out: path of the finished folder.
+      settings: everything that affects the stored values. Partial output with other settings cannot be resumed.
+      force: True to delete partial output and start from the beginning.
 
     Attributes:
-      done: progress rows of the finished layers, in order.
+      done: a row with the errors of each finished layer, in order.
 
     Raises:
       UserError: the folder has partial output with other settings.
@@ -136,7 +141,9 @@ class Output:
         self._files = existing or Files(self.folder, self.tensors, shard_bytes)
 
     def _read_progress(self) -> list[dict[str, Any]]:
-        """Returns the rows of the layers that an interrupted quantization has finished."""
+        """Returns the rows of the layers that an interrupted command has finished. Raises UserError if they were
+        quantized with other settings.
+        """
         try:
             progress = json.loads((self.folder / PROGRESS).read_text())
             settings, layers = progress["settings"], progress["layers"]
@@ -154,10 +161,11 @@ class Output:
         return layers
 
     def write(self, layer: int, params: Params, codes: Mapping[str, Codes]) -> None:
-        """Writes the parameters of a layer, or with layer=-1 the parameters outside the layers.
+        """Writes the parameters of a layer, or the parameters outside the layers if `layer` is -1.
 
         Args:
-          params: path without the layer -> float array. codes: path without the layer -> codes of a weight to pack.
+          params: path in the layer -> unquantized array.
+          codes: path in the layer -> 4-bit weight to pack.
 
         Raises:
           UserError: a value is too large for float16.
@@ -172,7 +180,9 @@ class Output:
             self._files.write(one, [np.ascontiguousarray(array)])
 
     def note(self, row: Mapping[str, Any]) -> None:
-        """Records that the next layer is finished. row: its errors. Raises OSError if the disk cannot be written."""
+        """Records that the next layer is finished. `row` has the errors of the layer. Raises OSError if the disk
+        cannot be written.
+        """
         self._files.sync()
         beside = self.folder / f".{PROGRESS}"
         beside.write_text(json.dumps({"settings": self._settings, "layers": [*self.done, row]}))
@@ -180,8 +190,8 @@ class Output:
         self.done.append(dict(row))
 
     def read(self, layer: int) -> tuple[dict[str, np.ndarray], dict[str, Codes]]:
-        """Reads a layer that `write` wrote; returns (float32 parameters, packed weights), by path
-        without the layer.
+        """Reads a layer that was written before. Returns its float32 parameters and its 4-bit weights, each by path in
+        the layer.
         """
         sizes = sizes_of(self._origin.model)
         params: dict[str, np.ndarray] = {}
@@ -200,8 +210,8 @@ class Output:
         return params, {path: self._layout.unpack(tensors) for path, tensors in packed.items()}
 
     def finish(self) -> None:
-        """Writes config.json and the text files, and moves the folder to OUT. Raises OSError if the disk cannot be
-        written.
+        """Writes config.json and the tokenizer, and moves the finished folder to its final path. Raises OSError if the
+        disk cannot be written.
         """
         raw = {**self._origin.raw, PACKED: self._layout.config(self._group)}
         raw["dtype" if "dtype" in raw else "torch_dtype"] = "float16"
@@ -212,7 +222,7 @@ class Output:
         move_into_place(self.folder, self._out)
 
     def _half(self, one: Stored, array: np.ndarray) -> np.ndarray:
-        """Returns a parameter in float16 and in its layout on disk, without vocabulary padding."""
+        """Returns a parameter in float16 and in the layout on disk, without vocabulary padding."""
         row = rows_by_path(self._origin.family, [one.path])[one.path][0]
         pattern, sizes = Pattern.parse(row.pattern), sizes_of(self._origin.model)
         kept = array[tuple(slice(0, sizes[letter]) for letter in pattern.ours)]
@@ -227,5 +237,5 @@ class Output:
 
 
 def _within(path: str) -> str:
-    """Returns a path without its layer."""
+    """Returns the path of a parameter without the prefix for its layer."""
     return path.split(".", 2)[2] if path.startswith("blocks.") else path

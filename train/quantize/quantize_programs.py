@@ -29,9 +29,12 @@ from bytescope.train.weights.packed_folder import matrices
 
 @dataclasses.dataclass(frozen=True)
 class CallSizes:
-    """Static sizes of the programs.
+    """The static sizes of a call of a program.
 
-    rows: windows per call. length: tokens per window. group: inputs that share a scale.
+    Attributes:
+      rows: windows of text per call.
+      length: tokens per window.
+      group: number of inputs that share a scale.
     """
 
     rows: int
@@ -40,11 +43,12 @@ class CallSizes:
 
 
 class Programs:
-    """The programs of one model. All take and return arrays on the device.
+    """The compiled programs that quantize one model. They take and return arrays on the device.
 
     Args:
-      config: config of a dense model. precision: float32 parameters and the compute dtype. clip: whether the range of
-        quantization groups may be clipped.
+      config: config of a dense model.
+      precision: float32 parameters, and the compute dtype.
+      clip: True if the range of quantization groups may be clipped.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, sizes: CallSizes, device: jax.Device, clip: bool):
@@ -81,12 +85,12 @@ class Programs:
         return self._array(self.sizes.rows, self.sizes.length, dtype=jnp.int32)
 
     def inputs_of(self, fold: Fold) -> int:
-        """Returns the number of inputs of a fold's weights."""
+        """Returns the number of inputs of the weights in a fold."""
         return self.matrices[fold.weights[0]].sizes[0]
 
     @property
     def _sums(self) -> dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-        """Checkpoint name of an input -> shapes of (sum of |x| [I], X'X [I, I])."""
+        """Checkpoint name of an input -> shapes of two sums over the tokens: of |x|, [I], and of X'X, [I, I]."""
         sums = {}
         for fold in self.folds:
             size = self.inputs_of(fold)
@@ -94,7 +98,7 @@ class Programs:
         return sums
 
     def no_sums(self) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Returns sums that are 0, on the device."""
+        """Returns the sums over no tokens: arrays of zeros on the device."""
         return jax.tree.map(lambda like: jax.device_put(np.zeros(like.shape, like.dtype), self._place), self._sums)
 
     def _weight(self, path: str) -> jax.ShapeDtypeStruct:
@@ -108,7 +112,11 @@ class Programs:
         return self._compilations[key]
 
     def embed(self) -> Compilation:
-        """Returns the program (tables, tokens [B, L]) -> the input of the first block [B, L, D]."""
+        """Compiles the program that embeds tokens.
+
+        It takes the parameters outside the layers and the tokens [B, L]. It returns the input of the first block, [B,
+        L, D].
+        """
 
         def run(params, tokens_BL):
             return nnx.merge(self._shell, params).begin(tokens_BL, None, None)
@@ -116,16 +124,20 @@ class Programs:
         return self._compiled(("embed",), run, self.shell_shapes, self._tokens)
 
     def block(self) -> Compilation:
-        """Returns the program (parameters of a block, layer number, x [B, L, D]) -> output of the block [B, L, D]. x
-        is donated.
+        """Compiles the program that runs a block.
+
+        It takes the parameters of the block, the layer number and x [B, L, D], which is donated. It returns the output
+        of the block, [B, L, D].
         """
         return self._compiled(
             ("block",), self._run_block, self.block_shapes, self._array(dtype=jnp.int32), self._x, donate_argnums=2
         )
 
     def watch(self) -> Compilation:
-        """Returns the program (parameters, layer number, x, sums) -> (output of the block, sums including the inputs
-        of these tokens). x and sums are donated.
+        """Compiles the program that runs a block and sums the statistics of the inputs of its weights.
+
+        It takes the parameters of the block, the layer number, x and the sums so far; x and the sums are donated. It
+        returns the output of the block, and the sums with these tokens added.
         """
 
         def run(params, layer, x_BLD, sums):
@@ -147,8 +159,10 @@ class Programs:
         return block(x_BLD)[0]
 
     def head(self) -> Compilation:
-        """Returns the program (tables, output of the last block, tokens) -> sum of -log p over all tokens except the
-        first of each row.
+        """Compiles the program that computes the loss.
+
+        It takes the parameters outside the layers, the output of the last block and the tokens. It returns the sum of
+        -log p over all tokens except the first of each row.
         """
 
         def run(params, x_BLD, tokens_BL):
@@ -160,7 +174,11 @@ class Programs:
         return self._compiled(("head",), run, self.shell_shapes, self._x, self._tokens)
 
     def search(self, fold: Fold) -> Compilation:
-        """Returns the program (X'X, mean |x|, weights [I, O]) -> the result of `scale_search.search_scale`."""
+        """Compiles the program that searches the scales of a fold.
+
+        It takes X'X and mean |x| of the input and the weights [I, O]. It returns the result of
+        `scale_search.search_scale`.
+        """
         size = self.inputs_of(fold)
         weights = tuple(map(self._weight, fold.weights))
 
@@ -172,8 +190,10 @@ class Programs:
         return self._compiled(("search", fold.name), run, self._array(size, size), self._array(size), weights)
 
     def quantize(self, fold: Fold, path: str) -> Compilation:
-        """Returns the program (X'X, scales, weight, scaled weight) -> (codes, error of the codes, error of plain
-        rounding).
+        """Compiles the program that quantizes a weight.
+
+        It takes X'X, the scales, the weight and the scaled weight. It returns the codes, their error, and the error of
+        rounding without scales.
         """
         shape, clip, group = self.matrices[path].sizes, self._clip and path in fold.clipped, self.sizes.group
 
@@ -190,17 +210,19 @@ class Programs:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the parameters of one block on the device."""
+        """Bytes of the parameters of a block on the device."""
         return device_bytes(self.block_shapes)
 
     def peak_bytes(
         self, target: Target | None = None, tell: Callable[[str], None] = lambda name: None, searching: bool = True
     ) -> dict[str, int]:
-        """Returns program -> bytes on the device while it runs, including arrays that other programs keep on the
-        device.
+        """Compiles the programs. Returns program -> bytes on the device while it runs, including arrays that other
+        programs keep there.
 
-        target: None for the devices of this process. tell: is called with the name of each program. searching: include
-        the scale search.
+        Args:
+          target: the target to compile for; None for the devices of this process.
+          tell: function that is called with the name of each program.
+          searching: True to include the program that searches scales.
         """
 
         def measure(name: str, compilation: Compilation, beside: int = 0) -> int:
@@ -220,8 +242,8 @@ class Programs:
 
 
 def put(flat: Mapping[str, Any], like: Any) -> Any:
-    """Puts host arrays, dotted path -> array, on the device of `like`; returns them as a tree with the dtypes of
-    `like`.
+    """Moves the host arrays `flat`, dotted path -> array, to the device. Returns them as a tree with the structure and
+    dtypes of `like`.
     """
     return jax.tree.map(
         lambda array, shape: jax.device_put(np.asarray(array).astype(shape.dtype, copy=False), shape.sharding),

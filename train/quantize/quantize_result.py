@@ -10,15 +10,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that a quantization needs, known before it begins.
+    """The memory that a quantization needs, known before it starts.
 
     Fields:
       device: program -> bytes on the device while it runs.
       limit: bytes of the device that may be used.
-      streams: bytes of activations on the host.
-      layer: host bytes of one layer, or of the tables if they are larger.
-      held: host bytes of a run's checkpoint.
-      folder: bytes of the weights on disk.
+      streams: host bytes of the activations.
+      layer: host bytes of one layer, or of the parameters outside the layers if those are larger.
+      held: host bytes of a run's checkpoint that stay in memory.
+      folder: bytes of the written weights on disk.
     """
 
     device: Mapping[str, int]
@@ -30,34 +30,37 @@ class Memory:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """(name of the program that needs the most bytes, its bytes on the device)."""
+        """Name of the program that needs the most bytes on the device, and these bytes."""
         return max(self.device.items(), key=lambda item: item[1])
 
     @property
     def fits(self) -> bool:
-        """True if the largest program fits the device."""
+        """True if every program fits in the memory of the device."""
         return self.peak[1] <= self.limit
 
     @property
     def host(self) -> int:
-        """Bytes on the host."""
+        """Bytes of host memory."""
         return self.streams + self.layer + self.held
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationResult:
-    """The results of a finished quantization.
+    """The result of a finished quantization.
 
     Fields:
-      title: title of the model. out: path of the folder. facts: lines that describe the settings. memory: bytes that
-        it needed.
-      components: name -> (bytes in 16 bits, bytes in the folder).
+      title: title of the model.
+      out: path of the folder.
+      facts: lines that describe the settings.
+      memory: the memory that it needed.
+      components: component of the model -> (bytes in 16 bits, bytes in the folder).
       before, after: perplexity of the held-out text with the original and with the quantized weights.
       tokens: (number of calibration tokens, number of held-out tokens).
-      layers: a row per layer. `layer`: its number. `stream`: mean square difference of the residual stream after the
-        layer from the original, as a fraction of the original's mean square. `weights`: a row per weight with `weight`
-        (path), `power` (exponent of the magnitudes), `error` and `rounding` (errors of the stored weight and of plain
-        rounding, as fractions of the mean square of the output).
+      layers: a row per layer. `layer` is its number. `stream` is the mean square error of the residual stream after
+        the layer, as a fraction of the original's mean square. `weights` has a row per weight: `weight` is its path,
+        `power` the exponent of the input magnitudes in the scales, `error` the mean square error of the outputs with
+        the stored weight, and `rounding` the same error with rounding only; both are fractions of the mean square of
+        the outputs.
       versions: versions of the libraries.
     """
 
@@ -74,7 +77,7 @@ class QuantizationResult:
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """(bytes of all weights in 16 bits, bytes in the folder)."""
+        """Bytes of all weights in 16 bits, and in the quantized folder."""
         return tuple(sum(sizes) for sizes in zip(*self.components.values()))
 
     @property
@@ -83,6 +86,6 @@ class QuantizationResult:
         return [row["weight"] for row in self.layers[0]["weights"]]
 
     def to_json(self) -> str:
-        """Returns the text of --json."""
+        """Returns the result as the text of a JSON file."""
         fields = dataclasses.asdict(self)
         return json.dumps({**fields, "perplexity": {"before": self.before, "after": self.after}}, indent=2) + "\n"

@@ -43,7 +43,9 @@ ROWS = 4  # maximum number of windows per call of a program
 class PreparedQuantization:
     """A quantization that is ready to run.
 
-    memory: bytes that it needs. tokens: (number of calibration tokens, number of held-out tokens).
+    Attributes:
+      memory: the memory that it needs.
+      tokens: (number of calibration tokens, number of held-out tokens).
     """
 
     quantization: Quantization
@@ -52,11 +54,12 @@ class PreparedQuantization:
 
 
 def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantization:
-    """Opens the weights and texts that the arguments name, compiles the programs, and reserves disk space.
+    """Opens the weights and texts of the command line, compiles the programs, and reserves the disk space of the
+    output.
 
     Raises:
-      UserError: a mistake in the arguments, the weights or the texts.
-      DoesNotFit: one layer does not fit the device.
+      UserError: the arguments, the weights or the texts are wrong.
+      DoesNotFit: one layer does not fit in the memory of the device.
     """
     origin = open_origin(args.source, args.step, args.group)
     device, method = jax.local_devices()[0], METHODS[args.method]
@@ -94,13 +97,13 @@ def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantizat
 
 
 def read_windows(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (calibration windows, held-out windows), each int32 [windows, length].
+    """Returns the calibration windows and the held-out windows, each int32 [windows, length].
 
-    The length is `--length`, or the model's maximum number of positions if that is less. Both numbers of windows are
-    multiples of the windows per call.
+    The length is the value of --length, or the model's maximum number of positions if that is smaller. Both numbers of
+    windows are multiples of the windows per program call.
 
     Raises:
-      UserError: a file cannot be read, or is too short.
+      UserError: a file cannot be read, or has too little text.
     """
     length = min(args.length, source.length)
     windows = _cut(source, args.calibrate, "--calibrate", length)
@@ -124,7 +127,9 @@ def _rows_per_call(calibration: int, held_out: int) -> int:
 
 
 def _cut(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
-    """Returns the windows of a file. The texts of the file are concatenated without separators."""
+    """Returns the windows of a file, int32 [windows, length]. The texts of the file are joined without separators.
+    Error messages name the command-line flag `flag`.
+    """
     with Prompts(source, chat=False) as prompts:
         tokens = np.concatenate([np.asarray(text, np.int32) for text in read_texts(prompts, path, flag)])
     return tokens[: len(tokens) // length * length].reshape(-1, length)
@@ -139,7 +144,8 @@ def _require(windows: np.ndarray, needed: int, path: Path, length: int) -> None:
 
 
 def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
-    """Returns (a title, the bytes of quantizing a model on a target, which need not be present).
+    """Returns the title of a model and the memory that quantizing it on a target needs. The target's devices need not
+    be present.
 
     Raises:
       UserError: the model does not exist or cannot be quantized.
@@ -164,7 +170,7 @@ def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
 
 
 def _read_model(args: argparse.Namespace) -> ModelConfig:
-    """Returns the model config of a run, a folder (of which only config.json is needed) or a config."""
+    """Returns the model config of a run, a folder or a config. Of a folder, only config.json is read."""
     source = find_source(args.source, RunPath, WeightsPath, ConfigPath)
     if isinstance(source, RunPath):
         config = SavedRun.open(source.path, args.step).config
@@ -184,8 +190,8 @@ def _count_memory(
     folder: int,
     held: int = 0,
 ) -> Memory:
-    """Returns the bytes of a quantization. held: host bytes of a checkpoint, whose stacks of layers are decoded as a
-    whole.
+    """Returns the memory that a quantization needs. `held`: host bytes of a checkpoint that stay in memory because its
+    stacks of layers are decoded as a whole.
     """
     calibration, held_out = tokens
     streams = (calibration + 2 * held_out) * model.d_model * jax.numpy.dtype(programs.precision.compute).itemsize
@@ -196,7 +202,7 @@ def _count_memory(
 
 
 def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcome: Outcome) -> QuantizationResult:
-    """Returns the record of a finished quantization."""
+    """Returns the result of a finished quantization."""
     quantization = prepared.quantization
     calibration, held_out = prepared.tokens
     facts = (

@@ -19,7 +19,7 @@ BAR = 24  # columns of the longest bar
 
 
 def memory_view(memory: Memory) -> RenderableType:
-    """Returns the table of bytes that is shown before a quantization begins."""
+    """Returns the table of memory that is printed before a quantization starts."""
     name, peak = memory.peak
     rows = FigureTable(label(), figure(), words())
     rows.add("device", human(peak), f"of {human(memory.limit)}, in the program '{name}'")
@@ -34,7 +34,7 @@ def memory_view(memory: Memory) -> RenderableType:
 
 
 def plan_view(title: str, memory: Memory) -> RenderableType:
-    """Returns the table of bytes by program on a target, and whether they fit."""
+    """Returns the table of the bytes that each program needs on a target, and a line that says if they fit."""
     programs = FigureTable(label("on the device"), figure("bytes"))
     for name, size in memory.device.items():
         programs.add(name, human(size))
@@ -49,7 +49,7 @@ def plan_view(title: str, memory: Memory) -> RenderableType:
 
 
 def result_view(result: QuantizationResult) -> RenderableType:
-    """Returns the summary of a quantization: perplexity, bytes by component, error by layer."""
+    """Returns the result for the terminal: perplexity, bytes by component, and errors by layer."""
     sizes = FigureTable(label(), figure("16 bits"), figure("here"), figure("share"))
     whole = result.bytes
     for name, (unquantized, quantized) in [*result.components.items(), ("all", whole)]:
@@ -85,7 +85,7 @@ def result_view(result: QuantizationResult) -> RenderableType:
 
 
 def result_page(result: QuantizationResult) -> str:
-    """Returns the HTML page of a quantization."""
+    """Returns the result as an HTML page."""
     before, after = result.bytes
     sizes = (
         ("component", "name", lambda row: row[0]),
@@ -115,7 +115,9 @@ def result_page(result: QuantizationResult) -> str:
 
 
 def page_data(result: QuantizationResult) -> dict[str, Any]:
-    """Returns the data of the plot: layer numbers, and for each line its error fractions by layer, 0 to 1."""
+    """Returns the data of the plot of errors by layer: the layer numbers and the error of each line, a fraction from 0
+    to 1.
+    """
     shares = {
         "rounding": [mean_error(row)[0] for row in result.layers],
         "written": [mean_error(row)[1] for row in result.layers],
@@ -128,8 +130,8 @@ def page_data(result: QuantizationResult) -> dict[str, Any]:
 
 
 def heat(result: QuantizationResult) -> list[dict[str, Any]]:
-    """Returns a row per layer of the heat map: for each weight the error, the error relative to the largest error (0
-    to 1), and the exponent of its scales.
+    """Returns the rows of the heat map, one per layer. For each weight, a row has the error, the error relative to the
+    largest error (0 to 1), and the exponent of its scales.
     """
     most = max(one["error"] for row in result.layers for one in row["weights"]) or 1.0
     return [
@@ -151,8 +153,8 @@ def heat(result: QuantizationResult) -> list[dict[str, Any]]:
 
 
 def mean_error(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns (error of plain rounding, error of the stored weights) of a row of `layers`: means over the weights of
-    the layer.
+    """Returns the mean error of the weights of a layer with rounding only, and with the stored weights. `row` is a row
+    of `QuantizationResult.layers`.
     """
     products = row["weights"]
     rounding = sum(product["rounding"] for product in products) / len(products)

@@ -28,10 +28,12 @@ from bytescope.train.weights.packed import Codes
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method of quantization.
+    """A quantization method.
 
-    summary: its description. scales: whether inputs are scaled by their magnitudes in the calibration text. clip:
-    whether the range of a group may be clipped.
+    Attributes:
+      summary: its description.
+      scales: True if inputs are scaled by their magnitudes in the calibration text.
+      clip: True if the range of a quantization group may be clipped.
     """
 
     summary: str
@@ -48,10 +50,13 @@ Tell = Callable[[int, int, str], None]  # called with (finished program calls, t
 
 @dataclasses.dataclass
 class Streams:
-    """Activations on the host in the compute dtype, each [windows, tokens, d_model].
+    """The residual streams between two layers, in host memory and in the compute dtype, each [windows, tokens,
+    d_model].
 
-    calibration, original: calibration text and held-out text in the original model. written: held-out text in the
-    quantized model.
+    Attributes:
+      calibration: the calibration text in the original model.
+      original: the held-out text in the original model.
+      written: the held-out text in the quantized model.
     """
 
     calibration: np.ndarray
@@ -61,7 +66,7 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of `Quantization.run`. The fields are those of the same name in QuantizationResult."""
+    """The result of `Quantization.run`. QuantizationResult explains its fields."""
 
     layers: list[dict[str, Any]]
     before: float
@@ -69,11 +74,11 @@ class Outcome:
 
 
 class Quantization:
-    """The quantization of one model. `run` does all of it.
+    """Quantizes one model. Call `run`.
 
     Args:
-      tokens: (calibration windows, held-out windows), each int32 [windows, tokens]. Both numbers of windows are
-        multiples of the windows per call.
+      tokens: calibration windows and held-out windows, each int32 [windows, tokens]. Both numbers of windows are
+        multiples of the windows per program call.
     """
 
     def __init__(
@@ -96,13 +101,13 @@ class Quantization:
 
     @property
     def calls(self) -> int:
-        """Total number of program calls on windows."""
+        """Total number of calls of programs that process windows."""
         rows = self.programs.sizes.rows
         return self.origin.model.n_layers * (len(self._calibration) + 2 * len(self._held_out)) // rows
 
     def run(self) -> Outcome:
-        """Quantizes and writes all layers. Layers that an interrupted run has finished are only run, not quantized
-        again.
+        """Quantizes and writes all layers. A layer that an interrupted command has finished is read instead of
+        quantized again.
         """
         self.output.write(-1, self._tables(), {})
         shell = put(self._tables(), self.programs.shell_shapes)
@@ -136,8 +141,8 @@ class Quantization:
             self.output.note({"layer": layer, "stream": drift(streams), "weights": errors})
 
     def _forward(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
-        """Runs a stream through a block in place. With `watch`, returns the sums over the inputs of the block's
-        weights.
+        """Runs a stream through a block and overwrites it with the block's output. If `watch` is set, returns the sums
+        over the inputs of the block's weights.
         """
         rows, number = self.programs.sizes.rows, np.int32(layer)
         program = (self.programs.watch() if watch else self.programs.block()).executable
@@ -156,7 +161,9 @@ class Quantization:
     def _quantize(
         self, layer: int, params: dict[str, np.ndarray], sums: Any
     ) -> tuple[dict[str, np.ndarray], dict[str, Codes], list[dict[str, Any]]]:
-        """Returns (scaled unquantized parameters, packed weights, an error row for each weight)."""
+        """Quantizes a layer. Returns the scaled unquantized parameters, the 4-bit weights, and a row of errors for
+        each weight.
+        """
         scaled, scales, powers = dict(params), {}, {}
         for fold in self.programs.folds:
             self._tell(self._calls, self.calls, f"layer {layer}: scales of {fold.name}")
@@ -187,8 +194,8 @@ class Quantization:
         params: Mapping[str, np.ndarray],
         scaled: Mapping[str, np.ndarray],
     ) -> tuple[Codes, dict[str, float]]:
-        """Returns a packed weight, its error and the error of plain rounding, both as fractions of the output's mean
-        square.
+        """Quantizes a weight. Returns the 4-bit weight, and its error and the error of rounding only, as fractions of
+        the mean square of the outputs.
         """
         program = self.programs.quantize(fold, path).executable
         codes, error, plain = program(gram_II, scale_I, self._flat(params, path), self._flat(scaled, path))
@@ -204,7 +211,7 @@ class Quantization:
         return {path: self._parameter(path).astype(np.float32) for path in self._outside}
 
     def _written_tables(self) -> Any:
-        """Returns the written parameters outside the layers, on the device, with zeros as vocabulary padding."""
+        """Returns the parameters outside the layers as they were written, on the device. Vocabulary padding is 0."""
         stored, like = self.output.read(-1)[0], self.programs.shell_shapes
         sizes = {".".join(path): leaf.shape for path, leaf in flatten_dict(like).items()}
         padded = {}
@@ -233,13 +240,13 @@ class Quantization:
 
 
 def decoded(one: Codes) -> np.ndarray:
-    """Returns the float32 weights [inputs, outputs] that the codes represent."""
+    """Returns the float32 weights [inputs, outputs] that a 4-bit weight stands for."""
     return np.asarray(groups.decode(*map(jnp.asarray, (one.codes_IO, one.zeros_GO, one.scales_GO))))
 
 
 def drift(streams: Streams) -> float:
-    """Returns the mean square difference between the two held-out streams, as a fraction of the original stream's mean
-    square.
+    """Returns the mean square difference between the held-out streams of the quantized and the original model, as a
+    fraction of the original stream's mean square.
     """
     difference = power = 0.0
     for mine, theirs in zip(streams.written, streams.original):

@@ -23,20 +23,26 @@ SHARES = tuple(1 - step / 20 for step in range(10))  # fractions of a group's ra
 
 
 def scale_of(magnitudes_I: jax.Array, power: jax.Array | float) -> jax.Array:
-    """Returns scales [inputs]: magnitudes to a power, normalized so that the largest scale is the inverse of the
-    smallest.
+    """Returns scales [inputs]: the magnitudes raised to a power, normalized so that the largest scale is the inverse
+    of the smallest.
     """
     scale_I = jnp.maximum(magnitudes_I, 1e-4) ** power
     return scale_I / jnp.sqrt(scale_I.max() * scale_I.min())
 
 
 def error_of(gram_II: jax.Array, delta_IO: jax.Array) -> jax.Array:
-    """Returns the trace of D' G D, for D = `delta_IO`."""
+    """Returns the squared error of the outputs, summed over tokens and outputs, if weights are changed by D =
+    `delta_IO`.
+
+    It is the trace of D' G D, where G = `gram_II` is X'X of the inputs.
+    """
     return (delta_IO * (gram_II @ delta_IO)).sum()
 
 
 def share_of(gram_II: jax.Array, w_IO: jax.Array, replaced_IO: jax.Array) -> jax.Array:
-    """Returns the error of a replaced weight as a fraction of the output's mean square; 0 if the output is 0."""
+    """Returns the squared error of the outputs if the weight `w_IO` is replaced by `replaced_IO`, as a fraction of the
+    outputs' sum of squares. Returns 0 if the outputs are 0.
+    """
     whole = error_of(gram_II, w_IO)
     return jnp.where(whole > 0, error_of(gram_II, replaced_IO - w_IO) / whole, 0)
 
@@ -45,10 +51,13 @@ def share_of(gram_II: jax.Array, w_IO: jax.Array, replaced_IO: jax.Array) -> jax
 def search_scale(
     gram_II: jax.Array, magnitudes_I: jax.Array, weights: Sequence[jax.Array], group: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (the best scales [inputs], their exponent, the error of each exponent [POWERS]) for weights that share
-    an input.
+    """Searches the scales of weights that share an input. Returns the best scales [inputs], the exponent of the
+    magnitudes in them, and the error of each exponent that was tried [POWERS].
 
-    gram_II: X'X. magnitudes_I: mean |x|. group: inputs per quantization group.
+    Args:
+      gram_II: X'X of the inputs.
+      magnitudes_I: mean |x| of the inputs.
+      group: number of inputs that share a scale.
     """
 
     def error(power: jax.Array) -> jax.Array:
@@ -68,11 +77,15 @@ def search_scale(
 def quantize(
     gram_II: jax.Array, scale_I: jax.Array, w_IO: jax.Array, group: int, clip: bool
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Returns (codes, zero points and scales as from `groups.encode`; error as a fraction of the output's mean
-    square).
+    """Quantizes a scaled weight. Returns its codes, zero points and scales, as `groups.encode` does, and its error as
+    a fraction of the outputs' mean square.
 
-    gram_II: X'X of the inputs before they were divided by `scale_I`. w_IO: the scaled weight, float32. clip: whether
-    to clip the range of groups.
+    Args:
+      gram_II: X'X of the inputs, before they were divided by `scale_I`.
+      scale_I: scale of each input.
+      w_IO: the scaled weight, float32.
+      group: number of inputs that share a scale.
+      clip: True to clip the range of groups if that reduces the error.
     """
     gram_II = gram_II / (scale_I[:, None] * scale_I[None])
     kept = _shares(gram_II, w_IO, group) if clip else 1.0
@@ -81,7 +94,9 @@ def quantize(
 
 
 def _shares(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
-    """Returns for each group the fraction of its range that minimizes the group's error, float32 [groups, outputs]."""
+    """Returns the clip ratio of each group with the smallest error, float32 [groups, outputs]. The clip ratio is the
+    fraction of the group's range that is kept.
+    """
     inputs, outputs = w_IO.shape
     count = inputs // group
     number = jnp.arange(count)
@@ -98,5 +113,5 @@ def _shares(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
 
 @partial(jax.jit, static_argnames="group")
 def rounding_error(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
-    """Returns the error of plain rounding as a fraction of the output's mean square."""
+    """Returns the error of rounding the weight without scales, as a fraction of the outputs' mean square."""
     return share_of(gram_II, w_IO, groups.decode(*groups.encode(w_IO, group)))

@@ -45,18 +45,20 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def tensor_name(matrix: str, half: str) -> str:
-    """Returns peft's name for half "a" or "b" of the adapter of a tensor. matrix: the name of the tensor on disk."""
+    """Returns the name that peft gives to half "a" or "b" of a LoRA adapter. `matrix` is the name of the adapted
+    tensor.
+    """
     return f"base_model.model.{matrix.removesuffix('.weight')}.lora_{half.upper()}.weight"
 
 
 def settle(config: ConfigDict, given: Collection[str]) -> None:
-    """Sets rank, alpha and targets of `config.lora` from the folder `init.adapter` if lora.rank is 0; else checks that
-    they agree.
+    """Sets rank, alpha and targets in `config.lora` from the folder `init.adapter` if lora.rank is 0. Otherwise checks
+    that the config agrees with the folder.
 
-    given: dotted keys of the command line, which are never changed.
+    `given` has the dotted keys of the command line, which are never changed.
 
     Raises:
-      UserError: a value that differs, an adapter that is not plain LoRA, or an adapter of another model.
+      UserError: a value differs, or the adapter is not plain LoRA, or it belongs to another model.
     """
     path = config.init.adapter
     if not config.init.folder:
@@ -91,9 +93,10 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
 
 
 def origin(adapter: str, base: str) -> str:
-    """Returns text that says where adapters come from, and names their base model if its name differs from our folder.
+    """Returns a text that says which folder the adapters were read from. If they were trained with a base model of
+    another name, the text also has this name.
 
-    If the shapes of two models are equal, only the name tells them apart.
+    Models with equal shapes can only be told apart by name.
     """
     folder = Folder.open_adapter(adapter)
     theirs = folder.config.get("base_model_name_or_path")
@@ -109,12 +112,12 @@ def origin(adapter: str, base: str) -> str:
 def adapter_leaves(
     folder: Folder, model: ModelConfig, base: Folder, rank: int, targets: Collection[str]
 ) -> dict[str, Leaf]:
-    """Returns our dotted path of each adapter half, such as `blocks.3.attention.w_q_a` -> its lazy view.
+    """Returns the lazy view of each half of an adapter, by our dotted path, such as `blocks.3.attention.w_q_a`.
 
-    base: the weights that the adapters belong to, whose tensor names peft uses.
+    `base` is the folder of the weights that the adapters belong to. peft uses its tensor names.
 
     Raises:
-      UserError: a tensor is missing, unexpected, of a wrong shape, or of an unsupported dtype; the error names it.
+      UserError: a tensor is missing, unexpected, or has a wrong shape or dtype; the error names it.
     """
     family, sizes, leaves = family_of(base.config, str(base.path / CONFIG)), {**sizes_of(model), "r": rank}, {}
     # Layers with experts have no matrices of a dense MLP.
@@ -147,7 +150,7 @@ def adapter_leaves(
 
 
 def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
-    """Returns the name on disk of each matrix that may have an adapter -> (our dotted path, its row of the family)."""
+    """Returns the matrices that may have an adapter: name on disk -> (our dotted path, its row in the family)."""
     rows = {ours: row for ours, row in family.rows.items() if not row.parts and ours.rpartition(".w_")[2] in TARGETS}
     matrices: dict[str, tuple[str, TensorRow]] = {}
     for layer in map(str, range(layers)):
@@ -157,8 +160,8 @@ def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
 
 
 def _targets(folder: Folder, family: Family, layers: int) -> tuple[str, ...]:
-    """Returns the targets of a folder's adapters, from the names of its tensors, since `target_modules` may be
-    patterns.
+    """Returns which matrices the folder's adapters adapt, as values of lora.targets. They are derived from the names
+    of tensors, since `target_modules` may contain patterns.
     """
     known: dict[str, str] = {}
     for name, (path, _) in _matrices(family, layers).items():

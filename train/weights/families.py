@@ -18,12 +18,16 @@ REQUIRED = None
 
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
-    """A tensor of a family, which contains one of our parameters or a part of it that other parameters share.
+    """A tensor of a model family, and which of our parameters it contains.
 
-    tensor: its name on disk. pattern: its layout (patterns.py). parts: if several parameters share the tensor, the
-    letters of each along the shared axis, in order. part: index of this parameter in `parts`. In an axis of several
-    letters, the last letter may be shared: in "(h k) c" with parts k and u, each h has k rows of the first parameter,
-    then u rows of the second.
+    Several parameters may share an axis of a tensor. In an axis of several letters, they may share the last letter: in
+    "(h k) c" with the parts k and u, each h has k rows of the first parameter and then u rows of the second.
+
+    Attributes:
+        tensor: its name on disk.
+        pattern: its layout; see patterns.py.
+        part: index of our parameter in `parts`.
+        parts: if several parameters share the tensor, the letters of each along the shared axis, in order.
     """
 
     tensor: str
@@ -34,11 +38,13 @@ class TensorRow:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """The key of config.json that corresponds to one of our keys.
+    """The key of config.json that has the value of one of our config keys.
 
-    key: its name in config.json, "" if there is none; `a|b` means the first of two keys that is present, and exports
-    write a. default: value if the key is absent: a value, a name in hf_config.FORMULAS, or REQUIRED. null: value if
-    the key is present but null; REQUIRED means the same as `default`.
+    Attributes:
+        key: its name in config.json, or "" if there is none. `a|b` means the first of the two keys that is present;
+          exports write the key a.
+        default: value if the key is absent: a value, a name in hf_config.FORMULAS, or REQUIRED.
+        null: value if the key is null. REQUIRED means the value of `default`.
     """
 
     key: str
@@ -47,24 +53,31 @@ class Field:
 
     @property
     def written(self) -> str:
-        """The key that an exported config.json has."""
+        """The name of the key in an exported config.json."""
         return self.key.partition("|")[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One architecture.
+    """A model family of transformers.
 
-    architecture: name of the class in transformers, as in config.json. base: prefix of tensor names that checkpoints
-    without the head leave out. rows: our dotted path -> tensor. fields: key of `config.model` -> its key in
-    config.json. activation: (key in config.json, its values -> our `model.mlp`); the first value is used if the key is
-    absent; `a|b` means the first of two keys that is present. fixed: values of `config.model` that all models of the
-    family share. needs: key in config.json -> values that our model supports; the first is the default if the key is
-    absent. dropouts: (keys of dropout rates, which must be equal, default of an absent key). dropout: whether our
-    dropout, which is applied in more places, is the same as the family's. ignored: patterns of tensor names that
-    contain no parameters. window, rope, routed, balance: row of hf_config.WINDOWS, ROPES, ROUTED (which layers have
-    experts) and BALANCES. predicts: whether tensors of layers after the last one (multi-token prediction) are ignored,
-    as in transformers. expected: keys of hf_config.OTHERS that files of this family have.
+    Attributes:
+        architecture: name of its class in transformers, as in config.json.
+        base: prefix of tensor names, which is missing in checkpoints without the head.
+        rows: our dotted path -> tensor.
+        fields: key of `config.model` -> its key in config.json.
+        activation: the key in config.json, and a mapping of its values to our `model.mlp`. The first value is the
+          default. `a|b` means the first of the two keys that is present.
+        fixed: values of `config.model` that all models of the family share.
+        needs: key in config.json -> values that our model supports. The first value is the default.
+        dropouts: keys of dropout rates, which must be equal, and their default.
+        dropout: True if the family applies dropout in the same places as our model.
+        ignored: patterns of tensor names that contain no parameters.
+        window, rope, routed, balance: row of hf_config.WINDOWS, ROPES, ROUTED and BALANCES: which layers have a
+          sliding window, how positions are rotated, which layers have experts, and the load-balance loss.
+        predicts: True if tensors of layers after the last one (multi-token prediction) are ignored, as in
+          transformers.
+        expected: keys of hf_config.OTHERS that files of this family contain.
     """
 
     architecture: str
@@ -89,8 +102,10 @@ _LAYERS = f"model.layers.{LAYER}."
 
 
 def _layer_rows(before: str, rows: tuple[tuple[Any, ...], ...]) -> dict[str, TensorRow]:
-    """Returns the rows of a block. rows: (our path in the block, tensor, pattern[, part, parts of a
-    shared tensor]).
+    """Returns the tensors of a block by our dotted path. `before` is the prefix of the tensor names on disk.
+
+    Each row is (our path in the block, tensor, pattern), followed by the index of the part and the parts if the tensor
+    is shared.
     """
     return {f"blocks.{LAYER}.{ours}": TensorRow(before + theirs, *layout) for ours, theirs, *layout in rows}
 
@@ -132,7 +147,9 @@ QK_NORMS = _layer_rows(
 
 
 def _experts(block: str, matrices: tuple[str, str, str]) -> dict[str, TensorRow]:
-    """Returns the rows of a layer's router and experts. matrices: names of an expert's gate, up and down matrices."""
+    """Returns the tensors of a layer's router and experts. `matrices`: the names of an expert's gate, up and down
+    matrices.
+    """
     gate, up, down = (f"{block}.experts.{EXPERT}.{name}.weight" for name in matrices)
     return _layer_rows(
         _LAYERS,

@@ -37,11 +37,12 @@ OWN = ("init_std", "dropout")
 
 
 def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[str] = ()) -> ConfigDict:
-    """Returns the config for `hf:FOLDER`: the model of config.json, its weights and tokenizer, and settings for
+    """Returns the config for `hf:FOLDER`. It has the model of config.json, its weights and tokenizer, and settings for
     fine-tuning.
 
-    given: dotted keys of the command line, for which config.json is not checked. leave_out: keys of config.json to
-    ignore, which the caller handles.
+    Args:
+      given: dotted keys of the command line. config.json may have unsupported values for them.
+      leave_out: keys of config.json to ignore, since the caller handles them.
 
     Raises:
       UserError: the folder has no config.json of a supported model.
@@ -63,10 +64,10 @@ def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[st
 
 
 def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
-    """Raises UserError if `config.model` differs from the model of the folder `config.init.folder`. The error names
+    """Raises UserError if `config.model` differs from the model in the folder `config.init.folder`. The error names
     the first difference.
 
-    given: dotted keys of the command line. Keys that the command line sets may differ if they change no shape.
+    `given` has the dotted keys of the command line. They may differ from the folder if this changes no shape.
     """
     folder = config.init.folder
     where = str(Path(folder) / CONFIG)
@@ -88,6 +89,6 @@ def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
     for key, length in (("model.max_seq_len", config.model.max_seq_len), ("data.seq_len", config.data.seq_len)):
         if described.window is not None and length > described.window:
             raise UserError(
-                f"{key}={length}: {where} has a sliding window of {described.window} positions, which our model does "
+                f"{key}={length}: {where} has a sliding window of {described.window} positions, which bytescope does "
                 f"not support; shorter sequences are computed the same, so set {key} to {described.window} or less"
             )

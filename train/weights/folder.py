@@ -70,7 +70,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file. dtype: safetensors name, such as "BF16". start: offset of its first byte in the file."""
+    """A tensor in a safetensors file.
+
+    Attributes:
+      dtype: safetensors name of the dtype, such as "BF16".
+      start: offset in the file of its first byte.
+    """
 
     name: str
     file: str
@@ -86,10 +91,13 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A verified folder.
+    """A folder of weights whose headers have been verified.
 
-    config: content of config.json. tensors: name -> tensor. fingerprint: hash of names, sizes, headers, config.json
-    and the ends of each file. states: size and time of each file when it was verified.
+    Attributes:
+      config: content of config.json.
+      tensors: name -> tensor.
+      fingerprint: hash of config.json, and of the name, size, header and ends of each file.
+      states: size and modification time of each file when it was verified.
     """
 
     path: Path
@@ -100,10 +108,10 @@ class Folder:
 
     @classmethod
     def open(cls, path: str | Path) -> Folder:
-        """Opens the folder at `path`; only config.json, index and headers are read.
+        """Opens the folder at `path`. Reads and verifies config.json, the index and the headers of the files.
 
         Raises:
-          UserError: something is missing, truncated or damaged, or the weights are in an unsupported format.
+          UserError: a file is missing, truncated or damaged, or the format of the weights is not supported.
         """
         root = _folder(path)
         config, text = _config(root)
@@ -134,10 +142,10 @@ class Folder:
 
     @classmethod
     def open_adapter(cls, path: str | Path) -> Folder:
-        """Opens the folder of an adapter that peft saved. `config` is then the content of adapter_config.json.
+        """Opens a folder of adapters that peft saved. Its `config` is the content of adapter_config.json.
 
         Raises:
-          UserError: as for `open`; or the folder contains a pickled adapter, or a model.
+          UserError: a file is missing, truncated or damaged, or the folder contains a pickled adapter or a model.
         """
         root = _folder(path, ADAPTER_CONFIG)
         if not os.path.lexists(root / ADAPTER):
@@ -152,7 +160,8 @@ class Folder:
         return cls(root, config, tensors, digest.hexdigest()[:16], {ADAPTER: state})
 
     def read(self, name: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Returns these spans of a tensor, in the dtype of the file.
+        """Returns a part of a tensor, in the dtype of the file. `spans` has the [start, stop) of the part along each
+        axis.
 
         Raises:
           UserError: the file has changed since it was verified, or a value is NaN or infinite.
@@ -179,9 +188,10 @@ class Folder:
         return piece
 
     def _same(self, name: str) -> State:
-        """Returns the state of a file. Raises UserError if the file has changed since it was verified.
+        """Returns the size and time of a file. Raises UserError if the file has changed since it was verified.
 
-        Files are memory-mapped, and reading past the end of a shortened file would end the process with SIGBUS.
+        Files are memory-mapped, and reading past the end of a file that has become shorter would end the process with
+        SIGBUS.
         """
         path = self.path / name
         try:
@@ -197,10 +207,10 @@ class Folder:
 
 
 def count_non_finite(array: np.ndarray, dtype: str) -> int:
-    """Returns the number of values of an array that are NaN or infinite; 0 for integers. dtype: safetensors name, such
-    as "BF16".
+    """Returns the number of values of an array that are NaN or infinite; 0 if they are integers. `dtype` is the
+    safetensors name of the dtype, such as "BF16".
 
-    The test is whether all exponent bits are set, since NumPy's isfinite is ten times slower for 16-bit floats.
+    The exponent bits are tested, since NumPy's isfinite is ten times slower for 16-bit floats.
     """
     if dtype not in EXPONENTS:
         return 0
@@ -219,14 +229,14 @@ def _state(path: Path) -> State:
 
 @functools.lru_cache(maxsize=2)
 def _map_file(path: str, state: State) -> Any:
-    """Maps a file into memory. state: part of the cache key, so that a changed file is mapped again."""
+    """Maps a file into memory. `state` is part of the cache key, so that a file that has changed is mapped again."""
     from safetensors import safe_open
 
     return safe_open(path, "numpy")
 
 
 def close() -> None:
-    """Closes the files that were read last, so that their mapped pages no longer count as memory of this process."""
+    """Unmaps the files that were read, so that their pages no longer count as memory of this process."""
     _map_file.cache_clear()
 
 
@@ -248,7 +258,9 @@ def _folder(path: str | Path, config: str = CONFIG) -> Path:
 
 
 def _file(root: Path, name: str) -> Path:
-    """Returns the path of a file in the folder. Raises UserError unless it is a regular file inside the folder."""
+    """Returns the path of the file `name` in the folder. Raises UserError if it is not a regular file inside the
+    folder.
+    """
     if not name or name in (".", "..") or Path(name).name != name or "\0" in name:
         raise UserError(
             f"{root / INDEX} names {_quoted(name)}, which is not the name of a file in the folder: download it again"
@@ -257,9 +269,9 @@ def _file(root: Path, name: str) -> Path:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
-        raise UserError(f"{root} has no {_quoted(name)}: download it") from None
+        raise UserError(f"{root} has no file {_quoted(name)}: download the file") from None
     if not stat.S_ISREG(mode):
-        raise UserError(f"{path} is not a regular file: download it")
+        raise UserError(f"{path} is not a regular file: download the file again")
     real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
     allowed = [real_root]
     if real_root.parent.name == "snapshots":  # Hugging Face's cache has links to its blobs
@@ -270,7 +282,9 @@ def _file(root: Path, name: str) -> Path:
 
 
 def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
-    """Returns (the content of a JSON file of the folder, its bytes)."""
+    """Returns the content of a JSON file in the folder, and its bytes. Raises UserError if it is missing or
+    damaged.
+    """
     path = _file(root, name)
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
@@ -286,8 +300,9 @@ def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
 
 
 def _config(root: Path) -> tuple[dict[str, Any], bytes]:
-    """Returns (the content of config.json, its bytes). If there is none, the error names the files that the folder has
-    instead.
+    """Returns the content of config.json, and its bytes.
+
+    Raises UserError if there is none. The error names a file that the folder has instead, such as adapter_config.json.
     """
     if not os.path.lexists(root / CONFIG):
         other = _others(root, UNREADABLE)
@@ -297,7 +312,7 @@ def _config(root: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _index(root: Path) -> dict[str, str]:
-    """Returns tensor name -> file name, from the index; {} for a folder with a single file."""
+    """Returns tensor name -> file name from the index, or {} if the folder has a single file."""
     if not os.path.lexists(root / INDEX):
         if os.path.lexists(root / SINGLE):
             return {}
@@ -316,8 +331,8 @@ def _index(root: Path) -> dict[str, str]:
 
 
 def _others(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[str, str] | None:
-    """Returns (a file that the folder has instead of weights, why it is not supported); None if there is
-    no such file.
+    """Returns a file that the folder has instead of weights, and the reason why it is not supported. Returns None if
+    there is no such file.
     """
     try:
         names = sorted(os.listdir(root))
@@ -359,9 +374,7 @@ def _header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
 
 
 def _ends(path: Path, begin: int) -> bytes:
-    """Returns the first and the last bytes of a file's data, by which models with the same header are
-    distinguished.
-    """
+    """Returns the first and last bytes of the data in a file. They distinguish models whose headers are equal."""
     with open(path, "rb") as file:
         file.seek(begin)
         first = file.read(SAMPLED)
@@ -377,10 +390,10 @@ def _quoted(name: Any) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
-    """Returns (name -> tensor of a safetensors file, the bytes of its header).
+    """Reads the header of a safetensors file. Returns name -> tensor, and the bytes of the header.
 
     Raises:
-      UserError: the file is truncated, longer than its header says, or the header is damaged.
+      UserError: the header is damaged, or the file is shorter or longer than the header says.
       OSError: the file cannot be read.
     """
     size = path.stat().st_size
@@ -388,10 +401,10 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
         first = file.read(8)
         length = int.from_bytes(first, "little") if len(first) == 8 else -1
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise _damaged(path, f"{size:,} bytes are too few for a header of {max(length, 0):,}")
+            raise _damaged(path, f"its {size:,} bytes are too few for a header of {max(length, 0):,} bytes")
         text = file.read(length)
     if len(text) != length:
-        raise _damaged(path, "it ends within its header")
+        raise _damaged(path, "the file ends before the end of its header")
     tensors, end = [], 0
     for name, entry in _entries(path, text):
         tensor, stop = _tensor(path, name, entry, 8 + length)
@@ -400,12 +413,12 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
         if start - 8 - length != end:
             raise _damaged(
                 path,
-                f"the bytes of {_quoted(tensor.name)} begin at {start - 8 - length:,}, and the tensor before it ends "
-                f"at {end:,}",
+                f"the bytes of tensor {_quoted(tensor.name)} begin at {start - 8 - length:,}, but the tensor before "
+                f"it ends at {end:,}",
             )
         end = stop
     if 8 + length + end != size:
-        raise _damaged(path, f"it has {size:,} bytes, and according to its header {8 + length + end:,}")
+        raise _damaged(path, f"it has {size:,} bytes, but its header describes {8 + length + end:,} bytes")
     return {tensor.name: tensor for _, _, tensor in tensors}, text
 
 
@@ -423,23 +436,25 @@ def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its header: {one_line(error)}") from error
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is not a JSON object")
+        raise _damaged(path, "the header of the file is not a JSON object")
     return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
 
 
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> tuple[StoredTensor, int]:
-    """Returns (the tensor of a header's entry, the offset of its end relative to the end of the header)."""
+    """Returns the tensor of an entry in a safetensors header, and the offset at which its data end, relative to the
+    end of the header. Raises UserError if the entry is not valid.
+    """
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         whole = [*shape, start, stop]
     except (TypeError, KeyError, ValueError) as error:
-        raise _damaged(path, f"{_quoted(name)} lacks dtype, shape or data_offsets") from error
+        raise _damaged(path, f"the header entry of {_quoted(name)} lacks dtype, shape or data_offsets") from error
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UserError(
             f"{path}: {_quoted(name)} has dtype {_quoted(dtype)}: give float32, float16 or bfloat16 weights"
         )
     if not all(type(number) is int and 0 <= number <= MAX_NUMBER for number in whole):
-        raise _damaged(path, f"shape or data_offsets of {_quoted(name)} are not whole numbers")
+        raise _damaged(path, f"the shape or the data_offsets of tensor {_quoted(name)} are not whole numbers")
     if math.prod(shape) * DTYPES[dtype] != stop - start:
         raise _damaged(
             path, f"{_quoted(name)} is {dtype} {tuple(shape)}, and its data_offsets span {stop - start:,} bytes"

@@ -1,4 +1,4 @@
-"""Reads config.json into keys of `config.model`, and refuses features that our model does not support, by name.
+"""Reads config.json into keys of `config.model`, and refuses features that bytescope does not support, by name.
 
 Both spellings of rotary positions are read: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5.
 """
@@ -23,7 +23,7 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor"),
 }
-# model_type of a family that is not supported -> the features that our model lacks.
+# model_type of a family that is not supported -> the features that bytescope lacks.
 MISSING: Mapping[str, str] = dict.fromkeys(
     ("llama4", "llama4_text"),
     (
@@ -41,7 +41,7 @@ OTHERS = (
     ("num_experts", EXPERTS),
     ("n_routed_experts", EXPERTS),
     ("kv_lora_rank", "latent attention, which is supported only for DeepSeek-V3"),
-    ("alibi", "ALiBi positions, which our model does not have"),
+    ("alibi", "ALiBi positions, which bytescope does not support"),
     ("peft_type", "an adapter, not a model: give the folder of its base model"),
 )
 # Keys of `config.model` that only a model with experts reads.
@@ -64,8 +64,10 @@ EXPERT_KEYS = (
 class Described:
     """The model that a config.json describes.
 
-    keys: values of `config.model`. window: positions of the sliding window; None if every layer attends to all
-    positions. balance: values of `loss` for a model with experts; None without experts.
+    Attributes:
+      keys: values of `config.model`.
+      window: positions of the sliding window; None if every layer attends to all positions.
+      balance: values of `config.loss` for the load-balance loss; None if the model has no experts.
     """
 
     family: Family
@@ -75,8 +77,9 @@ class Described:
 
 
 def family_of(raw: Mapping[str, Any], where: str) -> Family:
-    """Returns the family of a config.json. where: names the file in messages. Raises UserError for an unsupported
-    family.
+    """Returns the model family of a config.json. `where` names the file in messages.
+
+    Raises UserError if the family is not supported.
     """
     name = raw.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -84,7 +87,7 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
     known |= set(family.expected) if family else set()
     if isinstance(name, str) and name in MISSING:
         raise UserError(
-            f"{where}: model_type={name} is not supported: our model lacks {MISSING[name]}; supported "
+            f"{where}: model_type={name} is not supported: bytescope lacks {MISSING[name]}; supported "
             f"families: {', '.join(FAMILIES)}"
         )
     fp8_block(raw, where)
@@ -98,10 +101,10 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
 
 
 def fp8_block(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Returns the (outputs, inputs) of the blocks that share a scale if config.json describes fp8 weights; None if
-    unquantized.
+    """Returns the size (outputs, inputs) of the blocks that share a scale if the weights are fp8. Returns None if the
+    weights are unquantized.
 
-    Raises UserError for other quantized weights.
+    Raises UserError if the weights are quantized in another way.
     """
     quantization = raw.get("quantization_config")
     if not quantization:
@@ -122,10 +125,11 @@ def fp8_block(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
 def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) -> Described:
     """Returns the model that the content of a config.json describes.
 
-    given: dotted config keys of the command line, for which the file's values do not matter.
+    `given` has the dotted config keys of the command line. The file may have unsupported values for them.
 
     Raises:
-      UserError: the file asks for an unsupported feature, or a value has a wrong type. `where` names the file.
+      UserError: the file asks for an unsupported feature, or a value has a wrong type. The error names the file as
+        `where`.
     """
     family, reader = family_of(raw, where), _Reader(raw, where)
     for key, values in family.needs.items():
@@ -148,33 +152,35 @@ def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """The values of a config.json, checked one by one."""
+    """Reads and checks the values of a config.json."""
 
     raw: Mapping[str, Any]
     where: str
 
     def wrong(self, key: str, remedy: str) -> UserError:
-        """Returns the error for a key, with its value."""
+        """Returns an error that names the key, its value and the remedy."""
         return UserError(f"{self.where}: {key}={_quoted(self.raw.get(key))}: {remedy}")
 
     def need(self, key: str, values: tuple[Any, ...]) -> None:
-        """Raises UserError unless a key has one of these values, is null, or is absent."""
+        """Raises UserError unless the key is absent, is null, or has one of these values."""
         value = self.raw.get(key)
         if value is not None and not any(type(value) is type(one) and value == one for one in values):
-            raise self.wrong(key, f"our model supports only {' or '.join(map(str, values))}")
+            raise self.wrong(key, f"bytescope supports only {' or '.join(map(str, values))}")
 
     def activation(self, names: str, ours: Mapping[str, str]) -> str:
-        """Returns our kind of MLP. names: keys of the activation function, of which the first that is
-        present counts.
+        """Returns our value of `model.mlp`. `names` has the possible keys of the activation function; the first that
+        is present is used.
         """
         name = next((name for name in names.split("|") if self.raw.get(name) is not None), None)
         value = next(iter(ours)) if name is None else self.raw[name]
         if not isinstance(value, str) or value not in ours:
-            raise self.wrong(name or names, f"our model supports only {' or '.join(ours)}")
+            raise self.wrong(name or names, f"bytescope supports only {' or '.join(ours)}")
         return ours[value]
 
     def field(self, ours: str, field: Field, keys: Mapping[str, Any]) -> Any:
-        """Returns the value of one of our keys. keys: values of earlier keys, for formulas."""
+        """Returns the value of our config key `ours`. `keys` has the values of earlier keys, from which defaults are
+        computed.
+        """
         key = next((key for key in field.key.split("|") if self.raw.get(key) is not None), field.written)
         value, default = self.raw.get(key), field.default
         if value is None:
@@ -195,20 +201,20 @@ class _Reader:
         return TRANSFORMS[ours](value) if ours in TRANSFORMS else value
 
     def count(self, key: str, value: Any) -> int:
-        """Returns the value if it is a whole number above 0, else raises UserError."""
+        """Returns the value if it is a whole number above 0; otherwise raises UserError."""
         if type(value) is not int or not 0 < value <= MAX_SIZE:
             raise self.wrong(key, f"give a whole number from 1 to {MAX_SIZE:,}")
         return value
 
     def number(self, key: str, value: Any, minimum: float = 0.0) -> float:
-        """Returns the value if it is a finite number of at least `minimum`, else raises UserError."""
+        """Returns the value if it is a finite number of at least `minimum`; otherwise raises UserError."""
         if type(value) not in (int, float) or not minimum <= value <= 1e30:
             raise UserError(f"{self.where}: {key}={_quoted(value)}: give a number of {minimum:g} or more")
         return float(value)
 
     def dropout(self, family: Family) -> float:
-        """Returns the dropout rate. Our model has a single rate for the embedding, the attention probabilities and
-        both branches.
+        """Returns the dropout rate. Raises UserError if rates differ, since our model has one rate for the embedding,
+        the attention probabilities and both branches.
         """
         names, absent = family.dropouts
         rates = {name: self.number(name, absent if (value := self.raw.get(name)) is None else value) for name in names}
@@ -222,10 +228,11 @@ class _Reader:
         )
 
     def rope(self, settings: Any, theta: float) -> tuple[float, tuple[float, ...]]:
-        """Returns (base, scaling values) of rotary positions.
+        """Returns the base and the scaling values of rotary positions.
 
-        settings: an object of config.json in the old or the new spelling, or null. theta: the base if the object has
-        none.
+        Args:
+          settings: the JSON object in config.json, with old or new key names, or null.
+          theta: the base if the object has none.
         """
         if not isinstance(settings, Mapping | None):
             raise UserError(f"{self.where}: rotary positions {_quoted(settings)}: give a JSON object")
@@ -235,21 +242,22 @@ class _Reader:
         partial = settings.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
         if partial is not None and partial != 1:
             raise UserError(
-                f"{self.where}: partial_rotary_factor={_quoted(partial)}: our model supports only the value 1"
+                f"{self.where}: partial_rotary_factor={_quoted(partial)}: bytescope supports only the value 1"
             )
         if not isinstance(kind, str) or kind not in SCALINGS:
             raise UserError(
-                f"{self.where}: rotary positions of the kind {_quoted(kind)}: our model supports only "
+                f"{self.where}: rotary positions of the kind {_quoted(kind)}: bytescope supports only "
                 f"{', '.join(SCALINGS)}"
             )
         values = self._yarn(settings) if kind == "yarn" else settings
         return theta, tuple(self.number(name, values.get(name), 1e-6) for name in SCALINGS[kind])
 
     def _yarn(self, scaling: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns YaRN's values, with the defaults of transformers."""
+        """Returns the settings of YaRN, with the defaults of transformers for absent keys."""
         if scaling.get("truncate") not in (None, True):
             raise UserError(
-                f"{self.where}: truncate={_quoted(scaling['truncate'])}: our model needs truncate=true with YaRN"
+                f"{self.where}: truncate={_quoted(scaling['truncate'])}: bytescope supports only truncate=true "
+                "with YaRN"
             )
         values = {key: value for key, value in scaling.items() if value is not None}
         original = self.number("original_max_position_embeddings", values.get("original_max_position_embeddings"), 1.0)
@@ -262,8 +270,8 @@ class _Reader:
         return {"beta_fast": 32.0, "beta_slow": 1.0, **values}
 
     def stretch(self, values: Mapping[str, Any], key: str) -> float:
-        """Returns YaRN's attention factor, 0.1 c ln(factor) + 1 (arXiv 2309.00071, section 3.4). c is the value of
-        `key`, 1 if `key` is "".
+        """Returns the attention factor of YaRN, 0.1 c ln(factor) + 1 (arXiv 2309.00071, section 3.4). c is the value
+        of `key`, or 1 if `key` is "".
         """
         factor = self.number("factor", values.get("factor"), 1e-6)
         coefficient = self.number(key, values[key]) if key else 1.0
@@ -271,7 +279,9 @@ class _Reader:
 
 
 def _rope(reader: _Reader, absent: float = 1e4) -> dict[str, Any]:
-    """Returns one RoPE base for all layers. absent: the base if the file has none."""
+    """Returns our config keys of RoPE for a model with one base for all layers. `absent`: the base if the file has
+    none.
+    """
     raw = reader.raw
     theta = absent if raw.get("rope_theta") is None else raw["rope_theta"]
     theta, scaling = reader.rope(raw.get("rope_parameters") or raw.get("rope_scaling"), theta)
@@ -279,7 +289,7 @@ def _rope(reader: _Reader, absent: float = 1e4) -> dict[str, Any]:
 
 
 def _ropes(reader: _Reader) -> dict[str, Any]:
-    """Returns Gemma 3's RoPE keys, where layers with a sliding window have a base of their own."""
+    """Returns our config keys of RoPE for Gemma 3, whose layers with a sliding window have a separate base."""
     raw, every = reader.raw, _global_every(reader)
     both = raw.get("rope_parameters") or {}
     if not isinstance(both, Mapping):
@@ -287,13 +297,13 @@ def _ropes(reader: _Reader) -> dict[str, Any]:
     theta, scaling = reader.rope(both.get("full_attention", raw.get("rope_scaling")), raw.get("rope_theta", 1e6))
     local, none = reader.rope(both.get("sliding_attention"), raw.get("rope_local_base_freq", 1e4))
     if none:
-        raise reader.wrong("rope_parameters", "our model scales positions only in layers without a sliding window")
+        raise reader.wrong("rope_parameters", "bytescope scales positions only in layers without a sliding window")
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_theta": local, "global_every": every}
 
 
 def _rope_of_latents(reader: _Reader) -> dict[str, Any]:
-    """Returns DeepSeek-V3's RoPE keys. If positions are scaled, scores are also multiplied by the square of YaRN's
-    factor.
+    """Returns our config keys of RoPE for DeepSeek-V3. If YaRN scales the positions, the attention scores are also
+    multiplied by the square of its attention factor.
     """
     keys, raw = _rope(reader), reader.raw
     scaled = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -317,7 +327,9 @@ ROPES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
 
 
 def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
-    """Returns Qwen3-MoE's keys: every n-th layer has experts, except the layers listed as dense."""
+    """Returns our config keys that say which layers of Qwen3-MoE have experts: every n-th layer, except the listed
+    dense layers.
+    """
     step, dense = reader.raw.get("decoder_sparse_step"), reader.raw.get("mlp_only_layers")
     step = 1 if step is None else reader.count("decoder_sparse_step", step)
     if not isinstance(dense, list | None) or any(type(layer) is not int for layer in dense or ()):
@@ -328,13 +340,15 @@ def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
     if keys_of_experts is None:
         raise reader.wrong(
             "mlp_only_layers" if dense else "decoder_sparse_step",
-            "our model supports only dense layers first, and then experts in every n-th layer",
+            "bytescope supports only dense layers first, and then experts in every n-th layer",
         )
     return keys_of_experts
 
 
 def _after_the_first(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
-    """Returns our keys for DeepSeek-V3: dense first layers, then experts in every layer."""
+    """Returns our config keys that say which layers of DeepSeek-V3 have experts: all layers after the first dense
+    ones.
+    """
     dense = reader.raw.get("first_k_dense_replace")
     if dense != 0:
         dense = 3 if dense is None else reader.count("first_k_dense_replace", dense)
@@ -342,10 +356,10 @@ def _after_the_first(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]
 
 
 def _summed_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our keys for the load-balance loss of transformers, which sums over the k choices of a token and pools
-    all layers.
+    """Returns our config keys for the load-balance loss of transformers. That loss pools all layers and sums over the
+    k experts of a token.
 
-    Our loss averages over the choices, so k times the coefficient gives the same value and gradient.
+    Our loss averages over the k experts, so k times the coefficient gives the same loss and gradient.
     """
     value = reader.raw.get("router_aux_loss_coef")
     coefficient = reader.number("router_aux_loss_coef", 0.001 if value is None else value)
@@ -353,10 +367,10 @@ def _summed_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mean_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our keys for DeepSeek-V3's loss, which averages over the choices in each layer (arXiv 2412.19437,
-    section 2.1.2).
+    """Returns our config keys for the load-balance loss of DeepSeek-V3. That loss is computed per layer and averages
+    over the experts of a token (arXiv 2412.19437, section 2.1.2).
 
-    transformers has no such loss, so the coefficient is 0 if config.json does not give one.
+    transformers does not have this loss, so the coefficient is 0 if config.json gives none.
     """
     value = reader.raw.get("aux_loss_alpha")
     return {"balance": reader.number("aux_loss_alpha", 0.0 if value is None else value), "balance_layers": "separate"}
@@ -387,8 +401,8 @@ TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda valu
 
 
 def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
-    """Returns for each layer whether it has a sliding window. default: number of a layer -> whether it has one, for
-    files without the key.
+    """Returns True for each layer that has a sliding window. If the file does not say it, `default` maps the index of
+    a layer to the answer.
     """
     layers, types = reader.raw["num_hidden_layers"], reader.raw.get("layer_types")
     if types is None:
@@ -400,21 +414,25 @@ def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
 
 
 def _some(reader: _Reader, default: Callable[[int], bool]) -> int | None:
-    """Returns the window in positions if any layer has a window, else None. default: number of a layer -> whether it
-    has a window.
+    """Returns the positions of the sliding window, or None if no layer has a window. `default` says which layers have
+    one if the file does not say it.
     """
     window = reader.raw.get("sliding_window", 4096)
     return None if window is None or not any(_layer_types(reader, default)) else reader.count("sliding_window", window)
 
 
 def _if_used(reader: _Reader) -> int | None:
-    """Returns Qwen3-MoE's window: all layers have it if use_sliding_window is set."""
+    """Returns the positions of the sliding window of Qwen3-MoE, which all layers have if use_sliding_window is true;
+    otherwise None.
+    """
     reader.need("use_sliding_window", (False, True))
     return _some(reader, lambda layer: True) if reader.raw.get("use_sliding_window") else None
 
 
 def _last_layers(reader: _Reader) -> int | None:
-    """Returns Qwen's window: layers from max_window_layers on have it if use_sliding_window is set."""
+    """Returns the positions of the sliding window of Qwen, or None. Layers from max_window_layers on have it if
+    use_sliding_window is true.
+    """
     reader.need("use_sliding_window", (False, True))
     if not reader.raw.get("use_sliding_window"):
         return None
@@ -424,14 +442,14 @@ def _last_layers(reader: _Reader) -> int | None:
 
 
 def _global_every(reader: _Reader) -> int:
-    """Returns n for Gemma 3, where every n-th layer attends to all positions."""
+    """Returns the n of Gemma 3, in which every n-th layer attends to all positions."""
     pattern = reader.raw.get("sliding_window_pattern")
     every = 6 if pattern is None else reader.count("sliding_window_pattern", pattern)
     slide = _layer_types(reader, lambda layer: (layer + 1) % every != 0)
     if False in slide and reader.raw.get("layer_types") is not None:
         every = slide.index(False) + 1
     if slide != [(layer + 1) % every != 0 for layer in range(len(slide))]:
-        raise reader.wrong("layer_types", "our model supports only full_attention in every n-th layer")
+        raise reader.wrong("layer_types", "bytescope supports only full_attention in every n-th layer")
     return every
 
 
@@ -448,7 +466,7 @@ WINDOWS: Mapping[str, Callable[[_Reader, Mapping[str, Any]], int | None]] = {
 
 
 def _quoted(value: Any) -> str:
-    """Returns a value of the file as one short line."""
+    """Returns a value of the file as text for a message, shortened to one line."""
     return one_line(repr(value))[:80]
 
 
@@ -456,14 +474,14 @@ def _quoted(value: Any) -> str:
 
 
 def routed_layers(keys: Mapping[str, Any]) -> list[bool]:
-    """Returns for each layer whether it has experts, as `ModelConfig.has_experts` does."""
+    """Returns True for each layer that has experts, by the rule of `ModelConfig.has_experts`."""
     dense, every = keys["dense_layers"], keys["moe_every"]
     return [layer >= dense and (layer - dense + 1) % every == 0 for layer in range(keys["n_layers"])]
 
 
 def _expressed(routed: Sequence[bool]) -> dict[str, int] | None:
-    """Returns the values of `dense_layers` and `moe_every` with which exactly these layers have experts; None if there
-    are none.
+    """Returns the values of `dense_layers` and `moe_every` that give experts to exactly the layers where `routed` is
+    True. Returns None if no values do.
     """
     places = [layer for layer, has in enumerate(routed) if has]
     if not places:
@@ -477,7 +495,7 @@ def _expressed(routed: Sequence[bool]) -> dict[str, int] | None:
 
 
 def same_model(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Returns whether two versions of `config.model` describe the same model although their values of `key` differ."""
+    """Returns True if two versions of `config.model` describe the same model although their values of `key` differ."""
     if not ours["experts"] and not theirs["experts"]:
         return key in EXPERT_KEYS
     if key == "d_expert":

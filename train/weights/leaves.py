@@ -32,12 +32,16 @@ COMPARED = 2**24  # number of elements of two tensors that are compared at a tim
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One parameter of one layer, or of one expert, in our layout. Vocabulary padding is read as zeros.
+    """A lazy view of one parameter of one layer, or of one expert, in our layout. Vocabulary padding is read as zeros.
 
-    shape: the shape in our layout. axis, before: the axis on disk that the parameter shares with others, and its start
-    along this axis. inner: the letter of the shared dimension if it is not the first one of the axis, else ""; then
-    `stored` has the sizes on disk. scale: the scales of an fp8 tensor, one per block of shape `block`; values are then
-    float32.
+    Attributes:
+      sizes: size of each letter of the pattern.
+      shape: the shape in our layout.
+      axis: axis on disk that the parameter shares with other parameters.
+      before: index along this axis at which the parameter starts.
+      inner: letter of the shared dimension if the axis on disk has another letter before it, else "".
+      stored: sizes on disk if `inner` is set.
+      scale: scales of an fp8 tensor, one per block of shape `block`. Values are then read as float32.
     """
 
     folder: Folder
@@ -54,7 +58,7 @@ class Leaf:
 
     @property
     def dtype(self) -> np.dtype:
-        """float32, float16 or bfloat16: the dtype on disk, float32 for fp8."""
+        """The dtype of the values that are read. It is the dtype on disk, or float32 if that is fp8."""
         return READABLE["F32" if self.scale else self.tensor.dtype]
 
     @property
@@ -69,14 +73,14 @@ class Leaf:
 
     @property
     def outer(self) -> int:
-        """The axis of our layout with the largest stride on disk. Pieces along it are read in file order."""
+        """The axis of our layout with the largest stride on disk. Reading along it reads the file in order."""
         return self.pattern.outer
 
     def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
-        """Returns a slice in our layout and in `dtype`; by default everything. The result may be a transposed view.
+        """Returns the parameter, or a slice of it, in our layout and in `dtype`. The result may be a transposed view.
 
         Args:
-          index: a slice without step for each axis.
+          index: a slice without step for each axis; None for the whole parameter.
 
         Raises:
           UserError: the file has changed since it was verified.
@@ -104,7 +108,9 @@ class Leaf:
         return np.pad(array, padding) if any(more for _, more in padding) else array
 
     def _scales(self, scale: StoredTensor, spans: Sequence[Span]) -> np.ndarray:
-        """Returns the scale of each element in these spans on disk, float32."""
+        """Returns the scale of each element of a part of an fp8 tensor, float32. `spans` has the [start, stop) of the
+        part along each axis on disk.
+        """
         blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block)]
         array = self.folder.read(scale.name, blocks).astype(np.float32)
         within = [slice(start % size, start % size + stop - start) for (start, stop), size in zip(spans, self.block)]
@@ -116,13 +122,13 @@ def checkpoint_leaves(
     model: ModelConfig,
     packed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> dict[str, Leaf]:
-    """Returns our dotted path of each parameter -> its lazy view.
+    """Returns a lazy view of each parameter, by our dotted path.
 
-    Paths have the numbers of layer and expert, without stacking, such as `blocks.3.attention.w_q` or
-    `blocks.3.experts.w_up.7`. packed: paths of packed weights -> their tensor names; they are left out.
+    Paths have the number of the layer and the expert, such as `blocks.3.attention.w_q` or `blocks.3.experts.w_up.7`.
+    `packed` has the paths of packed weights and their tensor names. These parameters are left out.
 
     Raises:
-      UserError: a tensor is missing, unexpected, of a wrong shape, or of an unsupported dtype; the error names it.
+      UserError: a tensor is missing, unexpected, or has a wrong shape or dtype; the error names it.
     """
     family = family_of(
         {key: value for key, value in folder.config.items() if not packed or key != PACKED},
@@ -142,7 +148,8 @@ def checkpoint_leaves(
 
 
 def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[TensorRow, str]]:
-    """Returns our dotted path -> (its row of a family, the tensor's name with the numbers of layer and expert).
+    """Returns, for each of our dotted paths, its row in the model family and the name of its tensor, with the number
+    of the layer and expert.
 
     Raises:
       UserError: the family has no tensor for one of the paths.
@@ -166,7 +173,9 @@ def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[Tensor
 
 @functools.lru_cache(maxsize=16)
 def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Returns our dotted path, as in `checkpoint_leaves` -> shape without stacking, with vocabulary padding."""
+    """Returns the shape of each parameter of a model, by dotted path as in `checkpoint_leaves`. Layers are not
+    stacked, and the vocabulary is padded.
+    """
     kinds = {routed: _one_layer(model, routed) for routed in {model.has_experts(n) for n in range(model.n_layers)}}
     shapes = {path: shape for path, shape in next(iter(kinds.values())).items() if not path.startswith(FIRST)}
     for layer in range(model.n_layers):
@@ -180,7 +189,9 @@ def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
-    """Returns dotted path -> shape for a model with a single layer, with or without experts."""
+    """Returns dotted path -> shape of the parameters of a model with one layer. `routed` says if the layer has
+    experts.
+    """
     experts = model.experts if routed else 0
     one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1, experts=experts, dense_layers=0, moe_every=1)
     abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), rngs=nnx.Rngs(params=0)))
@@ -190,9 +201,9 @@ def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
-    """Returns the function from a tensor's name in the table to its name on disk.
+    """Returns a function from the name of a tensor in the family to its name in the folder.
 
-    A model that was saved without its head has no prefix in its tensor names.
+    If a model was saved without its head, its tensor names have no prefix.
     """
     based = any(name.startswith(family.base) for name in folder.tensors)
 
@@ -269,8 +280,9 @@ def _refuse_surplus(
     name_of: Callable[[str], str],
     packed: Collection[str],
 ) -> None:
-    """Raises UserError for a tensor that is not one of our parameters. A stored head that is tied to the table must
-    equal it.
+    """Raises UserError if the folder has a tensor that is none of our parameters.
+
+    A stored head of a model with tied embeddings must be equal to the embedding table.
     """
     used = {leaf.tensor.name for leaf in leaves.values()} | {leaf.scale.name for leaf in leaves.values() if leaf.scale}
     ignored = "|".join(family.ignored)

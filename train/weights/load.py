@@ -41,16 +41,18 @@ def load_params(
     quantized: Mapping[str, tuple[str, Matrix]] = {},
     order: Mapping[str, Sequence[int]] = {},
 ) -> Any:
-    """Loads the weights of a folder as a tree of jax.Array like `shapes`, cast to its dtypes.
+    """Loads the weights of a folder. Returns a tree of jax.Array with the structure, shapes, dtypes and shardings of
+    `shapes`.
 
     Args:
       shapes: tree of ShapeDtypeStruct with shardings, for all or some of our parameters. Scanned blocks are stacked.
       tell: called with (bytes read so far, total bytes).
       quantized: dotted path of each weight that `shapes` has as codes and scales -> (row of BASES, its matrix).
-      order: stack -> the layer of each of its rows, -1 for an unused row. Stacks in the order of layers are left out.
+      order: stack -> the layer in each of its rows, or -1 for an unused row. Stacks that are in the order of layers
+        are left out.
 
     Raises:
-      UserError: as for `checkpoint_leaves`; or a file changes while it is read.
+      UserError: a tensor is missing, unexpected, or has a wrong shape or dtype, or a file changes while it is read.
     """
     return load_leaves(checkpoint_leaves(folder, model), model, shapes, tell, quantized, order)
 
@@ -63,8 +65,8 @@ def load_leaves(
     quantized: Mapping[str, tuple[str, Matrix]] = {},
     order: Mapping[str, Sequence[int]] = {},
 ) -> Any:
-    """Loads leaves as `load_params` loads a folder. leaves: our dotted path with the numbers of layer and expert ->
-    leaf.
+    """Loads parameters from lazy views, as `load_params` loads them from a folder. `leaves` maps our dotted path, with
+    the number of the layer and expert, to the view.
     """
     by_target = by_row(by_array(model, leaves), order)
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
@@ -93,7 +95,9 @@ def load_leaves(
 
 
 class _Target:
-    """An array while it is filled. Each distinct shard has copies on the devices that hold it."""
+    """A jax.Array that is being filled from a checkpoint. Each distinct shard has a copy on every device that stores
+    it.
+    """
 
     def __init__(self, like: jax.ShapeDtypeStruct):
         self.like = like
@@ -121,14 +125,18 @@ class _Target:
 
 
 class _Shard:
-    """One shard of an array: its copies on devices, or for a small shard a buffer in host memory."""
+    """A shard of an array that is being filled. It consists of its copies on devices, or of a buffer in host memory if
+    it is small.
+    """
 
     def __init__(self, spans: Sequence[Span], devices: Sequence[jax.Device], buffers: list[jax.Array], dtype: Any):
         self.spans, self.devices, self.buffers = spans, devices, buffers
         self.buffer = None if buffers else np.zeros([stop - start for start, stop in spans], dtype)
 
     def write(self, piece: np.ndarray, starts: Sequence[int]) -> None:
-        """Writes a piece. starts: its first index along each axis of the shard."""
+        """Writes a piece into all copies of the shard. `starts` is the index in the shard of the piece's first
+        element.
+        """
         piece = piece.reshape((1,) * (len(starts) - piece.ndim) + piece.shape)
         if self.buffer is not None:
             self.buffer[tuple(slice(start, start + size) for start, size in zip(starts, piece.shape))] = piece
@@ -149,7 +157,7 @@ class _Shard:
 
 
 def _zeros(like: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
-    """Returns zeros that are created on their devices. `jnp.zeros` would create them on the first device and copy
+    """Creates zeros on each device of the sharding. `jnp.zeros` would create them on the first device and copy
     them.
     """
     return _maker(like.shape, like.dtype, sharding)()
@@ -162,15 +170,17 @@ def _maker(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Calla
 
 @partial(jax.jit, donate_argnums=0, static_argnums=3)
 def _written(whole: jax.Array, piece: jax.Array, starts: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """Writes `piece`, transposed to this order of axes and cast, into `whole` at `starts`, int32 [ndim]. `whole` is
-    donated.
+    """Transposes `piece` to the axis order `order`, casts it, and writes it into `whole` at the indices `starts`,
+    int32 [ndim]. `whole` is donated.
     """
     return jax.lax.dynamic_update_slice(whole, piece.transpose(order).astype(whole.dtype), tuple(starts))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A leaf to write into one shard. index: its layer and expert in the leading axes of the array."""
+    """Writes one parameter into one shard. `index` is the parameter's layer and expert, its index in the leading axes
+    of the array.
+    """
 
     leaf: Leaf
     shard: _Shard
@@ -186,7 +196,7 @@ class _Job:
         return math.prod(stop - start for start, stop in self._spans) * self.leaf.itemsize
 
     def write(self) -> Iterator[int]:
-        """Reads and writes the leaf; yields the bytes of each piece."""
+        """Reads the parameter and writes it into the shard; yields the number of bytes of each piece."""
         first = [number - start for number, (start, _) in zip(self.index, self.shard.spans)]
         for spans in pieces(self._spans, PIECE // self.leaf.itemsize, self.leaf.outer):
             piece = self.leaf.read([slice(*span) for span in spans])
@@ -196,7 +206,7 @@ class _Job:
 
 
 def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]:
-    """Divides spans into pieces of at most `most` elements, by halving them along axis `outer` first, then along the
+    """Divides a part of a tensor into pieces of at most `most` elements. Axis `outer` is divided first, then the
     longest axis.
     """
     sizes = [stop - start for start, stop in spans]
@@ -211,12 +221,14 @@ def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]
 
 
 def dotted(path: Sequence[Any]) -> str:
-    """Returns a jax tree path as a dotted path."""
+    """Returns a jax tree path as dotted text, such as blocks.3.attention.w_q."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
 def _jobs(target: _Target, leaves: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
-    """Returns the jobs that fill one array. leaves: its leaves by their index in the leading axes."""
+    """Returns the jobs that fill one array. `leaves` maps an index in the leading axes of the array to the parameter
+    there.
+    """
     jobs = []
     for shard in target.shards:
         for index, leaf in leaves.items():
@@ -227,7 +239,7 @@ def _jobs(target: _Target, leaves: Mapping[tuple[int, ...], Leaf]) -> list[_Job]
 
 
 def _leaves_for(name: str, by_target: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:
-    """Returns the leaves that fill the array of this name, by their index in its leading axes."""
+    """Returns the parameters that fill the array `name`, by their index in the leading axes of the array."""
     if name not in by_target:
         raise ValueError(
             f"parameter {name} is not in the folder, or only some of its layers are: request only parameters of the "

@@ -28,7 +28,13 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """A 4-bit weight: codes_IO uint8 [inputs, outputs], zeros_GO uint8 and scales_GO float16 [groups, outputs]."""
+    """A 4-bit weight.
+
+    Attributes:
+      codes_IO: uint8 [inputs, outputs].
+      zeros_GO: zero points, uint8 [groups, outputs].
+      scales_GO: float16 [groups, outputs].
+    """
 
     codes_IO: np.ndarray
     zeros_GO: np.ndarray
@@ -37,11 +43,14 @@ class Codes:
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """A layout of 4-bit weights.
+    """A layout of 4-bit weights on disk.
 
-    summary: its name in messages. config: function from the inputs per group to the value of PACKED in config.json.
-    shapes: function (inputs, outputs, group) -> tensor name -> (safetensors dtype, shape). pack: function from a
-    weight to its tensors. unpack: the inverse; tensors in OPTIONAL may be missing.
+    Attributes:
+      summary: its name in messages.
+      config: function from the number of inputs per group to the value of PACKED in config.json.
+      shapes: function (inputs, outputs, group) -> tensor name -> (safetensors dtype, shape).
+      pack: function from a 4-bit weight to its tensors.
+      unpack: function from the tensors to the 4-bit weight. Tensors in OPTIONAL may be missing.
     """
 
     summary: str
@@ -52,9 +61,9 @@ class PackedLayout:
 
 
 def pack_words(codes: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.ndarray:
-    """Packs eight uint8 codes that are adjacent along the last axis into an int32 word.
+    """Packs 4-bit codes, uint8, along the last axis: eight adjacent codes become an int32 word.
 
-    order: the index of the code at each position of a word, from the low bits.
+    `order` has the index of the code that is stored at each position of a word, from the low bits to the high bits.
     """
     groups = codes.reshape(*codes.shape[:-1], -1, PER_WORD).astype(np.uint32)
     words = np.zeros(groups.shape[:-1], np.uint32)
@@ -64,7 +73,7 @@ def pack_words(codes: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.
 
 
 def unpack_words(words: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.ndarray:
-    """Returns the uint8 codes of int32 words: the inverse of `pack_words`."""
+    """Returns the 4-bit codes, uint8, that `pack_words` packed into int32 words."""
     words = np.ascontiguousarray(words).view(np.uint32)
     codes = np.empty((*words.shape, PER_WORD), np.uint8)
     for place, number in enumerate(order):
@@ -183,7 +192,7 @@ OPTIONAL = ("weight_zero_point", "weight_shape")  # tensors that a weight may la
 
 
 def half(scales: np.ndarray) -> np.ndarray:
-    """Returns the scales of a folder as float16.
+    """Returns the scales of a quantized folder as float16.
 
     Raises:
       UserError: a scale is too large for float16.
@@ -199,10 +208,11 @@ def half(scales: np.ndarray) -> np.ndarray:
 
 
 def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | None:
-    """Returns (the layout, inputs per group) of a config.json; None if its weights are not 4-bit weights.
+    """Returns the layout of the 4-bit weights that a config.json describes, and the number of inputs per group.
+    Returns None if the weights are not quantized to 4 bits.
 
     Raises:
-      UserError: the weights are quantized in an unsupported way. `where` names the file.
+      UserError: the weights are quantized in an unsupported way. The error names the file as `where`.
     """
     quantization = raw.get(PACKED)
     if not quantization or (
@@ -244,7 +254,9 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | 
 
 
 def _weights(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of weights in a compressed-tensors config; {} if there are none, or different ones."""
+    """Returns the weight settings of a compressed-tensors config, or {} if it has none or has different ones for
+    several groups of weights.
+    """
     groups = config.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, Mapping) else []
     one = groups[0] if len(groups) == 1 and isinstance(groups[0], Mapping) else {}

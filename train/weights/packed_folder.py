@@ -27,9 +27,11 @@ class PackedFolder:
     """A folder with 4-bit weight matrices.
 
     Fields:
-      base: row of FORMATS with the format of its weights. layout: the layout on disk. group: inputs per group. names:
-        our path of a weight -> name of its tensors without the last part. unquantized: our path of each other
-        parameter -> its lazy view.
+      base: storage format of the weights, a row of FORMATS.
+      layout: the layout on disk.
+      group: number of inputs that share a scale.
+      names: our path of a quantized weight -> common prefix of the names of its tensors.
+      unquantized: our path of each other parameter -> its lazy view.
     """
 
     folder: Folder
@@ -41,10 +43,10 @@ class PackedFolder:
 
     @classmethod
     def open(cls, folder: Folder, model: ModelConfig) -> PackedFolder | None:
-        """Returns the opened folder; None if its weights are not quantized.
+        """Returns the opened folder, or None if its weights are not quantized.
 
         Raises:
-          UserError: the quantization is not supported, or a tensor is missing, unexpected or of a wrong shape.
+          UserError: the quantization is not supported, or a tensor is missing, unexpected or has a wrong shape.
         """
         layout_and_group = layout_of(folder.config, str(folder.path / folders.CONFIG))
         if layout_and_group is None:
@@ -67,7 +69,9 @@ class PackedFolder:
         return cls(folder, f"int4_g{group}", layout, group, names, checkpoint_leaves(folder, model, own))
 
     def read(self, path: str) -> Codes:
-        """Returns a weight by our path. Raises UserError if the file has changed."""
+        """Returns the 4-bit weight at our dotted path. Raises UserError if the file has changed since it was
+        verified.
+        """
         name = self.names[path]
         parts = [
             part
@@ -78,18 +82,20 @@ class PackedFolder:
 
 
 def packed_paths(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns our path of each quantized weight -> (number of inputs, number of outputs)."""
+    """Returns the quantized weights of a model: our dotted path -> (number of inputs, number of outputs)."""
     one = matrices(model)
     return {f"blocks.{layer}.{path}": matrix.sizes for layer in range(model.n_layers) for path, matrix in one.items()}
 
 
 def matrices(model: ModelConfig) -> dict[str, Matrix]:
-    """Returns the quantized matrices of a layer, by their path in the layer, such as `attention.w_q`."""
+    """Returns the quantized matrices of a layer, by path in the layer, such as `attention.w_q`."""
     return matrices_of(model, "int8")  # the format int8 fits matrices of any size
 
 
 def _check(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], optional: bool) -> None:
-    """Raises UserError unless a tensor exists with this shape and dtype."""
+    """Raises UserError if the folder has no tensor of this name, dtype and shape. An optional tensor may be
+    missing.
+    """
     tensor = folder.tensors.get(name)
     if tensor is None:
         if optional:
@@ -104,9 +110,10 @@ def _check(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], option
 
 
 def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], None]) -> Any:
-    """Loads a tree of jax.Array like `shapes`, without stacked layers, whose weights have the format `packed.base`.
+    """Loads the weights. Returns a tree of jax.Array like `shapes`, in which layers are not stacked and weights have
+    the format `packed.base`.
 
-    tell: called with (bytes loaded so far, total bytes).
+    `tell` is called with (bytes loaded so far, total bytes).
 
     Raises:
       UserError: a file changes while it is read.
@@ -131,9 +138,7 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
 
 
 def _arrays(one: Codes) -> dict[str, np.ndarray]:
-    """Returns the arrays of a weight in the format of the int4_g* rows of FORMATS, with the outputs in
-    one dimension.
-    """
+    """Returns the arrays of a 4-bit weight in the formats int4_g* of FORMATS. The outputs have one dimension."""
     codes_IO = np.ascontiguousarray(one.codes_IO)
     return {
         "codes": codes_IO[0::2] | (codes_IO[1::2] << 4),

@@ -30,7 +30,9 @@ Span = tuple[int, int]  # (start, stop)
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
-    """Returns letter -> size of the axis in checkpoints, where the vocabulary has no padding."""
+    """Returns the size of each letter of a pattern for a model, as in checkpoints, where the vocabulary is not
+    padded.
+    """
     return {
         "d": model.d_model,
         "h": model.n_heads,
@@ -52,10 +54,10 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
 
 
 def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
-    """Returns the spans of a basic index without steps. Raises ValueError for any other index."""
+    """Returns the [start, stop) of a slice along each axis. Raises ValueError if the index has steps."""
     spans = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     if any(step != 1 for _, _, step in spans):
-        raise ValueError(f"index {tuple(index)} has steps: give spans")
+        raise ValueError(f"index {tuple(index)} has steps: give slices without steps")
     return [(start, max(start, stop)) for start, stop, _ in spans]
 
 
@@ -63,8 +65,10 @@ def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
 class Pattern:
     """The parsed layout of a tensor.
 
-    theirs: letters of each axis on disk. ours: letter of each of our axes. paired: the letter with ~, "" if there is
-    none.
+    Attributes:
+      theirs: the letters of each axis on disk.
+      ours: the letter of each axis in our layout.
+      paired: the letter that is marked with ~, or "".
     """
 
     theirs: tuple[tuple[str, ...], ...]
@@ -79,11 +83,13 @@ class Pattern:
         theirs = tuple(tuple(re.findall(r"\w", group)) for group in re.findall(r"\([^)]*\)|\w", left))
         ours = tuple(re.findall(r"\w", right))
         if sorted(sum(theirs, ())) != sorted(set(ours)) or len(set(ours)) != len(ours):
-            raise ValueError(f"pattern {text!r}: give the same letters on both sides, each once")
+            raise ValueError(f"pattern {text!r} is not valid: give the same letters on both sides, each once")
         return cls(theirs, ours, "".join(re.findall(r"(\w)~", left)))
 
     def axis_of(self, part: str) -> tuple[int, bool]:
-        """Returns (the axis on disk that ends with these letters, whether it has another letter before them)."""
+        """Returns the axis on disk whose letters end with `part`, and True if the axis has other letters before
+        them.
+        """
         letters = tuple(part.split())
         axis = next(axis for axis, group in enumerate(self.theirs) if group[-len(letters) :] == letters)
         return axis, self.theirs[axis] != letters
@@ -102,7 +108,11 @@ class Pattern:
         return tuple(sizes[letter] for letter in self.ours)
 
     def their_spans(self, spans: Sequence[Span], sizes: Sizes) -> list[Span]:
-        """Returns the spans on disk that contain spans in our layout. Only the first letter of a group limits them."""
+        """Returns the part of a tensor on disk that contains a part in our layout. `spans` has the [start, stop) along
+        each axis.
+
+        On disk, only the first letter of an axis is limited; the other letters of the axis are complete.
+        """
         span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
         their_spans = []
         for first, *rest in self.theirs:
@@ -111,8 +121,8 @@ class Pattern:
         return their_spans
 
     def forward(self, theirs: np.ndarray, spans: Sequence[Span], sizes: Sizes) -> np.ndarray:
-        """Returns an array that was read from `their_spans` in our layout: a view, or a copy if there is a `paired`
-        letter.
+        """Returns a part of a tensor, read at `their_spans(spans)`, in our layout. It is a copy if the pattern has a
+        `paired` letter, otherwise a view.
         """
         span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
         split, order = [], []
@@ -128,9 +138,9 @@ class Pattern:
         ]
 
     def back(self, ours: np.ndarray, rotated: int = 0) -> np.ndarray:
-        """Returns a tensor of our layout in the layout on disk: the inverse of `forward`.
+        """Returns a tensor in the layout on disk, from a tensor in our layout. This is the inverse of `forward`.
 
-        rotated: the size of y, if there is a `paired` letter. The tensor must be complete along that letter.
+        `rotated` is the size of y if the pattern has a `paired` letter. The tensor must be complete along that letter.
         """
         order = [letter for group in self.theirs for letter in group]
         if self.paired:
@@ -141,13 +151,15 @@ class Pattern:
         return array.reshape(self.their_shape(sizes))
 
     def _whole(self, sizes: Sizes) -> dict[str, Span]:
-        """Returns the full span of a `paired` letter. Neighbours on disk are far apart in our layout, so
-        all are read.
+        """Returns the full span of the `paired` letter, if there is one. All of it must be read, since neighbours on
+        disk are far apart in our layout.
         """
         return {self.paired: (0, sizes[self.paired])} if self.paired else {}
 
 
 def _halves(size: int, rotated: int) -> np.ndarray:
-    """Returns our index -> index on disk, along an axis of `size` whose last `rotated` elements are rotated."""
+    """Returns the index on disk of each element in our layout, along an axis of `size` elements of which the last
+    `rotated` have rotary positions.
+    """
     first = size - rotated
     return np.concatenate([np.arange(first), np.arange(first, size, 2), np.arange(first + 1, size, 2)])

@@ -24,11 +24,16 @@ PIECE = 4 * 2**20  # bytes on disk that are read at a time
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedJob:
-    """A leaf to store as codes and scales.
+    """Quantizes one weight and writes its codes and scales into shards.
 
-    leaf: the weight. base: format, a row of FORMATS. matrix: its inputs and outputs. shards: for each array of the
-    format, the shards that this process holds. layer: its index in a stack of layers; None if it is not in a stack.
-    Each process reads the whole leaf, since all scales share one mean.
+    Each process reads the whole weight, since all its scales share a mean.
+
+    Attributes:
+      leaf: the weight.
+      base: storage format, a row of FORMATS.
+      matrix: inputs and outputs of the weight.
+      shards: array of the format -> the shards of this process.
+      layer: index in a stack of layers; None if the weight is not in a stack.
     """
 
     leaf: Leaf
@@ -43,7 +48,7 @@ class QuantizedJob:
         return self.leaf.nbytes
 
     def write(self) -> Iterator[int]:
-        """Reads, quantizes and writes the leaf; yields the bytes of each piece."""
+        """Reads, quantizes and writes the weight; yields the number of bytes of each piece that was read."""
         read: list[int] = []
         arrays = quantize(self.base, self.matrix, self._pieces(read))
         for name, array in arrays.items():
@@ -58,7 +63,7 @@ class QuantizedJob:
         yield from read
 
     def _pieces(self, read: list[int]) -> Iterator[np.ndarray]:
-        """Yields the leaf as [inputs, outputs], a few outputs at a time, and appends the bytes of each piece to
+        """Yields the weight in pieces [inputs, some of the outputs]. Appends the number of bytes of each piece to
         `read`.
         """
         matrix, (inputs, _) = self.matrix, self.matrix.sizes
@@ -75,7 +80,7 @@ class QuantizedJob:
 
 
 def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
-    """Returns the weights of one layer that the format `base` quantizes, by their path in the layer, such as
+    """Returns the weights of a layer that the format `base` quantizes, by path in the layer, such as
     `attention.w_q`.
     """
     if base == "bf16":
@@ -86,8 +91,8 @@ def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
 
 
 def as_computed(leaf: Leaf, base: str, matrix: Matrix) -> np.ndarray:
-    """Returns a leaf quantized and dequantized, float32: the values with which a training step with this `lora.base`
-    computes.
+    """Returns a weight quantized and dequantized, float32. A training step with `lora.base` set to this format
+    computes with these values.
     """
     w = leaf.read()
     arrays = quantize(base, matrix, [w.reshape(matrix.sizes)])

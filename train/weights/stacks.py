@@ -20,8 +20,12 @@ PER_EXPERT = ("experts.w_gate", "experts.w_up", "experts.w_down")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a parameter. array: dotted path of the array. index: its index in the leading axes. sizes: sizes of
-    these axes.
+    """Where a parameter is stored in the arrays of a model.
+
+    Attributes:
+      array: dotted path of the array.
+      index: index of the parameter in the leading axes of the array (layer, expert).
+      sizes: sizes of these axes.
     """
 
     array: str
@@ -30,8 +34,8 @@ class Place:
 
 
 def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
-    """Returns the possible places of a parameter such as `blocks.3.experts.w_up.7`: with unstacked layers, and with
-    scanned layers.
+    """Returns where a parameter such as `blocks.3.experts.w_up.7` may be stored: with unstacked layers, and with
+    stacked (scanned) layers.
     """
     first, _, rest = path.partition(".")
     if first != BLOCKS:
@@ -50,14 +54,18 @@ def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _in_stack(model: ModelConfig, layer: int) -> tuple[str, int, int]:
-    """Returns (the stack of a layer, the layer's index in it, the number of layers in the stack)."""
+    """Returns the stack that contains a layer, the layer's index in the stack, and the number of layers in the
+    stack.
+    """
     stack = stack_of(model, layer)
     layers = layers_of(model, stack)
     return stack, layers.index(layer), len(layers)
 
 
 def by_array(model: ModelConfig, values: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], Any]]:
-    """Returns dotted path of each complete array -> index in its leading axes -> the parameter's value in `values`."""
+    """Groups values of parameters by the array that stores them: dotted path of the array -> index in its leading axes
+    -> value. An array is left out if the value of any of its parameters is missing.
+    """
     arrays: dict[str, dict[tuple[int, ...], Any]] = {}
     sizes: dict[str, tuple[int, ...]] = {}
     for path, one in values.items():
@@ -70,8 +78,8 @@ def by_array(model: ModelConfig, values: Mapping[str, Any]) -> dict[str, dict[tu
 def by_row(
     arrays: Mapping[str, Mapping[tuple[int, ...], Any]], order: Mapping[str, Sequence[int]]
 ) -> dict[str, Mapping[tuple[int, ...], Any]]:
-    """Returns `arrays` with layer indices changed to rows of stacks. order: stack -> the layer of each row, -1 for an
-    unused row.
+    """Returns `arrays` with the indices of layers replaced by indices of rows in a stack. `order`: stack -> the layer
+    in each row, or -1 for an unused row.
     """
     rows: dict[str, list[int]] = {}  # stack -> the row of each layer, in the order of the layers
     for stack, layers in order.items():
@@ -86,5 +94,5 @@ def by_row(
 
 
 def stored_at(model: ModelConfig, path: str, arrays: Collection[str]) -> Place | None:
-    """Returns the place of a parameter among these arrays; None if they do not contain it."""
+    """Returns where a parameter is stored in these arrays, or None if they do not contain it."""
     return next((place for place in places_of(model, path) if place.array in arrays), None)

@@ -421,13 +421,13 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (["--config=tiny", "--grid=model.d_modle=1,2"], "d_model"),
         (["--config=tiny", "--grid=model.d_model"], "--grid=KEY=V1,V2"),
         (["--config=tiny", "--jobs=0"], "1 or more"),
-        (["--config=tiny", "--remat=none,"], "--remat=none,: write --remat=P1,P2"),
+        (["--config=tiny", "--remat=none,"], "--remat=none, has an empty policy: write --remat=P1,P2"),
         (["--config=tiny", "--json=/no/such/c.json"], "cannot write /no/such/c.json: there is no folder /no/such"),
         (["--config=tiny", "--html=/no/such/c.html"], "cannot write /no/such/c.html: there is no folder /no/such"),
         (["--config=tiny", "--remat=none,custom("], "custom(NAME,NAME)"),
-        (["--config=tiny", "--remat=full(v)"], "full(v): write"),
-        (["--config=tiny", "--remat=custom()"], "custom(): write"),
-        (["--config=tiny", "--remat=custom(v)+save(q)"], "custom(v)+save(q): write"),
+        (["--config=tiny", "--remat=full(v)"], "full(v) is not a remat policy: write"),
+        (["--config=tiny", "--remat=custom()"], "custom() is not a remat policy: write"),
+        (["--config=tiny", "--remat=custom(v)+save(q)"], "custom(v)+save(q) is not a remat policy: write"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):

@@ -153,7 +153,7 @@ def test_a_config_of_unknown_devices_says_so(capsys):
     assert "mesh.fsdp=-1 counts as 1 device" in run(capsys, "--config=llama_8b")[1]
     assert "counts as" not in run(capsys, "--config=llama_8b", "--data=8")[1]
     ring = run(capsys, "--config=llama_8b", "--config.mesh.fsdp=4", "--config.mesh.context=2")[1]
-    assert "mesh.context=2 is left out" in ring and "counts as" not in ring
+    assert "mesh.context=2 is ignored" in ring and "counts as" not in ring
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ LINES = [
 
 # Flags whose help says more than one thing -> what each help has to say.
 MEANINGS = {
-    "--budget": "bytes per device",
+    "--budget": "(memory budget|bytes) per device",
     "--config.KEY": "(set a|override a) (config )?key",
     "--dtype": "float32, bfloat16 or float16",
     "--force": "replace OUT",
@@ -73,7 +73,7 @@ MEANINGS = {
     "--json": "as JSON",
     "--layers": "layers of the model",
     "--length": "tokens per (calibration )?sequence",
-    "--lora": "LoRA adapters over frozen weights",
+    "--lora": "LoRA adapters instead of the weights",
     "--measure": "on this machine",
     "--out": "write|append|new or empty",
     "--program": "your own (step|programs) instead of a config",

@@ -43,7 +43,7 @@ SMALL = [
         (["--max-compiles=0"], "--max-compiles=0: give 1 or more"),
         (["--max-seconds=-1"], "--max-seconds=-1.0: give 0.001 or more"),
         (["--max-seconds=nan"], "--max-seconds=nan"),
-        (["--measure"], "--measure on h100, which is not this machine: leave the target out"),
+        (["--measure"], "--measure with target h100, which is not this machine: leave the target out"),
         (["--target=h300"], "h300"),
         (["--jobs=0"], "1 or more"),
         (["--json=/no/such/f.json"], "cannot write /no/such/f.json: there is no folder /no/such"),

@@ -256,7 +256,7 @@ def test_a_text_is_scored_token_by_token(folder, capsys):
     assert [line.split()[1] for line in lines[2:5]] == ["'mo'", "'de'", "'l'"] and lines[-1].split()[:2] == ["all", "6"]
     for words, message in (
         (["--text="], "an empty prompt"),
-        (["--text=x"], "two tokens or more"),
+        (["--text=x"], "fewer than two tokens"),
         (["--texts=missing.txt"], "cannot be read"),
         (["--texts=/dev/zero"], "It is a device"),
         (["--text=x y", "--out=no/such/folder"], "there is no folder no/such"),

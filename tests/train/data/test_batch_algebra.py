@@ -52,7 +52,7 @@ def test_the_program_accumulates_what_the_tokens_ask_for():
             "batch.tokens=2000 is not a multiple of 512 tokens, .* nearest multiples are 1536 and 2048",
         ),
         ({"micro": 2, "tokens": 100}, "nearest multiples are 512$"),
-        ({"micro": 2, "tokens": 2048, "accumulation": 4}, "batch.tokens=2048 and batch.accumulation=4: give one"),
+        ({"micro": 2, "tokens": 2048, "accumulation": 4}, "batch.tokens=2048 and batch.accumulation=4: set only one"),
         ({"micro": 2, "tokens": -1}, "batch.tokens=-1: give 0 or more"),
     ],
 )
@@ -158,7 +158,7 @@ def test_a_run_resumed_within_a_schedule_goes_on_with_its_curve(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"accumulation_schedule": "0:1,4:2", "accumulation": 2}, "batch.accumulation=2: give one of them"),
+        ({"accumulation_schedule": "0:1,4:2", "accumulation": 2}, "batch.accumulation=2: set only one of them"),
         ({"accumulation_schedule": "0:1,4:2", "mode": "scan"}, "with batch.mode=scan, which compiles a fixed number"),
         ({"accumulation_schedule": "1:2"}, "accumulation_schedule=1:2: write UPDATE:ACCUMULATION from update 0"),
         ({"accumulation_schedule": "0:1,0:2"}, "in order"),

@@ -140,7 +140,9 @@ def test_malformed_lines_are_named_and_some_may_be_skipped(tmp_path, capsys):
     bad = ['{"text": "cut', "[1, 2]", '{"txt": "x"}', '{"text": 3}', '{"text": "\\ud800"}', "\xff"]
     content = "\n".join([*good[:3], *bad, *good[3:]]).encode("latin-1")
     path = write(tmp_path, {"a.jsonl": content}) / "a.jsonl"
-    with pytest.raises(UserError, match=r"a.jsonl line 4: not a line of JSON \(Unterminated string.*fix it, or allow"):
+    with pytest.raises(
+        UserError, match=r"a.jsonl line 4: not a line of JSON \(Unterminated string.*fix the record, or allow"
+    ):
         open_data(config(source=str(path)))
     with pytest.raises(UserError, match=r"a.jsonl line 9: not a line of JSON .*\(5 before it were left out\)"):
         open_data(config(source=str(path), skip_bad=5))
@@ -216,7 +218,7 @@ DAMAGED = {
         pq.write_table(pa.table({"x": [1]}), folder / "a.parquet"),
         folder / "a.parquet",
     )[1],
-    r"state.json cannot be used \(it has the invalid file name '../../passwd'\)": lambda folder, sources: listed(
+    r"state.json cannot be used \(it lists the invalid file name '../../passwd'\)": lambda folder, sources: listed(
         folder, [{"filename": "../../passwd"}]
     ),
     "state.json cannot be used": lambda folder, sources: listed(folder, ["x"]),

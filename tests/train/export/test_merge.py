@@ -75,7 +75,7 @@ def test_gpt2_has_no_adapters_of_a_shared_tensor_but_can_be_merged(tmp_path, cap
     _, adapters = saved(folder, tmp_path / "run")
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "one tensor, transformer.h.0.attn.c_attn.weight, for" in said and "export with --merge" in said
+    assert "one tensor, transformer.h.0.attn.c_attn.weight, so" in said and "export with --merge" in said
     assert said.count("\n") == 1 and not (tmp_path / "out").exists()
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merge"]) == 0
     source, merged = Folder.open(folder), Folder.open(tmp_path / "out")

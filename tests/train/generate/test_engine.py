@@ -192,7 +192,7 @@ def test_devices_share_a_model(tmp_path):
 def test_what_never_fits_is_refused_when_it_comes():
     engine = random_engine(pages=4)
     for asked, message in (
-        (Request((), 3), "empty prompt"),
+        (Request((), 3), "the prompt is empty"),
         (Request((1,), 128), "128 positions"),
         (Request((1,) * 40, 20), "need 4 pages of 16, and the pool has 3"),
     ):

@@ -99,6 +99,13 @@ def test_the_config_of_the_trainer_knows_every_default_key_or_the_stage_is_left_
     assert set(left_out) <= {"fused_backward", "offload", "offload_params", "mlp_chunk"}
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("stage", levers.OPTIONAL)
+def test_optional_savings_print_their_flags_too(stage):
+    flags = levers.flags_of(level(stage, 1))
+    assert flags and all(f"--config.{key}={value}" in flags for key, value in levers.STAGES[stage].keys.items())
+
+
 @pytest.mark.parametrize("text", ["bf17", "bf16,", "full,full"])
 def test_a_list_of_stages_that_is_none(text):
     with pytest.raises(ReportError, match=f"--savings={text}"):

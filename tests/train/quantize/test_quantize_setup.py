@@ -46,7 +46,7 @@ def test_a_text_of_its_own_is_held_out_whole(tmp_path):
 
 
 def test_what_is_too_short_is_refused(tmp_path):
-    with pytest.raises(UserError, match="has 1 windows of 8 tokens, and 2 are needed"):
+    with pytest.raises(UserError, match="has 1 windows of 8 tokens, and at least 2 are needed"):
         read_windows(asked(tmp_path / "text.jsonl", 1), SOURCE)
 
 

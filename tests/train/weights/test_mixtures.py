@@ -225,7 +225,7 @@ def test_dense_layers_both_ways(step, dense):
 @pytest.mark.parametrize(
     ("raw", "changes", "why"),
     [
-        (QWEN3_30B_A3B, {"mlp_only_layers": [5]}, "mlp_only_layers=[5]: our model supports only dense layers first"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": [5]}, "mlp_only_layers=[5]: bytescope supports only dense layers first"),
         (QWEN3_30B_A3B, {"mlp_only_layers": ["0"]}, "a list of layer numbers"),
         (QWEN3_30B_A3B, {"mlp_only_layers": 1}, "a list"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 64}, "decoder_sparse_step=64: our model"),
@@ -233,8 +233,8 @@ def test_dense_layers_both_ways(step, dense):
         (QWEN3_30B_A3B, {"num_experts": "8"}, "num_experts='8': give a whole number"),
         (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias=True"),
         (QWEN3_30B_A3B, {"n_routed_experts": 8}, "n_routed_experts asks for experts"),
-        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False: our model supports only True"),
-        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: our model supports only 1e-06"),
+        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False: bytescope supports only True"),
+        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: bytescope supports only 1e-06"),
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         (DEEPSEEK_V3, {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
         (
@@ -262,14 +262,14 @@ def test_dense_layers_both_ways(step, dense):
         (
             {"model_type": "llama4", "text_config": {}},
             {},
-            "model_type=llama4 is not supported: our model lacks layers without",
+            "model_type=llama4 is not supported: bytescope lacks layers without",
         ),
         (
             {"model_type": "gpt_oss", "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
             {},
-            "model_type=gpt_oss is not supported: our model lacks attention sinks",
+            "model_type=gpt_oss is not supported: bytescope lacks attention sinks",
         ),
-        (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our model supports only 0.0"),
+        (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: bytescope supports only 0.0"),
         (MIXTRAL_8X7B, {"router_aux_loss_coef": "x"}, "router_aux_loss_coef='x'"),
         (MIXTRAL_8X7B, {"model_type": "qwen2_moe"}, "num_local_experts asks for experts, which are supported only for"),
     ],
@@ -496,7 +496,7 @@ def test_a_family_that_our_model_lacks_is_refused_by_the_command(name, tmp_path,
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "num_local_experts": 8}))
     assert cli.main(["report", f"hf:{tmp_path}", "h100"]) == 2
     out, err = capsys.readouterr()
-    assert not out and f"model_type={name} is not supported: our model lacks" in err and len(err.splitlines()) == 1
+    assert not out and f"model_type={name} is not supported: bytescope lacks" in err and len(err.splitlines()) == 1
 
 
 def test_adapters_of_nothing_are_refused(tmp_path):
