@@ -345,8 +345,9 @@ class Checkpoints:
             aside = self._processes.from_first(str(self._set_aside(step) if self._processes.first else ""))
             self._manager.reload()
             raise UserError(
-                f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}); moved "
-                f"to {aside}, nothing is saved. Choose another --workdir, on another disk if there is one"
+                f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}). The run "
+                f"stopped and nothing is saved; the damaged checkpoint is in {aside}. Choose another --workdir, on "
+                "another disk if there is one"
             )
         self._was_read = True
 

@@ -313,13 +313,13 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
         return []
     if differences := _differences(old.curve(), identity.curve()):
         raise UserError(
-            f"{path.parent} holds another run: {'; '.join(differences)}. "
+            f"{path.parent} contains another run: {'; '.join(differences)}. "
             f"{_same_batch(old, identity)}Use the old values or another --workdir"
         )
     before, now = old.config["train.steps"], identity.config["train.steps"]
     if now > before and not extend:
         raise UserError(
-            f"{path.parent} was planned for {before} steps, not {now}: "
+            f"the run in {path.parent} was planned for {before} steps, not {now}: "
             "the learning rate would follow another schedule; pass --extend to accept that"
         )
     return [
