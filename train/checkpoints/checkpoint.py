@@ -70,8 +70,8 @@ def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def checksums(state: Any) -> jax.Array:
-    """Returns one uint32 checksum per leaf of `state`, [leaves] in tree order. It does not depend on the mesh, nor on
-    whether a leaf is in device or host memory."""
+    """Returns one uint32 checksum per leaf of `state`, [leaves] in tree order. Checksums do not depend on the
+    mesh, nor on whether a leaf is in device or host memory."""
     leaves = jax.tree.leaves(state)
     on_device = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
     sums = dict(zip(on_device, _checksums([leaves[place] for place in on_device])))
