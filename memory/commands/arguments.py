@@ -20,15 +20,17 @@ _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses arguments and raises ReportError, a one-line message with exit code 2, if they are wrong.
+    """An argument parser that raises ReportError, a one-line message with exit code 2, if the arguments are wrong.
 
-    keys_named: returns the config keys that end in a given name, for commands that take --config.KEY.
+    keys_named: a function from the last part of a config key, such as "seq_len", to the full config keys with this
+    ending. Only commands that take --config.KEY need it.
     """
 
     keys_named: Callable[[str], Sequence[str]] | None = None
 
     def error(self, message: str) -> NoReturn:
-        """Raises ReportError with argparse's message, the nearest known flags or config keys, and the help command."""
+        """Raises ReportError with argparse's message, the most similar known flags or config keys, and the help
+        command."""
         near: Sequence[str] = ()
         if flag := _UNKNOWN_FLAG.match(message):
             if self.keys_named and "--config.KEY" in self._option_string_actions:
@@ -40,12 +42,14 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """Raises argparse.ArgumentError if a value is not one of the choices of its flag."""
         if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, f"{value!r}: {remedy_for(str(value), map(str, action.choices))}")
+            raise argparse.ArgumentError(
+                action, f"{value!r} is not a known value: {remedy_for(str(value), map(str, action.choices))}"
+            )
 
 
 class OldFlag(argparse.Action):
-    """The action of a renamed flag's old spelling, which is hidden in the help and prints the new spelling when
-    used."""
+    """The argparse action of a renamed flag's old spelling. The old spelling is hidden in the help; using it prints
+    the new spelling."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, renamed: argparse.Action) -> None:
         super().__init__(
@@ -67,7 +71,7 @@ class OldFlag(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Prints the new name of the flag, then runs the action of the new flag."""
+        """Prints the new spelling of the flag, then runs the action of the flag."""
         print(
             f"note: {option_string} is now {self.renamed.option_strings[0]}; the next version no longer has the old "
             "name",
@@ -77,12 +81,13 @@ class OldFlag(argparse.Action):
 
 
 def keep_old_flag(parser: argparse.ArgumentParser, old: str, now: str) -> None:
-    """Makes `parser` accept `old` as another spelling of the flag `now`, for one version."""
+    """Makes `parser` accept `old` as another spelling of the renamed flag `now`. Old spellings are removed one version
+    later."""
     parser.add_argument(old, action=OldFlag, renamed=parser._option_string_actions[now])
 
 
 def user_path(text: str) -> Path:
-    """Returns a flag's value as a path with `~` expanded. No shell expands `~` after an equals sign.
+    """Converts a flag's value to a path with `~` expanded, because the shell does not expand `~` in --flag=~/file.
 
     Raises argparse.ArgumentTypeError if the value is empty or names an unknown user.
     """
@@ -91,17 +96,20 @@ def user_path(text: str) -> Path:
         raise argparse.ArgumentTypeError("the name is empty; give a file or folder")
     if path.startswith("~"):
         raise argparse.ArgumentTypeError(
-            f"{text}: the user does not exist; write ./{text} for a name that begins with ~"
+            f"{text} names a user that does not exist: write ./{text} for a file name that begins with ~"
         )
     return Path(path)
 
 
 def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
-    """Adds the flags for compiling (--no-cache, --rates, --jobs) and for output files (--json, --html).
+    """Adds the flags of commands that compile: --no-cache, --rates, --jobs, and --json and --html for the output
+    files.
 
-    result: names the output in the help lines, such as "the comparison".
+    result: the name of the output in the help lines, such as "the comparison".
     """
-    parser.add_argument("--no-cache", action="store_true", help="compile every program again, without the cache")
+    parser.add_argument(
+        "--no-cache", action="store_true", help="compile every program again instead of using cached results"
+    )
     add_rates(parser)
     parser.add_argument(
         "--jobs",
@@ -114,7 +122,7 @@ def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
 
 
 def add_rates(parser: argparse.ArgumentParser) -> None:
-    """Adds --rates, the file of measured device rates for predictions."""
+    """Adds --rates, which names a file of measured device rates. Predicted times are computed from these rates."""
     parser.add_argument(
         "--rates",
         metavar="FILE",
@@ -125,9 +133,10 @@ def add_rates(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def chosen_rates(args: argparse.Namespace) -> Iterator[None]:
-    """Uses the rates of --rates=FILE for all predictions of this process and its workers inside the context.
+    """Context manager inside which all predictions of this process and its workers use the rates in the file of
+    --rates.
 
-    Without the flag, the built-in table of rates is used.
+    Without the flag, predictions use the built-in table of rates.
 
     Raises:
         ReportError: the file cannot be read, is damaged, or was measured on another kind of device than the target.
@@ -146,9 +155,13 @@ def chosen_rates(args: argparse.Namespace) -> Iterator[None]:
 
 
 def check_rates(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises ReportError if --rates was measured on another kind of device than one of the named targets.
+    """Checks that the file of --rates was measured on the kind of device of the named targets.
 
-    The target `local` is not checked here, because only jax knows this machine's devices: predictions check it.
+    The target `local` is not checked here, because only jax knows this machine's devices. It is checked when a time is
+    predicted.
+
+    Raises:
+        ReportError: the file was measured on another kind of device.
     """
     from bytescope.memory.devices.chips import CHIPS
 
@@ -176,14 +189,20 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
         if base not in ("local", "cpu"):  # those need jax, which only the workers start
             targets.parse(name)
             if args.measure:
-                raise ReportError(f"--measure with target {name}, which is not this machine: leave the target out")
+                raise ReportError(
+                    f"--measure runs on this machine, but target {name} is another machine: leave the target out"
+                )
     check_files(args)
     if args.jobs is not None and args.jobs < 1:
-        raise ReportError(f"--jobs={args.jobs}: give 1 or more")
+        raise ReportError(f"--jobs={args.jobs} is not a number of workers: give 1 or more")
 
 
 def check_files(args: argparse.Namespace, flags: Sequence[str] = ("json", "html")) -> None:
-    """Raises ReportError if an output file of one of these flags cannot be written, before a long command begins."""
+    """Checks that the output files of these flags can be written, before a long command begins.
+
+    Raises:
+        ReportError: a file cannot be written.
+    """
     for path in filter(None, (vars(args).get(flag) for flag in flags)):
         if not os.path.isdir(path.absolute().parent):
             raise ReportError(f"cannot write {path}: there is no folder {path.parent}; create it or give another file")
@@ -192,15 +211,15 @@ def check_files(args: argparse.Namespace, flags: Sequence[str] = ("json", "html"
 
 
 def shares_accelerator(names: Sequence[str]) -> bool:
-    """Returns whether compiling for these targets opens this machine's accelerator. Then only one worker may run at a
-    time, because all workers would share the accelerator's memory."""
+    """Returns True if compiling for one of these targets opens this machine's accelerator. Then only one worker may
+    run at a time, because all workers would share the accelerator's memory."""
     from bytescope.memory.devices.platform import choose_platform
 
     return "local" in names and choose_platform() != "cpu"
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a text file completely or not at all.
+    """Writes a text file. If writing fails, the file keeps its earlier content.
 
     Raises:
         ReportError: the file cannot be written.
@@ -212,7 +231,7 @@ def write(path: Path, text: str) -> None:
 
 
 def show_written(*paths: Path | None) -> None:
-    """Prints the names of the files that a command wrote, without pipes and devices such as /dev/stdout."""
+    """Prints the names of the files that a command wrote. Pipes and devices such as /dev/stdout are left out."""
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
 

@@ -14,27 +14,28 @@ SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `bytescope calibrate`: --out and --seconds."""
     parser.add_argument(
         "--out",
         metavar="FILE",
         type=user_path,
-        help="write the measured rates as JSON, for --rates=FILE of other commands",
+        help="write the measured rates to this JSON file, which other commands read with --rates=FILE",
     )
     parser.add_argument(
         "--seconds",
         metavar="S",
         type=float,
         default=SECONDS,
-        help=f"approximate duration in seconds (default: {SECONDS:g}); on a busy machine the measurement may take a "
-        "quarter longer, or 30 s; a short duration measures only the rates that predictions require",
+        help=f"approximate duration in seconds (default: {SECONDS:g}). On a busy machine the measurement may take "
+        "longer, by a quarter or by 30 s. A short duration measures only the rates that predictions require",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures the devices, prints the table of rates and writes the requested file."""
+    """Runs `bytescope calibrate`: measures the devices of this machine, prints the table of rates, and writes it as
+    JSON if a file is given."""
     if not 0 < args.seconds < math.inf:
-        raise ReportError(f"--seconds={args.seconds:g}: give a number above 0, such as {SECONDS:g}")
+        raise ReportError(f"--seconds={args.seconds:g} is not a duration: give a number above 0, such as {SECONDS:g}")
     check_files(args, ("out",))
     from bytescope.memory.commands import calibration_text
     from bytescope.memory.devices import targets

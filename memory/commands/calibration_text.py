@@ -51,15 +51,18 @@ _BUSY = 0.2
 
 
 def show(calibration: Calibration, target: Target, console: Any = None) -> None:
-    """Prints the measured samples, to stdout by default. target: the measured device, with its data sheet if it has
-    one."""
+    """Prints the measured rates of a device as a table, to stdout by default.
+
+    target: the measured device. Its data sheet rates, if known, are shown beside the measured rates.
+    """
     put(render(calibration, target), console)
 
 
 def render(calibration: Calibration, target: Target) -> Group:
-    """Returns the samples as a table in the order of `PARTS`, then the cases that were not measured.
+    """Returns the measured rates as a table, followed by notes on what was not measured and why.
 
-    A rate is work divided by seconds, including the kernel's fixed cost. Data sheet rates are for one device.
+    A measured rate is work (FLOPs or bytes) divided by seconds, including the kernel's fixed cost. Data sheet rates
+    are for one device.
     """
     table = FigureTable(
         label("kernel", min_width=17),
@@ -87,7 +90,8 @@ def render(calibration: Calibration, target: Target) -> Group:
 
 
 def _thin(calibration: Calibration) -> Iterator[Any]:
-    """Compares measured thin matrix products with predictions, which use rates that were measured on cubes."""
+    """Yields a table of measured times of thin matrix products (one short dimension), beside times predicted from the
+    rates of square products."""
     thin = sorted((sample for sample in calibration.samples if sample.part == THIN), key=_order)
     if not thin:
         return
@@ -99,7 +103,7 @@ def _thin(calibration: Calibration) -> Iterator[Any]:
 
 
 def _order(sample: Sample) -> tuple:
-    """Returns the sort key of a sample: part, then kernel, then size. Numbers in a key sort as numbers."""
+    """Returns the key by which the table's rows are sorted: part of the calibration, then kernel, then size."""
     return (
         PARTS.index(sample.part),
         tuple((str(part), 0) if isinstance(part, str) else ("", part) for part in sample.key),
@@ -126,8 +130,8 @@ def _notes(calibration: Calibration) -> Iterator[Any]:
 
 
 def _rate(sample: Sample) -> float:
-    """Returns FLOP/s or bytes/s; for collectives, the bytes/s that one device sends; 0 for samples that measure
-    latency."""
+    """Returns the measured rate in FLOP/s or bytes/s. For collectives this is the bytes/s that one device sends.
+    Returns 0 for samples so small that they measure latency."""
     if not sample.work or (sample.part in (COLLECTIVES, HOST_LINK) and sample.size <= SHORT):
         return 0.0
     share = WIRE[sample.key[0]](sample.key[1]) if sample.part == COLLECTIVES else 1.0
@@ -161,7 +165,7 @@ def _time(value: float) -> str:
 
 
 def _by_cubes(sample: Sample, rates: DeviceRates) -> str:
-    """Returns the predicted time of a pair of thin products, from the rates that were measured on cubes."""
+    """Returns the time predicted for a pair of thin matrix products, using rates measured on square products."""
     unit, m, k, n = sample.key
     dtype, operand_bytes = _OPERANDS[unit]
     pair = (

@@ -1,4 +1,4 @@
-"""bytescope compare: compares combinations of the keys of any program.
+"""bytescope compare: compares variants of a program, one per combination of config values.
 
 This module compares the programs of a `ProgramFactory`; `train.commands.compare_configs` adds configs.
 """
@@ -22,7 +22,7 @@ from bytescope.memory.view.progress_bar import progress
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Adds --program, the flag that names a program."""
+    """Adds --program, which names a function that returns the program to compare."""
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
@@ -32,7 +32,8 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares the programs of --program. Returns the exit code."""
+    """Runs `bytescope compare --program`: compares the programs that a user's function returns. Returns the exit
+    code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
     choose_platform()  # before the user's module imports jax
@@ -48,14 +49,15 @@ def compare(
     source: str,
     given: str = "",
 ) -> int:
-    """Compiles every combination, prints the table and writes the requested files.
+    """Compiles every combination of the grid's values, prints the table and writes the requested files.
 
     Returns the exit code. If Ctrl-C stopped the comparison, the finished rows are shown and the exit code is 130.
 
     Args:
-        fixed: overrides of every combination. asked: the grid, as (key, values).
-        source: the name of the program in the JSON.
-        given: the keys that the command line sets, as flags.
+        fixed: keys and values that are the same in all combinations.
+        asked: the grid, as (key, values) pairs.
+        source: the name of the program, as stored in the JSON.
+        given: the command-line flags that set keys outside the grid.
     """
     jobs = make_jobs(args, Jobs(factory), fixed, asked)
     names = [job.target for job in jobs]
@@ -93,15 +95,15 @@ def compare(
     if interrupted:
         return INTERRUPTED
     if not any(row.ok for row in rows):
-        raise ReportError(f"no combination compiled: {rows[0].status}")
+        raise ReportError(f"no combination of the grid compiled; the first one failed: {rows[0].status}")
     return 0
 
 
 def make_jobs(
     args: argparse.Namespace, jobs: Jobs, fixed: Mapping[str, Any], asked: Sequence[tuple[str, Sequence[str]]]
 ) -> list[worker_pool.Job]:
-    """Returns the combinations as jobs, in the order of the grid. Combinations that resolve to the same program are
-    one job.
+    """Returns one compile job per distinct program of the grid, in the order of the grid. Combinations of values that
+    resolve to the same program share a job.
 
     Raises:
         ValueError: the factory does not know a key, or a value has the wrong type or is not a known name.
@@ -121,8 +123,10 @@ def make_jobs(
 
 
 def row_of(job: worker_pool.Job, answer: Mapping[str, Any], factory: ProgramFactory, formulas: bool) -> Row:
-    """Returns the row of a worker's answer. If `formulas`, the row also has the figures of published formulas that
-    apply."""
+    """Returns the comparison row for a worker's answer to a job.
+
+    formulas: whether to add the memory and FLOPs that published formulas predict, if a formula applies.
+    """
     row = factory.row.from_answer(job.chosen, answer)
     if not formulas or not row.ok:
         return row
@@ -142,11 +146,13 @@ def finish(
     source: str,
     given: str,
 ) -> None:
-    """Prints the rows and writes the requested files.
+    """Prints the compared rows and writes the requested files.
 
     Args:
-        names: the targets of all jobs. cached: number of rows that were in the cache.
-        missing: number of jobs without an answer. source, given: as in `compare`.
+        names: the targets of all jobs.
+        cached: number of rows that were read from the cache.
+        missing: number of jobs without an answer, because the comparison was interrupted.
+        source, given: as in `compare`.
     """
     from bytescope.memory.compare import compare_text
     from bytescope.memory.devices.compiler import versions

@@ -15,13 +15,17 @@ from bytescope.memory.view.text_layout import Prose
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `bytescope diff`: the two reports, --fail-above, and the output files."""
     parser.add_argument(
         "before",
         metavar="BEFORE.json",
         help="first report: a file written by bytescope report --json, or a run directory",
     )
-    parser.add_argument("after", metavar="AFTER.json", help="second report: a file or a run directory, as above")
+    parser.add_argument(
+        "after",
+        metavar="AFTER.json",
+        help="second report: a file written by bytescope report --json, or a run directory",
+    )
     parser.add_argument(
         "--fail-above",
         metavar="PERCENT",
@@ -34,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         metavar="FILE",
         type=user_path,
-        help="write the difference as a page that opens offline: both memory timelines, and the buffers that grew",
+        help="write the differences as a page that opens offline, with both memory timelines and the buffers that grew",
     )
 
 
@@ -44,12 +48,13 @@ def _percent(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:  # nor nan
-        raise argparse.ArgumentTypeError(f"{text}: give a percentage, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a percentage: give a number of 0 or more")
     return value
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the differences. Returns 1 if memory grew by more than --fail-above, else 0."""
+    """Runs `bytescope diff`: prints the differences between two reports. Returns 1 if memory grew by more than
+    --fail-above, else 0."""
     check_files(args)
     before, after = (report_record.load(name) for name in (args.before, args.after))
     changes = report_diff.diff(before, after)
@@ -67,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _names(before: str, after: str) -> tuple[str, str]:
-    """Returns the names of two files on the page: the file names, with their folders if the file names are equal."""
+    """Returns the two file names shown on the page. If they are equal, the names of their folders are included."""
     paths = Path(before), Path(after)
     if paths[0].name != paths[1].name:
         return paths[0].name, paths[1].name

@@ -21,11 +21,12 @@ FLAG_HELP = "print annotations for GitHub Actions, and add a table to the job su
 
 
 def annotation(kind: str, title: str, message: str, source: str = "", environ: Mapping[str, str] | None = None) -> str:
-    """Returns a workflow command: `::warning file=train.py,line=12,title=...::message`.
+    """Returns a GitHub workflow command, such as `::warning file=train.py,line=12,title=...::message`.
 
     Args:
         kind: "error", "warning" or "notice".
         source: "file.py:line" of the user's code, "" if unknown.
+        environ: the environment variables, by default of this process.
     """
     file, line = _place(source, os.environ if environ is None else environ)
     given = {"file": file, "line": line, "title": title}
@@ -36,10 +37,10 @@ def annotation(kind: str, title: str, message: str, source: str = "", environ: M
 def difference_annotations(
     before: ReportRecord, after: ReportRecord, changes: Sequence[Change], failed: Iterable[Change], limit_percent: float
 ) -> list[str]:
-    """Returns the annotations of a comparison of two reports.
+    """Returns GitHub annotations for the differences between two reports.
 
-    Each total in `failed`, which grew by more than `limit_percent`, is an error. Differences that make the two reports
-    hard to compare are warnings. If the peak grew, the buffers that grew most are warnings too.
+    Each total in `failed`, which grew by more than `limit_percent`, becomes an error. Warnings name differences that
+    make the two reports hard to compare and, if the peak grew, the buffers that grew most.
     """
     lines, grown = report_diff.sources(after), report_diff.grown_buffers(changes)
     worst = lines.get(grown[0].name, "") if grown else ""
@@ -65,7 +66,8 @@ def difference_annotations(
 
 
 def report_annotations(report: ReportRecord) -> list[str]:
-    """Returns the annotations of a report: an error if the program does not fit, and a warning for each finding."""
+    """Returns GitHub annotations for a report: an error if the program does not fit, and a warning for each
+    finding."""
     out = []
     if report.fits is False:
         largest = max((b for b in report.alive_at(report.peak_index) if b.source), key=lambda b: b.bytes, default=None)
@@ -90,7 +92,8 @@ def report_annotations(report: ReportRecord) -> list[str]:
 
 
 def _limit(report: ReportRecord) -> str:
-    """Returns " of LIMIT", with the limit as a share of the GPU's memory if it is one; "" without a limit."""
+    """Returns the text " of LIMIT", where LIMIT is the memory limit in readable units; returns "" if the report has no
+    limit."""
     share = limit_share(report.target, report.limit_bytes)
     return f" of {human(report.limit_bytes)}{f' ({share})' if share else ''}" if report.limit_bytes else ""
 
@@ -98,7 +101,7 @@ def _limit(report: ReportRecord) -> str:
 def summary_of_difference(
     before: ReportRecord, after: ReportRecord, changes: Sequence[Change], names: Sequence[str]
 ) -> str:
-    """Returns the table of differences for a job summary, as Markdown."""
+    """Returns the differences between two reports as a Markdown table for a GitHub job summary."""
     rows = [change for change in changes if change.kind == "total" and (change.before or change.after)]
     rows += [change for change in changes if change.kind in ("category", "residual")][:_ROWS]
     notes = [f"> **Warning:** {_cell(text)}" for text in report_diff.warnings(before, after)]
@@ -119,7 +122,7 @@ def summary_of_difference(
 
 
 def summary_of_report(report: ReportRecord) -> str:
-    """Returns the table of a report for a job summary, as Markdown."""
+    """Returns the main figures of a report as a Markdown table for a GitHub job summary."""
     sentence = (
         f"predicted **{human(report.predicted_bytes)}**{_limit(report)} per device: **{report.verdict}**; peak "
         f"{human(report.peak_bytes)}, allocated {human(report.allocated_bytes)}"
@@ -135,14 +138,16 @@ def summary_of_report(report: ReportRecord) -> str:
 
 
 def print_annotations(annotations: Iterable[str]) -> None:
-    """Prints annotations to stdout, one per line; GitHub reads them from the log."""
+    """Prints annotations to stdout, one per line. GitHub reads them from the job's log."""
     for line in annotations:
         print(line, flush=True)
 
 
 def add_summary(text: str, environ: Mapping[str, str] | None = None) -> None:
-    """Appends text to the job summary; does nothing outside GitHub Actions. Raises ReportError if the file cannot be
-    written."""
+    """Appends text to the GitHub job summary. Does nothing outside GitHub Actions.
+
+    Raises ReportError if the summary file cannot be written.
+    """
     path = (os.environ if environ is None else environ).get(SUMMARY)
     if not path:
         return
@@ -177,7 +182,8 @@ def _percent(change: Change) -> str:
 
 
 def _place(source: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Returns (file, line) of a source. The file is relative to the root of the repository if it is inside it."""
+    """Returns (file, line) of a "file.py:line" source. If the file is in the repository, its path is relative to the
+    repository's root."""
     file, colon, line = source.rpartition(":")
     if not colon or not line.isdigit():
         return source, ""
@@ -188,7 +194,7 @@ def _place(source: str, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _message(text: str) -> str:
-    """Returns text escaped for a workflow command: "%" and line ends have a meaning there."""
+    """Escapes text for a GitHub workflow command, in which "%" and line ends have a meaning."""
     return in_one_line(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
@@ -202,6 +208,5 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Returns text that is safe in a cell of a Markdown table. Buffer names are arbitrary text and may contain
-    HTML."""
+    """Escapes text for a cell of a Markdown table. Buffer names are arbitrary text and may contain HTML."""
     return in_one_line(text).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

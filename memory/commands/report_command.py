@@ -37,21 +37,24 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that choose how much of the report is printed, and which files are written."""
+    """Adds the output flags: how much of the report is printed, and which files are written."""
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also print the timeline, the largest buffers, state, traffic, and the reason for each choice",
+        help="also print the memory timeline, the largest buffers, the training state, memory traffic, "
+        "and the reason for each chosen setting",
     )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write the report as a page that opens offline")
-    parser.add_argument("--export", metavar="DIR", type=user_path, help="write files for XProf, TensorBoard and pprof")
+    parser.add_argument(
+        "--export", metavar="DIR", type=user_path, help="write files for XProf, TensorBoard and pprof to this folder"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reports on the program of --program or --hlo. Returns the exit code."""
+    """Runs `bytescope report` for the program of --program or --hlo. Returns the exit code."""
     from bytescope.memory.devices import targets
 
     start_platform(args)
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def start_platform(args: argparse.Namespace) -> None:
-    """Chooses the platform and the number of simulated devices. Must run before jax is imported."""
+    """Sets jax's platform and the number of simulated CPU devices from the flags. Must run before jax is imported."""
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
@@ -84,9 +87,10 @@ def start_platform(args: argparse.Namespace) -> None:
 def make_report(
     program: PreparedProgram, subject_of: Callable[[int], Subject] | None = None
 ) -> tuple[ReportRecord, Compilation]:
-    """Compiles a program. Returns its report and the compilation.
+    """Compiles a program. Returns its memory report and the compilation.
 
-    subject_of: returns the report's subject (the name and size of the program), given the model FLOPs of one call.
+    subject_of: a function from the model FLOPs of one call of the step to the report's subject (the name and size of
+    the program).
     """
     from bytescope.memory.analysis import report_of
     from bytescope.memory.cost import flops
@@ -112,14 +116,20 @@ def make_report(
 
 
 def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
-    """Prints a report. choices: what the program chose for its devices and why, one choice per line."""
+    """Prints a report.
+
+    choices: the settings that the program chose for its devices, with reasons, one setting per line.
+    """
     from bytescope.memory.report import report_text
 
     report_text.show(report, choices=choices, verbose=verbose)
 
 
 def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
-    """Writes the files named by flags. more: JSON keys to add to the keys of the report."""
+    """Writes the files that --json, --html and --export request.
+
+    proto: the serialized HloProto of the program. more: further keys for the JSON file.
+    """
     if args.json:
         write(args.json, json.dumps({**report.to_json(), **more}, indent=1) + "\n")
     if args.html:
@@ -134,8 +144,8 @@ def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, mo
 
 
 def verdict(args: argparse.Namespace, report: ReportRecord) -> int:
-    """Returns the exit code: DOES_NOT_FIT if the program exceeds its target's memory, else 0. With --github, also
-    prints annotations."""
+    """Returns the exit code: DOES_NOT_FIT if the program needs more memory than its target has, else 0. With --github,
+    also prints annotations."""
     if args.github:
         github.print_annotations(github.report_annotations(report))
         github.add_summary(github.summary_of_report(report))
@@ -143,7 +153,10 @@ def verdict(args: argparse.Namespace, report: ReportRecord) -> int:
 
 
 def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
-    """Prints by how many bytes a program exceeds its target, then the advice (rich renderables)."""
+    """Prints how many bytes the target lacks for the program, then the advice.
+
+    advice: rich renderables, one per suggested change.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -156,7 +169,7 @@ def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
 
 
 def _advise(report: ReportRecord) -> None:
-    """Prints changes that may make a user's program fit."""
+    """Prints changes that may reduce the memory of a user's program until it fits."""
     from bytescope.memory.findings.post_mortem import ways_out
     from bytescope.memory.units import human
     from bytescope.memory.view.text_layout import Prose

@@ -14,12 +14,18 @@ Rows = Iterable[Sequence[str]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds --grep=WORD, which every listing command has."""
-    parser.add_argument("--grep", metavar="WORD", default="", help="list only rows that contain WORD, ignoring case")
+    """Adds --grep=WORD, which filters the printed rows. Every command that prints a list has this flag."""
+    parser.add_argument(
+        "--grep",
+        metavar="WORD",
+        default="",
+        help="print only the rows that contain WORD; upper and lower case are equal",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the devices of this machine, and the chips that can be compiled for without being present.
+    """Runs `bytescope targets`: prints the devices of this machine, and the chips for which programs can be compiled
+    without having one.
 
     Columns are per device: memory in GiB, bandwidth in TB/s, compute rate in TFLOP/s.
     """
@@ -31,10 +37,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_listing(args: argparse.Namespace, headings: Sequence[str], rows: Rows) -> None:
-    """Prints the rows that contain the word of --grep. Raises ReportError if no row contains it."""
+    """Prints the rows of a list that contain the word of --grep. Raises ReportError if no row contains it."""
     matches = [row for row in rows if args.grep.lower() in " ".join(row).lower()]
     if not matches:
-        raise ReportError(f"--grep={args.grep}: no row of bytescope {args.command} contains this word; give another")
+        raise ReportError(
+            f"--grep={args.grep}: no row that bytescope {args.command} prints contains this word; give another word"
+        )
     show(headings, matches)
 
 

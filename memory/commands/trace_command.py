@@ -13,12 +13,12 @@ from bytescope.memory.seconds import step_prediction
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `bytescope trace`: the trace, the report to compare with, and the output files."""
     parser.add_argument(
         "trace",
         metavar="DIR",
-        help="folder written by bytescope train --profile or jax.profiler, whose newest trace is read, or one file "
-        "*.xplane.pb",
+        help="one file *.xplane.pb, or a folder written by bytescope train --profile or jax.profiler, whose newest "
+        "trace is read",
     )
     parser.add_argument(
         "--report",
@@ -28,17 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "writes as memory.json",
     )
     add_rates(parser)
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the breakdown as JSON")
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="write where the time went as JSON")
     parser.add_argument(
         "--html",
         metavar="FILE",
         type=user_path,
-        help="write the breakdown as a page that opens offline: phases, components, host, longest operations",
+        help="write where the time went as a page that opens offline: phases, components, host, longest operations",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the time breakdown without starting jax, and writes the requested files."""
+    """Runs `bytescope trace`: prints where the traced time went, without starting jax, and writes the requested
+    files."""
     check_files(args)
     measured = breakdown.find(xplane.read(xplane.find(args.trace)))
     report = report_record.load(args.report) if args.report else None
@@ -55,17 +56,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _name(trace: str) -> str:
-    """Returns the name of a trace on its page: the run directory, or the name of the file or folder."""
+    """Returns the name that the page shows for a trace: the name of the run directory, or of the given file or
+    folder."""
     path = Path(trace).absolute()
     return path.parent.name if path.name == "profile" else path.name
 
 
 def prediction(report: report_record.ReportRecord) -> dict | None:
-    """Returns the predicted time of one call of the step, or None if neither a prediction nor a bound is available.
+    """Returns the predicted time of one call of the step; None if there is neither a prediction nor a lower bound.
 
-    Keys: `seconds`, `low` and `high`, in seconds; `rates`, the source of the rates; `at_least`, the lower bound in
-    seconds from the data sheet; `bound`, the source of the bound. A key is None if its value is not available. The
-    rates are those of this process; if it has none for the target, the prediction stated in the report is used.
+    Keys, each None if unknown: `seconds`, `low` and `high`, the predicted seconds and the ends of their interval;
+    `rates`, the source of the device rates; `at_least`, a lower bound in seconds from the data sheet; `bound`, the
+    source of the bound.
+
+    The time is predicted again with the device rates in use. If no rates are known for the target, the prediction
+    stored in the report is returned.
     """
     predicted = step_prediction.predict_report(report) or step_prediction.StepPrediction.stated(report)
     bound = step_prediction.bound({"work": report.work, "target": report.target})
@@ -91,7 +96,7 @@ _PREDICTED = {
 
 
 def to_json(measured: breakdown.Breakdown, predicted: dict | None) -> dict:
-    """Returns the breakdown as a JSON object, with predicted seconds per update, their interval and their lower bound;
-    null if not available."""
+    """Returns where the traced time went as JSON values, with the predicted seconds per update, their interval and
+    their lower bound. Unknown values are null."""
     once = {key: (predicted or {}).get(name) for key, name in _PREDICTED.items()}
     return {**measured.to_json(), **{key: value and value * measured.calls for key, value in once.items()}}

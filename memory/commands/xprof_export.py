@@ -17,9 +17,9 @@ MODULE = "m"  # the name under which XProf lists the program
 def export(directory: str | Path, report: ReportRecord | None = None, hlo_proto: bytes = b"") -> list[Path]:
     """Writes files for other viewers into `directory`, which is created if missing. Returns their paths.
 
-    - `m.hlo_proto.pb` and an empty `h.xplane.pb`, if `hlo_proto` (a serialized HloProto) is given: the memory viewer
-      of XProf and of TensorBoard's profile plugin opens the pair.
-    - `memory.pprof.gz`, if a report is given: one sample per buffer that is live at the peak.
+    - If `hlo_proto` (a serialized HloProto) is given: `m.hlo_proto.pb` and an empty `h.xplane.pb`. The memory viewer
+      of XProf and of TensorBoard's profile plugin opens this pair.
+    - If a report is given: `memory.pprof.gz`, a pprof profile with one sample per buffer that is live at the peak.
 
     Raises ReportError if neither is given, or if the directory cannot be written.
     """
@@ -31,7 +31,7 @@ def export(directory: str | Path, report: ReportRecord | None = None, hlo_proto:
         # No time in the header: the same report gives the same bytes.
         files["memory.pprof.gz"] = gzip.compress(pprof(report), mtime=0)
     if not files:
-        raise ReportError("nothing to export: pass a report or an HloProto")
+        raise ReportError("there is nothing to export: pass a report or a serialized HloProto")
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,9 +45,9 @@ def export(directory: str | Path, report: ReportRecord | None = None, hlo_proto:
 def pprof(report: ReportRecord) -> bytes:
     """Returns the buffers that are live at the peak as a pprof profile (uncompressed protobuf).
 
-    The value of a sample is bytes on one device. The stack is, root first: category, each named scope of the module
-    path, operation, buffer with its source line. Labels: phase, dtype, shape, checkpoint name, parameter. `go tool
-    pprof -http=: memory.pprof.gz` draws the profile as a flame graph of the peak.
+    Each sample is a buffer; its value is bytes on one device. Its stack is, from the root: category, the named scopes
+    of the module path, operation, buffer with its source line. Its labels are phase, dtype, shape, checkpoint name and
+    parameter. `go tool pprof -http=: memory.pprof.gz` draws the profile as a flame graph.
     """
     table = _Table()
     samples = []
@@ -68,7 +68,7 @@ def pprof(report: ReportRecord) -> bytes:
 
 
 def _stack(buffer: Buffer) -> list[tuple[str, str, int]]:
-    """Returns (name, file, line) of each frame, from the root to the buffer."""
+    """Returns the stack frames of a buffer's sample as (name, file, line), from the root to the buffer."""
     file, _, line = buffer.source.rpartition(":")
     scopes = [scope for scope in buffer.module.split("/") if scope]
     names = [buffer.category, *scopes]
@@ -95,7 +95,8 @@ def _comments(report: ReportRecord) -> list[str]:
 
 
 class _Table:
-    """The strings, functions and locations of a profile. Each is stored once and referred to by its index."""
+    """The strings, functions and stack frames of a pprof profile. Each is stored once; samples refer to it by
+    number."""
 
     def __init__(self) -> None:
         self.strings: dict[str, int] = {"": 0}  # pprof requires the empty string first
@@ -104,12 +105,12 @@ class _Table:
         self._ids: dict[tuple[str, str, int], int] = {}
 
     def string(self, text: str) -> int:
-        """Returns the index of a string; "" has index 0."""
+        """Returns the index of a string in the profile's string table. The empty string has index 0."""
         # Unpaired surrogates, which a damaged name may contain, cannot be encoded.
         return self.strings.setdefault(text.encode("utf-8", "replace").decode(), len(self.strings))
 
     def location(self, name: str, file: str, line: int) -> int:
-        """Returns the id of a stack frame; ids start at 1."""
+        """Returns the id of a stack frame (called a location in pprof). Ids start at 1."""
         key = (name, file, line)
         if key not in self._ids:
             number = self._ids[key] = len(self._ids) + 1

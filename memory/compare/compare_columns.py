@@ -24,10 +24,10 @@ NO_FORMULA = "no formula"
 
 
 class CostAxis(NamedTuple):
-    """The axis of a chart that shows the cost of rows against their bytes.
+    """The chart axis that shows the cost of compared programs, drawn against their bytes.
 
-    key: the record's key with the cost. title: the title of the axis. is_share: whether the cost is a fraction, 0 to
-    1.
+    key: the key of a comparison row that contains the cost. title: the title of the axis. is_share: whether the cost
+    is a fraction from 0 to 1, not seconds.
     """
 
     key: str
@@ -44,48 +44,55 @@ COST_AXES = {
 
 
 def record_of(row: Row, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns a row as a record: the fields of the row, and the texts of its values for these keys of the grid."""
+    """Returns a comparison row as a dict: its fields, and under "texts" the text of its value for each of `keys`."""
     return {**vars(row), "texts": [row.value_text(key) for key in keys]}
 
 
 def key_columns(keys: Sequence[str]) -> list[ColumnView]:
-    """Returns a column for each of these keys of the grid. Its title is the last part of the key's name."""
+    """Returns one table column for each config key of the grid. The column's title is the last part of the key, such
+    as "seq_len"."""
     return [ColumnView(key, key.rsplit(".", 1)[-1], "value", path=f"texts.{number}") for number, key in enumerate(keys)]
 
 
 def hfu_over_mfu(record: Record) -> float | None:
-    """Returns hardware FLOPs / model FLOPs of a record; None if either is missing or 0."""
+    """Returns hardware FLOPs / model FLOPs of a compared program, which is HFU / MFU. Returns None if either is
+    missing or 0."""
     hardware, model = record["hardware_flops"], record["model_flops"]
     return hardware / model if hardware and model else None
 
 
 def formula_hfu_over_mfu(record: Record) -> float | None:
-    """Returns hardware FLOPs / model FLOPs by the published formulas; None if the formulas do not give both."""
+    """Returns HFU / MFU (hardware FLOPs / model FLOPs) as given by published formulas. Returns None if they do not
+    give both."""
     hardware, model = value_at(record, "formula.hardware_flops"), value_at(record, "formula.model_flops")
     return hardware / model if hardware and model else None
 
 
 def gap(record: Record, key: str) -> float | None:
-    """Returns the fraction by which the compiler's bytes exceed the formula's bytes. It is infinite if the formula
-    gives 0, and None if there is no formula."""
+    """Returns how far the compiler's bytes exceed the published formula's bytes, as a fraction of the formula's bytes.
+    Returns infinity if the formula gives 0, and None if no formula applies.
+
+    key: the compared quantity, such as "peak_bytes".
+    """
     return share(record[key], value_at(record, f"formula.{key}"))
 
 
 def fits(record: Record) -> str:
-    """Returns the verdict that colours a cell: "exceeds" if the program exceeds its limit or failed to compile, "fits"
-    if it is within the limit, "" if no limit is known."""
+    """Returns "fits" if the program is within its memory limit, "exceeds" if it exceeds the limit or failed to
+    compile, and "" if no limit is known. The result chooses the colour of a table cell."""
     if record.get("status", "ok") != "ok":
         return "exceeds"
     return {True: "fits", False: "exceeds", None: ""}[record["fits"]]
 
 
 def verdict(record: Record) -> str:
-    """Returns the verdict of a row in one word: "failed", "fits", "exceeds", or "ok" if no limit is known."""
+    """Returns a one-word verdict on a program: "failed" (to compile), "fits", "exceeds", or "ok" if no memory limit is
+    known."""
     return "failed" if record.get("status", "ok") != "ok" else fits(record) or "ok"
 
 
 def verdict_with_star(record: Record) -> Text:
-    """Returns the verdict as coloured text; a star marks a Pareto-optimal row."""
+    """Returns the one-word verdict on a program as coloured text, followed by a star if its row is Pareto-optimal."""
     return Text.assemble((verdict(record), VERDICT_STYLES[fits(record)]), (" ★" if record["pareto"] else "", "yellow"))
 
 
@@ -96,8 +103,10 @@ def predicted_with_spread(record: Record) -> str:
 
 
 def command_column(command: Callable[[Any], str]) -> ColumnView:
-    """Returns the last column of a page: a button that copies the command of a row. command: returns a record's
-    command."""
+    """Returns the last column of an HTML page's table: a button that copies the command of the row.
+
+    command: a function from a record to its command.
+    """
     return ColumnView("command", "command", "command", read=command, only=PAGE, css="command", rank=10)
 
 

@@ -111,9 +111,10 @@ BEST_COLUMNS = (
 
 
 def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
-    """Returns the HTML page of a comparison, given its JSON (`memory.compare.compare_rows.to_json`).
+    """Returns the HTML page of a comparison.
 
-    row_type: the factory's subclass of Row, which knows the keys of the grid.
+    comparison: the JSON of the comparison (`memory.compare.compare_rows.to_json`). row_type: the subclass of Row that
+    the program factory uses.
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     subject, target, several = _subject(rows, comparison["config"]), comparison["target"], len(_tasks(rows)) > 1
@@ -145,13 +146,13 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
 
 
 def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[str, Any]:
-    """Returns the data that the page's script draws, as JSON values. row_type: as in `render`.
+    """Returns the data that the page's script draws, as JSON values.
 
-    Each of `rows` has the texts of its `keys`, the values of all columns that any row fills, and its command. Its
-    texts are: `label`, the whole combination; `group`, the combination without policy, config and target; `section`,
-    config and target; `short`, the combination without config and target; `rival`, the keys that distinguish the row
-    from others of its task; `task_label`, the keys that the rows of a task share. `axes` are the keys along which
-    growth can be drawn.
+    comparison, row_type: as in `render`. Each object in `rows` has the key values, figures and command of one
+    combination, and these texts: `label`, all key values; `group`, the key values without policy, config and target;
+    `section`, config and target; `short`, the key values without config and target; `rival`, the keys that distinguish
+    the row from other rows of its task; `task_label`, the keys that all rows of the task share. `axes` are the keys
+    that can be the x-axis of a growth curve.
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)
@@ -183,14 +184,15 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
 
 
 def _has_figure(column: ColumnView, values: Mapping[str, float | None]) -> bool:
-    """Returns whether a row's value in a column is worth showing: not None, and not 0 unless the column shows a
-    gap."""
+    """Returns whether a row's value in a column is worth showing. None is not, and 0 is shown only in columns of gaps
+    between compiler and formula."""
     value = values[column.key]
     return value is not None if column.kind == "gap" else bool(value)
 
 
 def describe_method(row: Row) -> str:
-    """Describes how a row runs its task: its remat policy and its other keys that do not define the task."""
+    """Returns the remat policy and the other settings of a row that change how its program runs but not what it
+    computes."""
     keys = [key for key in row.overrides if row.is_how(key) and key not in row.policy_parts]
     return label(row, keys) if keys else row.policy or "as configured"
 
@@ -203,15 +205,16 @@ def _tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _command(comparison: Mapping[str, Any], row: Row) -> str:
-    """Returns the command that runs a row. The row's own keys come last, so that they take precedence."""
+    """Returns the command that runs the program of a row. The row's own keys come last, so that they override the
+    flags of the comparison."""
     source = "" if CONFIG in row.overrides else comparison["config"]
     target = row.overrides.get(TARGET) or comparison["target"].get("name", "")
     return row.command(source, target, comparison["given"])
 
 
 def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTable:
-    """Returns a table with the best row of each task, in the order of the tasks, which are not ranked against each
-    other."""
+    """Returns a table with the best row of each task. The tasks keep their order, because they are not ranked against
+    each other."""
     keys, records = task_keys(rows), []
     for members in _tasks(rows).values():
         best = next(iter(best_of_each(members)), None)
@@ -228,7 +231,8 @@ def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTab
 
 
 def axes(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
-    """Returns the keys that can be the logarithmic axis of a curve: at least three values, all positive numbers."""
+    """Returns the keys that can be the logarithmic x-axis of a curve. Such a key has at least three values, which are
+    all positive numbers."""
 
     def number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
@@ -273,13 +277,17 @@ def _finite(value: float | None) -> float | None:
 
 
 def _subject(rows: Sequence[Row], config: str) -> str:
-    """Returns the name of the compared program: the given config, or the configs of the grid."""
+    """Returns the page's title: the names of the compared configs."""
     names = list(dict.fromkeys(str(row.overrides[CONFIG]) for row in rows if CONFIG in row.overrides))
     return (", ".join(names) if len(names) <= 4 else f"{len(names)} configs") or config or "Combinations"
 
 
 def _figures(rows: Sequence[Row], best: Row | None) -> list[HeaderFigure]:
-    """Returns the header figures. best: the best row; None if no row fits, or if the rows are of several tasks."""
+    """Returns the large figures in the page's header: the numbers of combinations and of fitting rows, and figures of
+    the best row.
+
+    best: the best row; None if no row fits, or if the rows are of several tasks.
+    """
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     limit = f"of {human(limits.pop())}" if len(limits) == 1 else "each within its own limit"
     figures = [

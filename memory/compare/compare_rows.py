@@ -37,8 +37,9 @@ TERM_WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One combination of keys with its figures. Sizes are bytes on one device. FLOPs are per call of the step, over
-    all devices.
+    """A row of a comparison: one combination of config keys, and the memory, FLOPs and time of its program.
+
+    Sizes are bytes on one device. FLOPs are per call of the step, over all devices.
 
     A factory may use a subclass that knows more about its keys (`train.plan.config_row.ConfigRow`). The subclass sets
     the class attributes and overrides the methods about keys.
@@ -118,49 +119,52 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """True if the program compiled, so that the row has figures."""
+        """True if the program compiled. Otherwise the row has no memory, FLOPs or time."""
         return self.status == "ok"
 
     @classmethod
     def from_answer(cls, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> Self:
-        """Returns the row of a worker's answer, new or cached. Keys of the answer that are not fields are ignored."""
+        """Returns the row for a worker's answer, which may come from the cache. Keys of the answer that are not fields
+        are ignored."""
         known = {f.name for f in dataclasses.fields(cls)} - {"overrides", "pareto"}
         row = cls(dict(overrides), **{key: value for key, value in values.items() if key in known})
         return dataclasses.replace(row, **ranking.fields(values))
 
     @classmethod
     def is_how(cls, key: str) -> bool:
-        """Returns whether a key determines how a program runs, not what it computes. Rows that differ only in such
-        keys compete."""
+        """Returns whether a config key changes how the program runs, such as a remat policy, but not what it computes.
+        Rows that differ only in such keys are ranked against each other."""
         return key.startswith(cls.how) if cls.how else False
 
     @classmethod
     def flag(cls, key: str, value: Any) -> str:
-        """Returns the command-line flag that sets a key of the grid to this value, without shell quotes."""
+        """Returns the command-line flag that sets a config key to this value, without shell quotes."""
         return f"--grid={key}={as_text(value)}"
 
     def command(self, source: str, target: str, given: str) -> str:
-        """Returns the command that reproduces this row.
+        """Returns the command line that reproduces this row.
 
-        source: the program, as in --program=MODULE:FUNCTION. target: the name of the target. given: flags of the
-        comparison.
+        source: the program, as in --program=MODULE:FUNCTION. target: the name of the target. given: the flags of the
+        comparison outside the grid.
         """
         words = ["bytescope", "compare", f"--program={source}", *([f"--target={target}"] if target else [])]
         return " ".join(filter(None, (shlex.join(words), given, flags(self))))
 
     def value_text(self, key: str) -> str:
-        """Returns the text of a grid key's value, "" if the row does not have the key."""
+        """Returns the text of the row's value for a config key of the grid, "" if the row does not have the key."""
         return as_text(self.overrides.get(key, ""))
 
     def names_a_policy(self) -> bool:
-        """Returns whether a single named policy determines how the program runs. Among equal rows, such a row is
-        preferred."""
+        """Returns whether the row selects a remat policy by its name, without further settings. If two rows rank
+        equally, the row with a named policy is preferred."""
         return True
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Returns the override keys that have more than one value; if nothing varies, the policy key. Keys whose values
-    are part of the policy's value are excluded."""
+    """Returns the config keys whose values differ between the rows. If no value differs, returns the policy key.
+
+    Keys that are shown as part of the policy are left out.
+    """
     keys = list(dict.fromkeys(key for row in rows for key in row.overrides))
     if any(row.policy_key in keys for row in rows):
         keys = [key for key in keys if not any(key in row.policy_parts for row in rows)]
@@ -169,13 +173,13 @@ def varying(rows: Sequence[Row]) -> list[str]:
 
 
 def unit_of(rows: Sequence[Row]) -> tuple[str, int]:
-    """Returns (name, bytes) of the unit for the bytes of these rows: the largest unit of which every row has at least
-    a tenth."""
+    """Returns (name, bytes) of the unit in which these rows' bytes are shown: the largest unit in which every row has
+    at least 0.1."""
     return column_unit(min((row.allocated_bytes for row in rows if row.allocated_bytes), default=0))
 
 
 def label(row: Row, keys: Sequence[str]) -> str:
-    """Returns the text that distinguishes a row by these keys, such as "full, seq_len=4096"."""
+    """Returns the text that distinguishes a row from others by these config keys, such as "full, seq_len=4096"."""
     parts = []
     for key in (key for key in keys if key in row.overrides):
         name = "" if key in (row.policy_key, CONFIG, TARGET) else f"{key.rpartition('.')[2]}="
@@ -184,8 +188,11 @@ def label(row: Row, keys: Sequence[str]) -> str:
 
 
 def mark_pareto(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows with `pareto` set: no other row of the same workload is better in bytes or cost without being
-    worse in the other. Rows that exceed their limit are excluded. `cost_of` chooses the cost."""
+    """Returns copies of the rows with `pareto` set. A row is Pareto-optimal if no other fitting row of the same task
+    has fewer bytes at no higher cost, or a lower cost with no more bytes.
+
+    `cost_of` chooses the cost. Rows that exceed their memory limit are never Pareto-optimal.
+    """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         if row.ok and row.fits is not False and row.allocated_bytes is not None:
@@ -197,8 +204,8 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
 
 
 def _pareto_optimal(rows: Sequence[Row]) -> set[int]:
-    """Returns the `id` of each Pareto-optimal row of one workload. Rows are visited by increasing bytes, and a row is
-    optimal if its cost is below the cost of all rows before it."""
+    """Returns the `id` of each Pareto-optimal row of one task. Visits the rows by increasing bytes; a row is optimal
+    if it costs less than all rows before it."""
     _, cost = cost_of(rows)
     out: set[int] = set()
     min_cost, last = math.inf, None
@@ -211,11 +218,12 @@ def _pareto_optimal(rows: Sequence[Row]) -> set[int]:
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Returns the best row that fits; None if no row fits, or if the rows have several workloads (use `best_of_each`).
+    """Returns the best row that fits its memory limit. Returns None if no row fits, or if the rows are of several
+    tasks.
 
-    The best row is the fastest by measurement. Without measurements it is the fastest by prediction; ties
-    (`ranking.TIE`) are decided by less recomputation, then by less memory. Without predictions it is the row with the
-    least recomputation, then with the fewest bytes.
+    The best row is the fastest by measurement; without measurements, the fastest by prediction; without predictions,
+    the row that recomputes least. Among rows with nearly equal predictions (`ranking.TIE`), less recomputation and
+    then less memory decide.
     """
     if len({workload(row) for row in rows}) > 1:
         return None
@@ -227,7 +235,8 @@ def best(rows: Sequence[Row]) -> Row | None:
 
 
 def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
-    """Returns the fitting rows that are predicted to be as fast as `winner`, the best row. `winner` is excluded."""
+    """Returns the fitting rows that are predicted to be as fast as `winner`, the best row. `winner` itself is left
+    out."""
     fitting = [
         row
         for row in rows
@@ -238,10 +247,11 @@ def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
 
 
 def why_slower(rows: Sequence[Row]) -> dict[str, str]:
-    """Explains rows that recompute no more than the best row but are predicted to be slower.
+    """Explains why rows that recompute no more than the best row are still predicted to be slower.
 
-    Returns the label of each such row -> the term with the largest increase over the best row, for example "0.31 s
-    slower than full: waiting for collectives 0.142 s instead of 0.021 s". Rows that do not fit are included.
+    Returns a dict from the row's label to an explanation, which names the part of the predicted time that grew most.
+    Example: "0.31 s slower than full: waiting for collectives 0.142 s instead of 0.021 s". Rows that do not fit are
+    included.
     """
     winner = best(rows)
     if winner is None or not winner.predicted_by_term or winner.predicted_seconds is None:
@@ -265,8 +275,8 @@ def why_slower(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def thrift(row: Row) -> tuple[float, int, bool]:
-    """Returns the sort key for rows that are predicted to be equally fast: less recomputation (in whole percent of the
-    model FLOPs), then less device and host memory in total, then a named policy."""
+    """Returns the sort key that decides between rows with equal predicted time: less recomputation (in whole percent
+    of the model FLOPs), then less device and host memory in total, then a named policy."""
     return (
         round(row.recompute_flops_fraction or 0.0, 2),
         (row.allocated_bytes or 0) + (row.host_bytes or 0),
@@ -275,7 +285,7 @@ def thrift(row: Row) -> tuple[float, int, bool]:
 
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:
-    """Returns the best row of each workload that has a fitting row. Rows of different workloads are never compared."""
+    """Returns the best row of each task (rows that compute the same). Tasks without a fitting row are left out."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(workload(row), []).append(row)
@@ -283,8 +293,8 @@ def best_of_each(rows: Sequence[Row]) -> list[Row]:
 
 
 def flags(row: Row) -> str:
-    """Returns the flags that select this row, quoted for a shell. The target is left out, because a run uses the
-    devices that are present."""
+    """Returns the command-line flags that select this row, quoted for a shell. The flag of the target is left out,
+    because a run uses the devices that are present."""
     return shlex.join(row.flag(key, value) for key, value in row.overrides.items() if key != TARGET)
 
 
@@ -296,7 +306,7 @@ def to_json(
     config: str = "",
     given: str = "",
 ) -> dict[str, Any]:
-    """Returns the comparison as JSON values. The module's docstring lists the keys."""
+    """Returns a comparison as JSON values. The module's docstring lists the keys."""
     rows = mark_pareto(rows)
     winner, tasks = best(rows), task_keys(rows)
     return {
@@ -315,22 +325,22 @@ def to_json(
 
 
 def workload(row: Row) -> str:
-    """Returns a string that identifies what a row computes: its overrides of model, batch and target. Only rows with
-    equal strings can be compared."""
+    """Returns a string that identifies what a row's program computes: its values of the keys for model, batch and
+    target. Rows with different strings are not comparable."""
     return repr(sorted((key, as_text(value)) for key, value in row.overrides.items() if not row.is_how(key)))
 
 
 def task_keys(rows: Sequence[Row]) -> list[str]:
-    """Returns the varying keys that change what the program computes."""
+    """Returns the config keys that differ between the rows and change what the program computes."""
     return [key for key in varying(rows) if not rows[0].is_how(key)]
 
 
 def cost_of(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float]]:
-    """Returns (name, function) of the cost by which rows of one workload are ranked. The cost of a row is infinite if
-    unknown.
+    """Returns (name, function) of the cost by which these rows are ranked. The function returns a row's cost, infinity
+    if unknown.
 
-    MEASURED: measured seconds per token, if any row was measured. PREDICTED: predicted seconds per token, otherwise.
-    RECOMPUTED: the recomputed fraction of FLOPs, if no time is known.
+    The cost is measured seconds per token if any row was measured, otherwise predicted seconds per token. If no time
+    is known, the cost is recomputed FLOPs / model FLOPs.
     """
     if any(row.measured for row in rows):
         return MEASURED, lambda row: _per_token((row.measured or {}).get("tokens_per_s"))

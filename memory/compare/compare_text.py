@@ -47,10 +47,10 @@ def show(
     missing: int = 0,
     console: Console | None = None,
 ) -> None:
-    """Prints the comparison, to stdout by default.
+    """Prints a comparison, to stdout by default.
 
-    rows: as returned by `mark_pareto`. cached: number of rows that came from the cache. missing: number of
-    combinations without a row because the run was interrupted.
+    rows: the rows of the comparison, as returned by `mark_pareto`. cached: number of rows that were read from the
+    cache. missing: number of combinations without a row, because the comparison was interrupted.
     """
     put(render(rows, target, versions, cached, missing), console)
 
@@ -58,8 +58,8 @@ def show(
 def render(
     rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], cached: int = 0, missing: int = 0
 ) -> RenderableType:
-    """Returns the printed comparison: table, failures, best row and explanations. The arguments are those of
-    `show`."""
+    """Returns the printed form of a comparison: the table, failures, the best row and explanations. The arguments are
+    those of `show`."""
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
     records = [record_of(row, keys) | {"is_best": any(row is winner for winner in winners)} for row in rows]
@@ -82,10 +82,11 @@ def render(
 def heading(
     counted: str | Text, target: Mapping[str, Any], limit: int | None, versions: Mapping[str, str], words: str
 ) -> list[RenderableType]:
-    """Returns the lines above a table: the number of programs, the target, the limit and the versions.
+    """Returns the lines above a table of programs: their number, the target, the memory limit and the package
+    versions.
 
-    counted: the number of programs, as text. limit: bytes on one device; None if rows have different limits or none.
-    words: the line before the table, such as its unit.
+    counted: the number of programs, as text. limit: bytes on one device; None if there is no common limit. words: the
+    last line before the table, such as the unit of its figures.
     """
     name = one_line(str(target.get("name")))
     title = Text.assemble(counted, f" on {name}", f", limit {human(limit)}" if limit else "")
@@ -97,8 +98,10 @@ def heading(
 
 
 def sources_of_rates(words: str, rates: Iterable[str], more: str = "") -> list[RenderableType]:
-    """Returns a line for each distinct source of device rates: `words` (the figures that depend on it), the source,
-    `more`."""
+    """Returns one line for each distinct source of device rates, such as a calibration file.
+
+    words: the figures that depend on the rates; the line begins with them. more: the end of the line.
+    """
     return [Prose(f"{words}: {one_line(source)}{more}", "dim") for source in dict.fromkeys(rates) if source]
 
 
@@ -135,7 +138,10 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
 
 
 def as_fast(others: Sequence[str]) -> str:
-    """Returns the line that names the alternatives predicted to be as fast as the chosen row; "" if there are none."""
+    """Returns the line that names the alternatives predicted to be as fast as the chosen row; "" if there are none.
+
+    others: the labels of the alternatives.
+    """
     if not others:
         return ""
     named = "; ".join(map(one_line, others[:MAX_TIES])) + (
@@ -147,8 +153,11 @@ def as_fast(others: Sequence[str]) -> str:
 def _reasons(
     rows: Sequence[Row], keys: Sequence[str], reason: Callable[[Row], str], style: str
 ) -> list[RenderableType]:
-    """Returns a line for each distinct reason: its first row, the number of other rows, the reason. A row whose reason
-    is "" is skipped."""
+    """Returns one line for each distinct reason. The line names the first row with this reason, the number of other
+    rows, and the reason.
+
+    reason: a function from a row to its reason. Rows for which it returns "" are skipped.
+    """
     failed: dict[str, list[Row]] = {}
     for row in rows:
         if reason(row):

@@ -22,8 +22,11 @@ Values = tuple[str, ...]
 
 
 class Square(NamedTuple):
-    """A cell of the table: its figure in the unit of the table, its CSS class, its percentage of the limit, its hover
-    text."""
+    """A cell of the feasibility table.
+
+    text: the allocated bytes in the unit of the table. kind: the CSS class. share: percentage of the memory limit.
+    title: the hover text.
+    """
 
     text: str
     kind: str
@@ -32,8 +35,11 @@ class Square(NamedTuple):
 
 
 class HeadLine(NamedTuple):
-    """The column headings for one key: names above the name columns, the corner cell, then (value, number of columns
-    spanned)."""
+    """The line of column headings for one key.
+
+    left: headings above the columns of line names. corner: the text of the corner cell. spans: (value, number of
+    columns that it spans).
+    """
 
     left: list[str]
     corner: str
@@ -41,8 +47,11 @@ class HeadLine(NamedTuple):
 
 
 class GridLine(NamedTuple):
-    """The line of one task: its names, its cells, and whether its first name differs from the line above. A cell is
-    None if the combination was not run."""
+    """A line of the feasibility table, which shows one task.
+
+    names: the values that define the task. squares: one cell per combination; None if the combination was not
+    compiled. first: whether the first name differs from the line above.
+    """
 
     names: list[str]
     squares: list[Square | None]
@@ -50,7 +59,11 @@ class GridLine(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The feasibility table: unit of its figures, legend as (class, meaning), column headings, lines."""
+    """A table that shows which combinations of config keys fit in memory.
+
+    unit: the unit of the cells' bytes. legend: (CSS class, meaning) pairs. heads: the column headings. lines: one per
+    task.
+    """
 
     unit: str
     legend: list[tuple[str, str]]
@@ -59,7 +72,8 @@ class Grid(NamedTuple):
 
 
 def grid(rows: Sequence[Row]) -> Grid | None:
-    """Returns the feasibility table of the rows; None if it would have only one line or only one column."""
+    """Returns the table that shows which of the compared rows fit in memory. Returns None if it would have only one
+    line or only one column."""
     policy = rows[0].policy_key if rows else ""
     keys = sorted(varying(rows), key=lambda key: key == policy)  # the policy is last: its values are adjacent columns
     down, across = ([key for key in keys if rows[0].is_how(key) is how] for how in (False, True))
@@ -89,8 +103,8 @@ def _values(row: Row, keys: Sequence[str]) -> Values:
 
 
 def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
-    """Returns the distinct combinations of the rows' values under `keys`, sorted by the order of the values in the
-    grid."""
+    """Returns the distinct combinations of the rows' values for `keys`, in the order in which the values first
+    appear."""
     order = [list(dict.fromkeys(row.value_text(key) for row in rows)) for key in keys]
     return sorted(
         {_values(row, keys) for row in rows},
@@ -99,9 +113,9 @@ def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
 
 
 def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values], policy: str) -> list[HeadLine]:
-    """Returns a line of headings for each key of the columns. Adjacent columns with equal values share a heading.
+    """Returns one line of column headings per key in `across`. Adjacent columns with equal values share a heading.
 
-    policy: the policy key; its heading is "policy".
+    down: the keys of the line names. policy: the key of the remat policy; its heading is "policy".
     """
 
     def short(key: str) -> str:
@@ -124,7 +138,8 @@ def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values]
 
 
 def _names(line: Values, before: Values | None) -> list[str]:
-    """Returns the headings of a line; a heading that repeats the line above is ""."""
+    """Returns the names at the left of a line. Leading names that are equal to the names of the line `before` are left
+    empty."""
     return ["" if before and before[: i + 1] == line[: i + 1] else text for i, text in enumerate(line)]
 
 
@@ -150,7 +165,7 @@ def _kind(row: Row, share: float) -> str:
 
 
 def _figure(value: float, whole: bool) -> str:
-    """Returns a number with about three digits: 342, 76.0, 0.38."""
+    """Formats a number with about three digits, such as 342, 76.0 or 0.38. whole: round to an integer."""
     if whole or value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 1 else f"{value:.2f}"

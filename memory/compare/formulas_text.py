@@ -20,7 +20,8 @@ from bytescope.memory.view.text_table import FigureTable, figure, label
 
 
 def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console | None = None) -> None:
-    """Prints the figures of a report against the formulas, with notes that explain the gaps."""
+    """Prints a report's memory and FLOPs beside the values of published formulas, with notes that explain the
+    differences."""
     table = FigureTable(label(), figure("compiler"), figure("formula"), figure("gap"), figure())
     for line in lines:
         write = human if line.kind == "bytes" else "{:.3e}".format
@@ -38,7 +39,8 @@ def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console
 
 
 def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Prints residuals, peak and HFU/MFU of each compiled row against the formulas."""
+    """Prints the residual bytes, peak bytes and HFU/MFU of each compiled row beside the values of published
+    formulas."""
     keys, done = varying(rows), [row for row in rows if row.ok]
     unit, size = unit_of(done)
     named = key_columns(keys) or [ColumnView("key", kind="value", read=lambda record: "as configured")]

@@ -13,8 +13,8 @@ CONFIG, TARGET = "config", "target"
 
 
 def split_values(text: str) -> list[str]:
-    """Splits values at commas outside parentheses, because a tuple is one value: `a,(b,c),d` -> ["a", "(b,c)",
-    "d"]."""
+    """Splits a list of values at the commas outside parentheses: `a,(b,c),d` -> ["a", "(b,c)", "d"]. A tuple stays one
+    value."""
     out, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
@@ -26,18 +26,22 @@ def split_values(text: str) -> list[str]:
 
 
 def parse_grid(text: str) -> tuple[str, list[str]]:
-    """Parses `KEY=V1,V2`. Returns (key, values). Raises ReportError if the text has another form."""
+    """Parses `KEY=V1,V2`. Returns (key, values). Raises ReportError if the text does not have this form."""
     key, equals, values = text.partition("=")
     key = key.strip().removeprefix("--").removeprefix("config.")
     split = split_values(values)
     if not key or not equals or not all(split):
-        raise ReportError(f"--grid={text}: write --grid=KEY=V1,V2, such as --grid=data.seq_len=1024,2048")
+        raise ReportError(
+            f"--grid={text} is not a key with values: write --grid=KEY=V1,V2, such as --grid=data.seq_len=1024,2048"
+        )
     return key, split
 
 
 def expand(grids: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
-    """Returns every combination of the values of (key, values) pairs. If a key is given twice, the values of both are
-    used."""
+    """Returns every combination of the values, one dict from key to value per combination.
+
+    grids: (key, values) pairs. If a key occurs in several pairs, the values of all these pairs are used.
+    """
     values: dict[str, list[str]] = {}
     for key, texts in grids:
         values[key] = list(dict.fromkeys([*values.get(key, ()), *texts]))
@@ -45,7 +49,7 @@ def expand(grids: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
 
 
 def as_text(value: Any) -> str:
-    """Returns a value in the form that the command line accepts."""
+    """Returns a config value as the text that the command line accepts for it."""
     if isinstance(value, (list, tuple)):
         return f"({','.join(map(str, value))})"
     return str(value).lower() if isinstance(value, bool) else str(value)

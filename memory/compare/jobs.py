@@ -1,4 +1,4 @@
-"""Makes the jobs of a comparison: overrides and a target, resolved by the factory and named for the cache."""
+"""Creates the compile jobs of a comparison. A job has config overrides, a target, and the name of its cached result."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bytescope.memory.seconds import rates
 
 
 class Jobs:
-    """Makes the jobs of one comparison. The versions and the digest of the factory's sources are fixed when it is
-    created.
+    """Creates the compile jobs of one comparison.
 
-    A job's name is the cache key of its row, so two jobs with the same name compile the same program.
+    A job's name is the cache key of its row, so two jobs with the same name compile the same program. Package versions
+    and the digest of the source files are determined once, when this object is created.
 
     Args:
         versions: package -> version used for compiling (default: the installed versions).
@@ -39,11 +39,12 @@ class Jobs:
         method: str = "",
         measure: bool = False,
     ) -> Job:
-        """Returns the job for a worker process that compiles the program of these overrides for a target.
+        """Returns the job that makes a worker process compile one program for a target.
 
         Args:
+            overrides: config keys and values that define the program.
             label: the text shown while the worker compiles.
-            method: name of a factory method that the worker calls instead of compiling; its result is the answer.
+            method: name of a factory method that the worker calls instead of compiling. Its result is the answer.
             measure: whether the worker also runs the step. The answer is then cached for this machine only.
 
         Raises the factory's errors for an unknown key or a wrong value.
@@ -69,8 +70,8 @@ class Jobs:
         )
 
     def _choice(self, resolved: Mapping[str, Any]) -> str:
-        """Returns a digest of everything that decides what the keys leave open: the source files that choose, and the
-        device rates. Returns "" if the keys leave nothing open."""
+        """Returns a digest of everything that decides the settings which the config leaves open: the source files that
+        choose them, and the device rates. Returns "" if the config leaves no setting open."""
         files = self.factory.choosing_sources(resolved)
         if not files:
             return ""
@@ -81,8 +82,11 @@ class Jobs:
 
 
 def with_cpu_devices(job: Job) -> Job:
-    """Returns the job with as many simulated CPU devices as its described target has, because a user's function builds
-    its mesh from the devices of the worker process. Raises ReportError for an unknown target."""
+    """Returns the job with as many simulated CPU devices as its target has devices. A user's function needs them
+    because it builds its mesh from the devices of the worker process.
+
+    Raises ReportError for an unknown target.
+    """
     from bytescope.memory.devices import targets
 
     if job.target.partition(":")[0] in ("local", "cpu"):

@@ -15,12 +15,11 @@ _WARM_UP, _MIN_UPDATES, _MAX_UPDATES, _SECONDS = 2, 5, 50, 4.0
 
 
 def time_updates(update: Callable[[], float], devices: Iterable[Any], tokens: int | None) -> dict[str, float | None]:
-    """Runs updates. Returns the median seconds of one update, tokens/s over all devices, and the peak bytes of a
-    device.
+    """Measures optimizer updates on devices. Returns the median seconds of one update, tokens/s over all devices, and
+    the peak bytes of a device.
 
-    tokens/s is None if `tokens` is None. The peak is None if the backend does not report it.
-
-    update: runs one update to its end and returns its seconds. tokens: tokens per update, over all devices.
+    update: runs one update to its end and returns its seconds. tokens: tokens per update, over all devices; if None,
+    tokens/s is None. The peak is None if the backend does not report it.
     """
     times: list[float] = []
     for number in range(_WARM_UP + _MAX_UPDATES):
@@ -40,9 +39,10 @@ def time_updates(update: Callable[[], float], devices: Iterable[Any], tokens: in
 
 
 def measure_program(compilation: Compilation, tokens: int | None) -> dict[str, float | None]:
-    """Measures the step of a user's program with zeros as arguments. Returns `Row.measured`.
+    """Measures the step of a user's program, called with zeros as arguments. Returns the dict described at
+    `Row.measured`.
 
-    Donated arguments are created again before each call; that time is not counted.
+    Donated arguments are created again before each call; this time is not counted.
 
     tokens: tokens per update, None if unknown. Raises ReportError for a program without an executable.
     """
@@ -51,7 +51,9 @@ def measure_program(compilation: Compilation, tokens: int | None) -> dict[str, f
 
     compiled = compilation.compiled
     if compiled is None:
-        raise ReportError("--measure: the program has no executable for this machine; run without --measure")
+        raise ReportError(
+            "--measure cannot run the program, which has no executable for this machine: leave out --measure"
+        )
     infos, tree = jax.tree.flatten(compiled.args_info, is_leaf=lambda node: hasattr(node, "donated"))
     places = jax.tree.leaves(compiled.input_shardings)
 

@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedProgram:
-    """A program that is ready to be compiled. All fields except `compile` have defaults, so a trainer gives only what
-    it knows.
+    """A program that is ready to be compiled, and what its trainer knows about it. Only `compile` is required.
 
     Fields:
-        compile: compiles the program. Returns the compilation, and the target whose memory limit applies (None for
-            none).
-        name: the name of the program in messages.
+        compile: compiles the program. Returns the compilation, and the target whose memory limit applies (None if no
+            limit applies).
+        name: the name of the program in error messages.
         config, roles, names: as in `memory.analyze`.
-        facts: facts about the step for the formulas and findings of its report, None if unknown.
+        facts: facts about the model, which the report's formulas and findings use; None if unknown.
         loop: memory that the training loop holds on a device in addition to the program's arguments.
         calls_per_update: calls of the step per optimizer update.
         tokens_per_update: tokens per optimizer update, over all devices; None if unknown.
         model_flops: converts the FLOPs counted in one call of the step to the model FLOPs of the call.
-        settled: settings that the program derived from its config, as JSON values. They are stored with the row.
+        settled: settings that the program derived from its config, as JSON values. They are stored in the comparison.
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
-        choices: settings that the program chose for its devices and the reasons, one choice per line.
-        measure: runs the compilation on this machine's devices. Returns `Row.measured`. None if it cannot be run.
+        choices: settings that the program chose for its devices, with reasons, one setting per line.
+        measure: runs the compiled program on this machine's devices and returns the dict described at `Row.measured`.
+            None if the program cannot be run.
     """
 
     compile: Callable[[], tuple[Compilation, Target | None]]
@@ -58,10 +58,10 @@ class PreparedProgram:
 
 
 def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
-    """Prepares the program that a user's function returned.
+    """Prepares a program, as returned by a user's function, for compiling.
 
-    target: a Target or its name to compile for. With "local", the `target` option of the program is used, if it has
-    one.
+    target: a Target to compile for, or its name. If it is "local" and the program has a `target` option, the option is
+    used.
 
     Raises ReportError if the program's `tokens` is not a positive integer.
     """
@@ -70,7 +70,8 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
     tokens = own["tokens"]
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
         raise ReportError(
-            f"{program.name} returns tokens={tokens!r}: return the tokens per update, an int of 1 or more"
+            f"{program.name} returns tokens={tokens!r}, which is not a number of tokens: "
+            "return the tokens per update, an int of 1 or more"
         )
     is_local = (target if isinstance(target, str) else target.name) == "local"
     chosen = own["target"] if is_local else target
@@ -97,5 +98,8 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
 
 
 def prepare_dump(path: Any, target: Target) -> PreparedProgram:
-    """Prepares a program from an XLA dump."""
+    """Prepares the program in an XLA dump for a report. It is compiled already.
+
+    path: the dump file, or the folder of a dump. target: the devices whose memory limit applies.
+    """
     return PreparedProgram(lambda: compiled_for(path, target=target))

@@ -1,4 +1,4 @@
-"""Factories: functions from overrides to a program, whose parameters are the keys of a comparison.
+"""Factories, which make a program from config keys and their values. A comparison varies these values.
 
 Any function that `bytescope report --program` accepts is a factory. Its parameters with defaults are the keys of a
 grid.
@@ -37,60 +37,68 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 class ProgramFactory:
-    """Makes programs from overrides, which map keys to values.
+    """Makes a program from config keys and their values. The commands that compare programs use a factory for each
+    kind of program.
 
     Attributes:
         reference: `module:function` or `file.py:function`, by which a worker process finds the factory.
-        row: the class of the factory's rows, which knows which keys compete.
+        row: the class of the comparison rows for this factory's programs.
     """
 
     reference: str
     row: type[Row] = Row
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
-        """Returns the program of these overrides for a target, not yet compiled. Raises ValueError with an `exit_code`
-        for a user error."""
+        """Returns the program for a target, ready to be compiled.
+
+        overrides: config key -> value. Raises ValueError with an `exit_code` attribute for a user error.
+        """
         raise NotImplementedError
 
     def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns the keys and values of one combination of a grid. A subclass may replace one key by several keys.
+        """Returns the config keys and values of one combination of a grid. A subclass may replace a short key by
+        several config keys.
 
-        fixed: the overrides that all combinations share.
+        chosen: the values of the grid. fixed: keys and values that are the same in all combinations.
         """
         return chosen
 
     def resolve(self, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns every key with its value under these overrides, without starting jax.
+        """Returns every config key with its value: the defaults, updated with `overrides`. Does not start jax.
 
-        Raises ValueError with an `exit_code` for an unknown key or a value of the wrong type.
+        Raises ValueError with an `exit_code` attribute for an unknown key or a value of the wrong type.
         """
         raise NotImplementedError
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """Raises ValueError with an `exit_code` if these overrides cannot run on any target."""
+        """Raises ValueError with an `exit_code` attribute if a program with these overrides cannot run on any
+        target."""
 
     def sources(self) -> Sequence[Path]:
-        """Returns the files that decide what a program computes. If one of them changes, cached rows are invalid."""
+        """Returns the source files that decide what a program computes. If one of them changes, cached results are no
+        longer used."""
         raise NotImplementedError
 
     def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
-        """Returns the files that choose settings which the keys leave open, () if the keys determine the whole
-        program.
+        """Returns the source files that choose settings which the config leaves open. Returns () if the config
+        determines the whole program.
 
-        resolved: the result of `resolve`.
+        resolved: every config key with its value, as returned by `resolve`.
         """
         return ()
 
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Returns the figures of published formulas for a row, as JSON values; None if no formula applies.
+        """Returns the memory and FLOPs that published formulas give for a program, as JSON values. Returns None if no
+        formula applies.
 
-        resolved: the result of `resolve`. answer: the worker's answer.
+        resolved: every config key with its value, as returned by `resolve`. answer: the worker's answer, with the
+        program's measured sizes.
         """
         return None
 
 
 class FunctionFactory(ProgramFactory):
-    """A factory made from a plain function, whose parameters are the keys."""
+    """Makes programs by calling a user's function. Its parameters are the config keys."""
 
     def __init__(self, function: UserFunction) -> None:
         self._function = function
@@ -98,17 +106,19 @@ class FunctionFactory(ProgramFactory):
         self._parameters = parameters_of(function.function)
         how = getattr(function.function, "how", ())
         if not isinstance(how, tuple | list) or not all(isinstance(key, str) for key in how):
-            raise ReportError(f"{function.name}.how={how!r:.60}: give a tuple of parameter names")
+            raise ReportError(
+                f"{function.name}.how={how!r:.60} is not a tuple of names: give a tuple of parameter names"
+            )
         self.row = type("FunctionRow", (Row,), {"how": tuple(how)})
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
-        """Returns the program of these overrides for a target, as `ProgramFactory.__call__` describes."""
+        """Calls the user's function with these overrides. Returns its program for a target, ready to be compiled."""
         resolved = self.resolve(overrides)
         return prepare(self._function.make({key: resolved[key] for key in overrides}, target), target)
 
     def resolve(self, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the function's defaults, updated with the overrides. An override is converted to the type of its
-        default.
+        """Returns the defaults of the function's parameters, updated with the overrides. An override that is text is
+        converted to the type of the parameter's default.
 
         Raises ReportError for an unknown key or a value of the wrong type.
         """
@@ -127,17 +137,17 @@ class FunctionFactory(ProgramFactory):
         return keys | {key: _typed(key, value, keys.get(key)) for key, value in overrides.items()}
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """Raises ReportError for an unknown key or a value of the wrong type."""
+        """Raises ReportError if a key is not a parameter of the user's function, or if a value has the wrong type."""
         self.resolve(overrides)
 
     def sources(self) -> Sequence[Path]:
-        """Returns the source files of the function's package. A module outside a package counts with the modules that
-        were imported from its folder."""
+        """Returns the source files of the function's package. If the function is in a single file, returns this file
+        and the imported files in the same folder."""
         return _list_sources(inspect.getmodule(self._function.function) or self._function.module)
 
 
 def load_factory(reference: str) -> ProgramFactory:
-    """Returns the factory named `module:function` or `file.py:function`: a ProgramFactory object, or any function.
+    """Imports the ProgramFactory or function that `module:function` or `file.py:function` names. Returns a factory.
 
     Raises ReportError, a one-line message, if the module or function does not exist or fails.
     """
@@ -152,8 +162,8 @@ def _remedy(key: str, known: Sequence[str]) -> str:
 
 
 def _typed(key: str, text: Any, default: Any) -> Any:
-    """Converts a command-line value to the type of the parameter's default. Without a default, the value is read as a
-    Python literal if possible."""
+    """Converts a command-line value to the type of the parameter's default. If the parameter has no default, the value
+    is read as a Python literal, or stays text if it is none."""
     if not isinstance(text, str) or isinstance(default, str):
         return text
     if isinstance(default, bool):
@@ -184,8 +194,8 @@ def _literal(text: str) -> Any:
 
 
 def _list_sources(module: ModuleType) -> list[Path]:
-    """Returns the .py files of a module's outermost package. Without a package, returns the module's file and the
-    imported files in its folder."""
+    """Returns the .py files of a module's outermost package. If the module is in no package, returns its file and the
+    imported files in the same folder."""
     file = getattr(module, "__file__", None)
     if file is None:  # a notebook or an extension module
         return []

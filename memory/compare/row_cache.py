@@ -29,14 +29,20 @@ _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 
 def folder(env: Mapping[str, str] | None = None) -> Path:
-    """Returns the folder of cached rows. env: the environment variables (default: those of this process)."""
+    """Returns the folder in which finished comparison rows are cached.
+
+    env: the environment variables that name the folder (default: the variables of this process).
+    """
     env = os.environ if env is None else env
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "compare"
 
 
 def making_rows() -> tuple[ModuleType, ...]:
-    """Returns the modules whose code computes a row: they compile, read and attribute a program. A package stands for
-    all its modules. Modules that show rows, or that predict from a finished row, are not included."""
+    """Returns the modules whose code computes a comparison row. They compile, read and analyze a program. A package
+    stands for all modules in it.
+
+    Modules that show rows or predict times are not included, because they work on finished rows.
+    """
     from bytescope.memory import analysis, cost, devices, errors, hlo, jaxprs, peak, program, records, units
     from bytescope.memory.compare import measured_steps, prepared_program, program_factory, row_cache, worker
     from bytescope.memory.seconds import products, reading, step_schedule
@@ -61,7 +67,7 @@ def source_files(modules: Iterable[ModuleType]) -> list[Path]:
 
 
 def digest_files(files: Iterable[Path]) -> str:
-    """Returns a hex digest of files: their names, the names of their folders, and their contents."""
+    """Returns a hex digest of the files' names, their folders' names and their contents."""
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.parent.name}/{path.name}".encode() + b"\0" + path.read_bytes() + b"\0")
@@ -78,11 +84,12 @@ def key(
     factory: str = "",
     choice: str = "",
 ) -> str:
-    """Returns the file name of a row: a hex digest of its resolved keys, target, versions, sources and environment.
+    """Returns the file name of a cached comparison row: a hex digest of everything that decides the row's content.
 
-    config: the resolved keys. sources: the digest of the source files. factory: the factory's reference. choice: a
-    digest of everything that decides what the keys leave open, "" for nothing. The digest also includes this machine's
-    name if the row is measured or compiled for this machine's devices.
+    config: every config key with its value. versions: package -> version. sources: the digest of the source files.
+    measure: whether the program is run. env: the environment variables. factory: the reference of the program factory.
+    choice: a digest of the sources that choose settings left open by the config, or "". The name of this machine is
+    included if the row is measured or compiled for this machine's devices.
     """
     env = os.environ if env is None else env
     settings = {name: value for name, value in env.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
@@ -93,7 +100,10 @@ def key(
 
 
 def read(place: Path, name: str) -> dict[str, Any] | None:
-    """Returns the answer of a finished row in the folder `place`; None if it is missing, damaged or not "ok"."""
+    """Returns a worker's answer from the cache. Returns None if the file is missing or damaged, or if the job failed.
+
+    place: the folder of the cache. name: the result of `key`.
+    """
     try:
         digest, _, text = (place / f"{name}.json").read_text(encoding="utf-8").partition("\n")
         if digest != _digest(text):
@@ -109,7 +119,10 @@ def _digest(text: str) -> str:
 
 
 def write(place: Path, name: str, answer: Mapping[str, Any]) -> None:
-    """Stores an answer in the folder `place`. Does nothing if the folder cannot be written."""
+    """Stores a worker's answer in the cache. Does nothing if the folder cannot be written.
+
+    place: the folder of the cache. name: the result of `key`.
+    """
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
         text = json.dumps(answer)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Answers the jobs on stdin until it is closed. The answer of a failed job has the error as its status."""
+    """Runs a worker process: reads jobs from stdin and writes an answer for each, until stdin is closed. If a job
+    fails, the status in its answer is the error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from bytescope.memory.devices.platform import choose_platform
@@ -50,10 +51,10 @@ def main() -> None:
 
 
 def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
-    """Compiles the program of one job. Returns the fields of its row.
+    """Compiles the program of one job. Returns the fields of its comparison row.
 
-    job: the JSON of `worker_pool.Job.message`. If the job has a `method`, nothing is compiled and the answer is the
-    result of the factory's method. Raises the factory's errors.
+    job: the JSON of `worker_pool.Job.message`. If the job names a `method` of the factory, this method is called
+    instead of compiling, and its result is returned. Raises the factory's errors.
     """
     from bytescope.memory.analysis import report_of
     from bytescope.memory.devices import targets
@@ -96,14 +97,14 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
     }
     if job["measure"]:
         if program.measure is None:
-            raise ReportError(f"--measure: {program.name} cannot be run on this machine; run without --measure")
+            raise ReportError(f"--measure cannot run {program.name} on this machine: leave out --measure")
         row["measured"] = dict(program.measure(compilation))
     return row
 
 
 def residual_bytes(report: ReportRecord) -> int:
-    """Returns the bytes of residuals at the highest point of the timeline where any residual is live, on one device.
-    The peak itself may be in the optimizer update, where all residuals are already freed."""
+    """Returns the bytes of residuals, on one device, at the highest point of the memory timeline where any residual is
+    live. At the peak itself all residuals may be freed already, if it is in the optimizer update."""
     steps: Counter[int] = Counter()
     for buffer in report.buffers:
         if buffer.category == "residuals" and buffer.memory == "device":
@@ -114,9 +115,10 @@ def residual_bytes(report: ReportRecord) -> int:
 
 
 def count_flops(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, float | None]:
-    """Returns FLOPs of one call of the step over all devices, as fields of a row; {} if the program was not traced.
+    """Returns the FLOPs of one call of the step over all devices, as fields of a comparison row. Returns {} if the
+    program has no jaxpr.
 
-    model_flops: `PreparedProgram.model_flops`.
+    model_flops: a function from the counted FLOPs to the model FLOPs.
     """
     from bytescope.memory.cost.flops import count
 
@@ -133,8 +135,8 @@ def count_flops(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, 
 
 
 def describe_error(error: BaseException, max_length: int = 300) -> str:
-    """Returns an error as the status of a row: one line of up to `max_length` characters. The line begins with the
-    type of the error unless it is a user error."""
+    """Returns a one-line description of an error, with up to `max_length` characters. It begins with the error's type
+    unless the error is a user error."""
     text = message_of(error) or type(error).__name__
     return one_line(text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}", max_length)
 
@@ -146,7 +148,7 @@ def _free_last_job() -> None:
 
 
 def _resident_bytes() -> int:
-    """Returns the host memory of this process in bytes; 0 if the system does not report it."""
+    """Returns the resident host memory of this process in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -35,17 +35,19 @@ PER_WORKER = 3 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One program to compile. `memory.compare.jobs.Jobs` makes jobs.
+    """A program that a worker process compiles.
 
     Fields:
-        factory: `ProgramFactory.reference`. overrides: key -> value, passed to the factory.
+        factory: the reference of the program factory, such as `module:function`.
+        overrides: config key -> value, passed to the factory.
         target: the target's name on the command line.
-        name: the name of the job's file in the cache. label: the text shown while the job compiles.
-        resolved: every key with its value.
-        chosen: the values of a comparison's grid for the row, {} outside comparisons.
+        name: the name of the job's file in the cache.
+        label: the text shown while the job compiles.
+        resolved: every config key with its value.
+        chosen: the values of the comparison's grid for this job, {} outside comparisons.
         method: name of a factory method that the worker calls with the overrides and the target instead of compiling;
             its result is JSON values. "" compiles.
-        rates: the file of --rates, from which a worker chooses settings that the keys leave open; None for the
+        rates: the file of --rates, which the worker uses to choose settings that the config leaves open; None for the
             built-in table.
         cpu_devices: number of CPU devices that the worker simulates for the mesh of a user's function. 0 means the
             number in the pool's environment.
@@ -63,7 +65,8 @@ class Job:
     cpu_devices: int = 0
 
     def message(self, measure: bool) -> str:
-        """Returns the job as the JSON line that a worker reads. measure: whether the worker also runs the step."""
+        """Returns the job as the line of JSON that is sent to a worker. measure: whether the worker also runs the
+        step."""
         return (
             json.dumps(
                 {
@@ -80,7 +83,10 @@ class Job:
 
 
 class Worker:
-    """One worker process. cpu_devices: the number of CPU devices that it simulates; its jobs have the same number."""
+    """A worker process, which answers one job at a time.
+
+    cpu_devices: the number of CPU devices that the process simulates. Only jobs with the same number are sent to it.
+    """
 
     def __init__(self, env: Mapping[str, str], cpu_devices: int = 0) -> None:
         self.cpu_devices, env = cpu_devices, dict(env)
@@ -100,8 +106,8 @@ class Worker:
         )
 
     def ask(self, message: str) -> dict[str, Any]:
-        """Returns the answer to a job's message. If the process ends first, returns `{"status": reason, "dead":
-        True}`."""
+        """Sends a job's message to the process and returns its answer. If the process ends before it answers, returns
+        `{"status": reason, "dead": True}`."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None  # both are pipes
         try:
@@ -129,7 +135,7 @@ class Worker:
                     stream.close()
 
     def _describe_end(self) -> str:
-        """Returns why the process ended: its signal or exit code, and the last line of its stderr."""
+        """Describes why the process ended, by its signal or exit code and the last line of its stderr."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -148,15 +154,16 @@ Progress = Callable[[Sequence[str], int], None]
 
 
 class Pool:
-    """A pool of threads that each serve one worker, with a queue of answers. Workers wait for more jobs until `stop`.
+    """A pool of worker processes, each served by a thread. Workers stay alive and wait for jobs until `stop` is
+    called.
 
     Args:
-        count: maximum number of workers; a worker starts with its first job. env: environment variables of the
-            workers.
+        count: maximum number of workers. A worker starts when it gets its first job.
+        env: environment variables of the workers.
         measure: whether each step is also run. Each job then gets a new process.
 
     Attributes:
-        answers: queue of (job, None) when a job begins, and (job, answer) when it ends.
+        answers: a queue that receives (job, None) when a job begins, and (job, answer) when it ends.
     """
 
     def __init__(self, count: int, *, env: Mapping[str, str], measure: bool = False) -> None:
@@ -170,7 +177,7 @@ class Pool:
             thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Adds jobs to the queue. Their answers appear in `answers`."""
+        """Adds jobs to the pool. Their answers arrive in the queue `answers`."""
         for job in jobs:
             self._waiting.put(job)
 
@@ -181,7 +188,7 @@ class Pool:
         self.stop()
 
     def stop(self) -> None:
-        """Kills the workers and waits for their threads."""
+        """Kills the worker processes and waits until the threads that serve them end."""
         self._stopped.set()
         for _ in self._threads:
             self._waiting.put(None)
@@ -240,9 +247,13 @@ def run(
     cache: Path | None = None,
     progress: Progress = lambda labels, done: None,
 ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Runs jobs in a new pool of up to `workers` workers with the environment `env`. Returns what `ask` returns.
+    """Runs jobs in a new pool of workers, which ends with the last job. Returns (answers by `Job.name`, whether Ctrl-C
+    interrupted the run).
 
-    measure: whether each step is also run. cache, progress: as in `ask`.
+    Args:
+        workers: maximum number of worker processes. env: their environment variables.
+        measure: whether each step is also run.
+        cache, progress: as in `ask`.
     """
     with Pool(max(min(workers, len(jobs)), 1), env=env, measure=measure) as pool:
         return ask(pool, jobs, cache=cache, progress=progress)
@@ -251,10 +262,11 @@ def run(
 def ask(
     pool: Pool, jobs: Sequence[Job], *, cache: Path | None = None, progress: Progress = lambda labels, done: None
 ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Runs jobs in a pool. Returns the answers by `Job.name`, and whether Ctrl-C interrupted the run.
+    """Runs jobs in a pool of workers. Returns (answers by `Job.name`, whether Ctrl-C interrupted the run).
 
     Args:
-        jobs: jobs with distinct names. cache: folder of finished rows; None disables reading and writing.
+        jobs: jobs with distinct names.
+        cache: the folder of cached answers; None disables reading and writing.
         progress: called with the labels of the running jobs and the number of finished jobs.
     """
     answers: dict[str, dict[str, Any]] = {}
@@ -289,8 +301,8 @@ def _next(pool: Pool) -> tuple[Job, dict[str, Any] | None]:
 
 
 def worker_count(jobs: int, asked: int | None = None) -> int:
-    """Returns the number of workers for `jobs` jobs: `asked` if given, otherwise one per core of this process, limited
-    by CEILING and the free host memory."""
+    """Returns the number of workers for `jobs` jobs. This is `asked` if given, otherwise one per CPU core of this
+    process, limited by CEILING and by the free host memory."""
     if asked:
         return max(1, min(asked, jobs))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -298,10 +310,12 @@ def worker_count(jobs: int, asked: int | None = None) -> int:
 
 
 def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment variables of workers: `env` (default: of this process), plus as many simulated CPU
-    devices as the targets name. The accelerator is hidden unless a target is `local`.
+    """Returns the environment variables for workers that compile for these targets.
 
-    Compiling for described devices needs no accelerator, and workers that all open one compete for its memory.
+    They set the number of simulated CPU devices, and hide this machine's accelerator unless a target is `local`.
+    Compiling for other devices needs no accelerator, and several workers would compete for its memory.
+
+    env: the variables to start from (default: the variables of this process).
     """
     out = dict(os.environ if env is None else env)
     simulate_devices(targets, out)
@@ -311,8 +325,8 @@ def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) ->
 
 
 def environment_for(target: Target) -> dict[str, str]:
-    """Returns the environment variables of workers that compile for one target. If the target is described, the
-    workers do not open this machine's accelerator."""
+    """Returns the environment variables for workers that compile for one target. Unless the target is this machine,
+    the workers do not open this machine's accelerator."""
     variables = environment([target.name])
     if target.is_described:
         variables["JAX_PLATFORMS"] = "cpu"

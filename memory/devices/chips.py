@@ -21,7 +21,7 @@ CONTEXT_BYTES = 500 * MIB
 
 @dataclasses.dataclass(frozen=True)
 class GpuShape:
-    """The properties of a GPU that XLA's compiler reads. Sizes are in bytes, the clock is in GHz.
+    """The properties of a GPU that XLA's compiler needs to compile for it. Sizes are in bytes, the clock is in GHz.
 
     Source: CUDA C++ Programming Guide, table of technical specifications per compute capability. Core count, L2 size
     and boost clock are from the GPU's data sheet.
@@ -40,20 +40,20 @@ class GpuShape:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One accelerator and the host it usually comes in.
+    """An accelerator, and the host machine that it is usually part of.
 
     Fields:
         kind: jax's `device_kind`.
-        device_memory_bytes: total memory that the driver reports. It is less than the nominal size, because the driver
-            and error correction take a part.
-        reserved_bytes: memory that the runtime takes before any program runs.
+        device_memory_bytes: memory of one device as its driver reports it. It is less than the nominal size, because
+            the driver and error correction take a part.
+        reserved_bytes: bytes of device memory that the runtime takes before any program runs.
         hbm: bytes/s of the device's memory. host_link: bytes/s from device to host.
         in_host, between_hosts: bytes/s of the interconnect, per device and direction.
         devices_per_host, host_memory_bytes: number of devices and total memory of one host.
         peak_flops: dtype -> dense FLOP/s.
         max_shape: the largest slice of a TPU, or (hosts, devices) of a rack that is one NVLink domain; () for other
             GPUs.
-        sources: figure -> its source.
+        sources: name of a value above -> its source.
     """
 
     name: str
@@ -139,12 +139,12 @@ def _gpu(
     devices_per_host: int = 8,
     rack_hosts: int = 0,
 ) -> Chip:
-    """Returns a row for a GPU, with units as in `Chip`.
+    """Returns the Chip of a GPU.
 
     total_gib: device memory in GiB. hbm: bytes/s of the device's memory. link: bytes/s from device to host. host_link:
     the source of `link`. nvlink: bytes/s between all GPUs of a host, 0 if they exchange data over PCIe. nic: bytes/s
-    between hosts, per device. host_bytes: memory of one host. rack_hosts: number of hosts in a rack that is one NVLink
-    domain, 0 if there is none.
+    between hosts, per device. host_bytes: memory of one host. flops: dtype -> dense FLOP/s. sheet, host: sources of
+    the GPU's and the host's data. rack_hosts: number of hosts in a rack that is one NVLink domain, 0 if there is none.
     """
     return Chip(
         name,
@@ -185,11 +185,12 @@ def _tpu(
     flops: Mapping[str, float],
     max_shape: tuple[int, ...],
 ) -> Chip:
-    """Returns a row for a TPU, with units as in `Chip`. Hosts are virtual machines with four chips.
+    """Returns the Chip of a TPU. Its hosts are virtual machines with four chips.
 
     total: nominal HBM in bytes. usable_gib: usable HBM in GiB, as stated by libtpu's compiler. hbm: bytes/s of the
     HBM. link: bytes/s from device to host. ici: bytes/s within a slice. dcn: bytes/s between hosts, per device.
-    host_bytes: memory of one host.
+    host_bytes: memory of one host. flops: dtype -> dense FLOP/s. max_shape: number of chips along each axis of the
+    largest slice.
     """
     page = f"Google Cloud documentation, TPU {name} system architecture"
     sources = _sources(
@@ -519,14 +520,15 @@ CUDA_13_FROM = (7, 5)
 
 
 def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
-    """Returns XLA's description of a GPU (GpuTargetConfigProto) as text, with which XLA compiles without the GPU.
+    """Returns the description of a GPU (GpuTargetConfigProto, as text) with which XLA compiles for it without having
+    it.
 
     Only fields that older versions of jax know are used. runtime: the CUDA version (major, minor). Raises ValueError
     for a chip that is not a GPU.
     """
     gpu = chip.gpu
     if gpu is None:
-        raise ValueError(f"{chip.name} is not a GPU: it has no target configuration")
+        raise ValueError(f"{chip.name} is not a GPU: only GPUs have a target configuration")
     extension = f"feature_extension: {gpu.feature_extension}" if gpu.feature_extension else ""
     info = {
         "threads_per_block_limit": 1024,
@@ -558,7 +560,7 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
 
 
 def lacks(chip: Chip) -> str:
-    """Returns the limitations of a chip as text, "" if there are none."""
+    """Returns a note on what this package does not know or support about a chip, "" if nothing."""
     if chip.gpu is None or "bf16" in chip.peak_flops:
         return ""
     rate = f"no bf16 units; fp16 {chip.peak_flops['fp16'] / T:,.0f} TFLOP/s"

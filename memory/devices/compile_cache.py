@@ -41,9 +41,10 @@ _ENTRY = re.compile(MESSAGE + r" entry for '([^']+)': (.*)", re.DOTALL)
 
 
 def remove_damaged_entries(tell: Callable[[str], None]) -> None:
-    """Removes damaged cache entries whenever jax warns about them, for the rest of this process.
+    """Makes this process remove damaged entries of jax's compilation cache when jax warns about them.
 
-    tell: called with one line at the first failed read and one at the first failed write, instead of jax's warnings.
+    tell: prints a line. It is called at the first failed read and at the first failed write, instead of jax's
+    warnings.
     """
     reported: set[str] = set()
 
@@ -78,14 +79,18 @@ def remove_damaged_entries(tell: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def damaged_entries_removed() -> Iterator[None]:
-    """Removes damaged cache entries inside the context, without a message."""
+    """Context manager that removes damaged entries of jax's compilation cache when jax reads them, without a
+    message."""
     with warnings.catch_warnings():
         remove_damaged_entries(lambda line: None)
         yield
 
 
 def remove_damaged(folder: Path, program: str) -> None:
-    """Removes the entries of a program that cannot be decompressed. program: the program's name in jax's warning."""
+    """Removes the cache entries of a program that cannot be decompressed.
+
+    folder: the folder of jax's compilation cache. program: the program's name in jax's warning.
+    """
     for path in folder.glob(f"{program}-*-cache"):
         with contextlib.suppress(OSError):
             if not _is_readable(path):
@@ -103,7 +108,7 @@ def _is_readable(path: Path) -> bool:
 
 
 def _folder() -> str:
-    """Returns the folder or URL of jax's compilation cache; "" if there is none."""
+    """Returns the folder or URL of jax's compilation cache; "" if the cache is disabled."""
     import jax
 
     return jax.config.jax_compilation_cache_dir or ""  # type: ignore[attr-defined]  # jax sets its options at run time
@@ -111,7 +116,10 @@ def _folder() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A cache entry that jax looked up. key: its key. hit: whether the cache had the entry."""
+    """An entry that jax looked up in its compilation cache.
+
+    key: the cache key. hit: whether the cache had the entry.
+    """
 
     key: str
     hit: bool
@@ -122,9 +130,9 @@ class Entry:
         return Path(folder, f"{self.key}-cache") if folder and "://" not in folder else None
 
     def load_proto(self, program: str, *, renamed: bool = False) -> tuple[bytes, Mapping[str, Any]] | None:
-        """Returns the HloProto that was saved for a program, and the JSON saved with it; None if there is none.
+        """Returns (HloProto, JSON values) as saved by `save_proto` for a program; None if nothing was saved.
 
-        renamed: if the program has no proto, returns the newest proto of a program that differs only in names and
+        renamed: if nothing was saved for the program, use the newest proto of a program that differs only in names and
         source lines.
         """
         path = self.path()
@@ -141,8 +149,11 @@ class Entry:
         return None
 
     def save_proto(self, program: str, proto: bytes, more: Mapping[str, Any]) -> None:
-        """Saves a program's serialized HloProto next to its cache entry, if the entry exists, and removes protos
-        without an entry. more: JSON values that are saved with the proto."""
+        """Saves a program's serialized HloProto next to its cache entry. Does nothing if the entry does not exist.
+        Also removes protos whose entry no longer exists.
+
+        more: JSON values that are saved with the proto.
+        """
         path = self.path()
         if path is None or not path.exists():
             return
@@ -158,11 +169,11 @@ class Entry:
 
     @contextlib.contextmanager
     def removed(self) -> Iterator[bool]:
-        """Removes the entry inside the context, so that jax compiles and writes it again. Yields whether it could be
-        removed.
+        """Context manager that removes the entry, so that jax compiles the program and writes the entry again. Yields
+        whether the entry could be removed.
 
-        The entry is restored if jax does not write it, for example because the compile was shorter than jax's minimum
-        seconds.
+        If jax does not write the entry, it is restored. This happens, for example, if the compilation was shorter than
+        jax's minimum for caching.
         """
         path, content = self.path(), b""
         if path is None:
@@ -185,7 +196,7 @@ class Entry:
 
 
 def _age(path: Path) -> float:
-    """Returns a sort key that puts the newest file first and deleted files last."""
+    """Returns a sort key by which the newest file comes first and deleted files come last."""
     try:
         return -path.stat().st_mtime
     except OSError:
@@ -193,7 +204,8 @@ def _age(path: Path) -> float:
 
 
 def _remove_old_protos(entry: Path) -> None:
-    """Removes an entry's oldest protos beyond the maximum, and all protos without an entry."""
+    """Removes the oldest protos of a cache entry until the maximum number is left. Also removes all protos whose entry
+    no longer exists."""
     protos = sorted(entry.parent.glob(f"*{_BUFFERS}"), key=_age)
     own = [path for path in protos if path.name.startswith(entry.name.removesuffix("cache"))]
     orphans = [path for path in protos if not (entry.parent / f"{path.name.rpartition('-')[0]}-cache").exists()]
@@ -202,8 +214,8 @@ def _remove_old_protos(entry: Path) -> None:
 
 
 def digest(lowered: LoweredStage) -> str:
-    """Returns a hash of a program's text including its names and source lines, which a report shows but jax's cache
-    key ignores. Returns "" if the stage has no text or there is no cache."""
+    """Returns a hash of a program's text, including names and source lines. jax's cache key ignores them, but a report
+    shows them. Returns "" if the program has no text or the cache is disabled."""
     if not _folder():
         return ""
     try:
@@ -216,8 +228,8 @@ def digest(lowered: LoweredStage) -> str:
 
 @contextlib.contextmanager
 def record_lookups() -> Iterator[list[Entry]]:
-    """Yields a list to which the entries are added that jax looks up in this thread inside the context. The last entry
-    belongs to the compiled program."""
+    """Context manager that records the cache entries that jax looks up in this thread. Yields the list of entries. The
+    last one belongs to the compiled program."""
     entries: list[Entry] = []
     thread = threading.get_ident()
 

@@ -44,11 +44,12 @@ _PACKAGES = (
 
 
 class Retry(NamedTuple):
-    """A failure of XLA that compiler options avoid.
+    """An error of XLA that can be avoided by compiling with other options.
 
     Fields:
-        error: a part of the error message. options: compiler options that avoid the error. note: a note for the
-            report.
+        error: a part of the error's message.
+        options: compiler options that avoid the error.
+        note: a note for the report, which says what was changed.
     """
 
     error: str
@@ -72,15 +73,16 @@ OVERFLOWS = ("overflow in static extent product", "Invalid dimension size")
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """A compiled program and the compiler's records of its buffers.
+    """A compiled program, with the compiler's records of its buffers.
 
     Fields:
         proto: serialized HloProto with the buffer assignment, b"" if there is none.
-        module, assignment: serialized HloModuleProto and BufferAssignmentProto if there is no proto; either may be
-            b"".
+        module, assignment: if there is no proto, the serialized HloModuleProto and BufferAssignmentProto; either may
+            be b"".
         compiled: the executable, None if only a proto was given.
-        stats: XLA's memory statistics. jaxpr: the traced program, used for checkpoint names.
-        signature: the leaves of the program's arguments and results, None if unknown.
+        stats: XLA's memory statistics.
+        jaxpr: the traced program, from which checkpoint names are read.
+        signature: names and shapes of the program's arguments and results, None if unknown.
         local: whether the program was compiled for devices of this process.
         notes: notes on the compilation for the report.
         versions: package -> version, for the packages that compiled the program.
@@ -99,14 +101,14 @@ class Compilation:
 
     @property
     def executable(self) -> CompiledStage:
-        """The executable. Raises ReportError if the compilation was read from a proto and has none."""
+        """The executable. Raises ReportError if there is none, because the compilation was read from a proto."""
         if self.compiled is None:
-            raise ReportError("an HLO dump has no executable: give the step with its arguments")
+            raise ReportError("an HLO dump has no executable that can be run: give the step with its arguments")
         return self.compiled
 
     @functools.cached_property
     def program(self) -> HloProgram:
-        """The module and its buffers, read once.
+        """The HLO module and its buffers. They are read at the first access.
 
         Raises:
             ReportError: the proto is damaged.
@@ -117,7 +119,7 @@ class Compilation:
 
 
 def check_sizes(jaxpr: Any) -> None:
-    """Raises ReportError, with the array's shape, if a traced program has an array of more than `MAX_BYTES`."""
+    """Raises ReportError if a traced program contains an array of more than `MAX_BYTES` bytes."""
     seen, pending = {}, [inner_jaxpr(jaxpr)]
     while pending:
         inside = pending.pop()
@@ -147,15 +149,16 @@ def compile_lowered(
     jaxpr: Any = None,
     notes: tuple[str, ...] = (),
 ) -> Compilation:
-    """Compiles a `jax.stages.Lowered`. The executable in the result is the one that runs.
+    """Compiles a `jax.stages.Lowered`. The result contains the executable that is run, and what XLA reports about its
+    buffers.
 
-    An executable from the persistent cache has no heap trace, so its proto is saved next to the cache entry. If this
-    proto is missing and `exact` is set, the program is compiled again, which replaces the entry. If it is missing and
-    `exact` is not set, lifetimes of buffers are derived from the schedule.
-
-    described: whether the devices are absent; jax's cache cannot return programs for absent devices. options: compiler
-    options, as in `Lowered.compile(compiler_options=)`. jaxpr, notes: fields of the Compilation. Notes of the compiler
-    come first.
+    Args:
+        described: whether the devices are absent. jax's cache cannot return programs for absent devices.
+        exact: whether the lifetimes of buffers must be XLA's own. An executable from jax's persistent cache lacks
+            them, so they are saved next to the cache entry. If they are missing there and `exact` is set, the program
+            is compiled again. If `exact` is not set, lifetimes are derived from the schedule.
+        options: compiler options, as in `Lowered.compile(compiler_options=)`.
+        jaxpr, notes: fields of the Compilation. Notes of the compiler come first.
     """
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = read_signature(lowered)
@@ -180,9 +183,9 @@ def compile_lowered(
 
 
 def read_compiled(compiled: CompiledStage) -> Compilation:
-    """Reads a finished `jax.stages.Compiled`: its module, and on some backends its buffers.
+    """Reads the HLO module, and on some backends the buffers, of a `jax.stages.Compiled`.
 
-    Raises ReportError if the executable does not keep its module.
+    Raises ReportError if the executable does not contain its module.
     """
     module, assignment = _serialize_module(compiled)
     return Compilation(
@@ -196,22 +199,23 @@ def read_compiled(compiled: CompiledStage) -> Compilation:
 
 
 def _serialize_module(compiled: CompiledStage) -> tuple[bytes, bytes]:
-    """Returns an executable's serialized HloModuleProto and BufferAssignmentProto; the latter may be b"".
+    """Returns an executable's serialized HloModuleProto and BufferAssignmentProto. The second is b"" if the backend
+    does not provide it.
 
-    Raises ReportError if the executable does not keep its module.
+    Raises ReportError if the executable does not contain its module.
     """
     try:
         modules = compiled.runtime_executable().hlo_modules()
         module = modules[0].as_serialized_hlo_module_proto()
     except Exception as error:  # each runtime without HLO raises different errors
         raise ReportError(
-            "this executable does not keep its program: give the Lowered that it was compiled from"
+            "this executable does not contain its HLO module: give the jax.stages.Lowered from which it was compiled"
         ) from error
     return module, getattr(compiled.memory_analysis(), "serialized_buffer_assignment_proto", None) or b""
 
 
 def stats_of(compiled: CompiledStage) -> XlaStats | None:
-    """Returns XLA's memory statistics of an executable; None if the backend has none."""
+    """Returns XLA's memory statistics of an executable; None if the backend does not provide them."""
     try:
         analysis = compiled.memory_analysis()
     except Exception:  # not implemented on some runtimes
@@ -230,7 +234,7 @@ def stats_of(compiled: CompiledStage) -> XlaStats | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that affect a program's memory: package -> version."""
+    """Returns package -> version for Python and the packages that affect a program's memory."""
     by_package = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -240,11 +244,12 @@ def versions() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _CompileResult:
-    """The result of one compile.
+    """The result of compiling or of a cache lookup.
 
     Fields:
-        compiled: the executable. proto: XLA's proto, b"" if the executable came from the cache. entry: the cache
-            entry.
+        compiled: the executable.
+        proto: the HloProto that XLA wrote, b"" if the executable came from the cache.
+        entry: the cache entry.
     """
 
     compiled: CompiledStage
@@ -255,8 +260,10 @@ class _CompileResult:
 
 
 def _compile_or_load(lowered: LoweredStage, options: Mapping[str, Any], exact: bool) -> _CompileResult:
-    """Compiles a program, or loads it from the cache with its saved proto. If the proto is missing and `exact` is set,
-    the program is compiled again."""
+    """Compiles a program, or loads it from the cache together with its saved HloProto.
+
+    exact: whether to compile again if the proto is missing.
+    """
     program = compile_cache.digest(lowered)
     result = _compile(lowered, options)
     if not result.proto and result.entry is not None:
@@ -278,8 +285,8 @@ def _compile_or_load(lowered: LoweredStage, options: Mapping[str, Any], exact: b
 
 
 def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResult:
-    """Compiles once, or twice if XLA fails with an error that compiler options avoid. The result has no proto if XLA
-    wrote none with buffers.
+    """Compiles a program. If XLA fails with an error that other compiler options avoid, compiles again with these
+    options. The proto in the result is b"" if XLA wrote no proto with buffers.
 
     Raises ReportError if a size that XLA computes overflows.
     """
@@ -307,7 +314,8 @@ def _compile_once(lowered: LoweredStage, options: Mapping[str, Any], notes: tupl
 
 
 def _proto_with_buffers(path: Path) -> bytes:
-    """Returns an HloProto that XLA wrote; b"" if the file is truncated or has no buffer assignment."""
+    """Returns the HloProto in a file that XLA wrote. Returns b"" if the file is truncated or has no buffer
+    assignment."""
     from bytescope.memory.hlo import dumps, wire
 
     try:
@@ -321,13 +329,13 @@ def _proto_with_buffers(path: Path) -> bytes:
 
 
 def is_described(device: JaxDevice) -> bool:
-    """Returns whether a jax device is compile-only, which means that it is not present. No public API provides this;
-    an unknown device counts as present."""
+    """Returns whether a jax device is compile-only, which means that the device is not present. An unknown kind of
+    device counts as present. jax has no public API for this."""
     return "CompileOnly" in type(getattr(device, "client", None)).__name__
 
 
 def devices_of(stage: Any) -> tuple[JaxDevice, ...]:
-    """Returns the jax devices of a Lowered or a Compiled; () if they are unknown."""
+    """Returns the devices of a `jax.stages.Lowered` or `Compiled`; () if they are unknown."""
     devices = getattr(getattr(stage, "_lowering", None), "_device_list", None)
     if devices:
         return tuple(devices)
@@ -339,7 +347,7 @@ def devices_of(stage: Any) -> tuple[JaxDevice, ...]:
 
 @contextlib.contextmanager
 def _no_cache() -> Iterator[None]:
-    """Disables the persistent compilation cache inside the context. jax reads the setting only once, so its cache
+    """Context manager that disables jax's persistent compilation cache. jax reads the setting only once, so its cache
     state is reset."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache

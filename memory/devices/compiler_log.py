@@ -26,10 +26,10 @@ REDIRECTING = threading.Lock()  # held while file descriptor 2 is redirected
 
 @contextlib.contextmanager
 def hold_back_log() -> Iterator[None]:
-    """Holds back log lines that are written to file descriptor 2 inside the context, and prints them if the block
-    raises.
+    """Context manager that suppresses the log lines of XLA, which are written to file descriptor 2. They are printed
+    only if the block raises an exception.
 
-    Other lines are printed at once. Nothing is held back if another thread is already in this context, or if the
+    Other lines are printed at once. Nothing is suppressed if another thread is already in this context, or if the
     descriptor is closed.
     """
     if not REDIRECTING.acquire(blocking=False):
@@ -67,8 +67,8 @@ def _redirect() -> Iterator[None]:
 
 
 def _sort(source: int, out: int, held: list[bytes]) -> None:
-    """Reads the pipe to its end and sorts its lines. Log lines, and lines after them without a log prefix, are added
-    to `held`. Other text is printed at once, including unfinished lines such as progress bars."""
+    """Reads a pipe to its end and separates its lines. Log lines, and lines that continue them, are appended to
+    `held`. All other text is written to `out` at once, including unfinished lines such as progress bars."""
     rest, passing = b"", False  # the beginning of a line; whether its first part has been printed
     with os.fdopen(source, "rb", buffering=0) as pipe:
         for chunk in iter(lambda: pipe.read(2**16), b""):

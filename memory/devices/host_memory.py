@@ -11,8 +11,8 @@ _CGROUP_FILES = {
 
 
 def free_host_bytes(root: str = "/") -> int:
-    """Returns the bytes of host memory that are available to this process: the minimum of the host's free memory, the
-    free memory in each cgroup, and the rest of the `ulimit -v` address space.
+    """Returns the bytes of host memory that this process can still take. This is the minimum of the host's free
+    memory, the free memory in each of its cgroups, and the rest of the address space under `ulimit -v`.
 
     root: the root of the file system to read, for tests. Without /proc, all physical memory counts as free.
     """
@@ -26,7 +26,8 @@ def free_host_bytes(root: str = "/") -> int:
 
 
 def cgroup_room(root: str = "/") -> int | None:
-    """Returns the free bytes under the memory limits of this process's cgroups; None if there is no limit."""
+    """Returns the bytes that this process can still take under the memory limits of its cgroups; None if there is no
+    limit."""
     return min(_cgroup_rooms(root), default=None)
 
 
@@ -52,8 +53,8 @@ def physical_bytes(root: str = "/") -> int:
 
 
 def _cgroup_rooms(root: str) -> Iterator[int]:
-    """Yields the free bytes in this process's memory cgroup and in each of its ancestors, for cgroup versions 1 and
-    2."""
+    """Yields the free bytes of this process's memory cgroup and of each of its ancestors. Supports cgroup versions 1
+    and 2."""
     for line in _lines(os.path.join(root, "proc/self/cgroup")):
         if line.count(":") < 2:
             continue
@@ -73,7 +74,7 @@ def _cgroup_rooms(root: str) -> Iterator[int]:
 
 
 def _room(group: str, limit_name: str, use_name: str, cache_key: str) -> int | None:
-    """Returns the free bytes in one cgroup; None if it has no limit. Cache that the kernel drops on demand counts as
+    """Returns the free bytes in one cgroup; None if it has no limit. Cached files that the kernel can drop count as
     free."""
     limit, use = _number(os.path.join(group, limit_name)), _number(os.path.join(group, use_name))
     if limit is None or use is None:  # "max" is not a number: no limit
@@ -96,8 +97,8 @@ def _proc_value(path: str, key: str) -> int | None:
 
 
 def _lines(path: str) -> list[str]:
-    """Returns the lines of a file; [] if it cannot be read. `open` is used because pathlib is slower than the read
-    itself."""
+    """Returns the lines of a file; [] if it cannot be read. Uses `open`, because pathlib would take longer than the
+    read."""
     try:
         with open(path) as file:
             return file.read().splitlines()

@@ -1,4 +1,4 @@
-"""Computes the bytes available to programs on a device, with which a program's peak is compared."""
+"""Computes the bytes that programs can use on a device. A program's peak is compared with this limit."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +12,10 @@ from bytescope.memory.units import human, parse_bytes
 
 
 def budget_of(text: str, limit: int, what: str) -> int:
-    """Returns the bytes of a budget such as "60GiB"; `limit` if the text is "". what: the flag or key that sets the
-    budget.
+    """Parses a memory budget such as "60GiB". Returns its bytes; `limit` if the text is "".
 
-    Raises ReportError if the size is invalid, 0, or larger than the limit.
+    limit: bytes available on the device. what: the flag or key that sets the budget, for messages. Raises ReportError
+    if the size is invalid, 0, or larger than the limit.
     """
     if not text:
         return limit
@@ -25,22 +25,25 @@ def budget_of(text: str, limit: int, what: str) -> int:
         raise ReportError(f"{what}: {error}") from error
     if not 0 < size <= limit:
         raise ReportError(
-            f"{what}={text}: a device has {human(limit)} available; give more than 0 and at most that, or leave it out"
+            f"{what}={text} is out of range: a device has {human(limit)} available; give more than 0 and at most that, "
+            "or leave it out"
         )
     return size
 
 
 def limit_bytes(device: Any) -> int:
-    """Returns the bytes that are available to programs on one device. device: a Target or a jax device.
+    """Returns the bytes that programs can use on one device.
 
     - A device of this process: the limit of its allocator (`memory_stats()["bytes_limit"]`).
-    - A described GPU: (memory - context) x fraction. The fraction is XLA_PYTHON_CLIENT_MEM_FRACTION if set, otherwise
-      0.92. XLA itself multiplies the whole memory, so a real GPU may have fraction x context (about 460 MiB) more.
-    - A described TPU: the HBM minus libtpu's part. There is no fraction.
-    - The CPU: free host memory within cgroup limits and `ulimit -v`, divided by the number of local devices, because
+    - A GPU that is not present: (memory - CUDA context) x fraction. The fraction is XLA_PYTHON_CLIENT_MEM_FRACTION if
+      set, otherwise 0.92. On a real GPU, XLA multiplies the whole memory, so the limit may be higher by fraction x
+      context (about 460 MiB).
+    - A TPU that is not present: the HBM minus the part that libtpu takes.
+    - A CPU: free host memory within cgroup limits and `ulimit -v`, divided by the number of local devices, because
       simulated devices share the host. It changes with the load of the machine.
 
-    Raises ReportError for a device without statistics that is not in the table of chips.
+    device: a Target or a jax device. Raises ReportError for a device without statistics that is not in the table of
+    chips.
     """
     if hasattr(device, "memory_stats"):
         return _device_limit(device)
@@ -50,18 +53,22 @@ def limit_bytes(device: Any) -> int:
 
 
 def described_limit(platform: str, memory: int, reserved: int) -> int:
-    """Returns the bytes available on a described device with `memory` bytes, of which the runtime takes `reserved`."""
+    """Returns the bytes that programs can use on a device that is not present.
+
+    memory: bytes of the device's memory. reserved: the part that the runtime takes.
+    """
     return int((memory - reserved) * (memory_fraction() if platform == "cuda" else 1.0))
 
 
 def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
-    """Returns a limit as a share of the GPU's memory, as text: "92 % of the GPU's memory after CUDA's context".
+    """Describes which fraction of the GPU's memory a limit is, such as "92 % of the GPU's memory after CUDA's
+    context".
 
-    Returns "" if the limit is not a share of a GPU's memory: a size chosen by the user, a TPU's limit, or free host
-    memory.
+    Returns "" if the limit is not such a fraction: a size chosen by the user, a TPU's limit, or free host memory.
 
     Args:
-        target: JSON of a `memory.devices.targets.Target`. limit: bytes with which a program is compared.
+        target: JSON of a `memory.devices.targets.Target`.
+        limit: the limit in bytes.
     """
     if not limit or target.get("platform") != "cuda" or limit != target.get("limit_bytes"):
         return ""

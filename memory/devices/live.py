@@ -1,4 +1,4 @@
-"""Samples the memory of a device, and compares it with the predicted bytes.
+"""Measures the memory of a device, and compares it with the predicted bytes.
 
 `sample()` is cheap: 0.25 ms on the CPU, mostly for reading /proc, or 0.05 ms without the limit. It waits for no
 computation and never raises. Figures that a backend does not provide are None.
@@ -19,13 +19,13 @@ from bytescope.memory.units import human
 
 @dataclasses.dataclass(frozen=True)
 class LiveMemory:
-    """The memory of one device at one moment, in bytes. A figure that is not known is None.
+    """The measured memory of one device at one moment, in bytes. Unknown values are None.
 
     Fields:
         device: jax's device_kind.
-        source: "allocator" if the figures are from `memory_stats`; "host" for a CPU device, whose bytes in use, peak
-            and limit are the figures of the whole process, because simulated devices share it.
-        sharing: number of local devices that share the figures; 1 on an accelerator.
+        source: "allocator" if the values are from jax's `memory_stats`. "host" for a CPU device: bytes in use, peak
+            and limit are then measured for the whole process, because simulated devices share it.
+        sharing: number of local devices that these values belong to; 1 on an accelerator.
         in_use_bytes: bytes in use now.
         peak_bytes: maximum of the bytes in use since the process started.
         limit_bytes: bytes available to programs.
@@ -52,7 +52,7 @@ class LiveMemory:
     host_peak_rss_bytes: int | None = None
 
     def metrics(self, prefix: str = "memory/") -> dict[str, float]:
-        """Returns the known figures as a flat dict for a metrics writer, with keys such as `memory/in_use_bytes`."""
+        """Returns the known values as a flat dict for a metrics writer, with keys such as `memory/in_use_bytes`."""
         values = dataclasses.asdict(self)
         return {
             prefix + name: float(value)
@@ -62,12 +62,10 @@ class LiveMemory:
 
 
 def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | None:
-    """Returns the memory that one local jax device holds now; None if `device` is None or described (compile-only).
-
-    Args:
-        host_limit: whether to compute a CPU device's `limit_bytes`, which reads about a dozen files.
-
+    """Measures the memory of a local jax device. Returns None if `device` is None or is not present (compile-only).
     Never raises.
+
+    host_limit: whether to compute a CPU device's `limit_bytes`, which reads about a dozen files.
     """
     try:
         if (
@@ -107,17 +105,17 @@ def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | No
 
 
 class _Predicted(Protocol):
-    """A report, or any other object with predicted bytes."""
+    """The protocol of a report, or of any other object with predicted bytes."""
 
     @property
     def predicted_bytes(self) -> int: ...
 
 
 def predicted_in_use(report: _Predicted, before: LiveMemory | None) -> int:
-    """Returns the predicted bytes that correspond to samples of a running program.
+    """Returns the predicted bytes that a measurement of the running program should show.
 
-    On an accelerator they are the report's bytes of one device. On the CPU, where samples measure the process, they
-    are the bytes of all its simulated devices plus the bytes in use in the sample `before`.
+    On an accelerator they are the report's bytes of one device. On a CPU, where the whole process is measured, they
+    are the bytes of all its simulated devices plus the bytes in use in the measurement `before`.
     """
     predicted = int(report.predicted_bytes)
     if before is None or before.source != "host":
@@ -126,11 +124,11 @@ def predicted_in_use(report: _Predicted, before: LiveMemory | None) -> int:
 
 
 def predicted_against_measured(report: _Predicted, live: LiveMemory | None, before: LiveMemory | None = None) -> str:
-    """Returns one line that compares a report's predicted bytes with the measured peak.
+    """Returns a line that compares a report's predicted bytes with the measured peak.
 
-    report: has the predicted bytes of one device. before: a sample taken before the program's state was created. On
-    the CPU, samples measure the process, including Python, jax and compiled programs. There, the growth of the process
-    is compared with the predicted bytes of all simulated devices.
+    live: the measurement. before: a measurement from before the program's state was created. It is needed on a CPU,
+    where the whole process is measured, including Python and jax. There, the growth of the process is compared with
+    the predicted bytes of all simulated devices.
     """
     predicted = int(report.predicted_bytes)
     if live is None or live.peak_bytes is None:
@@ -158,7 +156,7 @@ def predicted_against_measured(report: _Predicted, live: LiveMemory | None, befo
 
 
 def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the fields from XLA's allocator statistics."""
+    """Returns the fields of LiveMemory that come from the statistics of XLA's allocator."""
     in_use, limit = stats.get("bytes_in_use"), stats.get("bytes_limit")
     block = stats.get("largest_free_block_bytes")
     pool = stats.get("pool_bytes") or limit
@@ -176,10 +174,9 @@ def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _resident() -> tuple[int | None, int | None]:
-    """Returns the resident bytes of this process: (now, maximum so far). Outside Linux, both are the maximum.
+    """Returns (current, maximum) resident bytes of this process. Outside Linux, both are the maximum.
 
-    On Linux the figures come from /proc, because `ru_maxrss` survives exec and includes the peak of the parent
-    process.
+    On Linux the values come from /proc, because `ru_maxrss` survives exec and includes the peak of the parent process.
     """
     try:
         with open("/proc/self/status") as status:
@@ -197,7 +194,8 @@ def _resident() -> tuple[int | None, int | None]:
 
 
 def _card(device: JaxDevice) -> dict[str, int]:
-    """Returns NVML's figures of a CUDA device's GPU; {} without NVML or for other devices."""
+    """Returns the fields of LiveMemory that NVML reports about a CUDA device's GPU. Returns {} without NVML or for
+    other devices."""
     if device.platform not in ("gpu", "cuda"):
         return {}
     try:
@@ -211,7 +209,8 @@ def _card(device: JaxDevice) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _nvml_handle(local_id: int) -> Any:
-    """Returns the NVML handle of the process's n-th visible GPU. CUDA_VISIBLE_DEVICES contains indices or UUIDs."""
+    """Returns the NVML handle of the GPU that jax numbers `local_id` in this process. CUDA_VISIBLE_DEVICES, which
+    contains indices or UUIDs, is taken into account."""
     import pynvml
 
     pynvml.nvmlInit()

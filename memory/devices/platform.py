@@ -46,9 +46,10 @@ GPU_NAMES = {"cuda", "gpu"}
 
 
 def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) -> str:
-    """Returns the accelerator whose driver this machine has: "cuda", "rocm" or "tpu"; "cpu" if there is none.
+    """Returns the kind of accelerator whose driver is installed on this machine: "cuda", "rocm" or "tpu"; "cpu" if
+    there is none.
 
-    GPUs hidden by an empty CUDA_VISIBLE_DEVICES (or -1) do not count. root: the root of the file system to read, for
+    GPUs do not count if CUDA_VISIBLE_DEVICES hides them (empty or -1). root: the root of the file system to read, for
     tests.
     """
     env = os.environ if env is None else env
@@ -61,8 +62,8 @@ def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) ->
 
 
 def _is_no_missing_driver(record: logging.LogRecord) -> bool:
-    """Returns False for the traceback that jax's CUDA plugin logs on a machine without a driver, and True for other
-    records."""
+    """A logging filter. Returns False for the traceback that jax's CUDA plugin logs on a machine without a driver, and
+    True for all other records."""
     error = record.exc_info[1] if record.exc_info else None
     return "cuPTI" not in str(error) or "xla_cuda" not in record.getMessage() or accelerator() == "cuda"
 
@@ -72,10 +73,10 @@ logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_missing_driver)
 
 
 def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | None = None) -> None:
-    """Sets the number of this process's CPU devices to the largest count in targets such as cpu:8, unless the user set
-    a number.
+    """Makes jax simulate as many CPU devices as the largest target of the form `cpu:N` needs. A number set by the user
+    is not changed.
 
-    Must be called before jax starts. Simulated devices share the host.
+    Must be called before jax starts.
     """
     env = os.environ if env is None else env
     counts = []
@@ -90,18 +91,18 @@ def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | Non
 
 
 def simulated(env: Mapping[str, str]) -> int:
-    """Returns the number of CPU devices that the environment requests from jax; 1 if the number is missing or
-    invalid."""
+    """Returns the number of CPU devices that the environment variables request from jax; 1 if none or an invalid
+    number is requested."""
     asked = re.search(r"xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
     count = asked[1] if asked else env.get("JAX_NUM_CPU_DEVICES", "")
     return max(int(count), 1) if count.isdecimal() else 1
 
 
 def give_threads(env: MutableMapping[str, str] | None = None) -> None:
-    """Gives XLA's thread pools enough threads for collectives of CPU devices, unless the user set the number of
-    threads.
+    """Sets the size of XLA's thread pools so that CPU devices can run collectives. A size set by the user is not
+    changed.
 
-    Must be called before jax starts if CPU devices exchange data: simulated devices, or devices of several processes.
+    Must be called before jax starts, if CPU devices exchange data: simulated devices, or devices of several processes.
     """
     env = os.environ if env is None else env
     count = min(THREADS_PER_DEVICE * simulated(env), MAX_THREADS)
@@ -109,14 +110,12 @@ def give_threads(env: MutableMapping[str, str] | None = None) -> None:
 
 
 def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None) -> str:
-    """Sets JAX_PLATFORMS and the GPU's memory fraction before jax starts. Returns the platform that jax will use.
+    """Sets the environment variables that decide on which platform jax runs. Must be called before jax creates the
+    first array. Returns the platform: "cpu", "cuda", "rocm" or "tpu", or the first name in the user's JAX_PLATFORMS.
 
-    If JAX_PLATFORMS is unset and there is no accelerator, it becomes "cpu"; a value set by the user is not changed. If
-    a GPU will be used, XLA_PYTHON_CLIENT_MEM_FRACTION becomes 0.92 unless the user set it under either of its names,
-    and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB becomes nine tenths of the free host memory. Simulated devices get threads
-    (`give_threads`). The function may be called twice, and after `import jax` but before the first array.
-
-    Returns "cpu", "cuda", "rocm" or "tpu", or the first name in the user's JAX_PLATFORMS.
+    Variables that the user set are not changed. Without an accelerator, JAX_PLATFORMS becomes "cpu". For a GPU,
+    XLA_PYTHON_CLIENT_MEM_FRACTION becomes 0.92, and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB becomes nine tenths of the free
+    host memory. For simulated devices, `give_threads` is called. The function may be called again.
     """
     env = os.environ if env is None else env
     chosen = env.get("JAX_PLATFORMS", "").split(",")[0].strip() or env.get("JAX_PLATFORM_NAME", "")
@@ -137,8 +136,8 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
 def memory_fraction(env: MutableMapping[str, str] | None = None) -> float:
     """Returns the fraction of a GPU's memory that jax's allocator may take: the value set by the user, otherwise 0.92.
 
-    Returns 1.0 for the `platform` allocator, which requests each buffer from CUDA and has no pool. A value that is not
-    a number counts as unset; jax raises an error for it.
+    Returns 1.0 for the `platform` allocator, which requests each buffer from CUDA. A value that is not a number is
+    ignored here, because jax raises an error for it.
     """
     env = os.environ if env is None else env
     if env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":

@@ -24,13 +24,13 @@ _NUMBERED = re.compile(r"\.states\[\d+\]\[\d+\]")
 
 @dataclasses.dataclass(frozen=True)
 class SignatureLeaf:
-    """One array of the arguments or results.
+    """An array among a program's arguments or results.
 
     Fields:
         path: "state.params['w']" for an argument, "[0].params['w']" for a result, "" for a single result.
-        shape, dtype: of the whole array, over all devices. donated: whether the program may reuse the argument's
-            memory.
-        parameter: number of the entry parameter that an argument became, -1 for an unused argument or a result.
+        shape, dtype: shape and dtype of the whole array, over all devices.
+        donated: whether the program may reuse the argument's memory.
+        parameter: number of the HLO entry parameter of an argument; -1 for an unused argument or a result.
     """
 
     path: str
@@ -42,21 +42,22 @@ class SignatureLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The leaves of a program's arguments and results, in jax's flattening order."""
+    """The arrays among a program's arguments and results, in the order in which jax flattens them."""
 
     arguments: tuple[SignatureLeaf, ...] = ()
     results: tuple[SignatureLeaf, ...] = ()
 
     @property
     def by_parameter(self) -> dict[int, SignatureLeaf]:
-        """Maps the number of an entry parameter to its argument."""
+        """Maps the number of each HLO entry parameter to its argument."""
         return {leaf.parameter: leaf for leaf in self.arguments if leaf.parameter >= 0}
 
 
 def read_signature(lowered: LoweredStage) -> Signature | None:
-    """Returns the signature of a `jax.stages.Lowered`; None if the kept leaves are unknown.
+    """Returns the names and shapes of the arguments and results of a `jax.stages.Lowered`. Returns None if jax does
+    not say which arguments the program uses.
 
-    Never raises, although it reads private attributes of jax.
+    It reads private attributes of jax, but never raises.
     """
     from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -91,13 +92,18 @@ def read_signature(lowered: LoweredStage) -> Signature | None:
 
 
 def _debug_names(debug: Any, field: str, count: int) -> list[str]:
-    """Returns the leaf names that jax keeps for its error messages; [] unless there is a name for every leaf."""
+    """Returns the argument or result names that jax stores for its error messages. Returns [] unless every leaf has a
+    name.
+
+    field: the attribute of `debug` that contains them. count: the number of leaves.
+    """
     names = getattr(debug, field, None)
     return list(names) if isinstance(names, Collection) and len(names) == count and all(names) else []
 
 
 def _nnx_names(names: Sequence[str], tree: Any) -> list[str]:
-    """Returns the names of a tree's leaves in order. Leaves inside NNX objects are named by the objects' attributes.
+    """Returns the names of a tree's leaves in order. Leaves inside Flax NNX objects are named by the attributes of the
+    objects.
 
     tree: arguments or results of a program, as in `jax.stages.Lowered`.
     """
@@ -124,7 +130,7 @@ def _nnx_names(names: Sequence[str], tree: Any) -> list[str]:
 
 
 def _is_nnx_object(node: Any) -> bool:
-    """Returns whether a tree node is an NNX object that is split into its definition and its numbered leaves."""
+    """Returns whether a tree node is a Flax NNX object, split into its graph definition and numbered leaves."""
     return (
         type(node).__name__ == "NodeStates"
         and type(node).__module__.startswith("flax.")
@@ -135,7 +141,8 @@ def _is_nnx_object(node: Any) -> bool:
 
 
 def _nnx_paths(node: Any, seen: dict[Any, Any]) -> list[str]:
-    """Returns the paths of an NNX object's leaves in order; [] if this version of Flax splits objects differently."""
+    """Returns the paths of a Flax NNX object's leaves in order. Returns [] if this version of Flax splits objects
+    differently."""
     try:
         from flax.nnx import graphlib
 

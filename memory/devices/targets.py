@@ -1,4 +1,4 @@
-"""Finds the target of a name: available devices, simulated devices, or described devices that are not present.
+"""Converts names to targets: devices of this machine, simulated CPU devices, or devices that are not present.
 
     local              the default devices of jax
     cpu:8              eight CPU devices of this process (simulated devices share the host)
@@ -53,7 +53,7 @@ _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platfor
 class Target:
     """Devices to compile for, with their memory, bandwidths and peak FLOP/s.
 
-    Sizes are in bytes. Bandwidths are in bytes/s for one device in one direction. A figure that is not known is 0 or
+    Sizes are in bytes. Bandwidths are in bytes/s for one device in one direction. Unknown values are 0 or
     empty.
 
     Fields:
@@ -71,7 +71,7 @@ class Target:
         host_link_bytes_per_s: bandwidth between device and host.
         interconnect_bytes_per_s: bandwidths between devices, under "in_host" and "between_hosts".
         peak_flops: dtype (fp32, tf32, bf16, fp16, fp8) -> dense FLOP/s. A dtype without a compute unit is missing.
-        sources: figure -> its source.
+        sources: name of a value above -> its source.
         is_described: whether the devices are not present, so that programs are only compiled for them and never run.
     """
 
@@ -93,16 +93,17 @@ class Target:
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes available to programs on one device; `memory.devices.limits.limit_bytes` computes them."""
+        """Bytes that programs can use on one device, as computed by `memory.devices.limits.limit_bytes`."""
         return limit_bytes(self)
 
     @property
     def host_bytes_per_device(self) -> float:
-        """Bytes of host memory per device; infinite if not known."""
+        """Bytes of host memory per device; infinite if unknown."""
         return self.host_memory_bytes / max(self.devices_per_host, 1) or math.inf
 
     def devices(self) -> list[JaxDevice]:
-        """Returns the jax devices: compile-only devices for a described target. Every call returns the same objects.
+        """Returns the jax devices of this target. If they are not present, they are compile-only. Every call returns
+        the same objects.
 
         Raises ReportError if the optional package that compiles for the devices is missing, or if the machine has too
         few devices.
@@ -119,27 +120,24 @@ class Target:
         if math.prod(sizes) != self.n_devices:
             mesh = " x ".join(map(str, sizes)) or "()"
             raise ReportError(
-                f"a mesh of {mesh} devices on {self.name}, which has {self.n_devices} devices: change the mesh or the "
-                "target"
+                f"a mesh of {mesh} devices does not fit {self.name}, which has {self.n_devices} devices: change the "
+                "mesh or the target"
             )
         return np.array(self.devices()).reshape(sizes)
 
     def mesh(self, **axes: int) -> jax.sharding.Mesh:
-        """Returns a `jax.sharding.Mesh` of all devices, given its axes and their sizes in order: `mesh(data=2,
-        model=4)`.
+        """Returns a `jax.sharding.Mesh` of all devices, such as `mesh(data=2, model=4)`.
 
-        Raises ReportError if the product of the sizes is not the number of devices.
+        axes: axis name -> size, in order. Raises ReportError if the product of the sizes is not the number of devices.
         """
         import jax
 
         return jax.sharding.Mesh(self.mesh_devices(*axes.values()), tuple(axes))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns every field as plain JSON values, with `limit_bytes` and `memory_fraction`.
-
-        `memory_fraction` is the fraction (0 to 1) of a GPU's memory that is available to programs. It is None unless
-        the target is a described GPU.
-        """
+        """Returns the fields as JSON values, with two more keys: `limit_bytes`, and `memory_fraction`, the fraction (0
+        to 1) of a GPU's memory that programs can use. `memory_fraction` is None unless the target is a GPU that is not
+        present."""
         fraction = memory_fraction() if self.is_described and self.platform == "cuda" else None
         return {
             **dataclasses.asdict(self),
@@ -150,15 +148,15 @@ class Target:
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names that `parse` accepts, without counts."""
+    """Returns the target names that `parse` accepts, without device counts."""
     return ("local", "cpu", *CHIPS)
 
 
 def parse(name: str) -> Target:
-    """Returns the target of a name such as `local`, `cpu:8`, `h100:2x8` or `v5e:4x4`.
+    """Returns the target with a name such as `local`, `cpu:8`, `h100:2x8` or `v5e:4x4`.
 
-    Raises ReportError for an unknown name (with the nearest known name), for a shape that does not exist (with
-    possible shapes), and for `cpu:N` or `local` if jax does not have the devices.
+    Raises ReportError for an unknown name, for a shape that does not exist, and for `cpu:N` or `local` if jax does not
+    have the devices.
     """
     base, colon, count = name.strip().lower().partition(":")
     if base not in names():
@@ -169,7 +167,9 @@ def parse(name: str) -> Target:
         )
     shape = _numbers(count) if colon else ()
     if colon and not shape:
-        raise ReportError(f"target {name!r}: write a count such as 8 or a shape such as 2x8 after the colon")
+        raise ReportError(
+            f"target {name!r} has no number of devices after the colon: write a count such as 8 or a shape such as 2x8"
+        )
     if base == "local":
         if colon:
             raise ReportError(f"target {name!r}: local takes no count; write local for all devices of this process")
@@ -182,9 +182,8 @@ def parse(name: str) -> Target:
 
 
 def to_compile_for(name: str) -> Target:
-    """Returns the target of a name, for a process that only compiles.
-
-    GPUs of this machine become described devices. They are not opened, so that none of their memory is taken.
+    """Returns the target with this name, for a process that compiles but does not run programs. GPUs of this machine
+    are treated as not present, so that jax does not open them and take their memory.
 
     Raises ReportError for an invalid name, and for local GPUs that are not in the table of chips.
     """
@@ -204,9 +203,9 @@ def to_compile_for(name: str) -> Target:
 
 
 def from_devices(devices: Sequence[JaxDevice]) -> Target:
-    """Returns the target of these jax devices, present or described.
+    """Returns the target that consists of these jax devices, which may be compile-only.
 
-    Raises ReportError for described devices of a chip that is not in the table of chips.
+    Raises ReportError for compile-only devices that are not in the table of chips.
     """
     import jax
 
@@ -231,21 +230,24 @@ def from_devices(devices: Sequence[JaxDevice]) -> Target:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Returns the numbers of a shape: `2x8` -> (2, 8); () if the text is not a shape of positive numbers."""
+    """Parses the shape in a target's name, such as `2x8` -> (2, 8). Returns () if the text is not a shape of positive
+    numbers."""
     if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", text):
         return ()
     return tuple(int(part) for part in text.split("x"))
 
 
 def _gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns (hosts, devices per host). A single number counts devices of one host."""
+    """Returns (hosts, devices per host). A shape with one number means devices of one host. Raises ReportError if no
+    such machine exists."""
     full = (1, *shape)[-2:] if shape else (1, 1)
     per_host = chip.devices_per_host
     if len(shape) > 2 or full[1] > per_host:
         hosts, left = divmod(math.prod(shape), per_host)
         example = f"{chip.name}:{hosts if hosts and not left else 2}x{per_host}"
         raise ReportError(
-            f"target {name!r}: a host has at most {per_host} of these devices; write {example} (hosts x devices)"
+            f"target {name!r} does not exist: a host has at most {per_host} of these devices; "
+            f"write {example} (hosts x devices)"
         )
     if chip.max_shape and full[0] > chip.max_shape[0]:
         largest = "x".join(map(str, chip.max_shape))
@@ -257,8 +259,8 @@ def _gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the number of chips along each axis. A host has 2x2 chips, so the first two axes must be even. A slice
-    with two axes may also be 1x1."""
+    """Checks and returns the number of chips along each axis of a TPU slice. The first two must be even, because a
+    host has 2x2 chips. A slice with two axes may also be 1x1. Raises ReportError for other shapes."""
     rank = len(chip.max_shape)
     smallest = (1, 1) if rank == 2 else (2, 2, 1)
     full = shape or smallest
@@ -266,7 +268,7 @@ def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
     if not fits or not (full == smallest or (full[0] % 2 == 0 and full[1] % 2 == 0)):
         min_shape, max_shape = ("x".join(map(str, bound)) for bound in (smallest, chip.max_shape))
         raise ReportError(
-            f"target {name!r}: a {chip.name} slice has {rank} axes; give {min_shape}, or even numbers "
+            f"target {name!r} does not exist: a {chip.name} slice has {rank} axes; give {min_shape}, or even numbers "
             f"of chips on the first two axes, up to {max_shape}"
         )
     return full
@@ -305,7 +307,7 @@ def _figures(chip: Chip) -> dict[str, Any]:
 
 def _cpu(name: str, shape: tuple[int, ...]) -> Target:
     if len(shape) > 1:
-        raise ReportError(f"target {name!r}: CPU devices have a count and no shape; write cpu:8")
+        raise ReportError(f"target {name!r} is not valid: CPU devices have a count and no shape; write cpu:8")
     n = shape[0] if shape else 1
     plain = f"cpu:{n}"
     _devices(plain)
@@ -347,8 +349,8 @@ def _local() -> Target:
 
 
 def platform_of(device: JaxDevice) -> str:
-    """Returns the platform of a jax device: cpu, cuda, rocm or tpu. jax calls NVIDIA and AMD GPUs "gpu"; the version
-    string of their client distinguishes them."""
+    """Returns the platform of a jax device: "cpu", "cuda", "rocm" or "tpu". jax calls both NVIDIA and AMD GPUs "gpu",
+    so the version string of jax's client decides between them."""
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "rocm" in str(getattr(device.client, "platform_version", "")).lower() else "cuda"
@@ -356,8 +358,8 @@ def platform_of(device: JaxDevice) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _devices(name: str) -> tuple[JaxDevice, ...]:
-    """Returns the devices of a target's name. They are cached, because meshes over two topologies of the same name
-    would not be equal."""
+    """Returns the jax devices of a target name. They are cached, because jax treats meshes over two equal topologies
+    as different."""
     import jax
 
     base, _, count = name.partition(":")
@@ -367,7 +369,7 @@ def _devices(name: str) -> tuple[JaxDevice, ...]:
         n, devices = int(count), _start_jax(name, functools.partial(jax.local_devices, backend="cpu"))
         if len(devices) < n:
             raise ReportError(
-                f"target {name}: this process has {len(devices)} CPU devices; "
+                f"target {name}: this process has only {len(devices)} CPU devices; "
                 + _CPU_REMEDY.format(n=n)
                 + " before jax starts"
             )
@@ -378,8 +380,11 @@ def _devices(name: str) -> tuple[JaxDevice, ...]:
 
 
 def _start_jax(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDevice]:
-    """Returns jax's devices. Errors at jax's start, for example if JAX_PLATFORMS names an absent platform, become one
-    line."""
+    """Returns `devices()`, which starts jax. If jax cannot start, for example because JAX_PLATFORMS names an absent
+    platform, raises a one-line ReportError.
+
+    name: the target's name for the message.
+    """
     try:
         return devices()
     except RuntimeError as error:
@@ -391,10 +396,10 @@ def _start_jax(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDev
 
 
 def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:
-    """Returns described GPUs as compile-only jax devices. shape: (hosts, devices per host).
+    """Returns GPUs that are not present as compile-only jax devices.
 
-    Raises ReportError if the optional package that compiles for GPUs is not installed, or if its compiler rejects the
-    GPU.
+    shape: (hosts, devices per host). Raises ReportError if the optional package that compiles for GPUs is not
+    installed, or if its compiler rejects the GPU.
     """
     if chip.gpu is None:
         raise ReportError(f"target {name}: the table of chips has no properties of this GPU; give another target")
@@ -420,9 +425,9 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
 def _register_without_gpu(plugin: str) -> None:
     """Makes jax register a CUDA plugin on a machine without a GPU.
 
-    At its start, jax calls libraries that need a driver for their versions, and drops the plugin if they fail, unless
-    JAX_PLATFORMS names only other platforms. If the program has already created arrays, jax has dropped the plugin,
-    which is then registered again.
+    When jax starts, it asks libraries that need a driver for their versions. If this fails, jax drops the plugin,
+    unless JAX_PLATFORMS names only other platforms. If jax has started already and dropped the plugin, the plugin is
+    registered again.
     """
     if accelerator() == "cuda":
         return
@@ -434,10 +439,10 @@ def _register_without_gpu(plugin: str) -> None:
 
 
 def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:
-    """Returns described TPUs as compile-only jax devices. shape: number of chips along each axis.
+    """Returns TPUs that are not present as compile-only jax devices.
 
-    Raises ReportError if the optional package that compiles for TPUs is not installed, or if its compiler rejects the
-    shape.
+    shape: number of chips along each axis. Raises ReportError if the optional package that compiles for TPUs is not
+    installed, or if its compiler rejects the shape.
     """
     if not installed("libtpu"):
         raise ReportError(

@@ -40,15 +40,15 @@ _DECORATORS = ("nnx.remat", "eqx.filter_checkpoint")
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A function whose checkpointing may free memory.
+    """A user's function to which `jax.checkpoint` could be applied to free memory.
 
     Fields:
-        call: the function and its call site. calls: number of its runs in a step.
-        kept: bytes of its residuals at the peak. freed: estimated bytes that checkpointing it frees. Both on one
-            device.
-        scanned: whether a compiled loop runs the function.
-        already: whether a part of it is already recomputed, so that a policy decides what is stored.
-        wrapper: the library's wrapper that checkpoints a module, "" for plain JAX.
+        call: the function and its call site. calls: number of times that a step runs it.
+        kept: bytes of its residuals at the peak, on one device.
+        freed: estimated bytes that checkpointing it frees, on one device.
+        scanned: whether a compiled loop (scan) runs the function.
+        already: whether a part of it is already recomputed. A remat policy then decides what is stored.
+        wrapper: the library's wrapper that checkpoints a module, such as "nn.remat"; "" for plain JAX.
     """
 
     call: Call
@@ -61,7 +61,8 @@ class Candidate:
 
 
 def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if one function has many bytes of residuals, and the trainer has no remat policies."""
+    """Returns a finding if the residuals of one function take many bytes and the function could be checkpointed.
+    Trainers with remat policies do not get this finding."""
     if program.facts is not None and program.facts.segments:
         return None
     functions = candidates(report, program)
@@ -80,7 +81,8 @@ def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> RuleResul
 
 
 def xla_remat(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if XLA's rematerialization pass recomputes values to fit the device."""
+    """Returns a finding if XLA's rematerialization pass recomputes values because the program would not fit
+    otherwise."""
     names = {i.name for i in program.module.instructions.values() if _REMAT.search(i.name)}
     if not names:
         return None
@@ -103,7 +105,8 @@ def _remedy(best: Candidate) -> str:
 
 
 def candidates(report: JudgedProgram, program: PlacedProgram) -> list[Candidate]:
-    """Returns the user's functions that have residuals at the peak, sorted by decreasing freed bytes."""
+    """Returns the user's functions that could be checkpointed, because their residuals are live at the peak. The
+    function that would free most bytes comes first."""
     known = _Frames(program.module)
     kept: dict[Function, list[_Residual]] = defaultdict(list)
     first: dict[Function, tuple[int, Call]] = {}
@@ -126,8 +129,8 @@ def candidates(report: JudgedProgram, program: PlacedProgram) -> list[Candidate]
 
 
 class _Residual(NamedTuple):
-    """A residual of a function: its buffer, the call that computed it, and the number of loop iterations stacked in
-    it."""
+    """A residual of a function: its buffer, the call that computed it, and the number of loop iterations whose values
+    are stacked in the buffer."""
 
     buffer: Buffer
     call: Call
@@ -135,7 +138,10 @@ class _Residual(NamedTuple):
 
 
 def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: str) -> Candidate:
-    """Returns a function as a candidate, given its residuals."""
+    """Returns the candidate for checkpointing that consists of one call and its residuals.
+
+    already: whether the function is already recomputed in part. library: the wrapper that checkpoints a module.
+    """
     groups: dict[tuple[str, str, int], list[_Residual]] = defaultdict(list)
     for item in items:
         groups[_NUMBERS.sub("#", item.buffer.op_name), item.buffer.source, item.buffer.bytes].append(item)
@@ -157,8 +163,8 @@ def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: s
 
 
 def _runs(group: list[_Residual]) -> int:
-    """Returns the number of calls that computed a group of equal residuals. It is one per call site, or the number of
-    residuals if the call site is in a Python loop, times the iterations of a compiled loop."""
+    """Returns how many calls computed a group of equal residuals. Each call site counts once; in a Python loop, each
+    residual counts instead. Iterations of a compiled loop multiply the number."""
     places: dict[tuple[tuple[str, int], ...], int] = defaultdict(int)
     for item in group:
         place = item.call.around
@@ -167,7 +173,7 @@ def _runs(group: list[_Residual]) -> int:
 
 
 class _Frames:
-    """The stack frames of buffers, and of the loops around them, in a compiled module."""
+    """Finds the stack frames of the operations, and of their loops, that computed the buffers of a compiled module."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -184,23 +190,27 @@ class _Frames:
                 self._loops[metadata.op_name] = metadata.frames, trip_count(module, instruction) or 1
 
     def frames(self, buffer: Buffer) -> tuple[Frame, ...]:
-        """Returns the frames of the instruction that computed a buffer, () if unknown."""
+        """Returns the stack frames of the instruction that computed a buffer, () if unknown."""
         return self._places.get((buffer.op_name, buffer.source)) or self._lines.get(buffer.source, ())
 
     def loop(self, buffer: Buffer) -> tuple[tuple[Frame, ...], int] | None:
-        """Returns (frames, iterations) of the innermost loop whose iterations are stacked in a buffer; None if there
-        is none."""
+        """Returns (stack frames, iterations) of the innermost compiled loop whose iterations are stacked in a buffer.
+        Returns None if there is no such loop."""
         before, inside, _ = buffer.op_name.rpartition(_LOOP)
         known = self._loops.get(f"{before}/while") if inside else None
         return known if known and known[1] > 1 and buffer.shape[:1] == (known[1],) else None
 
     def calls(self, frames: tuple[Frame, ...], op_name: str) -> list[Call]:
-        """Returns the user's functions in a chain of frames, limited to frames inside the traced function."""
+        """Returns the calls of the user's functions in a list of stack frames. Frames outside the traced function are
+        left out.
+
+        op_name: the operation's name in the HLO module, from which the traced function is known.
+        """
         traced = _TRACED.match(op_name)
         return user_functions.calls(frames, traced[1] if traced else "")
 
     def recomputed(self) -> frozenset[Function]:
-        """Returns the functions of which at least a part is recomputed."""
+        """Returns the user's functions that are recomputed in the backward pass, at least in part."""
         functions: set[Function] = set()
         for (name, _), frames in self._places.items():
             if scopes.parse(name).phase == "recompute":

@@ -1,4 +1,4 @@
-"""Evidence that several rules read: minimum shares of the peak, buffers by row, batch arguments. Pure."""
+"""Functions that several rules use to examine a program, such as its batch and its buffers at the peak. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ STATE = ("params", "frozen", "optimizer", "accumulator")
 
 @dataclasses.dataclass(frozen=True)
 class RuleResult:
-    """The result of a rule.
+    """What a rule found in a program.
 
     Fields:
-        bytes: bytes on one device that the remedy may free. message: the finding, as one sentence.
-        remedy: replaces the remedy in `finding_rules.RULES`; "" keeps the remedy of the table.
+        bytes: bytes on one device that the remedy may free.
+        message: the finding, as one sentence.
+        remedy: the remedy for this program; "" uses the remedy in `finding_rules.RULES`.
     """
 
     bytes: int
@@ -33,7 +34,7 @@ class RuleResult:
 
 
 def arguments(report: JudgedProgram, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:
-    """Returns the entry parameters that are arrays: parameter number -> (instruction, buffer)."""
+    """Returns the program's array arguments: number of the entry parameter -> (HLO instruction, buffer)."""
     parameters = program.module.parameters
     named = {b.name: b for b in report.buffers if b.phase == "argument"}
     return {
@@ -44,23 +45,23 @@ def arguments(report: JudgedProgram, program: PlacedProgram) -> dict[int, tuple[
 
 
 def batch(report: JudgedProgram, program: PlacedProgram) -> dict[int, Instruction]:
-    """Returns the entry parameters with the role "batch", by number."""
+    """Returns the program's arguments with the role "batch": number of the entry parameter -> HLO instruction."""
     parameters = program.module.parameters
     return {number: parameters[number] for number in program.arguments.of_role("batch")}
 
 
 def spec_words(spec: Sequence[tuple[str, ...]]) -> str:
-    """Returns a partition spec as in source code: "P(None, 'data')"."""
+    """Returns a partition spec as it is written in source code, such as "P(None, 'data')"."""
     parts = [repr(axes[0]) if len(axes) == 1 else repr(axes or None) for axes in spec]
     return f"P({', '.join(parts)})"
 
 
 def start_of_backward(report: JudgedProgram) -> int:
-    """Returns the point of the timeline at which the backward pass begins; without a backward pass, the number of
-    points.
+    """Returns the index in the memory timeline at which the backward pass begins. Without a backward pass, returns the
+    length of the timeline.
 
-    The compiler moves single operations between the passes. The returned point best separates the operations of the
-    two passes.
+    The compiler moves some operations to the other side of this border, so the index is the one that best separates
+    the operations of the two passes.
     """
     score, best, start = 0, 0, len(report.timeline)
     for point in reversed(report.timeline):
@@ -71,12 +72,13 @@ def start_of_backward(report: JudgedProgram) -> int:
 
 
 def at_peak(report: JudgedProgram, category: str) -> list[Buffer]:
-    """Returns the buffers of one row of the breakdown that are live in device memory at the peak."""
+    """Returns the buffers of one category of the breakdown, such as "residuals", that are live in device memory at the
+    peak."""
     return [b for b in report.buffers if b.at_peak and b.memory == "device" and b.category == category]
 
 
 def describe_buffer(buffer: Buffer) -> str:
-    """Returns a buffer's type and source line, such as "bfloat16[8, 1024] at model.py:31". If the line is unknown, the
-    compiler's name of the buffer replaces it."""
+    """Describes a buffer by its type and source line, such as "bfloat16[8, 1024] at model.py:31". If the line is
+    unknown, the compiler's name of the buffer is used."""
     where = f"at {short_place(buffer.source)}" if buffer.source else f"({buffer.name})"
     return f"{buffer.dtype}{list(buffer.shape)} {where}"

@@ -1,4 +1,4 @@
-"""A rule about mixtures of experts: the bytes of the experts' token rows, and the part of them that is empty.
+"""A rule about mixtures of experts: finds buffers of the experts that are mostly empty.
 
 A device allocates a fixed number of rows, each for one token of one expert: whole tiles, slots of one size, or the
 maximum number of tokens that all devices sharing the experts can send. If experts have equal loads, most rows may be
@@ -25,30 +25,37 @@ FACTORS = (2.0, 1.25)
 
 
 class Room(NamedTuple):
-    """The expert rows of a device. rows: allocated rows. filled: rows that contain tokens if all experts have equal
-    loads."""
+    """How full the experts' buffers on a device are. A row of these buffers holds one token for one expert.
+
+    rows: number of allocated rows. filled: number of rows that contain tokens if all experts get equally many.
+    """
 
     rows: int
     filled: int
 
     @property
     def empty(self) -> float:
-        """The fraction of rows that are empty at equal loads."""
+        """The fraction of rows that stay empty if all experts get equally many tokens."""
         return 1 - min(self.filled / self.rows, 1.0)
 
 
 def room_for(experts: ExpertShape, tokens: int, ranks: int) -> Room:
-    """Returns the expert rows of a device that has `tokens` tokens. ranks: number of devices that share the
-    experts."""
+    """Returns the number of rows in the experts' buffers on a device, and how many are filled. A row holds one token
+    for one expert.
+
+    tokens: number of tokens on the device. ranks: number of devices that share the experts.
+    """
     return Room(rows(experts, tokens, ranks), tokens * experts.per_token)
 
 
 def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, Room] | None:
-    """Returns the largest of `FACTORS` for which a device has fewer rows, with these rows. tokens, ranks: as in
-    `room_for`.
+    """Returns the largest capacity factor (from `FACTORS`) that makes the experts' buffers on a device smaller, with
+    their new size.
 
-    Returns None if no factor reduces the rows. If one device has all experts, their rows fill whole tiles at any
-    factor.
+    Returns None if no factor makes them smaller. This is the case if one device has all experts, because their rows
+    then fill whole tiles at any factor.
+
+    tokens, ranks: as in `room_for`.
     """
     if not experts.slots and ranks == 1:
         return None
@@ -61,7 +68,8 @@ def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, 
 
 
 def empty_expert_rows(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if many bytes at the peak are expert rows that are empty at equal loads."""
+    """Returns a finding if many bytes at the peak are rows of the experts' buffers that stay empty when all experts
+    get equally many tokens."""
     facts = program.facts
     question = facts.question if facts else None
     if facts is None or question is None or question.model.experts is None or not facts.expert_rows:
@@ -100,8 +108,8 @@ def _scope(buffer: Buffer) -> str:
 
 
 def _has_rows(buffer: Buffer, count: int) -> bool:
-    """Returns whether one dimension of an array, or the product of two or three adjacent dimensions, is `count`.
-    Adjacent dimensions are tiles and rows, or peers, experts and slots."""
+    """Returns whether an array has `count` rows: one dimension, or the product of two or three adjacent dimensions,
+    equals `count`. Adjacent dimensions are, for example, experts and slots."""
     dims = buffer.shape
     return any(
         math.prod(dims[start : start + length]) == count

@@ -1,4 +1,4 @@
-"""The table of rules that find what can be improved in a report, and the short rules.
+"""The table of rules that find memory which a program could save, and those rules that are short.
 
 A rule takes (report, program) and returns a `RuleResult`, or None if it finds nothing or lacks the evidence. `RULES`
 lists the rules with their remedies in JAX's terms. The name of a rule is the kind of the finding. Longer rules are in
@@ -31,7 +31,11 @@ Rule = Callable[[JudgedProgram, PlacedProgram], RuleResult | None]
 
 
 def find(report: JudgedProgram, program: PlacedProgram) -> tuple[Finding, ...]:
-    """Returns the findings of a report, sorted by decreasing bytes. program: the program that the report describes."""
+    """Returns the findings about a program: memory that it could save, with remedies. The finding with most bytes
+    comes first.
+
+    report: the report of the program.
+    """
     findings = []
     for rule, remedy in RULES.items():
         result = rule(report, program)
@@ -41,7 +45,7 @@ def find(report: JudgedProgram, program: PlacedProgram) -> tuple[Finding, ...]:
 
 
 def full_logits(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if logits or their gradients take much of the peak."""
+    """Returns a finding if the logits of all tokens, or their gradients, take a large part of the peak."""
     size = report.breakdown["logits_loss"]
     if size <= NOTABLE * report.peak_bytes:
         return None
@@ -50,7 +54,7 @@ def full_logits(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
 
 
 def wide_activations(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if a program that computes in bfloat16 has large float32 residuals."""
+    """Returns a finding if a program that computes in bfloat16 keeps large float32 residuals."""
     in_float32 = [b for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32"]
     size = sum(b.bytes for b in in_float32)
     computes = any(b.dtype == "bfloat16" for b in report.buffers if b.phase != "argument")
@@ -69,7 +73,7 @@ def wide_activations(report: JudgedProgram, program: PlacedProgram) -> RuleResul
 
 
 def fragmentation(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if many allocated bytes are unused at the peak, between the packed buffers."""
+    """Returns a finding if the compiler's packing of buffers leaves many allocated bytes unused at the peak."""
     size = report.breakdown["fragmentation"]
     if size <= max(LARGE * report.allocated_bytes, TOY):
         return None
@@ -77,7 +81,7 @@ def fragmentation(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
 
 
 def idle_offload(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if the program asks for offload but has nothing in host memory."""
+    """Returns a finding if the program's settings ask for offload to host memory, but nothing is in host memory."""
     asked = program.facts.asked_of_host if program.facts else ()
     if report.host_bytes or not asked:
         return None
@@ -85,7 +89,7 @@ def idle_offload(report: JudgedProgram, program: PlacedProgram) -> RuleResult | 
 
 
 def host_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if the program needs more host memory than the host of the devices has."""
+    """Returns a finding if the program needs more host memory than the machine of the devices has."""
     available = int(report.target.get("host_memory_bytes") or 0)
     devices = min(int(report.target.get("devices_per_host") or 1), int(report.target.get("n_devices") or 1))
     size = report.host_bytes * devices
@@ -95,8 +99,8 @@ def host_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
 
 
 def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if every pipeline stage allocates the residuals of the fullest stage, and a V schedule would
-    need less."""
+    """Returns a finding if every pipeline stage allocates as many residuals as the stage with most residuals, and a V
+    schedule would need fewer."""
     pipeline = program.facts.pipeline if program.facts else None
     if pipeline is None or pipeline.v_share is None:
         return None

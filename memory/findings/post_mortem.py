@@ -27,11 +27,11 @@ _BATCH = "reduce the batch, or accumulate gradients over parts of it"
 
 @dataclasses.dataclass(frozen=True)
 class HeldArrays:
-    """Live arrays of one shape and dtype on one device.
+    """The live arrays of one shape and dtype on one device.
 
     Fields:
-        arrays, bytes: number and bytes of all these arrays.
-        others, other_bytes: number and bytes of the arrays that are not arguments of the step.
+        arrays, bytes: number of these arrays and their total bytes.
+        others, other_bytes: number and total bytes of those arrays that are not arguments of the step.
     """
 
     shape: tuple[int, ...]
@@ -43,17 +43,18 @@ class HeldArrays:
 
     @property
     def name(self) -> str:
-        """The type of the arrays in jax's notation: "float32[1024,1024]"."""
+        """The type of the arrays in jax's notation, such as "float32[1024,1024]"."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True)
 class WayOut:
-    """A remedy for a step that does not fit.
+    """A remedy for a step that does not fit in memory.
 
     Fields:
-        bytes: bytes on one device that the remedy may free. words: the instruction.
-        flags: the instruction as flags of a command line, "" if there are none.
+        bytes: bytes on one device that the remedy may free.
+        words: the remedy, as an instruction.
+        flags: the command-line flags that apply the remedy, "" if there are none.
     """
 
     bytes: int
@@ -63,14 +64,14 @@ class WayOut:
 
 @dataclasses.dataclass(frozen=True)
 class PostMortem:
-    """The facts about a step that ran out of memory. All bytes are on one device.
+    """A description of a step that ran out of memory. All bytes are on one device.
 
     Fields:
         step: name of the step. call: number of the failed call, starting at 1.
         error: the line of the exception that reports the failed allocation.
-        device: jax's device_kind. held: live arrays, the largest group first.
-        allocator: statistics of the allocator under jax's names (`memory_stats`); for a CPU, the memory of the
-            process.
+        device: jax's device_kind.
+        held: live arrays, the largest group first.
+        allocator: statistics of the allocator, with jax's keys (`memory_stats`); for a CPU, the memory of the process.
         report: report of the executable that failed; None if the compiler ran out of memory.
     """
 
@@ -89,21 +90,21 @@ class PostMortem:
 
     @property
     def needed_bytes(self) -> int:
-        """Predicted bytes of the step plus the bytes of other live arrays."""
+        """Predicted bytes of the step, plus the bytes of live arrays that are not its arguments."""
         return (self.report.predicted_bytes if self.report else 0) + self.other_bytes
 
     @property
     def limit_bytes(self) -> int | None:
-        """Bytes available on the device: the allocator's limit, otherwise the report's."""
+        """Bytes available on the device: the allocator's limit if it is known, otherwise the report's limit."""
         return self.allocator.get("bytes_limit") or (self.report.limit_bytes if self.report else None)
 
     @property
     def ways_out(self) -> tuple[WayOut, ...]:
-        """The cheapest remedies, at most `MAX_REMEDIES`."""
+        """At most `MAX_REMEDIES` remedies for the step, the cheapest first."""
         return ways_out(self.report, self.held, self.allocator.get("bytes_limit", 0))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the JSON of the report, which `memory.load` and `bytescope diff` can read, with the other fields
+        """Returns the report as JSON values, which `memory.load` and `bytescope diff` can read. The other fields are
         under the key `post_mortem`."""
         own = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "report"}
         own |= {"other_bytes": self.other_bytes, "needed_bytes": self.needed_bytes, "ways_out": plain(self.ways_out)}
@@ -111,11 +112,11 @@ class PostMortem:
 
 
 def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool: int = 0) -> tuple[WayOut, ...]:
-    """Returns the cheapest remedies for a step that does not fit, at most `MAX_REMEDIES`, the cheapest first.
+    """Returns at most `MAX_REMEDIES` remedies for a step that does not fit in memory. The cheapest remedy comes first.
 
     Args:
         report: report of the step; None if it could not be compiled.
-        held: the live arrays on its device.
+        held: the live arrays on the device.
         pool: limit of the device's allocator in bytes; 0 if unknown.
     """
     remedies = [*_enlarge_pool(report, pool), *_delete_arrays(report, held)]
@@ -128,7 +129,10 @@ def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool:
 
 
 def _enlarge_pool(report: ReportRecord | None, pool: int) -> Iterator[WayOut]:
-    """Proposes a larger memory pool, because jax takes only three quarters of a GPU's memory by default."""
+    """Proposes to let jax take a larger part of the GPU's memory. By default it takes only three quarters.
+
+    pool: limit of the allocator in bytes; 0 if unknown.
+    """
     memory = int(report.target.get("device_memory_bytes") or 0) if report else 0
     if 0 < pool < LOW_FRACTION * memory:
         yield WayOut(
@@ -162,7 +166,7 @@ def _apply_findings(report: ReportRecord) -> Iterator[WayOut]:
 
 
 def _compute_in_parts(report: ReportRecord) -> Iterator[WayOut]:
-    """Proposes to compute the largest workspace array at the peak in parts."""
+    """Proposes to compute the largest temporary array at the peak in several parts."""
     buffers = [
         b
         for b in report.buffers
@@ -179,7 +183,8 @@ def _compute_in_parts(report: ReportRecord) -> Iterator[WayOut]:
 
 
 def _checkpoint_module(report: ReportRecord) -> Iterator[WayOut]:
-    """Proposes to checkpoint the module with the most residuals, unless a finding names a function to checkpoint."""
+    """Proposes to checkpoint the module with most residuals. Proposes nothing if a finding already names a function to
+    checkpoint."""
     if any(finding.kind == "checkpoint_saves" for finding in report.findings):
         return
     sizes: Counter[str] = Counter()

@@ -41,8 +41,8 @@ TENSOR_SHARDED = (*WEIGHTS, "cache")
 
 
 def nothing_sharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding for a step on several devices that shards nothing: it runs on only one of the target's
-    devices, or all its arguments and results are replicated on every device."""
+    """Returns a finding for a step on several devices that shards nothing. Either it runs on only one of the target's
+    devices, or all its arguments and results are replicated."""
     module, target = program.module, report.target
     devices = int(target.get("n_devices") or 1)
     if module.devices == 1 and devices > 1 and target.get("name") != "local":
@@ -66,8 +66,8 @@ def nothing_sharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult
 
 
 def _is_replicated(program: PlacedProgram) -> bool:
-    """Returns whether every device has all arguments and results in full. Without collectives, all devices then
-    compute the same."""
+    """Returns whether every device holds all arguments and results completely. If there are no collectives either, all
+    devices compute the same."""
     module = program.module
     for number, parameter in module.parameters.items():
         known = program.replicated
@@ -100,7 +100,7 @@ def replicated_batch(report: JudgedProgram, program: PlacedProgram) -> RuleResul
 
 
 def replicated_activations(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if activations are not sharded over the axes that shard the batch."""
+    """Returns a finding if activations are replicated over mesh axes that shard the batch."""
     arrays = list(replicated_arrays(program, batch(report, program)))
     # Replicated activations slow a training step even if no device gathers weights: each device then computes a part of
     # each matrix product, and the parts are summed. Inference may do this on purpose, because it moves no weights.
@@ -126,10 +126,10 @@ def replicated_activations(report: JudgedProgram, program: PlacedProgram) -> Rul
 
 
 def _data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
-    """Returns the mesh axes that should shard the batch: all axes except the axes of tensor parallelism.
+    """Returns the mesh axes that should shard the batch. These are all axes except those of tensor parallelism.
 
-    Tensor parallelism shards parameters or caches that no collective gathers, and every device of its axis needs all
-    activations.
+    An axis counts as tensor parallel if it shards parameters or caches that no collective gathers. Every device along
+    it needs all activations.
     """
     gathered: dict[str, int] = {}
     held: dict[str, int] = {}
@@ -148,8 +148,8 @@ def _data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
 
 
 def _gathers(report: JudgedProgram, program: PlacedProgram) -> bool:
-    """Returns whether a program whose mesh is unknown gathers arrays, or replicates all parameters and caches. If
-    neither, it is tensor parallel."""
+    """Returns whether a program whose mesh is unknown gathers its sharded arrays, or shards no parameters and caches.
+    Otherwise it is tensor parallel."""
     if any("all-gather" in item.kind for item in report.collectives):
         return True
     parameters = program.module.parameters
@@ -158,7 +158,8 @@ def _gathers(report: JudgedProgram, program: PlacedProgram) -> bool:
 
 
 def lasting_gathers(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if gathered parameters stay in memory from the forward pass into the backward pass."""
+    """Returns a finding if parameters that were gathered in the forward pass stay in memory until the backward
+    pass."""
     backward = start_of_backward(report)
     gathers = [
         b
@@ -190,7 +191,7 @@ _SAME = {"reduce-scatter": "all-reduce", "ragged-all-to-all": "all-to-all", "col
 
 
 def large_collective(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if the buffer of one collective takes a large fraction of the peak."""
+    """Returns a finding if the buffer of one collective is a large fraction of the peak."""
     first = max(at_peak(report, "collectives"), key=lambda b: b.bytes, default=Buffer("", 0))
     if first.bytes <= max(LARGE * report.peak_bytes, TOY):
         return None
@@ -204,7 +205,7 @@ def large_collective(report: JudgedProgram, program: PlacedProgram) -> RuleResul
 
 
 def _kind(report: JudgedProgram, program: PlacedProgram, buffer: Buffer) -> str:
-    """Returns the kind of the collective that a buffer belongs to, "" if unknown."""
+    """Returns the kind of collective, such as "all-gather", that uses a buffer; "" if unknown."""
     for item in report.collectives:
         if item.name == buffer.name:
             return item.kind
@@ -221,7 +222,8 @@ def _kind(report: JudgedProgram, program: PlacedProgram, buffer: Buffer) -> str:
 
 
 def unsharded_gradients(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if a device has float32 gradients in full although it has only a shard of their parameters."""
+    """Returns a finding if a device holds complete float32 gradients although it holds only a shard of the
+    parameters."""
     parameters = [
         (buffer, program.layouts.get(number))
         for number, (_, buffer) in arguments(report, program).items()
@@ -254,11 +256,11 @@ def unsharded_gradients(report: JudgedProgram, program: PlacedProgram) -> RuleRe
 def _sharded(
     gradient: Buffer, parameters: Iterable[tuple[Buffer, ArgumentLayout | None]], devices: int
 ) -> tuple[Buffer, ArgumentLayout | None, int] | None:
-    """Returns (shard, layout, number of shards) of the sharded parameter that an unsharded gradient belongs to; None
-    if there is none. The layout is None if it is unknown.
+    """Finds the sharded parameter to which an unsharded gradient belongs. Returns (buffer of the shard, its layout or
+    None if unknown, number of shards), or None if there is no such parameter.
 
-    Without layouts, the parameter's shard must have the dimensions of the gradient, except one dimension that is
-    divided by a number of shards. This number must divide `devices`.
+    If the layout is unknown, the shard must have the gradient's dimensions, except for one dimension that is divided
+    by a number of shards. This number must divide `devices`.
     """
     plain = tuple(dim for dim in gradient.shape if dim > 1)
     dims = without_ones(plain)
@@ -293,12 +295,13 @@ _COMPUTING = frozenset(("dot", "convolution", "custom-call", "fusion", *COLLECTI
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedArray:
-    """An array that lost the sharding of the batch.
+    """An activation that is replicated over mesh axes which shard the batch.
 
     Fields:
-        name: name of its instruction. what: its checkpoint name, otherwise its scopes and operation, then its source
-            line.
-        dims, dtype, bytes: the array on each device. axes: mesh axes that should shard the array but do not.
+        name: name of the HLO instruction that computes it.
+        what: its checkpoint name, or else its scopes and operation, followed by the source line.
+        dims, dtype, bytes: dimensions, dtype and bytes of the array on each device.
+        axes: mesh axes that should shard the array but do not.
     """
 
     name: str
@@ -310,10 +313,10 @@ class ReplicatedArray:
 
 
 def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[ReplicatedArray]:
-    """Yields the arrays of the forward pass that lost the sharding of the batch, in schedule order.
+    """Yields the forward activations that are replicated over mesh axes which shard the batch, in schedule order.
 
-    If the program has a jaxpr, each array is compared with its global shape. Otherwise, arrays with the dimensions of
-    the global batch are searched. A mesh axis that shards another dimension of an array is not lost.
+    If the program has a jaxpr, each array is compared with its global shape. Otherwise, arrays with a dimension of the
+    size of the global batch are reported. A mesh axis that shards another dimension of the array does not count.
 
     batch: numbers of the entry parameters with the role "batch".
     """
@@ -345,7 +348,8 @@ def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[
 
 
 class _GlobalShapes:
-    """Finds the global array of the jaxpr that an instruction was compiled from."""
+    """Finds, for an HLO instruction, the activation in the jaxpr from which it was compiled. The jaxpr has the global
+    shape."""
 
     def __init__(self, program: PlacedProgram, batch: Iterable[int]):
         self.module = program.module
@@ -355,13 +359,16 @@ class _GlobalShapes:
 
     @property
     def is_empty(self) -> bool:
-        """True if the jaxpr has no activation with a batch dimension."""
+        """True if no activation in the jaxpr has a batch dimension."""
         return not self.places
 
     def lost_axes(
         self, instruction: Instruction, shape: HloShape, sizes: Mapping[str, int]
     ) -> tuple[tuple[str, ...], str]:
-        """Returns (mesh axes that should shard an array but do not, checkpoint name of the array)."""
+        """Returns (mesh axes that should shard an array but do not, checkpoint name of the array).
+
+        shape: the array's shape on a device. sizes: mesh axis -> number of devices.
+        """
         metadata = self.module.metadata(instruction)
         if not metadata.frames:
             return (), ""
@@ -381,10 +388,11 @@ class _GlobalShapes:
 
 
 def are_partial_sums(activation: Activation, shape: HloShape, sizes: Mapping[str, int]) -> bool:
-    """Returns whether an array is a stack of partial sums, which a second kernel adds. XLA computes partial sums if it
-    splits the contracted dimension of a matrix product.
+    """Returns whether an array is a stack of partial sums of an activation, which a second kernel adds. XLA creates
+    such stacks when it splits the contracted dimension of a matrix product.
 
-    A replicated activation may have the same shape, but partial sums have a larger dtype: float32 for bfloat16.
+    A replicated activation may have the same shape. Partial sums have a larger dtype, such as float32 for a bfloat16
+    activation.
     """
     parts = math.prod(sizes[axis] for axes in activation.labels.values() for axis in axes)
     same = shape.dims == activation.dims and shape.dtype == activation.dtype
@@ -392,8 +400,8 @@ def are_partial_sums(activation: Activation, shape: HloShape, sizes: Mapping[str
 
 
 class _BatchDims:
-    """Without a jaxpr, finds arrays that have a dimension of the size of the global batch, and none of the size of its
-    shard."""
+    """Finds replicated activations if there is no jaxpr. These are arrays with a dimension of the size of the global
+    batch, and without a dimension of the size of its shard."""
 
     def __init__(self, program: PlacedProgram, batch: Iterable[int]):
         self.batch = [layout for number, layout in program.layouts.items() if number in batch and layout.axes]
@@ -404,14 +412,17 @@ class _BatchDims:
 
     @property
     def is_empty(self) -> bool:
-        """True if no argument with the role "batch" is sharded."""
+        """True if no batch argument of the program is sharded."""
         return not self.batch
 
     def lost_axes(
         self, instruction: Instruction, shape: HloShape, sizes: Mapping[str, int]
     ) -> tuple[tuple[str, ...], str]:
-        """Returns (mesh axes that should shard an array but do not, ""). Sizes that are also dimensions of other
-        arguments are not evidence."""
+        """Returns (mesh axes that should shard an array but do not, ""). The batch sizes that also occur as dimensions
+        of other arguments are ignored.
+
+        shape: the array's shape on a device. sizes: mesh axis -> number of devices.
+        """
         dims = set(shape.dims)
         for layout in self.batch:
             sharded = [dim for dim, axes in enumerate(layout.spec) if axes]
@@ -425,14 +436,14 @@ class _BatchDims:
 
 
 def missing(dims: Sequence[int], labels: Labels, local: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes of `labels` that do not shard an array. dims: its global dimensions. local: its dimensions
-    on a device.
+    """Returns the mesh axes that should shard an array but do not.
+
+    dims: the array's global dimensions. labels: dimension -> mesh axes that should shard it. local: the array's
+    dimensions on a device. sizes: mesh axis -> number of devices.
 
     Returns () if another dimension is sharded instead, as after a lookup in a table that is sharded along its last
-    dimension. Returns () too if the local array is not a shard of the global array, because it is merged, padded or
-    split differently.
-
-    labels: dimension -> mesh axes that should shard it. sizes: mesh axis -> number of devices.
+    dimension. Also returns () if the local array is not a shard of the global array, because it is merged, padded or
+    split in another way.
     """
     parts = {dim: math.prod(sizes[axis] for axis in axes) for dim, axes in labels.items()}
     if len(dims) == len(local) and all(n and g % n == 0 for g, n in zip(dims, local)):

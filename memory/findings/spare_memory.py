@@ -1,4 +1,4 @@
-"""A rule that finds free memory in a step that recomputes, and proposes a remat policy that uses the memory.
+"""A rule that finds unused memory in a step that recomputes activations, and proposes a remat policy that uses it.
 
 A `jax.checkpoint` policy that saves the results of matrix products adds the bytes of the recomputed products. The sum
 of their bytes is an upper bound, because results that no gradient needs are not saved. A policy is proposed only if
@@ -33,11 +33,12 @@ _POLICIES = (("dots_saveable", True), ("dots_with_no_batch_dims_saveable", False
 
 
 class Spare(NamedTuple):
-    """Free memory of a program that recomputes.
+    """The unused memory of a program that recomputes activations.
 
     Fields:
-        free: free bytes on one device. recomputed: recomputed FLOPs / model FLOPs.
-        model_flops: model FLOPs of one device per call.
+        free: unused bytes on one device.
+        recomputed: recomputed FLOPs / model FLOPs.
+        model_flops: model FLOPs of one device per call of the step.
     """
 
     free: int
@@ -46,13 +47,13 @@ class Spare(NamedTuple):
 
     @property
     def message(self) -> str:
-        """The message of the finding."""
+        """The finding's sentence about the unused memory."""
         return f"{human(self.free)} free and {self.recomputed:.0%} of the model's FLOPs recomputed"
 
 
 def measure_spare(report: JudgedProgram) -> Spare | None:
-    """Returns the free memory of a program that fits and recomputes; None if too little memory is free or too few
-    FLOPs are recomputed."""
+    """Returns the unused memory of a program that recomputes activations. Returns None if the program does not fit, if
+    little memory is unused, or if few FLOPs are recomputed."""
     # CPUs are excluded, because the free memory of a host changes and a CPU stores bfloat16 as float32.
     if not report.limit_bytes or not report.fits or report.target.get("platform") == "cpu":
         return None
@@ -66,7 +67,7 @@ def measure_spare(report: JudgedProgram) -> Spare | None:
 
 
 def spare_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if much memory is free although FLOPs are recomputed."""
+    """Returns a finding if a program recomputes activations although much memory is unused."""
     spare = measure_spare(report)
     if spare is None:
         return None
@@ -79,8 +80,8 @@ def spare_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | 
 def _with_policy(
     report: JudgedProgram, spare: Spare, products: Sequence[RecomputedProduct], program: PlacedProgram
 ) -> RuleResult:
-    """Proposes a policy of jax.checkpoint that saves matrix products and fits the free memory. Otherwise proposes to
-    save the products of the function that recomputes the most FLOPs."""
+    """Proposes a policy of jax.checkpoint that saves matrix products and fits in the unused memory. If no policy fits,
+    proposes to save the products of the function that recomputes the most FLOPs."""
     devices, shards = max(program.module.devices, 1), _shards(report, program)
     costliest, its_products = _costliest(products)
     message, free = spare.message, spare.free
@@ -115,8 +116,8 @@ def _with_policy(
 
 
 def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[RecomputedProduct]]:
-    """Returns the innermost user function that recomputes the most FLOPs, such as "attention (model.py:55)", and its
-    matrix products; ("", []) if no source is known."""
+    """Returns (function, products): the innermost user function that recomputes the most FLOPs, such as "attention
+    (model.py:55)", and its matrix products. Returns ("", []) if no source location is known."""
     by_title: dict[str, list[RecomputedProduct]] = defaultdict(list)
     places: dict[str, str] = {}
     for product in products:
@@ -133,8 +134,8 @@ def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[Recompu
 
 
 def _shards(report: JudgedProgram, program: PlacedProgram) -> int:
-    """Returns the number of devices that shard an activation, estimated as the largest number of devices that shard a
-    batch argument."""
+    """Returns the number of devices over which activations are sharded. It is estimated from the batch argument that
+    is sharded over the most devices."""
     sizes: Mapping[str, int] = dict(program.mesh)
     layouts = [program.layouts[number] for number in batch(report, program) if number in program.layouts]
     return max((math.prod(sizes.get(axis, 1) for axis in layout.axes) for layout in layouts), default=1)
@@ -148,12 +149,13 @@ _SAVEABLE = frozenset(("dot_general", "conv_general_dilated"))
 
 @dataclasses.dataclass(frozen=True)
 class RecomputedProduct:
-    """A matrix product that `jax.checkpoint` recomputes. Figures are sums over all devices and all iterations of
-    loops.
+    """A matrix product that is recomputed because of `jax.checkpoint`. FLOPs and bytes are sums over all devices and
+    all iterations of loops.
 
     Fields:
-        frames: the user's stack frames, innermost first.
-        flops: FLOPs of the recomputation. bytes: bytes of the results.
+        frames: the stack frames in the user's code, innermost first.
+        flops: FLOPs of the recomputation.
+        bytes: bytes of the results.
         saveable: whether jax's policies for matrix products save the results.
         batched: whether the product has batch dimensions, as in attention.
     """
@@ -166,8 +168,8 @@ class RecomputedProduct:
 
 
 def recomputed_products(jaxpr: Any) -> tuple[RecomputedProduct, ...]:
-    """Returns the matrix products that a ClosedJaxpr recomputes because of `jax.checkpoint`, in the order of its
-    equations."""
+    """Returns the matrix products in a ClosedJaxpr that are recomputed because of `jax.checkpoint`, in the order of
+    the equations."""
     from jax.interpreters import partial_eval
 
     inner = jaxpr.jaxpr

@@ -31,8 +31,8 @@ _MAX_NAMED = 3
 
 
 def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if the step updates state that is not donated, so that old and new state are both in
-    memory."""
+    """Returns a finding if the step updates training state without donating it. The old and the new state are then in
+    memory at the same time."""
     sizes: dict[str, int] = {}
     for allocation in program.allocations:
         argument = program.arguments.by_number.get(allocation.parameter) if allocation.entry_parameter else None
@@ -56,8 +56,8 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
 
 
 def state_too_large(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if parameters, moments and gradient sums exceed the limit by themselves, so that neither a
-    smaller batch nor recomputation makes the program fit."""
+    """Returns a finding if parameters, optimizer moments and accumulated gradients alone exceed the memory limit.
+    Neither a smaller batch nor recomputation can then make the program fit."""
     size, limit = sum(report.breakdown.get(row, 0) for row in STATE), report.limit_bytes
     if not limit or size <= limit:
         return None
@@ -78,12 +78,14 @@ def state_too_large(report: JudgedProgram, program: PlacedProgram) -> RuleResult
 
 
 class _Leaf(NamedTuple):
-    """A leaf of the state.
+    """An array of the training state.
 
     Fields:
-        buffer: the leaf on one device. layout: its layout on the mesh, None if unknown.
+        buffer: the array's buffer on one device.
+        layout: its layout on the mesh, None if unknown.
         whole: bytes of the global array.
-        axes: mesh axes that replicate the leaf, () if unknown. copies: number of devices along these axes.
+        axes: mesh axes over which the array is replicated, () if unknown.
+        copies: number of devices along these axes.
         stacked: whether its first dimension is the number of devices, as under jax.pmap.
     """
 
@@ -96,12 +98,12 @@ class _Leaf(NamedTuple):
 
     @property
     def wasted(self) -> int:
-        """Bytes on one device that sharding over `axes` would free."""
+        """Bytes on one device that would be freed if the array were sharded over `axes`."""
         return self.buffer.bytes - self.buffer.bytes // self.copies
 
 
 def whole_state(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if leaves of the state are replicated over devices of the mesh."""
+    """Returns a finding if arrays of the training state are replicated over several devices."""
     leaves = [leaf for leaf in _leaves(report, program) if leaf.copies > 1]
     if not leaves:
         return None
@@ -126,7 +128,7 @@ def whole_state(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
 
 
 def _leaves(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
-    """Returns the leaves of the state of a program on more than one device."""
+    """Returns the arrays of the training state. Returns [] for a program on one device."""
     module, sizes = program.module, dict(program.mesh)
     out, stacked = [], _stacked(report, program)
     for number, (parameter, buffer) in arguments(report, program).items():
@@ -147,9 +149,9 @@ def _leaves(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
 
 
 def _stacked(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
-    """Returns the numbers of arguments that stack one replica per device: each device has one entry of the first
-    dimension, and an all-reduce sums the gradient over all devices. Without the sum, each device has different
-    state."""
+    """Returns the numbers of the arguments that stack one replica per device, as under jax.pmap. Each device has one
+    entry of the first dimension, and an all-reduce sums the gradient over all devices. Without this sum the entries
+    would differ."""
     module, known = program.module, program.arguments.by_number
     summed = {item.name for item in report.collectives if item.kind == "all-reduce" and item.group == module.devices}
     paths = set()
@@ -169,8 +171,8 @@ def _stacked(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
 
 
 def _replicas(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]:
-    """Returns (mesh axes, number of devices) that replicate the state of a program without layouts, from the trainer's
-    facts. Without facts, the number of devices is `known`."""
+    """Returns (mesh axes, number of devices) over which the training state is replicated, for a program without array
+    layouts. They come from the facts that the trainer gives. Without facts, returns ((), known)."""
     facts = program.facts
     if facts is None or facts.question is None:
         return (), known
@@ -179,7 +181,7 @@ def _replicas(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]
 
 
 def _list_leaves(leaves: Sequence[_Leaf]) -> str:
-    """Lists the largest leaves and the number of others: "params['embed'] float32[50304, 768] 147.38 MiB and 3
+    """Lists the largest arrays and counts the others, such as "params['embed'] float32[50304, 768] 147.38 MiB and 3
     more"."""
     named = []
     for leaf in leaves[:_MAX_NAMED]:
@@ -190,7 +192,7 @@ def _list_leaves(leaves: Sequence[_Leaf]) -> str:
 
 
 def _sharding(leaf: _Leaf) -> str:
-    """Returns the remedy in JAX's terms: a sharding for the largest leaf."""
+    """Returns a remedy for users of plain JAX: a sharding for the largest array."""
     if leaf.stacked:
         return (
             "jax.pmap stores a copy on each device: use jax.jit with a mesh instead, without the leading dimension, "

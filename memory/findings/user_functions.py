@@ -25,27 +25,31 @@ _WRAPPERS = {
 
 
 class Function(NamedTuple):
-    """A function of the user's code. name: its qualified name. file: its path."""
+    """A function in the user's code.
+
+    name: its qualified name. file: the path of its source file.
+    """
 
     name: str
     file: str
 
     @property
     def title(self) -> str:
-        """The function's short name: "Block" for a module's `__call__`, "attention" for a nested function."""
+        """The name for messages: "Block" for the `__call__` of a module Block, "attention" for a nested function."""
         return self.name.rsplit("<locals>.", 1)[-1].removesuffix(".__call__")
 
     @property
     def nameless(self) -> bool:
-        """True if the function is a lambda or a comprehension."""
+        """True if the function is a lambda or a comprehension, which has no name to show."""
         return self.name.endswith(">")
 
 
 class Call(NamedTuple):
-    """A function in the chain of calls around an operation.
+    """A call of a user's function, in the stack of an operation.
 
     Fields:
-        function: the called function. caller: its call site, such as "model.py:31", "" if unknown.
+        function: the called function.
+        caller: the call site, such as "model.py:31", "" if unknown.
         around: (file, line) of every outer frame.
         repeated: whether an outer frame is inside a Python loop, so that the function may run several times.
     """
@@ -57,9 +61,10 @@ class Call(NamedTuple):
 
 
 def calls(frames: Iterable[Frame], traced: str = "") -> list[Call]:
-    """Returns the calls of the user's functions around an operation, innermost first.
+    """Returns the calls of the user's functions in an operation's stack, innermost first.
 
-    traced: name of the function that was passed to jax.jit. Frames outside it are ignored, because they only ran once.
+    traced: name of the function that was passed to jax.jit. Frames outside it are left out, because they ran only
+    once.
     """
     chain = _within(tuple(frames), traced)
     by_function: dict[Function, Call] = {}
@@ -76,7 +81,7 @@ def calls(frames: Iterable[Frame], traced: str = "") -> list[Call]:
 
 def _within(frames: tuple[Frame, ...], traced: str) -> tuple[Frame, ...]:
     """Returns the stack frames up to and including the traced function. If no frame has its name, returns the frames
-    before the first frame inside bytescope, which called the compiler."""
+    before the first frame of bytescope, which called the compiler."""
     names = [frame.function.rsplit(".", 1)[-1] for frame in frames]
     if traced in names:
         return frames[: len(names) - names[::-1].index(traced)]
@@ -87,13 +92,13 @@ def _within(frames: tuple[Frame, ...], traced: str) -> tuple[Frame, ...]:
 
 
 def in_loop(frame: Frame) -> bool:
-    """Returns whether the line of a frame is inside a loop or a comprehension of its own function; False if the source
-    cannot be read."""
+    """Returns whether a stack frame's line is inside a loop or comprehension of its own function. Returns False if the
+    source cannot be read."""
     return any(start <= frame.line <= end for start, end in _loops(frame.file).get(_enclosing(frame), ()))
 
 
 def _enclosing(frame: Frame) -> int:
-    """Returns the first line of the innermost function around a frame's line; 0 if there is none."""
+    """Returns the first line of the innermost function that contains a stack frame's line; 0 if there is none."""
     return max((start for start, end in _bodies(frame.file) if start <= frame.line <= end), default=0)
 
 
@@ -107,7 +112,7 @@ def _tree(file: str) -> ast.Module:
 
 @functools.lru_cache(maxsize=256)
 def _bodies(file: str) -> tuple[tuple[int, int], ...]:
-    """Returns (first line, last line) of every function in a file."""
+    """Returns (first line, last line) of every function in a source file."""
     return tuple(
         (node.lineno, node.end_lineno or node.lineno)
         for node in ast.walk(_tree(file))
@@ -117,8 +122,8 @@ def _bodies(file: str) -> tuple[tuple[int, int], ...]:
 
 @functools.lru_cache(maxsize=256)
 def _loops(file: str) -> dict[int, list[tuple[int, int]]]:
-    """Returns the first line of a function (0 outside functions) -> (first line, last line) of each loop in the
-    function."""
+    """Returns the loops in a source file by function: first line of the function (0 outside functions) -> (first line,
+    last line) of each loop."""
     by_owner: dict[int, list[tuple[int, int]]] = {}
     for node in ast.walk(_tree(file)):
         if isinstance(node, _LOOPS):
@@ -128,13 +133,13 @@ def _loops(file: str) -> dict[int, list[tuple[int, int]]]:
 
 
 def place(frame: Frame) -> str:
-    """Returns the source location of a frame: "model.py:31"."""
+    """Returns the source location of a stack frame, such as "model.py:31"."""
     return short_place(f"{frame.file}:{frame.line}")
 
 
 def wrapper(frames: Iterable[Frame]) -> str:
-    """Returns the name of the wrapper of jax.checkpoint in the library whose frames appear, such as "nn.remat" for
-    Flax; "" for plain JAX."""
+    """Returns the library wrapper of jax.checkpoint that suits the library in these stack frames, such as "nn.remat"
+    for Flax. Returns "" for plain JAX."""
     files = {frame.file for frame in frames}
     for folder, name in _WRAPPERS.items():
         if any(folder in file for file in files):

@@ -14,10 +14,10 @@ from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, matric
 
 
 class FrozenBase(NamedTuple):
-    """The storage format of frozen matrices.
+    """How frozen weight matrices are stored.
 
     Fields:
-        element: bytes per element, including the scales of blocks. 0 means the bytes of the compute dtype.
+        element: bytes per element, including the scales of quantized blocks. 0 means the size of the compute dtype.
         column: additional bytes per output column.
     """
 
@@ -26,7 +26,7 @@ class FrozenBase(NamedTuple):
     column: float = 0.0
 
     def size(self, itemsize: float = 2) -> float:
-        """Returns the bytes per element. itemsize: bytes per element in the compute dtype."""
+        """Returns the bytes per element of a frozen matrix. itemsize: bytes per element in the compute dtype."""
         return self.element or itemsize
 
 
@@ -41,13 +41,13 @@ BASES = {
 
 
 def adapted(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns name -> (inputs, outputs) of a layer's matrices that have an adapter."""
+    """Returns the matrices of a layer that have an adapter: name -> (input width, output width)."""
     targets = model.adapters.targets if model.adapters else ()
     return {name: shape for name, shape in matrices(model).items() if name in targets}
 
 
 def adapted_anywhere(model: ModelShape) -> list[str]:
-    """Returns the names of the matrices that have an adapter in at least one kind of layer."""
+    """Returns the names of the matrices that have an adapter in at least one layer of the model."""
     names: dict[str, None] = {}
     for kind in expert_formulas.by_kind(model):
         names |= dict.fromkeys(adapted(kind))
@@ -55,8 +55,8 @@ def adapted_anywhere(model: ModelShape) -> list[str]:
 
 
 def adapter_count(model: ModelShape) -> int:
-    """Returns the parameters of all adapters: r (inputs + outputs) for each adapted matrix (Hu et al. 2021, section
-    4.1)."""
+    """Returns the number of parameters of all adapters. Each adapted matrix has rank x (input width + output width) of
+    them (Hu et al. 2021, section 4.1)."""
     if model.adapters is None:
         return 0
     count = 0
@@ -68,10 +68,10 @@ def adapter_count(model: ModelShape) -> int:
 def frozen_bytes(
     model: ModelShape, parameters: float, tables: float, layout: StepLayout, sharded: bool, itemsize: int = 2
 ) -> float:
-    """Returns the bytes of the frozen weights on a device, 0 without adapters.
+    """Returns the bytes of the frozen weights on a device; 0 if the model has no adapters.
 
-    parameters: number of the model's parameters. tables: the part of `parameters` in embedding tables. sharded:
-    whether the ranks of `layout.data` shard parameters. itemsize: bytes per element in the compute dtype.
+    parameters: number of the model's parameters. tables: how many of them are in embedding tables. sharded: whether
+    data-parallel ranks shard the parameters. itemsize: bytes per element in the compute dtype.
     """
     if model.adapters is None:
         return 0.0

@@ -34,10 +34,11 @@ _NUMBER = 4
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The expected bytes of one kind of collective over some axes of the mesh.
+    """The bytes that published formulas give for one kind of collective over some axes of the mesh.
 
     Fields:
-        kind: as in `memory.cost.collectives.WIRE`. axes: axes of the mesh. group: number of devices along the axes.
+        kind: the kind of collective, a key of `memory.cost.collectives.WIRE`.
+        axes: axes of the mesh. group: number of devices along the axes.
         bytes: payload per step and device, which is the size of the unsharded array.
         formula: the formula as text.
     """
@@ -61,17 +62,18 @@ def data_parallel(
     gradient_bytes: int = 0,
     words: str = "parameters",
 ) -> list[Expected]:
-    """Returns the collectives of parameters and gradients over data-parallel ranks (Rajbhandari et al. 2020, section
-    7).
+    """Returns the collectives that gather parameters and reduce gradients over data-parallel ranks (Rajbhandari et al.
+    2020, section 7).
 
     Args:
         zero: stage of ZeRO, 0 to 3.
         parameters: number of parameters of one tensor-parallel rank. itemsize: bytes per gathered parameter.
-        data: mesh axis -> number of ranks that are replicas. shard: mesh axis -> number of ranks that shard state.
+        data: mesh axis -> number of ranks that are replicas.
+        shard: mesh axis -> number of ranks that shard the training state.
         gathers: number of times that stage 3 gathers a layer's parameters in one micro-step.
         reductions: number of gradient reductions per step: the number of micro-steps, or 1 if gradients are summed
             first.
-        gradient_bytes: bytes per element of a reduced gradient, 0 for `itemsize`.
+        gradient_bytes: bytes per element of a reduced gradient; 0 means `itemsize`.
         words: the name of the parameters in the formula's text.
     """
     gradient = (gradient_bytes or itemsize) * parameters * reductions
@@ -97,16 +99,20 @@ def data_parallel(
 
 
 class ExchangeBytes(NamedTuple):
-    """Bytes that a device sends in one exchange of rows. rows: bytes of the rows. numbers: bytes of the router's
-    weights, one per row."""
+    """The bytes that a device sends when tokens are exchanged with the devices that hold their experts.
+
+    rows: bytes of the activations, one row per token and expert. numbers: bytes of the router's weights, one per row.
+    """
 
     rows: float
     numbers: float
 
 
 class LayerExchange(NamedTuple):
-    """One kind of collective in one layer and micro-step. bytes: the bytes of all its exchanges. formula: the formula
-    as text."""
+    """The exchanges of one kind of collective between experts' devices, in one layer and micro-step.
+
+    bytes: total bytes of the exchanges. formula: the formula as text.
+    """
 
     kind: str
     bytes: float
@@ -151,12 +157,14 @@ def layer_exchanges(
     row_repeats: int = 0,
     weight_repeats: int = 0,
 ) -> list[LayerExchange]:
-    """Returns the collectives that exchange the rows of one layer in one micro-step, forward and backward.
+    """Returns the collectives that send tokens to their experts and back, in one layer and micro-step, forward and
+    backward.
 
     Args:
-        exchange: a key of EXCHANGES. tokens: tokens of one device. width: model width.
-        itemsize: bytes per element of an activation. size: number of devices that share the experts.
-        row_repeats: number of recomputations that exchange rows again.
+        exchange: the way in which tokens are exchanged, a key of EXCHANGES.
+        tokens: tokens of one device. width: model width. itemsize: bytes per element of an activation.
+        size: number of devices that share the experts.
+        row_repeats: number of recomputations that exchange activations again.
         weight_repeats: number of recomputations that exchange router weights again.
     """
     measure, kinds = EXCHANGES[exchange]
@@ -171,10 +179,10 @@ def layer_exchanges(
 
 
 def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, int], tokens: int) -> list[Expected]:
-    """Returns the collectives that exchange rows between the devices that share the experts.
+    """Returns the collectives that send tokens to their experts and back, in a training step. Returns [] if one device
+    has all experts, and for an exchange without a formula.
 
-    ranks: mesh axis -> devices. tokens: tokens of one device and micro-step. Returns [] for one device, and for an
-    exchange without a formula.
+    ranks: mesh axis -> number of devices that share the experts. tokens: tokens of one device and micro-step.
     """
     experts, size = question.model.experts, math.prod(ranks.values())
     if experts is None or size == 1 or not facts.exchange:
@@ -204,16 +212,16 @@ def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, i
 def tensor_parallel(
     ranks: Mapping[str, int], layers: int, activation: int, *, sequence_parallel: bool = False, repeated: int = 0
 ) -> list[Expected]:
-    """Returns the collectives of activations over the tensor-parallel group, forward and backward.
+    """Returns the collectives of activations between tensor-parallel devices, forward and backward.
 
     Args:
-        ranks: mesh axis -> devices of the group. layers: number of blocks.
-        activation: bytes of one [b, s, h] activation of a rank, not sharded along the sequence.
+        ranks: mesh axis -> number of tensor-parallel devices. layers: number of blocks.
+        activation: bytes of one [batch, sequence, width] activation, not sharded along the sequence.
         repeated: number of forward all-reduces per block that recomputation repeats.
 
     Without sequence parallelism there are 2 all-reduces per block and direction (Shoeybi et al. 2019, section 3). With
-    sequence parallelism, each becomes an all-gather and a reduce-scatter, and the two inputs that are stored sharded
-    are gathered again in the backward pass (Korthikanti et al. 2022, section 4.2).
+    sequence parallelism, each becomes an all-gather and a reduce-scatter. Two inputs that are stored sharded are
+    gathered again in the backward pass (Korthikanti et al. 2022, section 4.2).
     """
     axes, size = tuple(ranks), math.prod(ranks.values())
     if size == 1:
@@ -229,10 +237,11 @@ def tensor_parallel(
 
 
 def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) -> list[Expected]:
-    """Returns the sends between pipeline stages.
+    """Returns the sends between neighbouring pipeline stages in a training step.
 
-    In every tick, a stage sends the output of a chunk and the gradient of its input, bsh elements each. A V schedule
-    sends both in both directions, except at its ends. Published programs send 2 x bsh per micro-batch and chunk.
+    In every iteration of the schedule, a stage sends the output of a chunk of layers and the gradient of its input,
+    each with batch x sequence x width elements. A V schedule sends both in both directions, except at its ends.
+    Published programs send each of them once per micro-batch and chunk.
     """
     ranks = facts.axes("stage", mesh=mesh)
     stages = math.prod(ranks.values())
@@ -248,10 +257,11 @@ def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) 
 
 
 def expected_collectives(facts: ModelFacts | None, mesh: Mapping[str, int], parameters: int) -> list[Expected]:
-    """Returns all collectives that the formulas expect in a training step. Axes are in the order of the mesh.
+    """Returns all collectives that published formulas give for a training step. Returns [] if the facts or a formula
+    are missing, or if no mesh axis shards the batch.
 
-    Returns [] if the facts or a formula are missing, or if no mesh axis shards the batch. mesh: axis -> devices.
-    parameters: number of the model's parameters over all devices.
+    mesh: axis -> number of devices; the result has the order of these axes. parameters: number of the model's
+    parameters over all devices.
     """
     question = facts.question if facts else None
     if facts is None or question is None or not facts.sent_parameter or not parameters:

@@ -14,10 +14,10 @@ from bytescope.memory.formulas.model_shape import ExpertShape, ModelShape
 
 
 def by_kind(model: ModelShape, start: int = 0, stop: int | None = None) -> tuple[ModelShape, ...]:
-    """Returns the layers from `start` to `stop` as one model per kind of layer: dense layers, then layers with
-    experts.
+    """Splits the layers from `start` to `stop` into dense layers and layers with experts. Returns one model per kind,
+    with only the layers of this kind.
 
-    A model without experts has one kind. Kinds without layers are left out.
+    A kind without layers is left out, so a model without experts has one kind.
     """
     stop = model.layers if stop is None else stop
     if model.experts is None:
@@ -29,12 +29,13 @@ def by_kind(model: ModelShape, start: int = 0, stop: int | None = None) -> tuple
 
 
 def expert_size(model: ModelShape) -> int:
-    """Returns the parameters of one expert, 0 without experts."""
+    """Returns the number of parameters of one expert; 0 for a model without experts."""
     return (2 + model.gated) * model.width * model.experts.width if model.experts else 0
 
 
 def routed_count(model: ModelShape) -> int:
-    """Returns the parameters of all routed experts, which expert parallelism shards; 0 without experts."""
+    """Returns the number of parameters of all routed experts, which expert parallelism shards; 0 for a model without
+    experts."""
     if model.experts is None:
         return 0
     layers = sum(map(model.experts.has, range(model.layers)))
@@ -42,21 +43,22 @@ def routed_count(model: ModelShape) -> int:
 
 
 def idle_count(model: ModelShape) -> int:
-    """Returns the parameters of the routed experts that do not process a given token; 0 without experts."""
+    """Returns the number of parameters in the experts that a token is not routed to; 0 for a model without experts."""
     if model.experts is None:
         return 0
     return routed_count(model) * (model.experts.count - model.experts.per_token) // model.experts.count
 
 
 def columns(kind: ModelShape) -> int:
-    """Returns the number of output columns of all matrices of a layer's routed experts, without the router."""
+    """Returns the total number of output columns of the routed experts' matrices in one layer. The router is not
+    included."""
     if kind.experts is None:
         return 0
     return kind.experts.count * ((1 + kind.gated) * kind.experts.width + kind.width)
 
 
 def router_size(model: ModelShape) -> int:
-    """Returns the parameters of a layer's router, 0 without experts."""
+    """Returns the number of parameters of a layer's router; 0 for a layer without experts."""
     return model.width * model.experts.count if model.experts else 0
 
 
@@ -65,18 +67,22 @@ LARGEST_TILE, SMALLEST_TILE = 128, 16
 
 
 def slots(experts: ExpertShape, tokens: float) -> int:
-    """Returns the rows of one expert's buffer for the `tokens` tokens of one device, a multiple of 8 (Lepikhin et al.
-    2020, arXiv 2006.16668)."""
+    """Returns the number of rows in one expert's buffer, a multiple of 8 (Lepikhin et al. 2020, arXiv 2006.16668). A
+    row holds one token.
+
+    tokens: number of tokens on a device.
+    """
     return max(-(-int(tokens * experts.per_token * (experts.capacity or 1) / experts.count) // 8) * 8, 8)
 
 
 def rows(experts: ExpertShape, tokens: float, ranks: int = 1) -> int:
-    """Returns the rows of the experts' buffers on a device that has `tokens` tokens. ranks: number of devices that
-    share the experts.
+    """Returns the number of rows in the buffers of the experts on a device. A row holds one token for one expert.
 
-    With slots, every expert has the same number of rows. Otherwise the rows of each expert fill whole tiles (Gale et
-    al. 2022, arXiv 2211.15841). Without a capacity, the buffers have room for all rows that the tokens of all ranks
-    can send.
+    tokens: number of tokens on a device. ranks: number of devices that share the experts.
+
+    If the experts have slots, every expert has the same number of rows. Otherwise the rows of each expert fill whole
+    tiles (Gale et al. 2022, arXiv 2211.15841). Without a capacity, there is room for all rows that the tokens of all
+    ranks can need.
     """
     if experts.slots:
         return experts.count * slots(experts, tokens)

@@ -28,15 +28,17 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The training step to estimate.
+    """A training step whose memory is estimated by formulas.
 
     Fields:
-        parameters: number of parameters over all devices. sequence: tokens per sequence.
+        parameters: number of parameters over all devices.
+        sequence: tokens per sequence.
         batch: sequences per replica and micro-step.
-        attention: a value of `transformer_formulas.ATTENTION`. offload: a key of `training_state.OFFLOAD`.
+        attention: a value of `transformer_formulas.ATTENTION`.
+        offload: a key of `training_state.OFFLOAD`.
         logit_tokens: number of tokens of a replica whose logits exist at the same time, None for all.
         mlp_tokens: number of tokens of a replica whose MLP activations exist at the same time, 0 for all.
-        fused: whether each layer is updated during the backward pass.
+        fused: whether the optimizer updates each layer during the backward pass.
     """
 
     parameters: float
@@ -54,24 +56,24 @@ class Question:
 
     @property
     def active(self) -> float:
-        """Parameters that process one token: all parameters except the experts to which the token is not routed."""
+        """Number of parameters that process one token. Experts to which the token is not routed do not count."""
         total, active = transformer_formulas.parameter_count(self.model), transformer_formulas.active_count(self.model)
         return active if self.parameters == total else self.parameters * active / total
 
     @property
     def routed(self) -> float:
-        """The fraction of the parameters that is in routed experts."""
+        """The fraction of the parameters that are in routed experts."""
         return expert_formulas.routed_count(self.model) / transformer_formulas.parameter_count(self.model)
 
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """Bytes of activations on a device under one recomputation policy.
+    """The bytes of activations on a device under one recomputation policy.
 
     Fields:
         kept: activations that all layers keep for the backward pass.
-        recomputed: additional bytes while one layer is recomputed.
-        outside: activations of embedding, final norm, head and logits.
+        recomputed: additional activations that exist while one layer is recomputed.
+        outside: activations outside the layers: embedding, final norm, head and logits.
     """
 
     kept: float
@@ -86,14 +88,15 @@ class Activations:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimated memory and FLOPs of a training step.
+    """The memory and FLOPs of a training step, as estimated by formulas.
 
     Fields:
         question: the step.
-        state: role -> bytes on a device. The role `frozen` exists only with adapters.
-        host: bytes of state in host memory, which are not part of any total.
-        activations, hardware_flops: recomputation policy -> activations, FLOPs.
-        model_flops, hardware_flops: FLOPs of one micro-step over all replicas.
+        state: role, such as "params" -> bytes on a device. The role `frozen` exists only with adapters.
+        host: bytes of training state in host memory; they are not part of any total.
+        activations: recomputation policy -> activations.
+        model_flops: FLOPs of one micro-step over all replicas, without recomputation.
+        hardware_flops: recomputation policy -> FLOPs with recomputation.
     """
 
     question: Question
@@ -105,12 +108,12 @@ class Estimate:
     notes: tuple[str, ...] = NOTES
 
     def total(self, policy: str) -> float:
-        """Returns the bytes on a device under a recomputation policy."""
+        """Returns the total bytes on a device under a recomputation policy."""
         return sum(self.state.values()) + self.activations[policy].total
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain JSON values: `question`, `parameters` {total, active}, `per_parameter` {role: bytes},
-        `policies` {policy: {role: bytes, ..., host, total}}, FLOPs and notes."""
+        """Returns the estimate as JSON values: `question`, `parameters` {total, active}, `per_parameter` {role:
+        bytes}, `policies` {policy: {role: bytes, ..., host, total}}, FLOPs and notes."""
         q = self.question
         policies = {
             policy: {
@@ -134,7 +137,8 @@ class Estimate:
 
 
 def estimate(question: Question) -> Estimate:
-    """Evaluates all formulas for one device. With pipeline parallelism, the device is in the first stage."""
+    """Estimates the memory on one device and the FLOPs of a training step. With pipeline parallelism, the device is in
+    the first stage."""
     q, layout, precision = question, question.layout, question.precision
     held = training_state.state_bytes(
         trained_parameters(q),
@@ -197,21 +201,20 @@ def estimate(question: Question) -> Estimate:
 
 
 def trained_parameters(question: Question) -> float:
-    """Returns the number of trained parameters: the parameters of the adapters if there are any, otherwise all
-    parameters."""
+    """Returns the number of parameters that are trained: those of the adapters if there are any, otherwise all."""
     model = question.model
     return adapter_formulas.adapter_count(model) if model.adapters else question.parameters
 
 
 def trained_share(question: Question) -> float:
-    """Returns the fraction of the trained parameters that is in routed experts; 0 with adapters, which routed experts
-    do not have."""
+    """Returns the fraction of the trained parameters that are in routed experts. It is 0 with adapters, because routed
+    experts have none."""
     return 0.0 if question.model.adapters else question.routed
 
 
 def frozen_bytes(question: Question, *, sharded: bool) -> float:
-    """Returns the bytes of the frozen weights on a device, 0 without adapters. sharded: whether data-parallel ranks
-    shard them."""
+    """Returns the bytes of the frozen weights on a device; 0 if the model has no adapters. sharded: whether
+    data-parallel ranks shard them."""
     q = question
     return adapter_formulas.frozen_bytes(
         q.model,
@@ -224,10 +227,11 @@ def frozen_bytes(question: Question, *, sharded: bool) -> float:
 
 
 def fused_parameters(model: ModelShape) -> int:
-    """Returns the maximum number of parameters whose gradients exist at the same time in a fused backward pass.
+    """Returns the largest number of parameters whose gradients exist at the same time, if each layer is updated during
+    the backward pass.
 
-    These are the head, which is updated after the layers, and one layer or an untied token table. With adapters, they
-    are the adapters of one layer.
+    These parameters are the head, which is updated after the layers, and either one layer or the token table, if it is
+    separate from the head. With adapters, they are the adapters of one layer.
     """
     if model.adapters:
         return adapter_formulas.adapter_count(model) // model.layers
@@ -237,11 +241,11 @@ def fused_parameters(model: ModelShape) -> int:
 
 
 def check(question: Question) -> Question:
-    """Returns the question unchanged.
+    """Checks that a training step is possible, and returns it.
 
     Raises:
-        ReportError: a size is below 1 or does not divide the size that it shards, or no matrix exists for the
-            adapters.
+        ReportError: a size is below 1 or does not divide the size that it shards, or the model has none of the
+            matrices that the adapters are for.
     """
     q, layout, model = question, question.layout, question.model
     sizes = {
@@ -258,28 +262,32 @@ def check(question: Question) -> Question:
     }
     for name, size in sizes.items():
         if not 1 <= size < 1e18:
-            raise ReportError(f"--{name}={size:g}: give 1 or more, below 1e18")
+            raise ReportError(f"--{name}={size:g} is out of range: give 1 or more, below 1e18")
     if model.heads % model.kv_heads:
-        raise ReportError(f"--kv-heads={model.kv_heads}: give a divisor of the {model.heads} heads")
+        raise ReportError(f"--kv-heads={model.kv_heads} does not divide the {model.heads} heads: give a divisor")
     if model.kv_heads % layout.tensor:
-        raise ReportError(f"--tensor={layout.tensor}: give a divisor of the {model.kv_heads} key/value heads")
+        raise ReportError(
+            f"--tensor={layout.tensor} does not divide the {model.kv_heads} key/value heads: give a divisor"
+        )
     if model.adapters:
         _check_adapters(model, model.adapters)
     _check_experts(question)
     if layout.sequence and layout.tensor == 1:
-        raise ReportError("--sequence-parallel shards over the tensor-parallel devices: give --tensor=2 or more")
+        raise ReportError("--sequence-parallel needs tensor-parallel devices: give --tensor=2 or more")
     return question
 
 
 def _check_experts(question: Question) -> None:
     experts, layout = question.model.experts, question.layout
     if layout.expert > 1 and experts is None:
-        raise ReportError(f"--expert-parallel={layout.expert} without experts: give --experts=8 too, or leave it out")
+        raise ReportError(
+            f"--expert-parallel={layout.expert} needs a model with experts: give --experts too, or leave it out"
+        )
     if experts is None:
         return
     if experts.per_token > experts.count:
         raise ReportError(
-            f"--experts-per-token={experts.per_token}: the model has {experts.count} experts; give at most that many"
+            f"--experts-per-token={experts.per_token} is more than the {experts.count} experts of the model: give fewer"
         )
     if not expert_formulas.routed_count(question.model):
         raise ReportError(
@@ -287,23 +295,24 @@ def _check_experts(question: Question) -> None:
             f"{question.model.layers} layers has experts; lower one of these flags"
         )
     if experts.count % layout.expert:
-        raise ReportError(f"--expert-parallel={layout.expert}: give a divisor of the {experts.count} experts")
+        raise ReportError(
+            f"--expert-parallel={layout.expert} does not divide the {experts.count} experts: give a divisor"
+        )
     if layout.data % layout.expert:
         raise ReportError(
-            f"--expert-parallel={layout.expert}: give a divisor of the {layout.data} data-parallel ranks (--data)"
+            f"--expert-parallel={layout.expert} does not divide the {layout.data} data-parallel ranks (--data): "
+            "give a divisor"
         )
     if question.mlp_tokens:
-        raise ReportError(
-            f"--mlp-tokens={question.mlp_tokens}: experts compute all tokens together; give 0 for a model with experts"
-        )
+        raise ReportError(f"--mlp-tokens={question.mlp_tokens} is only for models without experts: leave it out")
 
 
 def _check_adapters(model: ModelShape, asked: Adapters) -> None:
     if not 1 <= asked.rank < 1e9:
-        raise ReportError(f"--lora-rank={asked.rank}: give 1 or more, below 1e9")
+        raise ReportError(f"--lora-rank={asked.rank} is out of range: give 1 or more, below 1e9")
     for name in asked.targets:
         if name not in TARGETS:
-            raise ReportError(f"--lora-targets: {name!r}: {remedy_for(name, TARGETS)}")
+            raise ReportError(f"--lora-targets: {name!r} is not a matrix: {remedy_for(name, TARGETS)}")
     if not adapter_formulas.adapted_anywhere(model):
         raise ReportError(
             f"--lora-targets={','.join(asked.targets)}: no layer of this model has these matrices; give "
@@ -314,8 +323,11 @@ def _check_adapters(model: ModelShape, asked: Adapters) -> None:
 def shape_for(
     parameters: float, vocabulary: int = 50304, *, layers: int | None = None, width: int | None = None
 ) -> ModelShape:
-    """Returns the shape of a GPT with about `parameters` parameters outside its token table: 12 L h^2 with h near 128
-    L and heads of width 128. Given `layers` and `width` are used unchanged."""
+    """Returns the shape of a GPT with about `parameters` parameters outside its token table. It has 12 L h^2
+    parameters, with width h near 128 L and heads of width 128.
+
+    layers, width: used unchanged if given.
+    """
     if width is None:
         exact = (parameters * ASPECT / 12) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5
         width = max(ASPECT, ASPECT * math.floor(exact / ASPECT + 0.5))

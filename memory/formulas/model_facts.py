@@ -25,13 +25,15 @@ STATE_ROLES = ("state", "expert", "sequence")
 
 @dataclasses.dataclass(frozen=True)
 class RematSegment:
-    """Consecutive layers under one remat policy.
+    """Consecutive layers with the same remat policy.
 
     Fields:
-        layers: number of layers. policy: the trainer's name of the policy, for messages.
+        layers: number of layers.
+        policy: the trainer's name of the policy, for messages.
         everything: whether all activations are kept, so that nothing is recomputed.
-        save: names of `rematerialized.NAMED` kept on the device. offload: names kept in host memory. The input of a
-            block is always kept.
+        save: names of the tensors (keys of `rematerialized.NAMED`) that are kept on the device. The input of a block
+            is always kept.
+        offload: names of the tensors that are kept in host memory.
         known: whether `save` and `offload` name all kept tensors. If not, only the compiler knows them.
         groups: number of groups of layers that have a checkpoint around each group (Chen et al. 2016, arXiv
             1604.06174); 0 without nested checkpoints.
@@ -47,30 +49,30 @@ class RematSegment:
 
     @property
     def forward_passes(self) -> int:
-        """Number of times that the backward pass repeats a block's forward pass, completely or in part."""
+        """Number of times that the backward pass repeats the forward pass of a block, completely or in part."""
         if self.everything:
             return 0
         return 2 if self.groups else 1
 
     @property
     def keeps_nothing(self) -> bool:
-        """True if a block keeps only its input."""
+        """True if only the input of a block is kept for the backward pass."""
         return self.known and not self.everything and not (self.save | self.offload) - {"block_in"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The schedule of a pipeline whose stages all run the same program.
+    """The schedule of a pipeline in which all stages run the same program.
 
     Fields:
         ticks: iterations of the schedule's loop in one step.
-        bends: whether virtual stages turn back at the last stage, as in a V schedule.
+        bends: whether it is a V schedule, in which the chunks of layers go through the stages forth and back.
         slots: for each stage, the number of micro-batches of one chunk whose residuals the stage holds at the same
             time.
-        bubble: the fraction of time that a stage is idle.
-        v_share: residuals per stage with two chunks placed as a V / residuals per stage of this schedule. None if this
-            schedule is that V, or if there are too few layers.
-        v_bubble: the bubble with two chunks placed as a V.
+        bubble: the fraction of time in which a stage is idle.
+        v_share: the residuals per stage that a V schedule with two chunks would have, as a fraction of this
+            schedule's. None if this schedule is that V, or if there are too few layers.
+        v_bubble: the bubble of this V schedule.
     """
 
     ticks: int
@@ -83,26 +85,27 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A training step, described by its trainer.
+    """A description of a training step by its trainer, which formulas and findings use.
 
     Fields:
-        question: shapes, layout, precision and optimizer of the step, for the formulas. `batch` counts whole
-            sequences, even if devices share a sequence. None if a part of the step has no formula.
+        question: model shape, sharding, precision and optimizer of the step, for the formulas. Its `batch` counts
+            whole sequences, even if devices share a sequence. None if a part of the step has no formula.
         no_formula: the reason why the step has no formula, in one line; "" if it has one.
         mesh: axis -> number of devices. Neighbouring devices are along the last axis.
-        roles: axis of the mesh -> its role, one of AXIS_ROLES.
+        roles: axis of the mesh -> what it shards, one of AXIS_ROLES.
         micro_steps: maximum number of micro-batches per update.
         accumulates_inside: whether one call of the step processes all micro-batches of an update.
         segments: all layers in order, grouped by remat policy.
-        policy: the policy of layers for which no other policy is set.
-        kernel_outside: whether the attention kernel is outside a block's checkpoint, and keeps the inputs of its
-            gradient.
+        policy: the remat policy of layers for which no other policy is set.
+        kernel_outside: whether the attention kernel is outside a block's checkpoint, so that the inputs of its
+            gradient are kept.
         halves: whether attention and MLP of a block have separate checkpoints.
         skips_masked: whether the attention kernel skips blocks of scores that the mask hides.
         sent_parameter: bytes per element of parameters in collectives. 0 if the collectives have no formula.
         sent_gradient: bytes per element of gradients in collectives. 0 if gradients are sent in the dtype in which
             they are computed.
-        exchange: key of `communication_volume.EXCHANGES` by which tokens reach their experts, "" if it has no formula.
+        exchange: the way in which tokens are sent to their experts, a key of `communication_volume.EXCHANGES`; "" if
+            it has no formula.
         expert_rows: whether the number of rows that experts compute is static, independent of the tokens.
         pipeline: the schedule of the pipeline, None for one stage.
         compute: dtype of the matrix products, such as "bfloat16".
@@ -129,13 +132,18 @@ class ModelFacts:
     asked_of_host: tuple[str, ...] = ()
 
     def axes(self, *roles: str, mesh: Mapping[str, int] | None = None) -> dict[str, int]:
-        """Returns axis -> devices for the axes that have one of these roles and more than one device. mesh: replaces
-        `self.mesh`."""
+        """Returns the mesh axes with one of these roles and more than one device: axis -> number of devices.
+
+        mesh: axis -> number of devices, used instead of `self.mesh`.
+        """
         sizes = self.mesh if mesh is None else mesh
         return {axis: size for axis, size in sizes.items() if size > 1 and self.roles.get(axis) in roles}
 
     def devices(self, *roles: str, mesh: Mapping[str, int] | None = None) -> int:
-        """Returns the number of devices along the axes that have one of these roles. mesh: replaces `self.mesh`."""
+        """Returns the number of devices along all mesh axes with one of these roles.
+
+        mesh: axis -> number of devices, used instead of `self.mesh`.
+        """
         return math.prod(self.axes(*roles, mesh=mesh).values())
 
     @property
@@ -145,6 +153,6 @@ class ModelFacts:
 
     @property
     def starts(self) -> Iterator[tuple[int, RematSegment]]:
-        """(index of the first layer, segment) for each segment."""
+        """Yields (index of the first layer, segment) for each segment of layers."""
         ends = itertools.accumulate((segment.layers for segment in self.segments), initial=0)
         return zip(ends, self.segments)

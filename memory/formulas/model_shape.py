@@ -11,12 +11,13 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Low-rank adapters over frozen weights. Only the adapters are trained.
+    """Low-rank adapters (LoRA; Hu et al. 2021, arXiv 2106.09685) over frozen weights. Only the adapters are trained.
 
     Fields:
-        rank: r of the paper (Hu et al. 2021, arXiv 2106.09685).
-        targets: names of TARGETS. Names of matrices that the model does not have are ignored.
-        base: a key of `adapter_formulas.BASES`, the storage format of the frozen weights.
+        rank: the inner width r of an adapter's two matrices.
+        targets: names of the matrices that have an adapter, from TARGETS. Names that the model does not have are
+            ignored.
+        base: the storage format of the frozen weights, a key of `adapter_formulas.BASES`.
     """
 
     rank: int
@@ -26,14 +27,14 @@ class Adapters:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertShape:
-    """Routed experts that replace the MLP of a layer.
+    """Routed experts, which replace the MLP of some layers.
 
     Fields:
         count: E, the number of experts. per_token: k, the number of experts per token. width: the width of one expert.
         shared: number of experts that process every token. They are computed as one MLP.
-        dense_layers: number of first layers that keep a dense MLP.
-        every: after the dense layers, every N-th layer has experts.
-        capacity: maximum number of rows as a multiple of their mean number. 0 means room for all rows.
+        dense_layers: number of layers at the beginning that have a dense MLP instead.
+        every: N, if only every N-th of the other layers has experts.
+        capacity: maximum number of rows of an expert, as a multiple of the mean number. 0 means room for all rows.
         slots: whether each expert has room for the same number of rows and drops the rest. If not, its rows fill
             tiles.
     """
@@ -48,23 +49,23 @@ class ExpertShape:
     slots: bool = False
 
     def has(self, layer: int) -> bool:
-        """Returns whether a layer (numbered from 0) has experts: after the dense layers, the last of each `every`
-        layers has experts."""
+        """Returns whether a layer (numbered from 0) has experts. The first `dense_layers` layers have none. Of the
+        other layers, every `every`-th has experts."""
         routed = layer - self.dense_layers
         return routed >= 0 and (routed + 1) % self.every == 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Widths of multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+    """The widths of multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
-    Keys and values are projected from one latent per token. Queries may have a separate latent. A part of each head
-    contains the rotary position, and all heads share this part of the keys.
+    Keys and values are projected from one latent vector per token. Queries may have a latent of their own. A part of
+    each head encodes the rotary position; for keys, all heads share this part.
 
     Fields:
-        query_rank: width of the queries' latent, 0 if queries are projected from the input.
-        rank: width of the latent of keys and values.
-        rotary: width of the part of a head that contains the position, in addition to `ModelShape.head_width`.
+        query_rank: width of the latent for queries, 0 if queries are projected from the input.
+        rank: width of the latent for keys and values.
+        rotary: width of the part of a head that encodes the position, in addition to `ModelShape.head_width`.
         value: width of a head's values.
     """
 
@@ -76,16 +77,16 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The shape of a decoder. GPT has `gated=False` and as many key/value heads as heads. Llama is gated and untied,
-    without dropout.
+    """The shape of a decoder-only transformer. GPT has `gated=False` and as many key/value heads as query heads. Llama
+    is gated and untied, without dropout.
 
     Fields:
-        layers: number of layers. width: width of the residual stream. heads, kv_heads: number of query and key/value
-            heads.
-        head_width, mlp_width: widths of one head and of the MLP. vocabulary: number of tokens.
+        layers: number of layers. width: width of the residual stream.
+        heads, kv_heads: number of query heads and of key/value heads.
+        head_width, mlp_width: widths of one head and of the MLP. vocabulary: number of token ids.
         gated: whether the MLP has a gate. tied: whether embedding and output head are one table.
-        qk_norm: whether queries and keys are normalized. post_norms: whether outputs of attention and MLP are
-            normalized.
+        qk_norm: whether queries and keys are normalized.
+        post_norms: whether outputs of attention and MLP are normalized.
         adapters: adapters that are trained instead of the weights, None if the weights are trained.
         experts: experts that replace the MLP in some layers, None for a dense model.
         latent: latent attention, None for standard attention.
@@ -119,24 +120,24 @@ class ModelShape:
 
     @property
     def dense_width(self) -> int:
-        """Width of the MLP that processes every token of a layer. In a layer with experts it is the width of all
-        shared experts, 0 without shared experts."""
+        """Width of the MLP that processes every token of a layer. In a layer with experts, this is the total width of
+        the shared experts, or 0."""
         return self.experts.shared * self.experts.width if self.experts else self.mlp_width
 
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """The sharding of a training step over devices.
+    """How a training step is sharded over devices.
 
     Fields:
         tensor: number of tensor-parallel devices.
         sequence: whether activations between tensor-parallel matrix products are sharded too.
-        data: number of data-parallel ranks, which shard state by the ZeRO stage `zero` (0 to 3).
+        data: number of data-parallel ranks. They shard the training state by the ZeRO stage `zero` (0 to 3).
         expert: number of data-parallel ranks that share the routed experts.
-        pipeline: number of pipeline stages, each with `interleave` chunks.
-        stash: if one program runs on all stages, the number of layers whose activations each stage keeps, as a
-            fraction of all layers. If each stage has a separate program, stash is 0 and the formulas describe the
-            first stage.
+        pipeline: number of pipeline stages, each with `interleave` chunks of layers.
+        stash: the number of layers whose activations each stage keeps, as a fraction of all layers, if one program
+            runs on all stages. If each stage has a separate program, stash is 0 and the formulas describe the first
+            stage.
     """
 
     tensor: int = 1
@@ -149,9 +150,9 @@ class StepLayout:
     stash: float = 0.0
 
     def held_share(self, sharded: bool, routed: float = 0.0) -> float:
-        """Returns the fraction of some parameters that one device holds.
+        """Returns the fraction of a group of parameters that one device holds.
 
-        sharded: whether ZeRO shards these parameters. routed: the fraction of them that is in routed experts, which
+        sharded: whether ZeRO shards these parameters. routed: the fraction of them that are in routed experts, which
         expert parallelism always shards.
         """
         ranks = self.data if sharded else 1
@@ -159,15 +160,16 @@ class StepLayout:
 
 
 def gpt(layers: int, width: int, heads: int, vocabulary: int, *, dropout: bool = True) -> ModelShape:
-    """Returns the architecture of the papers: MLP of width 4h, GELU, one embedding table for input and output."""
+    """Returns the shape of a GPT, as in the papers: an MLP of four times the width, and one embedding table for input
+    and output."""
     return ModelShape(layers, width, heads, heads, width // heads, 4 * width, vocabulary, dropout=dropout)
 
 
 def matrices(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns name -> (inputs, outputs) for the matrices of a layer that process every token.
+    """Returns the weight matrices of a layer that process every token: name -> (input width, output width).
 
-    The names are those of TARGETS. Instead of q, k and v, latent attention has matrices down to a latent and up from
-    it.
+    The names are those of TARGETS. Latent attention has, instead of q, k and v, matrices that project down to a latent
+    and up from it.
     """
     queries, keys, latent = model.heads * model.score_width, model.kv_heads * model.head_width, model.latent
     if latent is None:

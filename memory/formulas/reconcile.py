@@ -23,18 +23,18 @@ from bytescope.memory.formulas.training_state import state_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """The figures of a step by formula: bytes on one device, FLOPs of one call over all devices. A figure without a
-    formula is None.
+    """The memory and FLOPs of a training step, as given by published formulas. Bytes are on one device, FLOPs of one
+    call over all devices. None means that there is no formula.
 
     Fields:
         params_bytes, gradients_bytes, optimizer_bytes: bytes of parameters, gradients and optimizer state.
-        accumulator_bytes: bytes of summed gradients, 0 without accumulation.
-        frozen_bytes: bytes of weights that adapters leave unchanged.
+        accumulator_bytes: bytes of accumulated gradients, 0 without accumulation.
+        frozen_bytes: bytes of weights that are not trained, because adapters are.
         residual_bytes: residuals of all layers on the device. host_bytes: residuals of all layers in host memory.
-        state_host_bytes: bytes of state in host memory.
+        state_host_bytes: bytes of training state in host memory.
         peak_bytes: all bytes on the device while one layer is recomputed, including embedding, head and logits.
         model_flops, hardware_flops: FLOPs without and with recomputation.
-        notes: reasons why the compiler's figures may differ.
+        notes: reasons why the compiler's values may differ.
     """
 
     params_bytes: float
@@ -52,7 +52,8 @@ class Formula:
 
 
 def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
-    """Returns the formulas' figures of a step, or a one-line reason why there are none.
+    """Evaluates the published formulas for a training step. Returns a one-line reason if there are no formulas for the
+    step.
 
     platform: the target's platform. On "cpu" nothing is offloaded, because host memory is device memory.
     """
@@ -113,8 +114,8 @@ def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
 def model_flops(facts: ModelFacts | None, counted: float) -> float:
     """Returns the model FLOPs of one call of the step over all devices.
 
-    For a dense model they are `counted`, the FLOPs of the traced program. For a mixture of experts they follow from a
-    formula, because the program also multiplies padding rows, which do not count as model FLOPs.
+    counted: FLOPs counted in the traced program. They are returned for a dense model. A mixture of experts uses a
+    formula, because its program also multiplies padding rows, which do not count as model FLOPs.
     """
     asked = facts.question if facts and not facts.no_formula else None
     if facts is None or asked is None or asked.model.experts is None:
@@ -128,12 +129,12 @@ def sequences_per_call(facts: ModelFacts, asked: Question) -> float:
 
 
 def _state(asked: Question, facts: ModelFacts) -> dict[str, float]:
-    """Returns role -> bytes of state on a device. The roles are params, gradients, optimizer, frozen, accumulator,
+    """Returns the bytes of training state on a device by role: params, gradients, optimizer, frozen, accumulator,
     `copy` (the gathered copy of all parameters that ZeRO stages 1 and 2 compute with) and `host` (state in host
     memory).
 
-    If the optimizer state is sharded, the master parameters are sharded too. Summed gradients are sharded like
-    parameters if they exist between calls of the step, and like gradients if they exist only inside one call.
+    If the optimizer state is sharded, the master parameters are sharded too. Accumulated gradients are sharded like
+    parameters if they exist between calls of the step, and like gradients if they exist only inside a call.
     """
     stage, trained = asked.layout.zero, memory_estimate.trained_parameters(asked)
     routed = memory_estimate.trained_share(asked)
@@ -165,7 +166,7 @@ def _state(asked: Question, facts: ModelFacts) -> dict[str, float]:
 
 
 def _notes(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]:
-    """Returns notes on parts of this step that the formulas do not include."""
+    """Returns notes on the parts of this training step that the formulas do not include."""
     everything = any(segment.everything for segment in facts.segments)
     unknown = ", ".join(sorted({s.policy for s in facts.segments if not (s.known or s.everything)}))
     model, layout = asked.model, asked.layout
@@ -202,8 +203,11 @@ def _notes(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]
 
 
 class FormulaLine(NamedTuple):
-    """One figure of the compiler and of the formulas, None if there is none. kind: "bytes" (on one device) or
-    "flops"."""
+    """A quantity, such as the peak bytes, as given by the compiler and by the formulas. None means that a value is
+    unknown.
+
+    kind: "bytes" (on one device) or "flops".
+    """
 
     title: str
     kind: str
@@ -212,20 +216,18 @@ class FormulaLine(NamedTuple):
 
     @property
     def gap(self) -> float | None:
-        """The compiler's figure minus the formula's."""
+        """The compiler's value minus the formula's value."""
         return None if self.compiler is None or self.formula is None else self.compiler - self.formula
 
     @property
     def share(self) -> float | None:
-        """The gap / the formula's figure; 0 if both figures are 0."""
+        """The gap as a fraction of the formula's value; 0 if both values are 0."""
         return share(self.compiler, self.formula)
 
 
 def share(compiler: float | None, formula: float | None) -> float | None:
-    """Returns the fraction by which the compiler's figure exceeds the formula's.
-
-    The fraction is infinite if only the formula's figure is 0, and None if either figure is missing.
-    """
+    """Returns the fraction by which the compiler's value exceeds the formula's value. It is infinite if only the
+    formula's value is 0, and None if either value is missing."""
     if compiler is None or formula is None:
         return None
     if formula:
@@ -240,10 +242,10 @@ def lines(
     flops: Mapping[str, float | None],
     host_bytes: int = 0,
 ) -> list[FormulaLine]:
-    """Returns a report's figures with the formulas' figures.
+    """Returns each quantity of a report with its value by formula.
 
-    peak_bytes, breakdown, host_bytes: from the report. flops: `model_flops` and `hardware_flops` of one call. Optional
-    rows are left out if both of their figures are 0.
+    peak_bytes, breakdown, host_bytes: values of the report. flops: `model_flops` and `hardware_flops` of one call.
+    Quantities that most models do not have are left out if both values are 0.
     """
     host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
     rows = [

@@ -60,10 +60,10 @@ NAMED = {
 
 
 class TensorSource(NamedTuple):
-    """The operation that computes a tensor.
+    """The operation that computes a tensor in a layer.
 
-    inputs: names of the tensors that it reads. product: its matrix product, a key of `product_flops`; "" for
-    elementwise operations.
+    inputs: names of the tensors that the operation reads. product: its matrix product, a key of `product_flops`; ""
+    for an elementwise operation.
     """
 
     inputs: tuple[str, ...] = ()
@@ -142,18 +142,22 @@ AROUND_KERNEL = ("q_rot", "k_rot", "v", "context", "lse")
 
 
 class RematWalk(NamedTuple):
-    """The result of a walk. kept: names of tensors that live until the backward pass. recomputed: names of tensors and
-    kernels that are recomputed."""
+    """What one layer under jax.checkpoint keeps and recomputes.
+
+    kept: names of tensors that live until the backward pass. recomputed: names of tensors and kernels that are
+    recomputed.
+    """
 
     kept: frozenset[str]
     recomputed: frozenset[str]
 
 
 def walk(model: ModelShape, attention: str, save: Collection[str]) -> RematWalk:
-    """Returns the tensors that one layer under jax.checkpoint keeps and recomputes. save: the names that the policy
-    saves.
+    """Returns the tensors that one layer under jax.checkpoint keeps for the backward pass and the tensors that it
+    recomputes.
 
-    The input of the block is always kept, because the loop over the layers carries it. attention: "naive" or "flash".
+    save: the names that the policy saves. The input of the block is always kept, because the loop over the layers
+    carries it. attention: "naive" or "flash".
     """
     sources = {name: row for name, row in _table(model, attention).items() if _exists(name, model)}
     kept, recomputed, todo = set(), set(), ["block_in", *(name for name in sources if _is_read(name, model))]
@@ -171,7 +175,7 @@ def walk(model: ModelShape, attention: str, save: Collection[str]) -> RematWalk:
 
 
 def _table(model: ModelShape, attention: str) -> dict[str, TensorSource]:
-    """Returns name -> source for the tensors of a layer."""
+    """Returns the operation that computes each tensor of a layer, by the tensor's name."""
     table = {**LAYER, **CORES[attention]}
     if model.latent:
         table |= LATENT
@@ -182,17 +186,17 @@ def _table(model: ModelShape, attention: str) -> dict[str, TensorSource]:
 
 
 def _is_read(name: str, model: ModelShape) -> bool:
-    """Returns whether any gradient reads a tensor."""
+    """Returns whether the backward pass reads a tensor to compute a gradient."""
     if name in UNREAD:
         return name in NORMED and getattr(model, NORMED[name])
     return not (model.adapters and name in OPERANDS and adapted(model).keys().isdisjoint(OPERANDS[name]))
 
 
 def product_flops(model: ModelShape, sequence: int) -> dict[str, float]:
-    """Returns matrix product -> FLOPs per token.
+    """Returns the FLOPs per token of each matrix product in a layer.
 
     A product with a weight matrix has the name of the matrix. `scores` and `weighted` are the two products of
-    attention, and `core` is both together. `experts` is one product in all k experts of a token.
+    attention; `core` is both together. `experts` is one product in all k experts of a token.
     """
     scores, weighted = (2.0 * model.heads * width * sequence for width in (model.score_width, model.value_width))
     routed = model.experts.per_token * model.experts.width if model.experts else 0
@@ -207,14 +211,14 @@ def product_flops(model: ModelShape, sequence: int) -> dict[str, float]:
 
 
 def recomputed_flops(model: ModelShape, attention: str, names: Collection[str], sequence: int) -> float:
-    """Returns the FLOPs per token and layer for computing these names once more."""
+    """Returns the FLOPs per token and layer that it takes to compute these tensors once more."""
     table, flops = _table(model, attention), product_flops(model, sequence)
     return sum(flops.get(table[name].product, 0.0) for name in names)
 
 
 def tiles_flops(model: ModelShape, sequence: int) -> float:
-    """Returns the FLOPs per token and layer that an MLP in tiles recomputes: all its matrix products. The last product
-    counts only if a norm reads its result."""
+    """Returns the FLOPs per token and layer that are recomputed if the MLP is computed in tiles of tokens. All its
+    matrix products are recomputed; the last one only if a norm reads its result."""
     names = ["up"]
     if model.gated:
         names.append("gate")
@@ -224,7 +228,7 @@ def tiles_flops(model: ModelShape, sequence: int) -> float:
 
 
 def forward_flops(model: ModelShape, attention: str, sequence: int) -> float:
-    """Returns the FLOPs per token and layer of the forward pass."""
+    """Returns the FLOPs of a layer's forward pass per token."""
     names = [name for name in _table(model, attention) if _exists(name, model)]
     return recomputed_flops(model, attention, names, sequence)
 
@@ -238,11 +242,10 @@ def bytes_of(
     itemsize: int,
     operand: float = 0.0,
 ) -> float:
-    """Returns the bytes on a device of a layer's tensors with these names, for `tokens` tokens in sequences of
-    `sequence` tokens.
+    """Returns the bytes on a device of the tensors with these names, in one layer.
 
-    itemsize: bytes per element of an activation. operand: bytes per element of a tensor that is kept only for matrix
-    products, 0 for `itemsize`.
+    tokens: number of tokens, in sequences of `sequence` tokens. itemsize: bytes per element of an activation. operand:
+    bytes per element of a tensor that is kept only for matrix products; 0 means `itemsize`.
     """
     return sum(
         transformer_formulas.tensor_bytes(NAMED[name], model, layout, sequence, tokens, itemsize, operand)
@@ -252,8 +255,8 @@ def bytes_of(
 
 
 def _exists(name: str, model: ModelShape) -> bool:
-    """Returns whether a layer of this model has the tensor. Names that are not tensors, such as `kernel`, always
-    exist."""
+    """Returns whether a layer of this model has a tensor with this name. Returns True for names that are not tensors,
+    such as `kernel`."""
     tensor = NAMED.get(name)
     return tensor is None or transformer_formulas.exists(tensor, model)
 
@@ -262,7 +265,7 @@ def _exists(name: str, model: ModelShape) -> bool:
 
 
 class RecomputedLayers(NamedTuple):
-    """The layers of one kind in a segment.
+    """The residuals and recomputation of those layers of a segment that are of one kind, dense or with experts.
 
     Fields:
         device, host: bytes of their residuals on the device and in host memory.
@@ -279,8 +282,8 @@ class RecomputedLayers(NamedTuple):
 def layers_of(
     kind: ModelShape, asked: Question, batch: float, segment: RematSegment, facts: ModelFacts, platform: str
 ) -> RecomputedLayers | None:
-    """Returns the residuals and the recomputation of the layers of one kind in a segment; None if the policy has no
-    formula.
+    """Returns the residuals and recomputation of the layers of one kind in a segment of layers. Returns None if the
+    remat policy has no formula.
 
     kind: a model with only these layers, one of `expert_formulas.by_kind`. batch: sequences per device and micro-step,
     a fraction if devices share a sequence. platform: the target's platform. On "cpu" nothing is offloaded.

@@ -13,14 +13,14 @@ from bytescope.memory.formulas.transformer_formulas import layer_count
 
 
 def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:
-    """Returns the FLOPs of one iteration over `sequences` sequences, forward and backward, without recomputation.
+    """Returns the FLOPs of the forward and backward pass over `sequences` sequences, without recomputation.
 
-    Each token takes 6 FLOPs per matrix parameter that processes it, and 12 a s per unit of a head's width. For GPT
-    this is 72 B L s h^2 (1 + s/(6h) + v/(12hL)) (Korthikanti et al. 2022, appendix A). The masked half of the scores
-    is counted. Not included: norms, softmax, activation functions, the embedding look-up and the optimizer.
+    Each token takes 6 FLOPs per matrix parameter that processes it, and attention scores take 12 a s FLOPs per unit of
+    head width. For GPT this is 72 B L s h^2 (1 + s/(6h) + v/(12hL)) (Korthikanti et al. 2022, appendix A). The masked
+    half of the scores is counted. Norms, softmax, activation functions, the embedding look-up and the optimizer are
+    not.
 
-    A frozen matrix has no weight gradient, so it takes 4 FLOPs per parameter and token. An adapter takes 6 per
-    parameter.
+    A frozen matrix has no weight gradient, so it takes 4 FLOPs per parameter and token. An adapter takes 6.
     """
     tokens, head = sequences * sequence, model.width * model.vocabulary
     forward = _layers_forward(model, sequence, sequences) + 2.0 * head * tokens
@@ -31,12 +31,14 @@ def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:
 
 
 def hardware_flops(model: ModelShape, sequence: int, sequences: float, recompute: str, tiled: bool = False) -> float:
-    """Returns the model FLOPs plus the recomputed forward FLOPs: the core's 4 B L s^2 h for `selective`, all layers
-    for `full`.
+    """Returns the model FLOPs plus the FLOPs of recomputation. These are the attention core's 4 B L s^2 h for
+    `selective`, and a forward pass of all layers for `full`.
 
-    tiled: whether the MLP is computed in tiles, which layers with experts do not do. All its matrix products except
-    the last are then recomputed under any policy. Not included: the last product of a layer need not be recomputed,
-    and FlashAttention recomputes scores in its gradient.
+    tiled: whether the MLP is computed in tiles of tokens. All its matrix products except the last are then recomputed
+    under any policy. Layers with experts have no tiles.
+
+    Not modelled: the last product of a layer need not be recomputed, and FlashAttention recomputes scores in its
+    gradient.
     """
     recomputed = {
         "none": 0.0,
@@ -51,11 +53,12 @@ def hardware_flops(model: ModelShape, sequence: int, sequences: float, recompute
 
 
 def published_selective_flops(model: ModelShape, sequence: int, sequences: float) -> float:
-    """Returns hardware FLOPs with selective recomputation as printed by Korthikanti et al. 2022, for their HFU column.
+    """Returns hardware FLOPs with selective recomputation as printed by Korthikanti et al. 2022, to reproduce their
+    HFU column.
 
-    They replace s/(6h) with s/(3h), which adds 12 B L s^2 h: three times the core's forward pass. Only one core
-    forward pass is recomputed (s/(6h) would become 2s/(9h)), so their HFU is overstated: by 1.4 points for the 22B
-    model, by 0.5 points for the 1T model.
+    Their formula replaces s/(6h) with s/(3h), which adds 12 B L s^2 h: three forward passes of the attention core.
+    Only one is recomputed (s/(6h) should become 2s/(9h)), so their HFU is too high: by 1.4 percentage points for the
+    22B model and by 0.5 for the 1T model.
     """
     return model_flops(model, sequence, sequences) + 3 * _core_forward(model, sequence, sequences)
 
@@ -66,7 +69,7 @@ def _core_forward(model: ModelShape, sequence: int, sequences: float) -> float:
 
 
 def _active_matrices(model: ModelShape) -> int:
-    """Returns the parameters of the matrices of all layers that process one token."""
+    """Returns the number of matrix parameters in all layers that process one token."""
     count = sum(layer_count(kind) * kind.layers for kind in expert_formulas.by_kind(model))
     return count - expert_formulas.idle_count(model)
 
@@ -77,6 +80,8 @@ def _layers_forward(model: ModelShape, sequence: int, sequences: float) -> float
 
 
 def utilization(flops: float, seconds: float, devices: int, peak_flops: float) -> float:
-    """Returns FLOPs as a fraction of the devices' peak: MFU for model FLOPs, HFU for hardware FLOPs. peak_flops:
-    FLOP/s of one device."""
+    """Returns FLOPs as a fraction of the devices' peak. This is MFU for model FLOPs and HFU for hardware FLOPs.
+
+    seconds: time in which the FLOPs are computed. peak_flops: FLOP/s of one device.
+    """
     return flops / (seconds * devices * peak_flops)

@@ -15,15 +15,17 @@ ALONE = StepLayout()
 
 
 class PrecisionBytes(NamedTuple):
-    """Bytes per parameter of each role, and bytes per element of activations.
+    """The bytes per parameter of the training state, and the bytes per element of activations, under a mixed-precision
+    recipe.
 
     Fields:
-        name: the caller's name of the row.
+        name: the name of the recipe.
         params, gradients: bytes per parameter and per gradient.
-        master: bytes per parameter of a second copy of the parameters with more bits, 0 if there is none.
-        state: bytes per number of optimizer state.
+        master: bytes per parameter of a master copy in higher precision, 0 if there is none.
+        state: bytes per value of optimizer state.
         activation: bytes per element of an activation.
-        operand: bytes per element of a tensor that is kept as a matmul operand with fewer bits, 0 for `activation`.
+        operand: bytes per element of a tensor that is kept in lower precision as a matmul operand; 0 means
+            `activation`.
     """
 
     name: str
@@ -37,10 +39,11 @@ class PrecisionBytes(NamedTuple):
 
 
 class OptimizerBytes(NamedTuple):
-    """The state of an optimizer.
+    """The size of an optimizer's state.
 
     Fields:
-        states: numbers per parameter. itemsize: bytes per number, 0 for `PrecisionBytes.state`.
+        states: number of values per parameter, such as 2 for Adam.
+        itemsize: bytes per value; 0 means `PrecisionBytes.state`.
     """
 
     name: str
@@ -76,10 +79,10 @@ OFFLOAD = {
 def state_bytes_per_parameter(
     precision: PrecisionBytes = MIXED, optimizer: OptimizerBytes = ADAM, layout: StepLayout = ALONE, routed: float = 0.0
 ) -> dict[str, float]:
-    """Returns the bytes per parameter of `params`, `gradients` and `optimizer` (master copy and moments) on a device.
+    """Returns the bytes per parameter on a device of `params`, `gradients` and `optimizer` (master copy and moments).
 
-    routed: the fraction of the parameters that is in routed experts. Tensor and pipeline parallelism shard all
-    parameters; replicated norms are not included.
+    routed: the fraction of the parameters that are in routed experts. Tensor and pipeline parallelism shard all
+    parameters; that norms are replicated is neglected.
     """
     each = parts_per_parameter(precision, optimizer, layout, routed)
     return {role: sum(each[part] for part in parts) for role, parts in ROLES.items()}
@@ -88,9 +91,9 @@ def state_bytes_per_parameter(
 def parts_per_parameter(
     precision: PrecisionBytes, optimizer: OptimizerBytes, layout: StepLayout, routed: float = 0.0
 ) -> dict[str, float]:
-    """Returns part -> bytes per parameter on a device, for `params`, `gradients`, `master` and `moments`.
+    """Returns the bytes per parameter on a device of `params`, `gradients`, `master` (master copy) and `moments`.
 
-    routed: the fraction of the parameters that is in routed experts.
+    routed: the fraction of the parameters that are in routed experts.
     """
     unsharded = {
         "params": precision.params,
@@ -117,12 +120,12 @@ def state_bytes(
     fused: bool = False,
     routed: float = 0.0,
 ) -> dict[str, float]:
-    """Returns the bytes of each role on a device, and `host`, its bytes of state in host memory.
+    """Returns the bytes of training state on a device by role. The key `host` has the bytes of state in host memory.
 
-    parameters: number of parameters. routed: the fraction of them that is in routed experts. fused: whether each layer
-    is updated during the backward pass (Lv et al. 2023, arXiv 2306.09782), so that the gradients of at most `at_once`
-    parameters exist at the same time. offload: a key of OFFLOAD. The device copy of the layer that is being computed
-    or updated is not included (Ren et al. 2021, arXiv 2101.06840).
+    parameters: number of parameters. routed: the fraction of them that are in routed experts. fused: whether each
+    layer is updated during the backward pass (Lv et al. 2023, arXiv 2306.09782); the gradients of at most `at_once`
+    parameters then exist at the same time. offload: a key of OFFLOAD. Not included is the device copy of the offloaded
+    layer that is being computed or updated (Ren et al. 2021, arXiv 2101.06840).
     """
     each = parts_per_parameter(precision, optimizer, layout, routed)
     sizes = {part: size * parameters for part, size in each.items()}

@@ -23,19 +23,22 @@ def parameter_count(model: ModelShape) -> int:
 
 
 def active_count(model: ModelShape) -> int:
-    """Returns the number of parameters that process one token: `parameter_count` without the experts to which it is
-    not routed."""
+    """Returns the number of parameters that process one token. This is `parameter_count` without the experts to which
+    the token is not routed."""
     return parameter_count(model) - expert_formulas.idle_count(model)
 
 
 def table_count(model: ModelShape) -> int:
-    """Returns the parameters of the embedding tables, including an untied head."""
+    """Returns the number of parameters in embedding tables. An output head that is separate from the embedding is
+    included."""
     return (1 if model.tied else 2) * model.vocabulary * model.width
 
 
 def layer_count(kind: ModelShape) -> int:
-    """Returns the parameters of the matrices of one layer. kind: a model whose layers are all alike
-    (`expert_formulas.by_kind`)."""
+    """Returns the number of parameters in the matrices of one layer.
+
+    kind: a model whose layers are all alike (`expert_formulas.by_kind`).
+    """
     count = sum(rows * columns for rows, columns in matrices(kind).values())
     if kind.experts:
         count += expert_formulas.router_size(kind) + expert_formulas.expert_size(kind) * kind.experts.count
@@ -46,18 +49,18 @@ def layer_count(kind: ModelShape) -> int:
 
 
 class LayerTensor(NamedTuple):
-    """One tensor that a layer keeps for its backward pass.
+    """A tensor that a layer keeps for its backward pass.
 
     Fields:
         size: a key of `token_sizes`, which gives the elements per token.
-        split: "tensor" if the tensor is always sharded t ways, "sequence" if it is sharded only with sequence
-            parallelism, "" if it is never sharded.
-        itemsize: bytes per element, 0 for the itemsize of activations.
+        split: "tensor" if tensor-parallel devices always shard it, "sequence" if they shard it only with sequence
+            parallelism, "" if they never shard it.
+        itemsize: bytes per element; 0 means the size of an activation's element.
         core: whether the tensor is part of the attention core.
         only: name of the ModelShape field that must be set for the tensor to exist, "" if it always exists.
         operand: whether the tensor is kept only as an operand of matrix products, in their dtype.
-        tiled: whether only one tile of tokens of the tensor exists at a time if the MLP is computed in tiles.
-        weights: the matrices whose gradients are the tensor's only readers, () if it has other readers.
+        tiled: whether only one tile of its tokens exists at a time, if the MLP is computed in tiles.
+        weights: the matrices whose gradients are the only readers of the tensor, () if it has other readers.
     """
 
     name: str
@@ -138,8 +141,8 @@ BY_ROW = ("routed", "routed_mlp")
 
 
 def token_sizes(model: ModelShape, sequence: int) -> dict[str, int]:
-    """Returns `LayerTensor.size` -> elements per token; for the sizes of BY_ROW, elements per row of the routed
-    experts."""
+    """Returns the number of elements per token for each tensor size (`LayerTensor.size`). For the sizes in BY_ROW it
+    is the number of elements per row of the routed experts' buffers."""
     experts, latent = model.experts, model.latent
     return {
         "width": model.width,
@@ -172,10 +175,10 @@ def tensor_bytes(
     itemsize: int,
     operand: float = 0.0,
 ) -> float:
-    """Returns the bytes of one tensor on a device, for `tokens` tokens in sequences of `sequence` tokens.
+    """Returns the bytes of one tensor on a device.
 
-    itemsize: bytes per element of activations. operand: bytes per element of a tensor that is kept only for matrix
-    products, 0 for `itemsize`.
+    tokens: number of tokens, in sequences of `sequence` tokens. itemsize: bytes per element of activations. operand:
+    bytes per element of a tensor that is kept only for matrix products; 0 means `itemsize`.
     """
     if not exists(tensor, model):
         return 0.0
@@ -192,7 +195,7 @@ def tensor_bytes(
 
 
 def exists(tensor: LayerTensor, model: ModelShape) -> bool:
-    """Returns whether a layer of this model computes a tensor and some gradient reads it."""
+    """Returns whether a layer of this model computes a tensor that its backward pass reads."""
     if tensor.only and not getattr(model, tensor.only):
         return False
     if tensor.size == "routed_mlp" and model.experts is None:
@@ -203,8 +206,8 @@ def exists(tensor: LayerTensor, model: ModelShape) -> bool:
 
 
 def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False) -> tuple[LayerTensor, ...]:
-    """Returns the tensors that a layer keeps. With `flash` there is no core to recompute, so `selective` equals
-    `none`.
+    """Returns the tensors that a layer keeps for its backward pass. With `flash` attention there is no core to
+    recompute, so `selective` equals `none`.
 
     tiled: whether the MLP is computed in tiles, which keep only their input under any policy (Bekman et al. 2025,
     arXiv 2506.13996).
@@ -232,7 +235,7 @@ def layer_bytes(
 ) -> float:
     """Returns the bytes on a device that one layer keeps for the backward pass of one micro-batch.
 
-    tile: number of tokens in a tile of the MLP, 0 without tiles.
+    batch: sequences of the micro-batch. tile: number of tokens in a tile of the MLP, 0 without tiles.
     """
     return sum(
         tensor_bytes(tensor, model, layout, sequence, sequence * batch, itemsize, operand)
@@ -243,17 +246,18 @@ def layer_bytes(
 def tile_bytes(
     model: ModelShape, layout: StepLayout, sequence: int, tokens: float, *, itemsize: int = 2, operand: float = 0.0
 ) -> float:
-    """Returns the bytes on a device of the MLP's tensors for the `tokens` tokens of one tile."""
+    """Returns the bytes on a device of the MLP's activations for one tile of `tokens` tokens."""
     return sum(
         tensor_bytes(tensor, model, layout, sequence, tokens, itemsize, operand) for tensor in LAYER if tensor.tiled
     )
 
 
 def layers_in_flight(layers: int, layout: StepLayout) -> float:
-    """Returns the number of layers, counted once per micro-batch, whose activations the first pipeline stage holds.
+    """Returns the number of layers whose activations the first pipeline stage holds. A layer counts once for each
+    micro-batch.
 
-    One-forward-one-backward holds p micro-batches of L/p layers, which is L for any p. Interleaving multiplies this by
-    1 + (p-1)/(pm) (Korthikanti et al. 2022, section 4.2.3). Later stages hold less. If one program runs on all stages,
+    The 1F1B schedule holds p micro-batches of L/p layers, which is L for any p. Interleaving multiplies this by 1 +
+    (p-1)/(pm) (Korthikanti et al. 2022, section 4.2.3). Later stages hold less. If one program runs on all stages,
     `layout.stash` determines the number.
     """
     if layout.stash:
@@ -271,11 +275,12 @@ def outside_bytes(
     itemsize: int = 2,
     logit_tokens: int | None = None,
 ) -> float:
-    """Returns the bytes on a device of embedding, final norm, head and logits (Korthikanti et al. 2022, section 4.3):
-    (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism.
+    """Returns the bytes of activations outside the layers on a device: embedding, final norm, head and logits. The
+    formula is (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism (Korthikanti et al. 2022, section 4.3).
 
-    logit_tokens: number of tokens whose logits exist at the same time, for losses computed in chunks; None for all. If
-    one program runs on all stages, the stages shard the vocabulary, and embedding and loss hold one micro-batch.
+    logit_tokens: number of tokens whose logits exist at the same time, if the loss is computed in chunks; None for
+    all. If one program runs on all stages, the stages shard the vocabulary, and embedding and loss hold one
+    micro-batch.
     """
     tokens = sequence * batch
     mask = tensor_bytes(EMBEDDING_MASK, model, layout, sequence, tokens, itemsize)
@@ -298,8 +303,8 @@ def recomputed_bytes(
     operand: float = 0.0,
     tile: float = 0.0,
 ) -> float:
-    """Returns the additional bytes on a device while one layer is recomputed: the tensors kept under `none`, minus the
-    tensors kept under `recompute`, plus one tile of the MLP.
+    """Returns the additional bytes on a device while one layer is recomputed. These are the tensors kept under `none`,
+    minus the tensors kept under `recompute`, plus one tile of the MLP.
 
     The papers do not include these bytes, because they count the tensors that are live at the end of the forward pass.
     """

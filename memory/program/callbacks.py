@@ -23,8 +23,8 @@ _GPUS = {"cuda", "rocm"}
 
 
 def count(jaxpr: Any) -> int:
-    """Returns the number of equations in a Jaxpr or ClosedJaxpr, including inner jaxprs, that call Python. A jaxpr
-    that is used several times counts once."""
+    """Returns the number of equations that call Python functions, such as `jax.pure_callback`, in a Jaxpr or
+    ClosedJaxpr and its inner jaxprs. An inner jaxpr that is used several times is counted once."""
     number, seen, pending = 0, {}, [inner_jaxpr(jaxpr)]
     while pending:
         inside = pending.pop()
@@ -40,32 +40,35 @@ def count(jaxpr: Any) -> int:
 
 
 def without_runtime(closed: Any, platform: str) -> Any:
-    """Returns a ClosedJaxpr whose callbacks can be lowered for absent devices of a platform. A ClosedJaxpr without
-    callbacks is returned unchanged."""
+    """Replaces the Python callbacks in a ClosedJaxpr, so that it can be lowered for devices that this machine does not
+    have. A ClosedJaxpr without callbacks is returned unchanged.
+
+    platform: jax's name of the devices' platform.
+    """
     return _CallbackRewriter(platform).value(closed) if count(closed) else closed
 
 
 def note(number: int) -> str:
-    """Returns the report's note on `number` callbacks."""
+    """Returns the report's note that `number` Python callbacks were compiled as empty calls."""
     if number == 1:
         return "1 Python callback: compiled as an empty call, because the target is not present"
     return f"{number} Python callbacks: compiled as empty calls, because the target is not present"
 
 
 def _inner(equation: Any) -> list[Any]:
-    """Returns the jaxprs inside an equation; none for a kernel."""
+    """Returns the jaxprs inside an equation. The jaxpr of a kernel is left out."""
     return [] if equation.primitive.name in _KERNELS else list(bodies(equation))
 
 
 class _CallbackRewriter:
-    """Rewrites the callbacks of one program. A jaxpr that is shared by several equations stays shared."""
+    """Replaces the callbacks of one program. A jaxpr that several equations share stays shared."""
 
     def __init__(self, platform: str):
         self.platform = platform
         self._done: dict[int, Any] = {}
 
     def value(self, value: Any) -> Any:
-        """Returns a parameter of an equation with all jaxprs in it rewritten."""
+        """Returns an equation's parameter with the callbacks in all its jaxprs replaced."""
         if hasattr(value, "eqns"):
             bare = inner_jaxpr(value)
             return self.jaxpr(bare) if bare is value else value.replace(jaxpr=self.jaxpr(bare))
@@ -74,7 +77,8 @@ class _CallbackRewriter:
         return value
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """Returns a Jaxpr without callbacks and without their effects, for which lowering would add tokens."""
+        """Returns a Jaxpr with its callbacks replaced and their effects removed. Otherwise lowering would add tokens
+        for the effects."""
         if id(jaxpr) in self._done:
             return self._done[id(jaxpr)][1]
         equations = []
@@ -91,8 +95,8 @@ class _CallbackRewriter:
         return rewritten
 
     def call(self, equation: Any) -> list[Any]:
-        """Returns the equations that replace a callback: one, or none if the callback has no results and the platform
-        is not a GPU."""
+        """Returns the equations that replace a callback, at most one. A callback without results is dropped if the
+        platform is not a GPU."""
         results = tuple(variable.aval for variable in equation.outvars)
         primitive = _primitive() if self.platform in _GPUS else None
         if primitive is None and not results:
@@ -108,7 +112,7 @@ class _CallbackRewriter:
 
 
 def _replace(equation: Any, function: Callable[..., Any]) -> Any:
-    """Returns an equation with the same operands and results that computes `function` instead."""
+    """Returns an equation that computes `function` with the operands and results of `equation`."""
     import jax
 
     avals = [operand.aval for operand in equation.invars]
@@ -120,15 +124,15 @@ def _replace(equation: Any, function: Callable[..., Any]) -> Any:
 
 
 def _without_callbacks(effects: Any) -> Any:
-    """Replaces the effects of callbacks with the effects of a custom call, so that jax does not drop the jaxprs around
-    it."""
+    """Replaces the effects of callbacks in a set of jaxpr effects by the effects of a custom call. Without any effect,
+    jax would drop the jaxprs that contain the calls."""
     left = {each for each in effects if type(each).__name__ not in _EFFECTS}
     return type(effects)(left | _side_effects() if len(left) < len(effects) else left)
 
 
 @functools.cache
 def _side_effects() -> frozenset[Any]:
-    """Returns jax's effects of a custom call with side effects."""
+    """Returns the jaxpr effects that jax gives to a custom call with side effects."""
     import jax
 
     traced = jax.make_jaxpr(lambda: jax.ffi.ffi_call("acts", (), has_side_effect=True)())()
@@ -136,8 +140,8 @@ def _side_effects() -> frozenset[Any]:
 
 
 def _key_data(operand: Any) -> Any:
-    """Converts a random key to its integers, because the compiler has no type for random keys. Other operands are
-    unchanged."""
+    """Returns the integers of a random key, because the compiler has no type for random keys. Other operands are
+    returned unchanged."""
     import jax
 
     return jax.random.key_data(operand) if jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key) else operand
@@ -145,8 +149,8 @@ def _key_data(operand: Any) -> Any:
 
 @functools.cache
 def _primitive() -> Any:
-    """Returns a primitive that lowers to jax's GPU callback custom call, but without a function. Returns None if this
-    version of jax lowers callbacks differently."""
+    """Returns a primitive that lowers to the custom call of jax's GPU callbacks, but calls no Python function. Returns
+    None if this version of jax lowers callbacks differently."""
     import numpy as np
     from jax.extend import core
     from jax.interpreters import mlir
@@ -179,7 +183,8 @@ def _primitive() -> Any:
 
 
 def _zeros_after(operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Returns zeros with the types `results` that depend on the operands."""
+    """Returns arrays of zeros with the types `results`. They depend on the operands, so that the compiler keeps the
+    operands."""
     import jax
 
     zeros = [jax.numpy.zeros(result.shape, result.dtype) for result in results]

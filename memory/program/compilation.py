@@ -38,14 +38,14 @@ def compiled_for(
     target: Target | str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Compilation, Target | None]:
-    """Returns the compilation of a program, and the target whose memory it is compared with.
+    """Compiles a program if needed. Returns its compilation, and the target whose memory limit applies.
 
     Args:
         program: a step, plain or jitted, with `args` and `kwargs` (arrays, ShapeDtypeStructs, or pytrees of them).
             Without arguments: a `jax.stages.Traced`, `Lowered` or `Compiled`, a wrapper of one, a serialized HloProto,
             or the path of a proto.
-        target: a Target or its name. None: the devices in the arguments' shardings, otherwise the available devices; a
-            proto then has no target.
+        target: a Target or its name. None means the devices in the arguments' shardings, otherwise the available
+            devices. A proto then has no target.
         options: options of `jax.jit` for a plain step (`tracing.OPTIONS`).
 
     Raises ReportError if the object is not a program, if it cannot be compiled for the target, or if a file is
@@ -54,10 +54,12 @@ def compiled_for(
     if isinstance(target, str):
         target = targets.parse(target)
     elif target is not None and not isinstance(target, Target):
-        raise ReportError(f'target={target!r:.60}: give a name such as "h200:8", or memory.target("h200:8")')
+        raise ReportError(
+            f'target={target!r:.60} is not a target: give a name such as "h200:8", or memory.target("h200:8")'
+        )
     if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
         raise ReportError(
-            f"{type_phrase(program)} with arguments: it is a program already, leave the arguments out; or "
+            f"{type_phrase(program)} is a program already and takes no arguments: leave the arguments out, or "
             f"give the step with its arguments, {_CALLED}"
         )
     if isinstance(program, Compilation):
@@ -85,7 +87,8 @@ def compiled_for(
 
 
 def compilation_of(program: Any) -> Compilation:
-    """Returns the Compilation of a compiled, lowered or dumped program. A Lowered is compiled for its own devices.
+    """Returns the Compilation of a `jax.stages.Compiled` or `Lowered`, or of a dumped program. A Lowered is compiled
+    for its own devices.
 
     Raises ReportError if the object is not a program, or if a file cannot be read.
     """
@@ -107,8 +110,8 @@ def compilation_of(program: Any) -> Compilation:
 
 
 def takes_arguments(program: Any) -> bool:
-    """Returns whether a program is a step, which `compiled_for` takes with arguments. jax stages are not steps, even
-    if they are callable."""
+    """Returns whether `compiled_for` must be called with the program's arguments. It must for functions, but not for
+    jax stages, even if they are callable."""
     return callable(program) and not is_stage(program)
 
 
@@ -119,7 +122,7 @@ def is_stage(program: Any) -> bool:
 
 
 def _stage(program: Any) -> Any:
-    """Returns the jax stage inside a wrapper of Flax or equinox; returns any other object unchanged."""
+    """Returns the jax stage that a Flax or equinox object wraps. Other objects are returned unchanged."""
     for name in ("traced", "lowered", "compiled"):
         stage = getattr(program, name, None)
         if _is_traced(stage) or _is_lowered(stage) or _is_compiled(stage):
@@ -134,8 +137,8 @@ def _dump(program: str | Path | bytes | bytearray | memoryview) -> dumps.Dump:
 
 
 def _compilation_of_dump(dump: dumps.Dump, target: Target | None) -> tuple[Compilation, Target | None]:
-    """Returns a dump as a compilation with a note on its platform, and the target; None if the target has another
-    platform."""
+    """Returns a dumped program as a compilation, with a note on its platform, and the target. The target is None if it
+    has another platform than the dump."""
     platform = dumps.platform_of(dump.proto)
     if not platform:
         return Compilation(proto=dump.proto, notes=dump.notes), target
@@ -162,7 +165,7 @@ def _is_traced(program: Any) -> TypeGuard[TracedStage]:
 
 
 def _lowered(program: TracedStage, target: Target | None) -> LoweredStage:
-    """Lowers a Traced for the target; without a target, for the devices of its arguments."""
+    """Lowers a `jax.stages.Traced` for the target's devices; without a target, for the devices of its arguments."""
     devices, asked = retarget.devices_of(program), target
     if target is None and devices and is_described(devices[0]):
         target = targets.from_devices(devices)
@@ -175,7 +178,10 @@ def _lowered(program: TracedStage, target: Target | None) -> LoweredStage:
 
 
 def _target_of(stage: Any, compilation: Compilation) -> Target | None:
-    """Returns the target of the devices that a program was compiled for; None if the devices are unknown."""
+    """Returns the target for the devices that a program was compiled for; None if the devices are unknown.
+
+    stage: the jax stage from which the compilation was made.
+    """
     if compilation.local:
         return targets.parse("local")
     devices = devices_of(stage)
@@ -183,7 +189,7 @@ def _target_of(stage: Any, compilation: Compilation) -> Target | None:
 
 
 def _refuse_another(stage: Any, target: Target) -> None:
-    """Raises ReportError if a Lowered or Compiled is for other devices than the target's."""
+    """Raises ReportError if a `jax.stages.Lowered` or `Compiled` was made for other devices than the target's."""
     devices = devices_of(stage)
     if not devices:  # unknown devices are assumed to be the target's
         return

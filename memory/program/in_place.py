@@ -17,11 +17,12 @@ _LIBRARY = "flax.nnx"
 
 
 class LostUpdateError(ReportError):
-    """A step updates its arguments in place, and `jax.jit` loses the updates."""
+    """Raised for a step that updates its arguments in place, because `jax.jit` would lose the updates."""
 
 
 def refuse_lost_updates(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a plain step so that tracing it raises LostUpdateError if updates of NNX objects would be lost.
+    """Wraps a plain step so that tracing it raises LostUpdateError if it updates Flax NNX objects in place without
+    returning them.
 
     Lost updates of scalars are ignored, because dropout counts its calls in a scalar.
     """

@@ -23,8 +23,10 @@ Keys = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ResultPair:
-    """An argument and the result that is its update, or its gradient if `gradient`. Both are positions in their
-    lists."""
+    """An argument of the program and the result that is its updated value, or its gradient if `gradient`.
+
+    argument, result: positions in the lists of arguments and results.
+    """
 
     argument: int
     result: int
@@ -32,12 +34,14 @@ class ResultPair:
 
 
 def keys_of(path: str) -> Keys:
-    """Returns the keys of a path without its root: `state.params['w'][0]` -> ("params", "w", "0")."""
+    """Returns the keys of a pytree path, without the argument's name: `state.params['w'][0]` -> ("params", "w",
+    "0")."""
     return tuple(next(filter(None, match), "") for match in _KEY.findall(path[len(root_of(path)) :]))
 
 
 def root_of(path: str) -> str:
-    """Returns the argument that contains the leaf of a path: "state" or "args[1]"; "" for the path of a result."""
+    """Returns the name of the argument in which a pytree path begins, such as "state" or "args[1]". Returns "" for the
+    path of a result."""
     name = re.split(r"\W", path, maxsplit=1)[0]
     place = re.match(r"\[\d+\]", path[len(name) :])
     return name + place[0] if name in _PLACED and place else name
@@ -50,12 +54,12 @@ def pairs(
     trained: bool,
     aliased: Mapping[int, int],
 ) -> list[ResultPair]:
-    """Returns the pairs of arguments with results that are their updates or gradients. Each result is in one pair at
-    most.
+    """Pairs arguments with the results that are their updated values or gradients. Each result is in at most one pair.
 
     Args:
-        arguments, results: the leaves. Results of a dump have no paths.
-        updates: the data flow of each result. trained: whether the program has a backward pass.
+        arguments, results: the leaves. Results of an XLA dump have no paths.
+        updates: the data flow of each result.
+        trained: whether the program has a backward pass.
         aliased: position of a result -> position of the argument whose memory it reuses.
     """
     pairing = _Pairing(arguments, results, updates, trained)
@@ -68,7 +72,10 @@ def pairs(
 
 
 class _Pairing:
-    """The results that are paired so far. taken: position of a result -> position of its argument."""
+    """Collects pairs of results and arguments.
+
+    taken: position of a result -> position of the paired argument.
+    """
 
     def __init__(
         self,
@@ -87,14 +94,15 @@ class _Pairing:
             self.by_array.setdefault(_array(leaf), []).append(place)
 
     def take(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Adds the (result, argument) pairs whose result and argument have no pair yet."""
+        """Adds (result, argument) pairs. A pair is skipped if its result or argument is in a pair already."""
         for result, argument in pairs:
             if result not in self.taken and argument not in self.back and self._same(argument, result):
                 self.taken[result] = argument
                 self.back.add(argument)
 
     def is_gradient(self, argument: int, result: int) -> bool:
-        """Returns whether the backward pass computes a result and the result is not an update of the argument."""
+        """Returns whether a result is the gradient of an argument: the backward pass computes it, and it is not
+        computed from the argument element by element."""
         update = self.updates[result]
         return update.phase == "backward" and self.arguments[argument].parameter not in update.arguments
 
@@ -102,8 +110,8 @@ class _Pairing:
         return _array(self.arguments[argument]) == _array(self.results[result])
 
     def whole_arguments(self) -> Iterator[tuple[int, int]]:
-        """Yields pairs of arguments whose leaves are all returned under one path of the results. Updates come before
-        gradients."""
+        """Yields (result, argument) pairs for each argument whose whole pytree is among the results, under one path.
+        Updated values come before gradients."""
         roots: dict[str, list[int]] = {}
         for place, leaf in enumerate(self.arguments):
             roots.setdefault(root_of(leaf.path), []).append(place)
@@ -124,8 +132,8 @@ class _Pairing:
                 yield from matched
 
     def by_keys(self) -> Iterator[tuple[int, int]]:
-        """Yields pairs of leaves whose last keys are equal and include a name. Pairs with more equal keys come
-        first."""
+        """Yields (result, argument) pairs of leaves whose paths end in equal keys, of which at least one is a name.
+        Pairs with more equal keys come first."""
         matches = []
         for argument, leaf in enumerate(self.arguments):
             for result in self.by_array.get(_array(leaf), ()):
@@ -135,8 +143,8 @@ class _Pairing:
         yield from ((result, argument) for _, result, argument in sorted(matches))
 
     def by_flow(self) -> Iterator[tuple[int, int]]:
-        """Yields results that are computed element by element from an argument. Results of few arguments come
-        first."""
+        """Yields (result, argument) pairs in which the result is computed from the argument element by element.
+        Results that depend on few arguments come first."""
         numbers = {leaf.parameter: place for place, leaf in enumerate(self.arguments)}
         for result in sorted(range(len(self.results)), key=lambda at: len(self.updates[at].arguments)):
             update = self.updates[result]
@@ -152,9 +160,11 @@ class _Pairing:
                         yield result, place
 
     def _is_update(self, how: str, update: Update, result: SignatureLeaf) -> bool:
-        """Returns whether the data flow proves that a result is an update. Sums of activations are computed from
-        arguments too, so elementwise results count only in a step with a backward pass, and outside the forward and
-        backward pass."""
+        """Returns whether the data flow proves that a result is the updated value of an argument.
+
+        how: the way in which the result depends on the argument. ELEMENTWISE is proof only in a step with a backward
+        pass and outside of its forward and backward pass, because sums of activations depend on arguments too.
+        """
         if how == ELEMENTWISE:
             return self.trained and update.phase == "" and (bool(result.shape) or "int" in result.dtype)
         return how in (SAME, WRITTEN)
@@ -169,7 +179,7 @@ def _has_name(keys: Keys) -> bool:
 
 
 def common_keys(one: Keys, other: Keys) -> int:
-    """Returns the number of equal keys at the end of two paths."""
+    """Returns the number of equal keys at the end of two pytree paths."""
     count = 0
     while count < min(len(one), len(other)) and one[-1 - count] == other[-1 - count]:
         count += 1

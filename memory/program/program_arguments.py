@@ -18,12 +18,14 @@ from bytescope.memory.program.state_flow import SAME, StateFlow, Update, Value
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One entry parameter of a program.
+    """An array that is passed to a compiled program (an entry parameter of its HLO module).
 
     Fields:
-        path: the parameter's path in the caller's arguments. role: a row of the breakdown, such as "params".
-        owner: path of the parameter that an optimizer moment or a gradient sum belongs to, "" for none.
-        update: position of the result that is the updated argument, -1 for none.
+        path: the pytree path in the arguments of the user's function.
+        role: what the array is used for, such as "params" or "optimizer".
+        owner: the path of the model parameter that an optimizer moment or a gradient accumulator belongs to, "" for
+            none.
+        update: position of the result that is the updated array, -1 for none.
         shape: shape over all devices if jax provides it, otherwise the shape on one device.
     """
 
@@ -36,12 +38,12 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The arguments of a program.
+    """The arguments of a compiled program.
 
     Fields:
-        by_number: number of an entry parameter -> argument.
-        owners: a value that leads to an update, such as a gradient -> path of the updated parameter.
-        results: position of a result that is a gradient -> path of its parameter.
+        by_number: number of an entry parameter of the HLO module -> argument.
+        owners: an HLO value from which a model parameter is updated, such as its gradient -> path of this parameter.
+        results: position of a result that is a gradient -> path of its model parameter.
     """
 
     by_number: Mapping[int, Argument] = dataclasses.field(default_factory=dict)
@@ -50,15 +52,15 @@ class Arguments:
 
     @property
     def roles(self) -> dict[int, str]:
-        """Maps the number of an entry parameter to its role."""
+        """Maps the number of each entry parameter to its role, such as "params" or "optimizer"."""
         return {number: argument.role for number, argument in self.by_number.items()}
 
     def path(self, number: int) -> str:
-        """Returns the path of an entry parameter, "" if it is unknown."""
+        """Returns the pytree path of an entry parameter, "" if the number is unknown."""
         return self.by_number[number].path if number in self.by_number else ""
 
     def of_role(self, role: str) -> list[int]:
-        """Returns the numbers of the entry parameters with a role."""
+        """Returns the numbers of the entry parameters with a role, such as "params"."""
         return [number for number, argument in self.by_number.items() if argument.role == role]
 
 
@@ -68,12 +70,12 @@ def read(
     signature: Signature | None = None,
     extra: Iterable[tuple[str, str]] = (),
 ) -> Arguments:
-    """Returns the arguments of a program.
+    """Returns the arguments of a compiled program, with their roles.
 
     Args:
         flow: the value flow of the program's module, if it is already computed.
-        signature: the names and shapes that jax provides. Without it, the names and shapes of the module are used.
-        extra: (pattern, role) pairs of the caller, which are tried first.
+        signature: the names and shapes that jax provides. Without it, the names and shapes in the HLO module are used.
+        extra: the caller's (regular expression, role) pairs. They take precedence over the rules.
 
     Raises ReportError for an unknown role or an invalid pattern.
     """
@@ -82,7 +84,7 @@ def read(
 
 
 class _Reading:
-    """Collects the leaves of one program's arguments and results, and the evidence for the role of each argument."""
+    """Reads one program's arguments and results, and collects the evidence for the role of each argument."""
 
     def __init__(
         self, program: HloProgram, state: StateFlow, signature: Signature | None, extra: tuple[tuple[str, str], ...]
@@ -103,8 +105,8 @@ class _Reading:
         self.reads = [state.reads(leaf.parameter) for leaf in self.leaves]
 
     def _arguments(self, signature: Signature | None) -> list[SignatureLeaf]:
-        """Returns the leaves that the program uses, by number. Leaves that are missing in the signature come from the
-        module."""
+        """Returns the argument leaves that the program uses, by number. Names and shapes that the signature lacks are
+        taken from the HLO module."""
         known = signature.by_parameter if signature is not None else {}
         aliased = {number for _, number, _ in self.module.aliases}
         leaves = []
@@ -118,8 +120,8 @@ class _Reading:
         return leaves
 
     def _results(self, signature: Signature | None) -> list[SignatureLeaf]:
-        """Returns the leaves of the results. The module also returns tokens, which come first and are not in the
-        signature."""
+        """Returns the leaves of the results. The HLO module may return tokens before them, which the signature lacks;
+        each token gets a leaf too."""
         known = signature.results if signature is not None else ()
         if known and len(known) <= len(self.values):
             return [SignatureLeaf("", (), "token")] * (len(self.values) - len(known)) + list(known)
@@ -127,8 +129,8 @@ class _Reading:
         return [SignatureLeaf("", shape.dims, shape.dtype) for shape in shapes]
 
     def arguments(self) -> Arguments:
-        """Decides the roles twice, because leaves that mirror parameters can be found only when the parameters are
-        known."""
+        """Returns the arguments with their roles. The roles are decided twice, because optimizer moments and gradients
+        are recognized by the parameters that they resemble."""
         evidence = [self._evidence(place) for place in range(len(self.leaves))]
         weights = _weight_roots(evidence)
         evidence = [dataclasses.replace(one, weights=root_of(one.path) in weights) for one in evidence]
@@ -156,7 +158,7 @@ class _Reading:
         return Arguments(by_number, self._values(by_number, results), results)
 
     def _decided(self, evidence: Sequence[Evidence]) -> list[str]:
-        """Returns the role of each leaf: by the caller's patterns, otherwise by the evidence."""
+        """Returns the role of each argument leaf. The caller's patterns decide first, then the evidence."""
         decided = roles.mark_frozen(evidence, roles.decide(evidence))
         return [roles.given(one.path, self.extra) or role for one, role in zip(evidence, decided)]
 
@@ -183,8 +185,8 @@ class _Reading:
         )
 
     def _changed_pair(self, place: int) -> ResultPair | None:
-        """Returns the pair of an argument whose update has other values than the argument; None for other
-        arguments."""
+        """Returns the pair of an argument and the result that is its updated value. Returns None if the program does
+        not return the argument with changed values."""
         pair = self.pairs.get(place)
         if pair is None or pair.gradient:
             return None
@@ -193,8 +195,8 @@ class _Reading:
 
     @functools.cached_property
     def _batch_dims(self) -> frozenset[tuple[int, ...]]:
-        """Returns the first dimensions of results that are not state, and of integer arguments that are not
-        returned."""
+        """Returns the first dimensions that are likely batch dimensions: those of results that are not state, and of
+        integer arguments that are not returned."""
         paired = {pair.result for pair in self.pairs.values()}
         batched = [leaf for place, leaf in enumerate(self.results) if place not in paired and leaf.dtype != "token"]
         for place, leaf in enumerate(self.leaves):
@@ -203,8 +205,11 @@ class _Reading:
         return frozenset(leaf.shape[:1] for leaf in batched if leaf.shape)
 
     def _mirrored(self, params: Sequence[SignatureLeaf]) -> frozenset[int]:
-        """Returns the positions of leaves that are not parameters but have the shape and the last keys of a parameter.
-        State without keys mirrors the only parameter of its shape."""
+        """Returns the positions of argument leaves, such as moments, that have the shape and the last keys of a
+        parameter. A state leaf without keys also counts if exactly one parameter has its shape.
+
+        params: the leaves that are parameters.
+        """
         owners = _Owners(params)
         mirrored = set()
         for place, leaf in enumerate(self.leaves):
@@ -214,8 +219,8 @@ class _Reading:
         return frozenset(mirrored)
 
     def _values(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
-        """Maps values that lead to the update or gradient of a parameter to the parameter's path. A value that leads
-        to several updates counts for the one with the fewest values."""
+        """Maps each HLO value from which a parameter's update or gradient is computed to the path of the parameter. A
+        value that leads to several updates is assigned to the update with the fewest values."""
         out: dict[Value, str] = {}
         for place, update in sorted(enumerate(self.updates), key=lambda item: len(item[1].values)):
             path = gradients.get(place) or _updated_path(update, arguments)
@@ -226,8 +231,8 @@ class _Reading:
 
 
 def _updated_path(update: Update, arguments: Mapping[int, Argument]) -> str:
-    """Returns the path of the only parameter that an update is computed from, or whose moment it is computed from; ""
-    if there is no single one."""
+    """Returns the path of the parameter to which an update belongs: the only parameter among its arguments, otherwise
+    the only owner of moments among them. Returns "" if there is no single one."""
     sources = [arguments[number] for number in update.arguments if number in arguments]
     params = [argument.path for argument in sources if argument.role == "params"]
     owners = {argument.owner for argument in sources if argument.owner}
@@ -237,7 +242,8 @@ def _updated_path(update: Update, arguments: Mapping[int, Argument]) -> str:
 
 
 def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
-    """Groups the float leaves that are not state by their root; roots with a single leaf are left out."""
+    """Groups the float leaves that are not state by the argument they belong to. Arguments with a single leaf are left
+    out."""
     leaves: dict[str, list[Evidence]] = {}
     for one in evidence:
         if one.floats and not one.state:
@@ -246,7 +252,7 @@ def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
 
 
 def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
-    """Returns the roots of which more than half of the elements are in weights."""
+    """Returns the names of the arguments in which more than half of the elements belong to weights."""
     roots = set()
     for root, group in _by_root(evidence).items():
         weights = sum(math.prod(one.shape) for one in group if one.weight)
@@ -256,11 +262,11 @@ def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
 
 
 def _shaped(evidence: Sequence[Evidence], decided: Sequence[str]) -> frozenset[str]:
-    """Returns the roots whose leaves mostly have the dimensions of learned parameters: more than half of their
-    elements, or of their leaves.
+    """Returns the names of the arguments that look like weights by their shapes: more than half of their elements, or
+    of their leaves, have only dimensions that also occur in trained parameters.
 
     A dimension divided by 2 or 64 counts too, because 4-bit codes are packed two per byte and have one scale per block
-    of 64. Data have a batch dimension instead.
+    of 64. Data, in contrast, have a batch dimension.
     """
     dims = {1}
     for one, role in zip(evidence, decided):
@@ -277,7 +283,8 @@ def _shaped(evidence: Sequence[Evidence], decided: Sequence[str]) -> frozenset[s
 
 
 class _Owners:
-    """Finds the parameter that a leaf of another argument belongs to, by its last keys."""
+    """Finds the model parameter that an optimizer moment or a gradient belongs to, by the last keys of the pytree
+    paths."""
 
     def __init__(self, params: Sequence[SignatureLeaf]):
         self.by_last: dict[str, list[tuple[Keys, SignatureLeaf]]] = {}
@@ -288,18 +295,19 @@ class _Owners:
             self.by_shape.setdefault(leaf.shape, []).append(leaf)
 
     def find_path(self, leaf: SignatureLeaf, role: str) -> str:
-        """Returns the path of the parameter that a leaf belongs to, "" for none. Only leaves of the optimizer and of
-        gradients belong to a parameter."""
+        """Returns the path of the model parameter that a leaf belongs to. Returns "" unless the leaf's role is
+        optimizer, accumulator or gradients."""
         if role not in ("optimizer", "accumulator", "gradients"):
             return ""
         parameter = self.find(leaf, same_shape=False)
         return parameter.path if parameter is not None else ""
 
     def find(self, leaf: SignatureLeaf, *, same_shape: bool = True, by_shape: bool = True) -> SignatureLeaf | None:
-        """Returns the parameter with the largest number of equal last keys; None if the leaf shares no name with a
-        parameter.
+        """Returns the model parameter whose path has the most last keys in common with the leaf's path. Returns None
+        if they have no name in common.
 
-        by_shape: for a leaf without names, return the only parameter of its shape.
+        same_shape: only consider parameters of the leaf's shape. by_shape: if the leaf's path has no names, return the
+        only parameter of its shape.
         """
         keys = keys_of(leaf.path)
         most_common, best = 0, None

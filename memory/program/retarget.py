@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def moves(program: TracedStage, target: Target) -> bool:
-    """Returns whether a `jax.stages.Traced` is for other devices than the target's, according to the shardings of its
-    arguments, or without shardings to the meshes in its jaxpr."""
+    """Returns whether a `jax.stages.Traced` was traced for other devices than the target's. The shardings of its
+    arguments decide; without shardings, the meshes in its jaxpr."""
     devices = set(devices_of(program))
     if not devices:
         for mesh in _meshes(program.jaxpr.jaxpr, {}):
@@ -34,7 +34,10 @@ def moves(program: TracedStage, target: Target) -> bool:
 
 
 def _meshes(jaxpr: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """Yields the meshes of devices that the equations of a Jaxpr name."""
+    """Yields the device meshes that occur in the equations of a Jaxpr.
+
+    seen: the jaxprs that were visited already, by id.
+    """
     import jax
 
     if id(jaxpr) in seen:
@@ -54,8 +57,8 @@ def _meshes(jaxpr: Any, seen: dict[int, Any]) -> Iterator[Any]:
 
 
 def devices_of(program: TracedStage) -> list[Any]:
-    """Returns the devices of a `jax.stages.Traced` according to the shardings of its arguments; [] if no sharding
-    names a device."""
+    """Returns the devices on which a `jax.stages.Traced` runs, according to the shardings of its arguments. Returns []
+    if no sharding names devices."""
     devices: list[Any] = []
     for sharding in _shardings(program):
         if sharding is not None and not _is_abstract(getattr(sharding, "mesh", None)):
@@ -64,7 +67,8 @@ def devices_of(program: TracedStage) -> list[Any]:
 
 
 def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
-    """Lowers a `jax.stages.Traced` for a target's devices, as a `jax.stages.Lowered`. Arguments keep their names.
+    """Lowers a `jax.stages.Traced` for a target's devices. Returns a `jax.stages.Lowered`, whose arguments keep their
+    names.
 
     Raises ReportError if the program's mesh and the target have different numbers of devices.
     """
@@ -111,8 +115,8 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
 
 
 def _shardings(program: TracedStage) -> list[Any]:
-    """Returns the sharding of each leaf of the arguments; None if neither jit's in_shardings nor a committed array
-    determines it."""
+    """Returns the sharding of each leaf of the arguments, from jit's in_shardings or from a committed array. It is
+    None if neither exists."""
     import jax
 
     shardings: list[Any] = []
@@ -125,7 +129,7 @@ def _shardings(program: TracedStage) -> list[Any]:
 
 
 def _signature(program: TracedStage) -> inspect.Signature:
-    """Returns the parameters of the traced function, from the leaf names that jax keeps."""
+    """Returns the signature of the traced function, reconstructed from the argument names that jax stores."""
     import jax
 
     (args, kwargs), leaf_names = program.args_info, iter(program.jaxpr.jaxpr.debug_info.arg_names or ())
@@ -148,14 +152,13 @@ def _signature(program: TracedStage) -> inspect.Signature:
 
 
 def _is_abstract(mesh: Any) -> bool:
-    """Returns whether a mesh is an AbstractMesh, which has no devices."""
     import jax
 
     return isinstance(mesh, jax.sharding.AbstractMesh)
 
 
 class TargetPlacement:
-    """Moves meshes, shardings, types, contexts and jaxprs from devices of this process to a target's devices."""
+    """Replaces the devices in meshes, shardings, types, contexts and jaxprs by a target's devices."""
 
     def __init__(self, target: Target):
         import jax
@@ -170,21 +173,23 @@ class TargetPlacement:
 
     @property
     def has_mesh(self) -> bool:
-        """True if any moved sharding has a mesh. Then the mesh names the devices, and jax places the remaining
-        values."""
+        """True if any converted sharding has a mesh. The mesh then determines the devices, and jax places the values
+        that have no sharding."""
         return bool(self._meshes)
 
     # ---- meshes and shardings
 
     def concrete(self, sharding: Any) -> Any:
-        """Returns the sharding of an argument or result over the target's devices, even if its mesh is abstract; None
-        stays None."""
+        """Returns the sharding of an argument or result over the target's devices. An abstract mesh in it becomes a
+        mesh of devices. None is returned unchanged."""
         mesh = getattr(sharding, "mesh", None)
         return self.sharding(sharding.update(mesh=self._over_target(mesh)) if _is_abstract(mesh) else sharding)
 
     def sharding(self, sharding: Any) -> Any:
-        """Returns a sharding over the target's devices; None stays None. Raises ReportError for a sharding that is
-        neither a NamedSharding nor a SingleDeviceSharding."""
+        """Returns a sharding with its devices replaced by the target's devices. None is returned unchanged.
+
+        Raises ReportError for a sharding that is neither a NamedSharding nor a SingleDeviceSharding.
+        """
         import jax
 
         if isinstance(sharding, jax.sharding.NamedSharding):
@@ -197,12 +202,14 @@ class TargetPlacement:
         if isinstance(sharding, jax.sharding.SingleDeviceSharding):
             return self.one_device
         if isinstance(sharding, jax.sharding.Sharding):
-            raise ReportError(f"{type_phrase(sharding)} cannot be moved to {self.target.name}: use a NamedSharding")
+            raise ReportError(
+                f"{type_phrase(sharding)} cannot be placed on the devices of {self.target.name}: use a NamedSharding"
+            )
         return sharding
 
     def mesh(self, mesh: Any) -> Any:
-        """Returns the mesh of the same axes and sizes over the target's devices. A mesh that is empty, abstract, or
-        already over these devices is returned unchanged."""
+        """Returns a mesh with the same axes and sizes over the target's devices. An empty or abstract mesh is returned
+        unchanged."""
         import jax
 
         if not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
@@ -216,25 +223,25 @@ class TargetPlacement:
         return self._meshes[mesh]
 
     def _over_target(self, mesh: Any) -> Any:
-        """Returns a mesh of the target's devices with the axes of an abstract mesh."""
+        """Returns a mesh of the target's devices with the axes and sizes of an abstract mesh."""
         import jax
 
         own = jax.sharding.Mesh(self._mesh_devices(mesh), mesh.axis_names, axis_types=mesh.axis_types)
         return self._meshes.setdefault(own, own)
 
     def _mesh_devices(self, mesh: Any) -> Any:
-        """Returns the target's devices in the shape of a mesh. Raises ReportError if the mesh has another size."""
+        """Returns the target's devices as an array with the shape of the mesh. Raises ReportError if their numbers
+        differ."""
         if mesh.size != self.target.n_devices:
             axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
             raise ReportError(
-                f"a mesh of {mesh.size} devices ({axes}) on {self.target.name}, which has "
+                f"a mesh of {mesh.size} devices ({axes}) does not fit {self.target.name}, which has "
                 f"{self.target.n_devices} devices: change the mesh or the target"
             )
         return self.target.mesh_devices(*mesh.axis_sizes)
 
     def abstract(self, mesh: Any) -> Any:
-        """Returns an abstract mesh with the target's kind of device, if the mesh names a kind; otherwise the same
-        object."""
+        """Returns an abstract mesh whose device kind, if it has one, is replaced by the target's device kind."""
         if not _is_abstract(mesh) or mesh.empty:
             return mesh
         if self._first_abstract is None and not mesh.manual_axes:
@@ -244,7 +251,8 @@ class TargetPlacement:
         return mesh.update(abstract_device=self.kind)
 
     def context(self, mesh: Any) -> Any:
-        """Returns the context to lower in: the mesh under which the program was traced, over the target's devices."""
+        """Returns the context manager in which the program is lowered. It sets the mesh under which the program was
+        traced, with the target's devices."""
         import jax
 
         if getattr(mesh, "empty", True) and self._first_abstract is not None and not self.has_mesh:
@@ -255,7 +263,8 @@ class TargetPlacement:
     # ---- jaxprs
 
     def closed(self, jaxpr: Any) -> Any:
-        """Returns a ClosedJaxpr over the target's devices. Its constants become numpy arrays, except random keys."""
+        """Returns a ClosedJaxpr with its devices replaced by the target's devices. Its constants become numpy arrays,
+        except random keys."""
         import jax
         import numpy as np
         from jax.extend import core
@@ -267,7 +276,8 @@ class TargetPlacement:
         return core.ClosedJaxpr(self.jaxpr(jaxpr.jaxpr), consts)
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """Returns a Jaxpr whose equations and types name the target's devices. A shared jaxpr stays shared."""
+        """Returns a Jaxpr with the devices in its equations and types replaced by the target's devices. A jaxpr that
+        several equations share stays shared."""
         from jax.extend import core
 
         if id(jaxpr) in self._jaxprs:
@@ -303,7 +313,8 @@ class TargetPlacement:
         return moved
 
     def literal(self, literal: Any) -> Any:
-        """Returns a literal whose type names the target's kind of device; the type is stored in its value too."""
+        """Returns a jaxpr literal whose type has the target's device kind. The type stored in its value is replaced
+        too."""
         aval = self.type(literal.aval)
         if aval is literal.aval:
             return literal
@@ -313,7 +324,7 @@ class TargetPlacement:
         return type(literal)(value, aval)
 
     def type(self, aval: Any) -> Any:
-        """Returns a type that names the target's kind of device; the same object if nothing changes."""
+        """Returns a type (aval) with the target's device kind. If nothing changes, returns the same object."""
         sharding = getattr(aval, "sharding", None)
         mesh = getattr(sharding, "mesh", None)
         if sharding is None or mesh is None:
@@ -322,7 +333,8 @@ class TargetPlacement:
         return aval if moved is mesh else aval.update(sharding=sharding.update(mesh=moved))
 
     def equation_context(self, equation: Any) -> Any:
-        """Returns the context in which an equation was traced, with the target's kind of device in its mesh."""
+        """Returns the context in which an equation was traced, with the device kind of its mesh replaced by the
+        target's device kind."""
         import jax
 
         context, kernel = equation.ctx, equation.primitive.name == "pallas_call"
@@ -344,7 +356,8 @@ class TargetPlacement:
         return self._contexts[key]
 
     def parameter(self, value: Any) -> Any:
-        """Returns a parameter of an equation with all meshes, shardings and jaxprs in it moved."""
+        """Returns an equation's parameter with the devices in all its meshes, shardings and jaxprs replaced by the
+        target's devices."""
         import jax
         from jax.extend import core
 

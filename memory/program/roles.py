@@ -28,22 +28,26 @@ UNKNOWN = "batch"
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """The evidence for the role of one leaf of the arguments.
+    """What is known about an array among the program's arguments. Its role, such as "params", is decided from this.
 
     Fields:
         path, shape, dtype: as in the caller's arguments.
         trained: whether the program has a backward pass.
-        state: whether the leaf's update is among the results. returned: whether an array of its shape and dtype is.
-        gradient: whether the leaf's gradient is among the results. learns: whether its update depends on gradients.
-        read: whether the forward or backward pass reads the leaf. forward: whether the forward pass reads it.
-        products: whether a matrix product, a convolution or a lookup reads the leaf.
-        random: whether random bits are drawn from the leaf.
-        mirrors: whether the leaf has the last keys and the shape of a parameter.
-        batch_dim: whether the leaf's first dimension is also the first dimension of a result that is not state, or of
-            integer data.
-        weights: whether most elements of the whole argument are weights. shaped: whether most have dimensions of
-            learned parameters.
-        no_params: whether no parameter was recognized, as with a linear loss, where only the update reads parameters.
+        state: whether the array's updated value is among the results.
+        returned: whether a result has the array's shape and dtype.
+        gradient: whether the array's gradient is among the results.
+        learns: whether the array's updated value depends on gradients.
+        read: whether the forward or backward pass reads the array.
+        forward: whether the forward pass reads the array.
+        products: whether a matrix product, a convolution or a lookup reads the array.
+        random: whether the array is a random key from which random bits are generated.
+        mirrors: whether the array has the shape and the last keys of a parameter, as optimizer moments have.
+        batch_dim: whether the array's first dimension is also the first dimension of integer data, or of a result
+            that is not state.
+        weights: whether most elements of the argument that contains the array belong to weights.
+        shaped: whether most elements of this argument have the dimensions of trained parameters.
+        no_params: whether no parameter was recognized. This happens with a linear loss, where only the optimizer
+            reads the parameters.
     """
 
     path: str
@@ -66,22 +70,25 @@ class Evidence:
 
     @property
     def container(self) -> str:
-        """The role of the outermost known container in the path, by its name; "" for none."""
+        """The role named by the outermost known container in the path, such as "optimizer" for `opt_state`; "" for
+        none."""
         return by_container(self.path)
 
     @property
     def name(self) -> str:
-        """The role of the innermost known word in the path; "" for none."""
+        """The role named by the innermost known word in the path; "" if no word is known."""
         return by_name(self.path)
 
     @property
     def floats(self) -> bool:
-        """True if arrays of the leaf's dtype may have a gradient: floats, complex numbers and quantized integers."""
+        """True if the array's dtype allows a gradient. Quantized integers (int4, int8) count, like floats and complex
+        numbers."""
         return any(kind in self.dtype for kind in ("float", "complex", "int4", "int8"))
 
     @property
     def weight(self) -> bool:
-        """True if the leaf is read like a weight and has no batch dimension."""
+        """True if the program reads the array as it reads a weight: in matrix products, and without a batch
+        dimension."""
         return self.floats and bool(self.shape) and self.products and not self.batch_dim
 
 
@@ -181,7 +188,8 @@ _ROOTS = (
 
 
 def decide(evidence: Sequence[Evidence]) -> list[str]:
-    """Returns the role of each leaf: the role of the first matching rule in `RULES`, UNKNOWN if no rule matches."""
+    """Returns the role of each array, such as "params". It is the role of the first matching rule in `RULES`, or
+    UNKNOWN if no rule matches."""
     decided = []
     for one in evidence:
         matching = (role for role, rule in RULES if rule(one))
@@ -190,9 +198,10 @@ def decide(evidence: Sequence[Evidence]) -> list[str]:
 
 
 def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[str]) -> list[str]:
-    """Returns the decided roles, with `frozen` in place of `params` for parameters that a training step never updates.
+    """Returns the roles with "params" replaced by "frozen" for parameters that a training step never updates.
 
-    If any parameter learns, a parameter is frozen if neither its update nor its gradient is among the results.
+    decided: the role of each array. If at least one parameter is updated from gradients, every parameter is frozen of
+    which neither the updated value nor the gradient is among the results.
     """
     learn = any(role == "params" and (one.learns or one.gradient) for one, role in zip(evidence, decided))
     return [
@@ -202,16 +211,18 @@ def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[str]) -> list[st
 
 
 def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:
-    """Returns the role of an argument by its path only, such as `state.params['blocks']['wq']`; UNKNOWN if nothing
-    matches.
+    """Returns the role that a pytree path alone suggests, such as "params" for `state.params['blocks']['wq']`. Returns
+    UNKNOWN if no word in the path is known.
 
-    extra: (regular expression, role) pairs that are tried first. Raises ReportError for an invalid pair.
+    extra: the caller's (regular expression, role) pairs, which take precedence. Raises ReportError for an invalid
+    pair.
     """
     return given(path, extra) or by_container(path) or by_name(path) or UNKNOWN
 
 
 def given(path: str, extra: Iterable[tuple[str, str]]) -> str:
-    """Returns the role of a path by a caller's (regular expression, role) pairs, "" if no pair matches.
+    """Returns the role that the caller's (regular expression, role) pairs give to a pytree path, "" if no pair
+    matches.
 
     Raises ReportError for an invalid pair.
     """
@@ -222,19 +233,19 @@ def given(path: str, extra: Iterable[tuple[str, str]]) -> str:
 
 
 def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Checks a caller's (regular expression, role) pairs before a program is compiled, and returns them unchanged.
+    """Checks the caller's (regular expression, role) pairs and returns them, before a program is compiled.
 
-    Raises ReportError if the object is not a list of pairs, a role is unknown, or a pattern is not a regular
-    expression.
+    Raises ReportError if `extra` is not a list of pairs, a role is unknown, or a pattern is not a regular expression.
     """
     pairs = () if isinstance(extra, (str, Mapping)) and extra else tuple(extra)
     if (extra and not pairs) or not all(isinstance(each, (tuple, list)) and len(each) == 2 for each in pairs):
         raise ReportError(
-            f"roles={repr(extra)[:60]}: give (regular expression, role) pairs, such as [('weights', 'params')]"
+            f"roles={repr(extra)[:60]} is not a list of pairs: give (regular expression, role) pairs, such as "
+            "[('weights', 'params')]"
         )
     for pattern, name in pairs:
         if name not in ROLES:
-            raise ReportError(f"role {name!r} for {pattern!r}: {remedy_for(str(name), sorted(ROLES))}")
+            raise ReportError(f"the role {name!r} for {pattern!r} is unknown: {remedy_for(str(name), sorted(ROLES))}")
         try:
             _compiled(pattern)
         except (re.error, TypeError) as error:
@@ -244,7 +255,8 @@ def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ..
 
 @functools.lru_cache(maxsize=65536)
 def by_container(path: str) -> str:
-    """Returns the role of the outermost known container in a path, "" for none."""
+    """Returns the role named by the outermost known container in a pytree path, such as "optimizer" for `opt_state`;
+    "" for none."""
     keys = _words_of(path)
     role = next(filter(None, (_match(key, _CONTAINERS) for key in keys)), "")
     if role == "optimizer" and any(_match(key, _CONTAINERS[:1]) for key in keys):
@@ -254,8 +266,8 @@ def by_container(path: str) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def by_name(path: str) -> str:
-    """Returns the role of the innermost known word in a path, otherwise the role of the argument's name; "" for
-    none."""
+    """Returns the role named by the innermost known word in a pytree path. If no word is known, the name of the
+    argument decides. Returns "" for none."""
     words = _words_of(path)
     for word in reversed(words):
         name = _match(word, _WORDS)
@@ -265,7 +277,8 @@ def by_name(path: str) -> str:
 
 
 def _words_of(path: str) -> Keys:
-    """Returns the root and the keys of a path in lower case, without tuple positions and without generic names."""
+    """Returns the argument's name and the keys of a pytree path, in lower case. Tuple positions and generic names are
+    left out."""
     words = (re.sub(r"\W.*", "", root_of(path)), *keys_of(path))
     return tuple(word.lower() for word in words if word and not word.isdigit() and word not in ("args", "value"))
 

@@ -112,13 +112,14 @@ SAME, ELEMENTWISE, WRITTEN = "same", "elementwise", "written"
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """The arguments that a result is computed from, element by element.
+    """The program arguments from which a result is computed by elementwise operations, as an optimizer computes a
+    parameter.
 
     Fields:
         arguments: number of an entry parameter -> how the result depends on it (SAME, ELEMENTWISE or WRITTEN).
-        values: all values between the arguments and the result: gradients, moments, their summands.
-        phase: phase of the operation that computes the result; "backward" for a gradient.
-        changed: whether any operation on the way computes. If not, the result is the unchanged argument.
+        values: all HLO values between the arguments and the result, such as gradients, moments and their summands.
+        phase: phase of the operation that computes the result, such as "backward" for a gradient.
+        changed: False if the result is an unchanged argument.
     """
 
     arguments: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -129,13 +130,13 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """The operations that read an argument, or a cast or slice of it.
+    """How a program reads one of its arguments, directly or through a cast or slice.
 
     Fields:
-        phases: the phases of the operations.
-        products: whether one of them is a matrix product, a convolution or a lookup.
-        unnamed: whether one of these products has no name.
-        random: whether one of them draws random bits.
+        phases: the phases of the operations that read it, such as "forward".
+        products: whether a matrix product, a convolution or a lookup reads it.
+        unnamed: whether one of these products has no name in the HLO module.
+        random: whether random bits are generated from it.
     """
 
     phases: frozenset[str] = frozenset()
@@ -145,12 +146,13 @@ class Reads:
 
     @property
     def by_model(self) -> bool:
-        """True if the forward or backward pass reads the argument."""
+        """True if the forward or backward pass reads the argument, not only the optimizer."""
         return not self.phases.isdisjoint(("forward", "recompute", "backward"))
 
 
 class StateFlow:
-    """Walks through the values of one module."""
+    """Follows the values of one HLO module, from its results back to its arguments and from its arguments to their
+    readers."""
 
     def __init__(self, flow: Flow):
         self.flow, self.module = flow, flow.module
@@ -165,7 +167,7 @@ class StateFlow:
         return scopes.parse(self.module.metadata(instruction).op_name).phase
 
     def results(self) -> list[tuple[Instruction, Index]]:
-        """Returns the values that the program returns, in order."""
+        """Returns the values that the program returns, in order, as (HLO instruction, tuple index)."""
         root = self.module.root(self.module.entry)
         if root is None:
             return []
@@ -175,9 +177,10 @@ class StateFlow:
     # ---- from a result back ------------------------------------------------------------------------------------
 
     def update(self, result: Instruction, index: Index, along: frozenset[int] = frozenset()) -> Update:
-        """Returns the arguments from which a result is computed by operations that keep every element at its position.
+        """Returns the arguments from which a result is computed by elementwise operations.
 
-        along: sizes of dimensions. Arrays may be padded, sliced and joined along dimensions of other sizes.
+        result, index: the HLO instruction and tuple index of the result. along: dimension sizes. If given, arrays may
+        also be padded, sliced and joined, as long as a dimension of one of these sizes is kept.
         """
         arguments: dict[int, str] = {}
         seen: dict[Value, None] = {}
@@ -223,14 +226,18 @@ class StateFlow:
         return Update(arguments, tuple(seen), phase or "", changed)
 
     def _keeps(self, instruction: Instruction, operand: Instruction, along: frozenset[int]) -> bool:
-        """Returns whether an operand has a dimension of one of the sizes `along` that the operation does not
-        change."""
+        """Returns whether an operation leaves unchanged at least one dimension of its operand whose size is in
+        `along`."""
         before, after = self.module.shape(operand).dims, self.module.shape(instruction).dims
         return len(before) == len(after) and any(a == b and a in along for a, b in zip(before, after))
 
     def _written(self, instruction: Instruction, summed: bool) -> list[tuple[Instruction, Index, str, bool, bool]]:
-        """Returns the operand that an operation overwrites in part, and for a dynamic-update-slice also the written
-        update."""
+        """Returns the operand of which an operation overwrites a part, and for a dynamic-update-slice also the operand
+        that is written into it.
+
+        summed: whether the value is later summed over devices. Each item is (instruction, tuple index, kind of
+        dependence, whether it is the written part, summed).
+        """
         written: list[tuple[Instruction, Index, str, bool, bool]] = []
         operands = self._operands(instruction)
         if operands:
@@ -240,7 +247,7 @@ class StateFlow:
         return written
 
     def from_backward(self, result: Instruction, index: Index) -> bool:
-        """Returns whether a value depends on a gradient. Conditions of a select do not count."""
+        """Returns whether a value is computed from a gradient. The condition of a select does not count."""
         seen: set[Value] = set()
         pending = [(result, index)]
         while pending:
@@ -255,7 +262,7 @@ class StateFlow:
         return False
 
     def _sources(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the values that a value is computed from."""
+        """Yields the values from which a value is computed directly, as (instruction, tuple index)."""
         module, opcode = self.module, instruction.opcode
         if opcode == "parameter":
             yield from self._passed(instruction, index)
@@ -285,7 +292,8 @@ class StateFlow:
             yield from ((operand, ()) for operand in operands[skipped:])
 
     def _passed(self, parameter: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the values that callers pass for a computation's parameter; none for the entry computation."""
+        """Yields the values that callers pass for a parameter of a computation. The entry computation has no
+        callers."""
         for caller in self.flow.callers.get(parameter.computation, ()):
             operands = self._operands(caller)
             if caller.opcode == "while":
@@ -306,7 +314,7 @@ class StateFlow:
     # ---- from an argument forward ------------------------------------------------------------------------------
 
     def reads(self, number: int) -> Reads:
-        """Returns the reads of an entry parameter, given its number."""
+        """Returns how the program reads an entry parameter, given its number."""
         entry = self.module.computations.get(self.module.entry)
         first = self.module.instructions.get(entry.parameters.get(number, -1)) if entry else None
         phases: set[str] = set()
@@ -332,8 +340,8 @@ class StateFlow:
         return Reads(frozenset(phases), products, unnamed, random)
 
     def readers(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the next values after a value: the values that it is passed to, otherwise the operations that read
-        it."""
+        """Yields the operations that read a value. If a tuple, loop or call passes the value on, its next form is
+        yielded instead."""
         for user in self.flow.users.get(instruction.id, ()):
             if user.opcode in _HANDING:
                 yield from self._onward(instruction, index, user)
@@ -342,7 +350,8 @@ class StateFlow:
         yield from self._returned(instruction, index)
 
     def _onward(self, instruction: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the values that continue a value inside or after one of its readers."""
+        """Yields the forms that a value takes inside or after one of its users, such as the parameter of a called
+        computation."""
         if user.opcode == "get-tuple-element":
             if index[:1] == (user.tuple_index,):
                 yield user, index[1:]
@@ -370,7 +379,8 @@ class StateFlow:
                 yield inner, index
 
     def _returned(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the calls that return a value as their result."""
+        """Yields the call instructions whose result is this value, because it is the root of the called
+        computation."""
         computation = self.module.computations.get(instruction.computation)
         if computation is not None and computation.root == instruction.id:
             yield from (

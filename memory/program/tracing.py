@@ -22,11 +22,11 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Returns the `jax.stages.Traced` of a step, or another library's wrapper of a Traced.
+    """Traces a step with jax. Returns a `jax.stages.Traced`, or another library's wrapper of one.
 
     Args:
         step: a function, or a function wrapped by `jax.jit` or another library's jit.
-        args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them; other leaves are static.
+        args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them. Other leaves are static.
         options: options of `jax.jit` (`OPTIONS`) for a plain function.
 
     Raises ReportError if options are given for a step that is already jitted, or if `jax.pmap` needs more devices than
@@ -38,8 +38,8 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     is_jitted = hasattr(step, "trace") or hasattr(step, "lower")
     if is_jitted and given:
         raise ReportError(
-            f"{', '.join(given)} with a step that is jitted already: give the options to jax.jit, or give the plain "
-            "function"
+            f"{', '.join(given)} cannot be set for a step that is jitted already: give the options to jax.jit, or give "
+            "the plain function"
         )
     if hasattr(step, "trace"):
         return step.trace(*args, **kwargs)
@@ -51,7 +51,7 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         mapped, available = _mapped_devices(step, args, kwargs), jax.local_device_count()
         if mapped > available and _PMAP_ERROR.search(str(error)):
             raise ReportError(
-                f"jax.pmap over {mapped} devices, but this process has {available}: set "
+                f"jax.pmap maps over {mapped} devices, but this process has {available}: set "
                 f"JAX_NUM_CPU_DEVICES={mapped} before jax starts, or use jax.jit over a mesh of the "
                 "target's devices"
             ) from error
@@ -63,8 +63,8 @@ _PMAP_ERROR = re.compile(r"cannot select an axis to squeeze out|applied to the f
 
 
 def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Returns the length of the axis that `jax.pmap` maps: the most common first dimension of the arguments. Returns 0
-    if the step is not wrapped by `jax.pmap`."""
+    """Returns the number of devices over which `jax.pmap` maps a step: the most common first dimension of the
+    arguments. Returns 0 if the step is not wrapped by `jax.pmap`."""
     import jax
 
     if not getattr(step.lower, "__qualname__", "").startswith("pmap."):
@@ -74,11 +74,16 @@ def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def check_options(options: Iterable[str], function: str) -> None:
-    """Raises TypeError if an option is not known to `jax.jit`. function: the name of the called function in the
-    message."""
+    """Raises TypeError if an option is not known to `jax.jit`.
+
+    function: the name of the function to which the options were passed, for the message.
+    """
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise TypeError(f"{function}() got {', '.join(unknown)}: give only options of jax.jit, {', '.join(OPTIONS)}")
+        raise TypeError(
+            f"{function}() got the unknown option {', '.join(unknown)}: give only options of jax.jit, "
+            + ", ".join(OPTIONS)
+        )
 
 
 def takes_no_arguments(step: Any) -> bool:
@@ -93,7 +98,7 @@ def takes_no_arguments(step: Any) -> bool:
 def _trace_function(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:
-    """Traces a plain function with jax.jit. Python numbers are arguments, not static."""
+    """Traces a plain function with jax.jit. Python numbers become arguments of the program, not static values."""
     import jax
 
     step = in_place.refuse_lost_updates(step)
@@ -111,7 +116,8 @@ def _trace_function(
 def _trace_wrapper(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Traces a function wrapped by another library's jit. Arguments that the wrapper donates are donated.
 
-    As in these libraries, Python numbers are static. Arrays that are bound to the function are arguments.
+    Python numbers are static, as in these libraries. Arrays that are bound to the function become arguments of the
+    program.
     """
     import jax
 
@@ -125,14 +131,16 @@ def _trace_wrapper(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that is passed as an argument, so that arrays bound to the function are arguments of the
+    """Calls `fun`. If `fun` is an argument of the traced function, the arrays bound to it are arguments of the
     program."""
     return fun(*args, **kwargs)
 
 
 def _with_static_leaves(step: Callable[..., Any], like: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Returns a step whose arguments and results may have static leaves. It has the name and the parameters of
-    `like`."""
+    """Wraps a step so that its arguments and results may contain static leaves, which are not traced.
+
+    like: the function whose name and parameters the wrapper has (default: the step).
+    """
     import jax
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +163,11 @@ def _with_static_leaves(step: Callable[..., Any], like: Callable[..., Any] | Non
 
 
 def _donated(program: Any, count: int) -> tuple[int, ...]:
-    """Returns the numbers of the positional arguments that a wrapper's jit donates with all their leaves."""
+    """Returns the positions of the arguments that a wrapper's jit donates. An argument counts only if all its leaves
+    are donated.
+
+    count: the number of positional arguments.
+    """
     import jax
     from jax.extend.core import Var
 
@@ -174,10 +186,9 @@ def _donated(program: Any, count: int) -> tuple[int, ...]:
 
 
 def _mark_static(tree: Any, *, numbers: bool) -> Any:
-    """Returns a tree with every leaf that is not an array marked as static, so that it is part of the tree's
-    structure.
+    """Wraps every leaf that is not an array as a static leaf, which jax treats as a part of the tree's structure.
 
-    numbers: whether Python numbers are static too.
+    numbers: whether Python numbers become static too.
     """
     import jax
 
@@ -189,7 +200,7 @@ def _mark_static(tree: Any, *, numbers: bool) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Returns whether jax accepts a leaf as an array. Numpy arrays of objects or text are not accepted."""
+    """Returns whether jax accepts a leaf as an array. It does not accept numpy arrays of objects or text."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and hasattr(leaf, "shape") and getattr(dtype, "kind", "") not in ("O", "U", "S")
 
@@ -200,7 +211,8 @@ def _is_static(leaf: Any) -> bool:
 
 @functools.cache
 def _static() -> type:
-    """Returns the type of a static leaf. For jax it is an empty node, equal only to itself."""
+    """Returns the class of static leaves. It is a pytree node without children; jax recompiles if the object
+    changes."""
     import jax
 
     class Static:
@@ -212,21 +224,22 @@ def _static() -> type:
 
 
 def _numbers(value: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Returns an option of `jax.jit` that is one number, several numbers or None, as a tuple."""
+    """Converts an option of `jax.jit` that is an integer, several integers or None to a tuple of integers."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _names(value: str | Iterable[str] | None) -> set[str]:
-    """Returns an option of `jax.jit` that is one name, several names or None, as a set."""
+    """Converts an option of `jax.jit` that is a name, several names or None to a set of names."""
     if value is None:
         return set()
     return {value} if isinstance(value, str) else set(value)
 
 
 def _parameters(step: Any, numbers: Iterable[int]) -> set[str]:
-    """Returns the names of the parameters with these numbers, because static arguments may also be passed by name."""
+    """Returns the names of the parameters at these positions. They are needed because static arguments may also be
+    passed by name."""
     try:
         names = list(inspect.signature(step).parameters)
     except (TypeError, ValueError):

@@ -45,7 +45,7 @@ _FEW_DEVICES = re.compile(r"[Nn]umber of devices \d+ must|cannot reshape array o
 class UserProgram:
     """The program that a user's function returned: a step with its arguments, or a jax stage without arguments.
 
-    options: options of `memory.analyze`.
+    options: keyword arguments for `memory.analyze`.
     """
 
     name: str
@@ -56,21 +56,24 @@ class UserProgram:
 
 @dataclasses.dataclass(frozen=True)
 class UserFunction:
-    """A user's function that returns a program. name: its name as in --program. module: the module that contains
-    it."""
+    """A user's function that returns a program.
+
+    name: the function as written in --program. module: the module that contains it.
+    """
 
     name: str
     function: Any
     module: ModuleType
 
     def make(self, overrides: Mapping[str, Any] = {}, target: Any = None) -> UserProgram:
-        """Calls the function and reads its result. Raises ReportError, a one-line message, if either fails."""
+        """Calls the function with these overrides and returns its program. Raises ReportError, a one-line message, if
+        the function fails or does not return a program."""
         with _own_arguments(self.name), one_line_errors(self.name):  # reading an attribute may run the user's code too
             return _read_result(self.name, _call(self.name, self.function, overrides, target), self.module)
 
 
 def load_function(name: str) -> UserFunction:
-    """Returns the function `module:function` or `file.py:function`. Modules in the current folder can be imported too.
+    """Imports the function `module:function` or `file.py:function`. Modules in the current folder can be imported too.
 
     Raises ReportError, a one-line message, if the module or function does not exist or fails.
     """
@@ -81,7 +84,8 @@ def load_function(name: str) -> UserFunction:
 
 
 def load(name: str) -> UserProgram:
-    """Returns the program of `module:function` or `file.py:function`, which is called without overrides.
+    """Imports the function `module:function` or `file.py:function`, calls it without overrides, and returns its
+    program.
 
     Raises ReportError, a one-line message, if the module or function does not exist or fails.
     """
@@ -90,7 +94,8 @@ def load(name: str) -> UserProgram:
 
 @contextlib.contextmanager
 def _own_arguments(name: str) -> Iterator[None]:
-    """Hides the arguments of this process from a user's script inside the context."""
+    """Context manager that hides this process's command-line arguments (sys.argv) from a user's script while it is
+    imported."""
     arguments, sys.argv = sys.argv, [split(name)[0]]
     try:
         yield
@@ -100,8 +105,10 @@ def _own_arguments(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Turns every exception of user code inside the context, including SystemExit, into a ReportError that begins with
-    `what`. KeyboardInterrupt (Ctrl-C) passes."""
+    """Context manager that turns every exception of user code, including SystemExit, into a ReportError.
+
+    what: the beginning of the error's message. KeyboardInterrupt (Ctrl-C) is not caught.
+    """
     try:
         yield
     except ReportError:
@@ -113,16 +120,19 @@ def one_line_errors(what: str) -> Iterator[None]:
 
 
 def split(name: str) -> tuple[str, str]:
-    """Splits a name into (module or file, function). Raises ReportError if the name has another form."""
+    """Splits a name of --program into (module or file, function). Raises ReportError if it is not `module:function` or
+    `file.py:function`."""
     where, colon, function = name.rpartition(":")
     if not colon or not where or not function or not all(map(str.isidentifier, function.split("."))):
-        raise ReportError(f"--program={name}: write it as module:function or path/to/file.py:function")
+        raise ReportError(
+            f"--program={name} does not name a function: write module:function or path/to/file.py:function"
+        )
     return where, function
 
 
 def describe_user_error(error: BaseException) -> str:
-    """Returns an error of user code in one line: its class, its first line, and the last source line outside
-    libraries."""
+    """Describes an error in user code in one line: its class, the first line of its message, and the last source line
+    that is not in a library."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     lines = message_of(error).strip().splitlines() or [""]
     kind = type(error).__name__
@@ -133,7 +143,7 @@ def describe_user_error(error: BaseException) -> str:
 
 
 def _is_users(path: str) -> bool:
-    """Returns whether a file is the user's: not of this package, of Python or of an installed library."""
+    """Returns whether a file is the user's own: not part of this package, of Python or of an installed library."""
     libraries = str(Path(__file__).parent), os.path.dirname(os.__file__), "<frozen"
     return not (path.startswith(libraries) or "site-packages" in path)
 
@@ -142,7 +152,7 @@ def _is_users(path: str) -> bool:
 
 
 def _module(where: str) -> ModuleType:
-    """Returns a module by its name or its file. Raises ReportError if it does not exist or fails."""
+    """Imports a module, given its name or file. Raises ReportError if it does not exist or fails."""
     if where.endswith(".py") or "/" in where or os.sep in where:
         return _import_file(Path(os.path.expanduser(where)))
     if os.path.isfile(where):
@@ -157,12 +167,12 @@ def _module(where: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Returns the module of a file. A file in a package is imported by its full name, so that its relative imports
+    """Imports a Python file. A file in a package is imported by its full module name, so that its relative imports
     work."""
     if not os.path.isfile(path):
         folder = path.parent if os.path.isdir(path.parent) else Path(".")
         near = did_you_mean(path.name, [file.name for file in folder.glob("*.py")])
-        raise ReportError(f"no file {path}: {near or 'give path/to/file.py:function'}")
+        raise ReportError(f"the file {path} does not exist: {near or 'give path/to/file.py:function'}")
     path = path.resolve()
     folder, parts = path.parent, [path.stem]
     while (folder / "__init__.py").is_file() and folder.name.isidentifier():  # the folder is a package
@@ -184,13 +194,16 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _search_first(folder: Path) -> None:
-    """Makes a folder the first entry of the module search path."""
+    """Puts a folder at the front of `sys.path`."""
     if str(folder) not in sys.path[:1]:
         sys.path.insert(0, str(folder))
 
 
 def _import_module(module: str, name: str) -> ModuleType:
-    """Imports a module by its dotted name. name: the module's name in messages, as the user wrote it."""
+    """Imports a module by its dotted name.
+
+    name: the module as the user wrote it, for error messages.
+    """
     importlib.invalidate_caches()
     with one_line_errors(f"{name} cannot be imported"):
         try:
@@ -200,7 +213,7 @@ def _import_module(module: str, name: str) -> ModuleType:
             if module == missing or module.startswith(f"{missing}."):
                 remedy = _near_module(missing) or "run it from its folder, or write path/to/file.py:function"
                 raise ReportError(
-                    f"no module {missing} in {Path.cwd()} or among the installed packages: {remedy}"
+                    f"there is no module {missing} in {Path.cwd()} or among the installed packages: {remedy}"
                 ) from error
             raise ReportError(
                 f"{name} cannot be imported: {describe_user_error(error)}: install {missing} in this environment"
@@ -208,7 +221,8 @@ def _import_module(module: str, name: str) -> ModuleType:
 
 
 def _near_module(missing: str) -> str:
-    """Returns a hint with modules of the same folder or package whose names resemble a missing one, "" for none."""
+    """Returns a hint that names modules of the same folder or package with a name similar to the missing one, "" for
+    none."""
     parent, _, last = missing.rpartition(".")
     names = []
     for folder in getattr(sys.modules.get(parent), "__path__", ()) if parent else (Path.cwd(),):
@@ -220,7 +234,8 @@ def _near_module(missing: str) -> str:
 
 
 def _function(module: ModuleType, name: str) -> Any:
-    """Returns a function of a module, or of a class in it. If missing, raises ReportError with the nearest name."""
+    """Returns a function of a module, or of a class in it. If it does not exist, raises ReportError with the most
+    similar name."""
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -230,7 +245,8 @@ def _function(module: ModuleType, name: str) -> Any:
 
 
 def _near_function(holder: Any, name: str, module: ModuleType) -> str:
-    """Returns a hint with functions whose names resemble a missing one, otherwise with the existing functions."""
+    """Returns a hint that names functions with a name similar to the missing one, otherwise the functions that
+    exist."""
     own = [
         key
         for key, value in vars(holder).items()
@@ -248,7 +264,8 @@ def _near_function(holder: Any, name: str, module: ModuleType) -> str:
 
 
 def _call(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: Any = None) -> Any:
-    """Calls a function with overrides and returns its result. Returns an object that is not a function unchanged."""
+    """Calls a user's function with overrides and returns its result. If `function` is not a function but an object,
+    returns it unchanged."""
     from bytescope.memory.program.compilation import is_stage
 
     if not callable(function) or is_stage(function):
@@ -288,7 +305,8 @@ def _call(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: A
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a function by name; {} for a function written in C."""
+    """Returns the parameters of a function by name. Returns {} if Python cannot determine them, as for a function
+    written in C."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -296,7 +314,10 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _read_result(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:
-    """Reads a function's result as a program. within: whether the function already comes from a config."""
+    """Reads the result of a user's function as a program.
+
+    within: whether the function is already the one named by a config.
+    """
     from bytescope.memory.program.compilation import is_stage, takes_arguments
 
     if is_stage(result):
@@ -318,12 +339,13 @@ def _read_result(name: str, result: Any, module: ModuleType, within: bool = Fals
             f"{os.path.relpath(file)}"
         )
     raise ReportError(
-        f"{name} returns {_kind(result)}: {_RETURN}, or a config that has such a function as `{FUNCTION}`"
+        f"{name} returns {_kind(result)}, which is not a program: {_RETURN}, or a config that has such a function as "
+        f"`{FUNCTION}`"
     )
 
 
 def _read_parts(name: str, parts: Sequence[Any]) -> UserProgram:
-    """Reads a tuple of a step, its arguments and optional options."""
+    """Reads a tuple of a step, its arguments and optional options as a program."""
     from bytescope.memory.program.compilation import takes_arguments
 
     if not parts or not takes_arguments(parts[0]):
@@ -336,15 +358,15 @@ def _read_parts(name: str, parts: Sequence[Any]) -> UserProgram:
         )
     if len(rest) > 2 or (len(rest) == 2 and not isinstance(rest[1], Mapping)):
         raise ReportError(
-            f"{name} returns ({', '.join(map(_kind, parts))}): return (step, arguments) or (step, "
-            "arguments, {option: value})"
+            f"{name} returns ({', '.join(map(_kind, parts))}), which is not a program: return (step, arguments) or "
+            "(step, arguments, {option: value})"
         )
     options = dict(rest[1]) if len(rest) == 2 else {}
     return UserProgram(name, step, tuple(rest[0]), _checked(name, options))
 
 
 def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
-    """Returns the options. Raises ReportError for an option that neither jax.jit nor memory.analyze has."""
+    """Returns the options unchanged. Raises ReportError for an option that neither jax.jit nor memory.analyze has."""
     from bytescope.memory.program.tracing import OPTIONS
 
     for key in options:
@@ -355,12 +377,14 @@ def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
                 "arguments of the step go into {'kwargs': {...}}"
             )
     if not isinstance(options.get("kwargs", {}), Mapping):
-        raise ReportError(f"{name} returns the option 'kwargs' as {_kind(options['kwargs'])}: return a dict")
+        raise ReportError(
+            f"{name} returns the option 'kwargs' as {_kind(options['kwargs'])}, which is not a dict: return a dict"
+        )
     return options
 
 
 def _kind(value: Any) -> str:
-    """Returns the name of a value in a message: the name of a function, or the type of another object."""
+    """Returns how error messages call a value: the name of a function, otherwise the type of the object."""
     if value is None:
         return "None"
     kind = type(value).__name__

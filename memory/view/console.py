@@ -33,19 +33,19 @@ _REPLACEMENT = "\ufffd"
 
 
 def safe(text: str) -> str:
-    """Returns the text with a replacement character for every character that would move the cursor or cannot be
-    encoded."""
+    """Replaces every character of a text that would move the terminal's cursor or that cannot be encoded. Returns the
+    text."""
     return _UNSAFE.sub(_REPLACEMENT, text)
 
 
 def one_line(text: str) -> str:
-    """Returns the text as `safe` does, with line ends replaced by spaces, for a name in a table."""
+    """Makes a text safe to print, as `safe` does, and replaces its line ends with spaces. Used for names in tables."""
     return safe(" ".join(text.splitlines()) if "\n" in text or "\r" in text else text)
 
 
 def shorten(text: str, width: int) -> str:
-    """Shortens a text to `width` columns with an ellipsis in its middle, because the ends of a name distinguish it
-    from others."""
+    """Shortens a text to `width` columns by replacing its middle with an ellipsis. The ends stay, because they
+    distinguish similar names."""
     if cell_len(text) <= width:
         return text
     if width < 2:
@@ -59,18 +59,18 @@ def shorten(text: str, width: int) -> str:
 
 
 class SafeConsole(Console):
-    """A console that replaces control characters, so that printed names cannot move the cursor."""
+    """A rich console that replaces control characters, so that a printed name cannot move the cursor."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders as rich does, with every segment made `safe`."""
+        """Renders as rich does, and replaces control characters in every segment."""
         for segment in super().render(renderable, options):
             if not segment.control and _UNSAFE.search(segment.text):
                 segment = Segment(safe(segment.text), segment.style)
             yield segment
 
     def on_broken_pipe(self) -> None:
-        """Discards further output if the reader has closed the pipe, as `| head` does. rich would end the process
-        before it has written the requested files."""
+        """Discards further output if the reader has closed the pipe, as `| head` does. By default rich would end the
+        process, before it writes the requested files."""
         self.quiet = True
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self.file.fileno())
@@ -80,15 +80,15 @@ ECHO = len("^C^C") + 1  # columns that the terminal's echo of two Ctrl-C takes a
 
 
 class LineProgress(Progress):
-    """rich's Progress, a few columns narrower than the terminal. After a bar of full width, the echo of Ctrl-C would
-    wrap to the next line, and rich would erase that line instead of the bar."""
+    """A rich Progress that is a few columns narrower than the terminal. If the bar had the full width, the "^C" that
+    the terminal prints for Ctrl-C would start a new line, and rich would erase the wrong line."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield _Narrowed(self.make_tasks_table(self.tasks))
 
 
 class _Narrowed:
-    """A renderable that is `ECHO` columns narrower than the terminal."""
+    """Wraps a rich renderable to make it `ECHO` columns narrower than the terminal."""
 
     def __init__(self, renderable: RenderableType):
         self.renderable = renderable
@@ -98,7 +98,10 @@ class _Narrowed:
 
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> Console:
-    """Returns a console for stdout, stderr or `file`. options: options of rich's Console, such as quiet=True."""
+    """Returns a console that prints to stdout, to stderr or to `file`.
+
+    options: options of rich's Console, such as quiet=True.
+    """
     stream = file or (sys.stderr if stderr else sys.stdout)
     # With force_jupyter, rich would write HTML to the notebook's output area instead of the stream.
     options = {"markup": False, "emoji": False, "highlight": False, "force_jupyter": False, **options}
@@ -110,15 +113,16 @@ def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options
 
 
 def put(renderable: RenderableType, console: Console | None = None) -> None:
-    """Prints one view, to stdout by default, and flushes it, so that a pipe receives rows as they are finished.
-    Nothing is cropped: a line that is too long for a very narrow terminal wraps."""
+    """Prints a rich renderable, to stdout by default, and flushes the stream, so that a reader of a pipe sees each
+    part when it is ready. A line that is longer than the terminal is wrapped, never cut."""
     console = console or make_console()
     console.print(renderable, crop=False)
     console.file.flush()
 
 
 def plain_text(renderable: RenderableType | None, width: int) -> str:
-    """Returns a view as text, `width` columns wide, without colours and without a final line end; "" for None."""
+    """Renders a rich renderable as plain text, `width` columns wide, without a line end at its end. Returns "" for
+    None."""
     file = io.StringIO()
     if renderable is not None:
         put(renderable, make_console(file=file, width=width, color_system=None))
@@ -126,19 +130,19 @@ def plain_text(renderable: RenderableType | None, width: int) -> str:
 
 
 def prompt_width() -> int:
-    """Returns the width for an object's text at a prompt: the terminal's width, otherwise COLUMNS, otherwise 80 (as in
-    a notebook)."""
+    """Returns the width for objects that are displayed at a Python prompt: the terminal's width, otherwise COLUMNS,
+    otherwise 80 (as in a notebook)."""
     return max(shutil.get_terminal_size((PROMPT_WIDTH, 24)).columns, 20)
 
 
 def columns() -> int:
-    """Returns the width without a terminal: COLUMNS, otherwise 100."""
+    """Returns the output width if there is no terminal: the environment variable COLUMNS, otherwise 100."""
     given = os.environ.get("COLUMNS", "")
     return int(given) if given.isascii() and given.isdigit() and int(given) else DEFAULT_WIDTH
 
 
 def is_terminal(stream: Any) -> bool:
-    """Returns whether a stream is a terminal. A closed stream or an object without `isatty` is not."""
+    """Returns whether a stream is a terminal. Returns False for a closed stream and for an object without `isatty`."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):
@@ -146,8 +150,8 @@ def is_terminal(stream: Any) -> bool:
 
 
 def settle_stdout() -> None:
-    """Makes stdout replace characters that its encoding lacks with `?` instead of raising. stderr already escapes
-    them."""
+    """Makes stdout print "?" for characters that its encoding lacks, instead of raising an error. stderr does this
+    already."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")

@@ -23,8 +23,10 @@ PREDICTED = (
 
 
 class HeaderFigure(NamedTuple):
-    """A large figure in a page's header. name: its caption. value: its text. note: a line below it. exact: the exact
-    value, shown on hover."""
+    """A number shown large in a page's header.
+
+    name: its caption. value: its text. note: a line below it. exact: the exact value, shown on hover.
+    """
 
     name: str
     value: str
@@ -33,12 +35,12 @@ class HeaderFigure(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell of a table.
+    """A cell of a table on a page.
 
     Fields:
-        text: the text; a newline starts a new line. title: the text on hover.
-        kind: a CSS class that colours the cell. value: the number by which a sortable table orders the cell, if not
-            its text.
+        text: the text; a newline starts a new line. title: the text shown on hover.
+        kind: the CSS class that colours the cell.
+        value: the number by which a sortable table orders the cell; if None, the text is used.
         command: a command that the cell's button copies. note: a line below the text.
     """
 
@@ -51,15 +53,21 @@ class Cell(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The heading of a column. kind: its CSS class: "name" (the column that names the row), "num" (right) or "text"
-    (left)."""
+    """The heading of a table column on a page.
+
+    kind: the CSS class: "name" for the column with the rows' names, "num" for right-aligned numbers, "text" for
+    left-aligned text.
+    """
 
     title: str
     kind: str
 
 
 class PageRow(NamedTuple):
-    """A row of a table. kind: "total" or "winner" for an emphasized row. title: the text on hover."""
+    """A row of a table on a page.
+
+    kind: "total" or "winner" if the row is emphasized. title: the text shown on hover.
+    """
 
     cells: list[Cell]
     kind: str = ""
@@ -67,15 +75,18 @@ class PageRow(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """The headings and rows of one table."""
+    """A table on a page: its headings and rows."""
 
     heads: list[Head]
     lines: list[PageRow]
 
 
 class BreakdownPart(NamedTuple):
-    """A row of a breakdown. row: its key. name: its name. bytes: its size. share: percent of the total. width: percent
-    of the bar."""
+    """A category of the memory breakdown, drawn as a part of a bar.
+
+    row: its key, such as "params". name: its display name. bytes: its size. share: percent of the total. width:
+    percent of the bar.
+    """
 
     row: str
     name: str
@@ -85,7 +96,7 @@ class BreakdownPart(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A section of "About": a title and (name, value) pairs."""
+    """A section of a page's "About" part: a title and (name, value) pairs."""
 
     title: str
     entries: list[tuple[str, str]]
@@ -96,25 +107,29 @@ Column = tuple[str, str, Callable[[Any], Cell | str]]
 
 
 def row_name(row: str) -> str:
-    """Returns the display name of a breakdown's row."""
+    """Returns the display name of a category of the memory breakdown."""
     return {"frozen": "frozen params", "logits_loss": "logits and loss", "rng": "random keys"}.get(row, row)
 
 
 def where(target: Mapping[str, Any]) -> str:
-    """Returns what a program was compiled for, in one line: "h200:8 · NVIDIA H200 · per device"."""
+    """Describes the devices for which a program was compiled, in one line, such as "h200:8 · NVIDIA H200 · per
+    device"."""
     name, kind = str(target.get("name") or "no target"), str(target.get("kind") or "")
     return " · ".join((name, kind, "per device") if kind and kind != name else (name, "per device"))
 
 
 def title(config: str, target: Mapping[str, Any], what: str) -> str:
-    """Returns the title of a page: "llama_8b on h100:8 · levers"."""
+    """Returns the title of a page, such as "llama_8b on h100:8 · levers".
+
+    what: the last part of the title.
+    """
     name = str(target.get("name") or "")
     return f"{config or 'a config'}{f' on {name}' if name else ''} · {what}"
 
 
 def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
-    """Returns the header lines about a comparison's rows: batch and policy if all rows share them, and the keys that
-    the command line sets."""
+    """Returns the header lines of a page that compares programs: the batch and remat policy if all rows have the same,
+    and the command-line flags that set config keys."""
     batches, policies = ({row.get(key) for row in rows if row.get(key)} for key in ("batch", "policy"))
     tokens = sorted({row["tokens_per_update"] for row in rows if row.get("tokens_per_update")})
     out = [f"batch: {batches.pop()}"] if len(batches) == 1 else []
@@ -128,12 +143,14 @@ def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
 
 
 def subject(report: ReportRecord) -> str:
-    """Returns the subject of a report in one line: "llama_8b · h100:8 · NVIDIA H100 80GB HBM3 · per device"."""
+    """Describes a report's program and target in one line, such as "llama_8b · h100:8 · NVIDIA H100 80GB HBM3 · per
+    device"."""
     return " · ".join((report.subject.name or report.program or "a program", where(report.target)))
 
 
 def program_facts(report: ReportRecord) -> list[str]:
-    """Returns the trainer's facts about the program, one per line; unknown facts are left out."""
+    """Returns lines that describe the program of a report, such as its batch and policy. Facts that are unknown are
+    left out."""
     subject = report.subject
     layers = " · ".join(
         filter(
@@ -154,11 +171,11 @@ def program_facts(report: ReportRecord) -> list[str]:
 
 
 def command(config: str, target: Mapping[str, Any], *flags: str, fits: bool | None = True) -> str:
-    """Returns the shell command for a configuration: `train` if it fits or its fit is unknown, `report` if it does not
-    fit.
+    """Returns the shell command for a config: `bytescope train` if it fits or if this is unknown, `bytescope report`
+    if it does not fit.
 
-    config: "" if the flags name the config. flags: already quoted for a shell. If a key is given twice, the last value
-    is used.
+    config: the name of the config, "" if the flags contain it. flags: flags that are already quoted for a shell. If a
+    key is given twice, the last value is used.
     """
     verb = "report" if fits is False else "train"
     words = [f"--config={config}"] if config else []
@@ -168,18 +185,18 @@ def command(config: str, target: Mapping[str, Any], *flags: str, fits: bool | No
 
 
 def versions(by_package: Mapping[str, str]) -> str:
-    """Returns the versions of the packages that compiled a program, in one line: "jax 0.10.2 · python 3.11.7"."""
+    """Returns package versions in one line, such as "jax 0.10.2 · python 3.11.7"."""
     return " · ".join(f"{name} {version}" for name, version in by_package.items())
 
 
 def figure(name: str, count: int | None, note: str = "") -> HeaderFigure:
-    """Returns a number of bytes as a figure of the header."""
+    """Returns a header figure that shows a number of bytes."""
     return HeaderFigure(name, human(count), note, exact(count))
 
 
 def predictions(row: Mapping[str, Any], whose: str = "") -> list[HeaderFigure]:
-    """Returns the predictions of a comparison's row as header figures: seconds with their interval, throughput and
-    MFU.
+    """Returns header figures for the predictions of a comparison's row: seconds per update with their interval,
+    tokens/s and MFU.
 
     whose: a text that names the row, added to each figure's note.
     """
@@ -198,8 +215,7 @@ def predictions(row: Mapping[str, Any], whose: str = "") -> list[HeaderFigure]:
 
 
 def spread(row: Mapping[str, Any]) -> str:
-    """Returns the interval of a row's predicted seconds, in the unit of `figures.seconds`: "0.65 to 0.81 s"; "" if
-    there is none."""
+    """Returns the interval of a row's predicted seconds, such as "0.65 to 0.81 s"; "" if there is none."""
     low, high = row.get("predicted_seconds_low"), row.get("predicted_seconds_high")
     if low is None or high is None:
         return ""
@@ -208,15 +224,15 @@ def spread(row: Mapping[str, Any]) -> str:
 
 
 def at_least(row: Mapping[str, Any]) -> str:
-    """Returns the lower bound of a row's seconds as hover text: "at least 0.462 s by the data sheet"; "" if
-    unknown."""
+    """Returns a hover text with the lower bound of a row's seconds, such as "at least 0.462 s by the data sheet".
+    Returns "" if the bound is unknown."""
     bound = row.get("least_seconds")
     return f"at least {rounded(bound, 3)} s by the data sheet" if bound else ""
 
 
 def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the notes on predicted seconds: each distinct source of device rates, and the reasons why rows have no
-    prediction."""
+    """Returns notes on the predicted seconds of a comparison: the sources of the device rates, and why some rows have
+    no prediction."""
     reasons = dict.fromkeys(row["unpredicted"] for row in rows if row.get("unpredicted"))
     sources = list(dict.fromkeys(row["rates"] for row in rows if row.get("rates")))
     return [
@@ -226,19 +242,25 @@ def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
-    """Returns a note with the limit as a share of the GPU's memory; [] if the limit is not such a share."""
+    """Returns a note that says which fraction of the GPU's memory the limit is. Returns [] if the limit is not defined
+    as a fraction of it.
+
+    limit: bytes on one device.
+    """
     share = limit_share(target, limit)
     return [f"Limit {human(limit)}: {share}."] if share else []
 
 
 def size(count: int | None) -> Cell:
-    """Returns a number of bytes as a cell with the exact count on hover; an empty cell for None."""
+    """Returns a cell that shows a number of bytes, with the exact count on hover. The cell is empty for None."""
     return Cell("" if count is None else human(count), exact(count), value=count)
 
 
 def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[BreakdownPart]:
-    """Returns the breakdown's rows that have bytes, in the order of `ROWS`. scale: bytes of the whole bar (default:
-    the total)."""
+    """Returns the categories of a memory breakdown that have bytes, in the order of `ROWS`.
+
+    total: bytes of all categories. scale: bytes that the whole bar stands for (default: the total).
+    """
     sizes = [(row, breakdown.get(row, 0)) for row in ROWS]
     total = max(total, 1)
     return [
@@ -254,9 +276,9 @@ def table(
     kind: Callable[[Any], str] = lambda item: "",
     title: Callable[[Any], str] = lambda item: "",
 ) -> PageTable:
-    """Returns a table with a row for each item. Columns that are empty in all rows are left out.
+    """Returns a page's table with one row per item. Columns that are empty in all rows are left out.
 
-    kind, title: return the CSS class and the hover text of an item's row.
+    kind, title: functions from an item to the CSS class and the hover text of its row.
     """
     cells = [[_cell(write(item)) for item in items] for _, _, write in columns]
     used = [number for number, column in enumerate(cells) if any(cell.text for cell in column)]

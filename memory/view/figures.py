@@ -6,12 +6,13 @@ import math
 
 
 def exact(count: int | None) -> str:
-    """Returns the exact number of bytes, for a hover text: "1,234 bytes"; "" for None."""
+    """Returns the exact number of bytes as text, such as "1,234 bytes"; "" for None."""
     return "" if count is None else f"{count:,} bytes"
 
 
 def seconds(value: float | None) -> str:
-    """Returns seconds with their unit, in four digits: "37.41 s", "0.5900 s", "12.30 ms"; "" for None."""
+    """Formats a time in seconds with four digits and a unit, such as "37.41 s", "0.5900 s" or "12.30 ms"; "" for
+    None."""
     if value is None:
         return ""
     if value >= 1000:
@@ -20,7 +21,7 @@ def seconds(value: float | None) -> str:
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """Returns a number of 0 or more, rounded to `digits` significant digits: "90,900", "0.650", "0.0000012"."""
+    """Formats a number of 0 or more with `digits` significant digits, such as "90,900", "0.650" or "0.0000012"."""
     if not value:
         return "0"
     kept = float(f"{value:.{digits - 1}e}")
@@ -28,18 +29,18 @@ def rounded(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """Returns a fraction (0 to 1) as percent: "12.5 %"; "" for None."""
+    """Formats a fraction (0 to 1) as percent, such as "12.5 %"; "" for None."""
     return "" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def written_gap(share: float | None, digits: int = 1) -> str:
-    """Returns a relative difference as signed percent: "+12.3 %". Infinity, a difference from 0, becomes "new"; None
-    becomes ""."""
+    """Formats a relative difference as signed percent, such as "+12.3 %". Infinity (the old value was 0) becomes
+    "new"; None becomes ""."""
     if share is None:
         return ""
     return "new" if math.isinf(share) else f"{100 * share:+.{digits}f} %"
 
 
 def count(value: float | None) -> str:
-    """Returns a count with thousands separators: "112,131"; "" for None."""
+    """Formats a count with thousands separators, such as "112,131"; "" for None."""
     return "" if value is None else f"{value:,.0f}"

@@ -31,10 +31,10 @@ MORE = {"report": ("treemap.js",), "estimate": ("estimate_formulas.js",)}
 
 
 def page(name: str, title: str, data: Any, **content: Any) -> str:
-    """Returns the page NAME as the text of one HTML file, which contains all of its scripts and needs no network.
+    """Returns an HTML page as one text, which contains all of its scripts and styles and needs no network.
 
     Args:
-        name: name of the template, the styles and the script.
+        name: the name that the page's template, styles and script have in common.
         title: title of the document.
         data: JSON values that the script draws (`base.data()`).
         content: values of the template's variables.
@@ -47,10 +47,10 @@ def page(name: str, title: str, data: Any, **content: Any) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """Returns the template environment.
+    """Returns the Jinja environment of the pages' templates.
 
-    Filters: `human`, `flags` (splits a command at its flags), `tojson`, `source_hash` and `without_style_attributes`.
-    The functions `static` and `library` insert files unchanged.
+    Its filters are `human` (bytes in readable units), `flags` (splits a command at its flags), `tojson`, `source_hash`
+    and `without_style_attributes`. Its functions `static` and `library` insert files unchanged.
     """
     # Imported here, because modules that only print also contain the functions of their page.
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -75,8 +75,7 @@ def environment() -> Environment:
 
 
 def dump_json(value: Any, **options: Any) -> str:
-    """Returns the JSON of a value, with null for NaN and Infinity, because browsers cannot parse JSON with NaN or
-    Infinity."""
+    """Returns a value as JSON text. NaN and Infinity become null, because browsers cannot parse them."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
@@ -84,7 +83,8 @@ def dump_json(value: Any, **options: Any) -> str:
 
 
 def source_hash(text: str) -> Markup:
-    """Returns the hash by which a Content-Security-Policy allows a script or style element: "'sha256-...'"."""
+    """Returns the hash of a script or style, such as "'sha256-...'". A page's Content-Security-Policy lists it to
+    allow the script or style."""
     digest = hashlib.sha256(text.encode()).digest()
     return Markup(f"'sha256-{base64.b64encode(digest).decode()}'")
 
@@ -94,10 +94,10 @@ _STYLE_ATTRIBUTE = re.compile(r' style="([\w:.% -]+)"')
 
 
 def without_style_attributes(text: Markup) -> tuple[Markup, Markup]:
-    """Returns the HTML with its style attributes replaced by references, and the CSS rules for these references.
+    """Replaces the style attributes of HTML, which the page's Content-Security-Policy forbids. Returns (HTML with
+    references, CSS rules for the references).
 
-    A policy without 'unsafe-inline' refuses style attributes. Text from the data is escaped and contains no quotes, so
-    only attributes of the templates match.
+    Only attributes in the templates can match, because text from the data is escaped and contains no quotes.
     """
     numbers: dict[str, int] = {}
 
@@ -110,12 +110,12 @@ def without_style_attributes(text: Markup) -> tuple[Markup, Markup]:
 
 
 def static(name: str) -> Markup:
-    """Returns the content of a file of `static/`, unescaped."""
+    """Returns the unescaped content of a file in the folder `static/`."""
     file = resources.files("bytescope.memory.view") / "static" / name
     return Markup(file.read_text(encoding="utf-8"))
 
 
 def _library(name: str) -> Markup:
-    """Returns the scripts that draw the charts of the page NAME."""
+    """Returns the scripts that draw the charts of a page, given the page's name."""
     # The block hides all of their names except `charts`.
     return Markup('"use strict";\n{{\n{}}}').format(Markup("\n").join(map(static, (*CHARTS, *MORE.get(name, ())))))

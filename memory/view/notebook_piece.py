@@ -36,14 +36,14 @@ _USED = re.compile(r"--(?!page\b|on-)[\w-]+: #[0-9a-f]{6};")
 
 
 def render(template: str, **content: Any) -> str:
-    """Returns the HTML of the template `notebook_TEMPLATE.html`. Raises jinja2.UndefinedError if a variable is
-    missing."""
+    """Renders the template `notebook_TEMPLATE.html`, where TEMPLATE is the argument, as HTML. Raises
+    jinja2.UndefinedError if a variable is missing."""
     return environment().get_template(f"notebook_{template}.html").render(style=styles(), **content)
 
 
 @functools.cache
 def styles() -> Markup:
-    """Returns the styles of notebook output: the pages' colours for both themes, then `static/notebook.css`."""
+    """Returns the CSS of notebook output: the colours of the light and dark theme, then `static/notebook.css`."""
     light, dark = palettes()
     rules = [
         f".bytescope {{ color-scheme: light; {light} }}",
@@ -57,7 +57,7 @@ def styles() -> Markup:
 
 
 def palettes() -> tuple[str, str]:
-    """Returns the colours of pages as CSS declarations: (light, dark)."""
+    """Returns the colours of the light and the dark theme, each as CSS declarations."""
     light, dark = static("base.css").split('[data-theme="dark"]', 1)
     light_rule, dark_rule = light.split(":root", 1)[1].split("}")[0], dark.split("}")[0]
     return " ".join(_USED.findall(light_rule)), " ".join(_USED.findall(dark_rule))

@@ -19,12 +19,14 @@ MAX_NOTEBOOK_ROWS = 200
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Table:
-    """A table of plain data that displays itself. `len`, iteration and indexing apply to its rows.
+    """A table of plain values that displays itself as text at a prompt and as HTML in a notebook. `len`, iteration and
+    indexing apply to its rows.
 
     Fields:
-        columns: the displayed columns; the first names the row. Rows may have more keys than columns.
-        rows: a dict of plain values for each row; bytes are ints.
-        title: the heading of the table. note: a sentence below the table.
+        columns: the displayed columns; the first one names the row. Rows may have keys that are not displayed.
+        rows: one dict of plain values per row; bytes are ints.
+        title: the heading of the table.
+        note: a sentence below the table.
     """
 
     columns: tuple[ColumnView, ...]
@@ -42,7 +44,7 @@ class Table:
         return self.rows[at]
 
     def cells(self) -> list[list[str]]:
-        """Returns the displayed text of each column, for each row."""
+        """Returns the displayed texts: one list per row, with one text per column."""
         return [[column.text(row) for column in self.columns] for row in self.rows]
 
     def __repr__(self) -> str:
@@ -61,7 +63,7 @@ class Table:
         return plain_text(Group(*title, terminal_table(TableView(self.columns, self.rows)), *note), prompt_width())
 
     def _repr_html_(self) -> str:
-        """Returns the table as HTML for a notebook's output area. Columns without any value are left out."""
+        """Returns the table as HTML for a notebook. Columns that are empty in all rows are left out."""
         from bytescope.memory.view import notebook_piece
         from bytescope.memory.view.table_views import notebook_table
 

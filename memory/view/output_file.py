@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def put_or_display(item: Any, text: RenderableType) -> None:
-    """Displays an object with a `_repr_html_` in a notebook. Elsewhere prints `text`, as wide as the terminal."""
+    """Displays an object with a `_repr_html_` method as HTML in a notebook. Outside a notebook, prints `text` in the
+    terminal's width."""
     if in_notebook():
         from IPython.display import display
 
@@ -26,15 +27,16 @@ def put_or_display(item: Any, text: RenderableType) -> None:
 
 
 def in_notebook() -> bool:
-    """Returns whether this process is the kernel of a notebook, which shows HTML. IPython's terminal prompt is not a
-    notebook."""
+    """Returns whether this process is a notebook's kernel, which can show HTML. Returns False for IPython in a
+    terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 def write(path: str | Path, text: str) -> None:
-    """Writes a text file completely or not at all. Raises ReportError if it cannot be written."""
+    """Writes a text file. If writing fails, an existing file is left unchanged. Raises ReportError if the file cannot
+    be written."""
     try:
         write_whole(Path(path), text)
     except OSError as error:

@@ -18,8 +18,8 @@ _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
 def predicted(report: ReportRecord) -> str:
-    """Returns the predicted seconds of an update with their interval, tokens/s, MFU and the source of the device
-    rates, in one line; "" if there is no prediction."""
+    """Returns a line with the predicted seconds per update and their interval, tokens/s, MFU and the source of the
+    device rates. Returns "" if there is no prediction."""
     prediction = StepPrediction.stated(report)
     if prediction is None:
         return ""
@@ -33,7 +33,7 @@ def predicted(report: ReportRecord) -> str:
 
 
 def unpredicted(report: ReportRecord) -> str:
-    """Returns why no seconds are predicted, in one line; "" if they are or can be predicted, or if there is no
+    """Returns a line that says why a report has no predicted seconds. Returns "" if it has them, or if it has no
     target."""
     if report.prediction or not report.target:
         return ""
@@ -42,8 +42,8 @@ def unpredicted(report: ReportRecord) -> str:
 
 
 def spent(report: ReportRecord) -> str:
-    """Returns the predicted seconds of each term, such as matrix products or collectives, in one line; "" if there is
-    no prediction."""
+    """Returns a line that splits the predicted seconds into terms, such as matrix products and collectives. Returns ""
+    if there is no prediction."""
     prediction = StepPrediction.stated(report)
     if prediction is None:
         return ""
@@ -52,41 +52,42 @@ def spent(report: ReportRecord) -> str:
 
 
 def unit(seconds: float) -> tuple[str, float]:
-    """Returns (name, seconds) of the unit for a time: a time below a tenth of a second is written in a smaller
+    """Returns (name, seconds) of the unit in which a time is shown. Times below a tenth of a second get a smaller
     unit."""
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale / 10), _UNITS[-1])
 
 
 def predicted_time(prediction: StepPrediction) -> str:
-    """Returns the predicted time with its unit: "0.721 s"."""
+    """Returns the predicted time with its unit, such as "0.721 s"."""
     name, scale = unit(prediction.seconds)
     return f"{rounded(prediction.seconds / scale)} {name}"
 
 
 def interval(prediction: StepPrediction) -> str:
-    """Returns the interval of a prediction in two digits, with its unit: "0.65 to 0.81 s"."""
+    """Returns the interval of a predicted time with two digits and a unit, such as "0.65 to 0.81 s"."""
     name, scale = unit(prediction.seconds)
     return f"{rounded(prediction.low / scale, 2)} to {rounded(prediction.high / scale, 2)} {name}"
 
 
 def within(low: float | None, high: float | None) -> str:
-    """Returns an interval in two digits: "0.65 to 0.81"; "" if either end is None."""
+    """Returns an interval with two digits, such as "0.65 to 0.81"; "" if one of its ends is None."""
     return "" if low is None or high is None else f"{rounded(low, 2)} to {rounded(high, 2)}"
 
 
 def with_spread(seconds: float | None, low: float | None, high: float | None) -> str:
-    """Returns predicted seconds with their interval: "0.721, 0.65 to 0.81"; "" if there is no prediction."""
+    """Returns predicted seconds and their interval, such as "0.721, 0.65 to 0.81"; "" if there is no prediction."""
     return "" if seconds is None else ", ".join(filter(None, (rounded(seconds), within(low, high))))
 
 
 def call_name(report: ReportRecord) -> str:
-    """Returns what a report's seconds measure: "update" if its tokens are known, otherwise "call of the step"."""
+    """Returns the name of the period that a report's seconds measure: "update" if the tokens per update are known,
+    otherwise "call of the step"."""
     return "update" if report.subject.tokens else "call of the step"
 
 
 def at_least(report: ReportRecord) -> str:
-    """Returns the lower bound of an update's time from the data sheet's rates, in one line; "" if unknown. The upper
-    bounds of tokens/s and MFU are included if there is no prediction."""
+    """Returns a line with the lower bound of an update's time, from the data sheet's rates; "" if unknown. If there is
+    no prediction, the line also has the resulting upper bounds of tokens/s and MFU."""
     best = at_best(report)
     if best is None:
         return ""

@@ -31,8 +31,8 @@ FIGURES: Mapping[str, Callable[[], tuple[ProgressColumn, ...]]] = {
 
 
 class ProgressBar:
-    """A visible progress bar. It can be called with (labels of running jobs, number of finished jobs), as a pool's
-    progress."""
+    """A progress bar on the screen. A worker pool calls it with the labels of the running jobs and the number of
+    finished jobs."""
 
     def __init__(self, bar: Progress, doing: str, total: int | None) -> None:
         self._bar, self._task = bar, bar.add_task("", total=total, doing=doing)
@@ -42,18 +42,21 @@ class ProgressBar:
         self._bar.update(self._task, completed=done, description=" | ".join(labels))
 
     def show(self, done: int, total: int | None, doing: str | None = None) -> None:
-        """Shows that `done` of `total` is finished; total is None if unknown. doing: a new word before the bar."""
+        """Shows that `done` of `total` is finished; total is None if unknown.
+
+        doing: a new word before the bar, such as "compiling".
+        """
         self._bar.update(self._task, completed=done, total=total)
         if doing is not None:
             self._bar.update(self._task, doing=doing)
 
     def advance(self, amount: int) -> None:
-        """Adds to the finished amount."""
+        """Increases the finished amount shown by the bar."""
         self._bar.advance(self._task, amount)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Hides the bar inside the context, so that printed text and the bar never share a line."""
+        """Context manager that hides the bar, so that text can be printed without sharing a line with the bar."""
         self._bar.stop()
         try:
             yield
@@ -65,11 +68,13 @@ class ProgressBar:
 def progress(
     total: int | None, doing: str = "compiling", figures: str = "programs", console: Console | None = None
 ) -> Iterator[ProgressBar]:
-    """Shows a progress bar inside the context.
+    """Context manager that shows a progress bar.
 
     Args:
-        total: the number of programs, bytes or seconds at the end; None if unknown. doing: the word before the bar.
-        figures: a key of FIGURES. console: the console to draw on (default: stderr).
+        total: the number of programs, bytes or seconds at the end; None if unknown.
+        doing: the word before the bar.
+        figures: what the bar counts, a key of FIGURES such as "programs".
+        console: the console to draw on (default: stderr).
     """
     console = console or make_console(stderr=True)
     labels = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # takes the width that the figures leave

@@ -27,13 +27,14 @@ TERMINAL, PAGE, NOTEBOOK = "terminal", "page", "notebook"
 
 
 class ValueKind(NamedTuple):
-    """The format of the values of a column.
+    """A kind of value, such as bytes or seconds, and how tables format it.
 
     Fields:
-        column: name of the function in `text_table` that makes the terminal's column.
-        css: class of the page's cells: "num" (right) or "text" (left).
-        terminal, page: (value, digits) -> text. digits: default for columns that set none.
-        in_unit: format of a value in the unit of its table, used for bytes on the terminal; "" for other values.
+        column: name of the function in `text_table` that creates a terminal column for this kind.
+        css: CSS class of the cells on a page: "num" (right-aligned) or "text" (left-aligned).
+        terminal, page: functions from (value, digits) to the text on a terminal and on a page.
+        digits: number of digits for columns that set none.
+        in_unit: format of a value in the unit of its table, used for bytes on the terminal; "" for other kinds.
     """
 
     column: str
@@ -108,8 +109,8 @@ KINDS: Mapping[str, ValueKind] = {
 
 
 def value_at(row: Any, path: str) -> Any:
-    """Returns the value at a path of keys, attributes and indices, such as "ratios.2"; None if the path does not exist
-    in the row."""
+    """Returns the value in a row at a path of keys, attributes and indices, such as "ratios.2". Returns None if the
+    path does not exist."""
     value = row
     for name in path.split("."):
         if value is None:
@@ -125,23 +126,25 @@ def value_at(row: Any, path: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnView:
-    """One column of a table, for all views.
+    """One column of a table. The terminal, HTML pages and notebooks show tables from the same columns.
 
     Fields:
         key: name of the column, and the default path of its value in a row.
-        title: heading. short: heading on the terminal, if the title is too long.
-        kind: a row of `KINDS`. digits: digits of its figures, None for the default of the kind.
+        title: heading. short: heading on the terminal, if the title is too long there.
+        kind: kind of the values, a key of `KINDS`. digits: number of digits; None for the default of the kind.
         path: names and indices joined by points, at which a row has the value (default: key).
-        read: row -> value, instead of a path. None and "" leave the cell empty.
+        read: function from a row to the value, used instead of a path. None and "" leave the cell empty.
         skip_zero: whether 0 also leaves the cell empty.
-        only: TERMINAL or PAGE, if only this view shows the column.
+        only: TERMINAL or PAGE, if only one of them shows the column.
         rank: position on a page. Low ranks come first, and a narrow page hides the highest ranks.
-        terminal, page: row -> text of the cell in this view, if it differs from the formatted value.
-        note: row -> text below the page's cell. hover: row -> hover text (default: the exact bytes).
-        verdict: row -> "fits", "exceeds", "tight" or "dim", which colours the cell; "" for no colour.
-        order: row -> number by which a page sorts (default: the value).
+        terminal, page: functions from a row to the text of the cell, if it differs from the formatted value.
+        note: function from a row to the text below the cell on a page.
+        hover: function from a row to the hover text (default: the exact bytes).
+        verdict: function from a row to "fits", "exceeds", "tight" or "dim", which colours the cell; "" for no colour.
+        order: function from a row to the number by which a page sorts (default: the value).
         absent: text on the terminal for a row without a value.
-        css: additional CSS classes of the page's cells. min_width: minimum width in columns of a text on the terminal.
+        css: additional CSS classes of the cells on a page.
+        min_width: minimum width of a text on the terminal, in columns.
     """
 
     key: str
@@ -167,26 +170,29 @@ class ColumnView:
 
     @property
     def heading(self) -> str:
-        """The column's title on the terminal."""
+        """The column's title as printed on the terminal, where it may be shorter."""
         return self.short or self.title
 
     @property
     def is_figure(self) -> bool:
-        """True if the column's cells are right-aligned and never shortened."""
+        """True if the column shows numbers, which are right-aligned and never shortened."""
         return KINDS[self.kind].css == "num"
 
     def only_on(self, place: str) -> ColumnView:
-        """Returns a copy of the column for one view only: TERMINAL, PAGE or NOTEBOOK."""
+        """Returns a copy of the column that is shown in one place only: TERMINAL, PAGE or NOTEBOOK."""
         return dataclasses.replace(self, only=place)
 
     def value(self, row: Any) -> Any:
-        """Returns the column's value in a row; None or "" for an empty cell."""
+        """Returns a row's value in this column; None or "" if the cell is empty."""
         value = self.read(row) if self.read else value_at(row, self.path or self.key)
         return None if self.skip_zero and not value else value
 
     def text(self, row: Any, place: str = TERMINAL, size: int | None = None) -> str:
-        """Returns the column's value in a row as text. size: bytes of the table's unit; None if each figure has its
-        own unit."""
+        """Returns a row's value in this column as text.
+
+        place: TERMINAL, PAGE or NOTEBOOK. size: bytes of the unit that the table's bytes share; None if each value has
+        its own unit.
+        """
         value, kind = self.value(row), KINDS[self.kind]
         if value is None or value == "":
             return self.absent if place == TERMINAL else ""
@@ -198,12 +204,13 @@ class ColumnView:
 
 @dataclasses.dataclass(frozen=True)
 class TableView:
-    """The columns and rows of a table.
+    """A table that can be shown on the terminal, on a page or in a notebook.
 
     Fields:
-        columns: the columns; the first names the row. rows: objects that the columns read.
-        emphasis: row -> "winner", "total" or "dim" for an emphasized row, "" for a plain row.
-        hover: row -> hover text of the row on a page.
+        columns: the columns; the first one names the row.
+        rows: objects from which the columns read their values.
+        emphasis: function from a row to "winner", "total" or "dim" if it is emphasized, "" for a plain row.
+        hover: function from a row to the hover text of the row on a page.
     """
 
     columns: Sequence[ColumnView]
@@ -212,6 +219,6 @@ class TableView:
     hover: Callable[[Any], str] | None = None
 
     def columns_for(self, place: str) -> list[ColumnView]:
-        """Returns the columns of a view: in the declared order for TERMINAL and NOTEBOOK, by rank for PAGE."""
+        """Returns the columns that a view shows. TERMINAL and NOTEBOOK keep the declared order; PAGE sorts by rank."""
         columns = [column for column in self.columns if column.only in ("", place)]
         return sorted(columns, key=lambda column: column.rank) if place == PAGE else columns

@@ -20,7 +20,10 @@ EMPHASIS_STYLES = {"winner": "bold", "total": "bold", "dim": "dim", "": ""}
 
 
 def terminal_table(view: TableView, size: int | None = None) -> FigureTable:
-    """Returns the terminal's table. size: bytes of the unit for all bytes; None if each figure has its own unit."""
+    """Returns a table in the form that the terminal prints.
+
+    size: bytes of the unit that all bytes share; None if each value has its own unit.
+    """
     columns = view.columns_for(TERMINAL)
     table = FigureTable(*map(terminal_column, columns))
     for row in view.rows:
@@ -34,13 +37,14 @@ def terminal_table(view: TableView, size: int | None = None) -> FigureTable:
 
 
 def terminal_column(column: ColumnView) -> FigureColumn:
-    """Returns the column of a terminal's table."""
+    """Returns a column in the form that the terminal prints."""
     make = getattr(text_table, KINDS[column.kind].column)
     return make(column.heading, min_width=column.min_width) if column.min_width else make(column.heading)
 
 
 def terminal_cell(column: ColumnView, row: Any, size: int | None = None) -> Text:
-    """Returns a row's cell, coloured by its verdict. Only cells of the kind "lines" have more than one line."""
+    """Returns a row's cell for the terminal, coloured by the column's verdict on the row. Only cells of the kind
+    "lines" have more than one line."""
     text = column.terminal(row) if column.terminal else column.text(row, TERMINAL, size)
     if isinstance(text, Text):
         return text
@@ -49,7 +53,7 @@ def terminal_cell(column: ColumnView, row: Any, size: int | None = None) -> Text
 
 
 def page_table(view: TableView) -> PageTable:
-    """Returns the page's table. Columns that are empty in all rows are left out."""
+    """Returns a table in the form that an HTML page shows. Columns that are empty in all rows are left out."""
     cells = {column: [page_cell(column, row) for row in view.rows] for column in view.columns_for(PAGE)}
     used = [column for column, in_column in cells.items() if any(cell.text for cell in in_column)]
     return PageTable(
@@ -66,14 +70,15 @@ def page_table(view: TableView) -> PageTable:
 
 
 def _css(column: ColumnView, is_first: bool) -> str:
-    """Returns the CSS classes of a column's cells. The first column names the row, unless it is a figure."""
+    """Returns the CSS classes of a column's cells. The first column gets the class of row names, unless it contains
+    numbers."""
     if is_first and not column.is_figure:
         return "name"
     return f"{KINDS[column.kind].css} {column.css}".strip()
 
 
 def page_cell(column: ColumnView, row: Any) -> Cell:
-    """Returns a row's cell. The cell of a command is a button that copies the command."""
+    """Returns a row's cell for an HTML page. A cell with a command is a button that copies the command."""
     value = column.value(row)
     if value is None or value == "":
         return Cell("")
@@ -91,10 +96,11 @@ def page_cell(column: ColumnView, row: Any) -> Cell:
 
 
 class NotebookTable(NamedTuple):
-    """A table for a notebook's output area.
+    """A table in the form that a notebook shows.
 
     Fields:
-        heads: (title, whether the column contains figures) of each column. rows: (text, colour class) of each cell.
+        heads: (title, whether the column contains numbers) of each column.
+        rows: (text, colour class) of each cell.
     """
 
     heads: list[tuple[str, bool]]
@@ -102,7 +108,7 @@ class NotebookTable(NamedTuple):
 
 
 def notebook_table(view: TableView) -> NotebookTable:
-    """Returns the notebook's table. Long texts are cut in their middle."""
+    """Returns a table in the form that a notebook shows. Long texts are shortened in their middle."""
     columns = view.columns_for(NOTEBOOK)
     return NotebookTable(
         [(column.title, column.is_figure) for column in columns],

@@ -27,12 +27,16 @@ _UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i?)?B\b|[num]?s\b|%|[KMGTP]?FLOPs?\b|to
 
 
 def as_text(cell: str | Text, style: str = "") -> Text:
-    """Returns a cell as rich Text. A string is used literally: no markup, and control characters are replaced."""
+    """Returns a cell as rich Text. A string is taken literally: markup in it has no effect, and control characters are
+    replaced."""
     return cell if isinstance(cell, Text) else Text(safe(cell), style=style)
 
 
 class Prose:
-    """A paragraph that wraps between words, never between a number and its unit. indent: spaces before each line."""
+    """A paragraph that is wrapped between words, but never between a number and its unit.
+
+    indent: number of spaces before each line.
+    """
 
     def __init__(self, text: str | Text, style: str = "", indent: int = 0) -> None:
         text = as_text(text, style)
@@ -49,7 +53,7 @@ class Prose:
 
 
 def wrap(text: Text, width: int, console: Console) -> list[Text]:
-    """Wraps a text to lines of up to `width` columns. A number stays on the line of its unit."""
+    """Wraps a text to lines of up to `width` columns. A number and its unit stay on the same line."""
     glued = text.copy()
     glued.plain = _UNIT.sub(_GLUE, glued.plain)
     lines = list(glued.wrap(console, max(width, 1), overflow="fold"))
@@ -60,13 +64,14 @@ def wrap(text: Text, width: int, console: Console) -> list[Text]:
 
 
 def unwrapped(text: Text) -> Text:
-    """Marks a text to be printed as one line, however long it is, and returns it."""
+    """Marks a text so that it is printed as one line, even if it is longer than the terminal. Returns the text."""
     text.no_wrap, text.overflow = True, "ignore"
     return text
 
 
 class Items:
-    """Texts one after another on each line. A text is wrapped only if it is longer than a line."""
+    """A list of short texts, printed with as many per line as fit. A text is wrapped only if it is longer than a
+    line."""
 
     def __init__(
         self, texts: Iterable[str | Text], gap: int = 2, style: str = "", title: str | Text = "", separator: str = ""
@@ -91,7 +96,8 @@ class Items:
 
 
 class CopyCommand:
-    """A command to copy. Wrapped lines end in a backslash, so that a shell reads them as one command."""
+    """A printed shell command that can be copied. If it is wrapped, its lines end in a backslash, so that a shell
+    reads them as one command."""
 
     def __init__(self, text: str, style: str = "bold green", indent: int = 2) -> None:
         self._text, self._style, self._indent = safe(text), style, indent
@@ -102,10 +108,10 @@ class CopyCommand:
 
 
 def wrap_command(text: str, width: int, indent: int = 0) -> list[str]:
-    """Wraps a command to lines of up to `width` columns; each line except the last ends in a backslash.
+    """Wraps a shell command to lines of up to `width` columns. Each line except the last ends in a backslash.
 
-    An argument that is longer than a line is split after a comma. It continues at the very start of the next line, so
-    that a shell joins its parts. A part without a comma stays whole.
+    An argument that is longer than a line is split after a comma. Its rest begins in the first column of the next
+    line, so that a shell joins both parts. A part without a comma is not split.
     """
     try:
         arguments = shlex.split(text)
@@ -129,7 +135,7 @@ def wrap_command(text: str, width: int, indent: int = 0) -> list[str]:
 
 
 def _parts(argument: str, width: int) -> list[str]:
-    """Splits an argument after commas into quoted parts of up to `width` columns."""
+    """Splits a command's argument after commas into parts of up to `width` columns, each quoted for a shell."""
     out = [""]
     for part in re.findall(r"[^,]*,?", argument):
         if out[-1] and cell_len(shlex.quote(out[-1] + part)) > width:
@@ -139,7 +145,7 @@ def _parts(argument: str, width: int) -> list[str]:
 
 
 def blocks(*parts: RenderableType | None) -> Group:
-    """Returns the parts below each other, separated by blank lines. None and empty text are left out."""
+    """Joins renderables below each other, separated by blank lines. None and empty texts are left out."""
     out: list[RenderableType] = []
     for part in parts:
         if part is None or (isinstance(part, str | Text) and not str(part)):
@@ -149,7 +155,8 @@ def blocks(*parts: RenderableType | None) -> Group:
 
 
 class SideBySide:
-    """Two blocks, side by side from a width of 100 columns, otherwise below each other. Either block may be None."""
+    """Two blocks of text. They are printed side by side if the terminal has at least 100 columns, otherwise below each
+    other. Either may be None."""
 
     def __init__(self, left: RenderableType | None, right: RenderableType | None, gap: int = 3) -> None:
         self._left, self._right, self._gap = left, right, gap
@@ -172,12 +179,13 @@ class SideBySide:
 
 
 def _lines(part: RenderableType, width: int, console: Console, options: ConsoleOptions) -> list[Text]:
-    """Returns the lines of a block, rendered at a width."""
+    """Renders a block at this width and returns its lines."""
     rendered = console.render_lines(part, options.update(width=width), pad=False)
     return [Text.assemble(*((segment.text, segment.style or "") for segment in line)) for line in rendered]
 
 
 def mixture(parameters: Mapping[str, int]) -> str:
-    """Returns the parameter counts of a mixture of experts as text; "" for a model without inactive parameters."""
+    """Describes the total and active parameter counts of a mixture of experts. Returns "" for a model whose parameters
+    are all active."""
     total, active = parameters.get("total", 0), parameters.get("active", 0)
     return f"{total:,} parameters, {active:,} of them active" if active < total else ""

@@ -24,13 +24,16 @@ MIN_LABEL, MIN_PLACE, MIN_WORDS = 10, 20, 24
 
 @dataclasses.dataclass(frozen=True)
 class FigureColumn:
-    """A column of a table. `label`, `place`, `figure`, `fixed`, `words`, `value` and `path` create columns.
+    """A column of a table on the terminal. `label`, `place`, `figure`, `fixed`, `words`, `value` and `path` create
+    columns.
 
     Fields:
-        right: whether the column is right-aligned. min_width: minimum width in columns, None if it cannot shrink.
-        shrink: (text, width, console) -> lines of the shrunk text.
-        part: text -> width of its longest part that must stay whole, 0 if any width is possible.
-        under: whether a sentence is printed below its row if there is no room next to it.
+        right: whether the column is right-aligned.
+        min_width: minimum width in columns; None if the column cannot be made narrower.
+        shrink: function from (text, width, console) to the lines of the text at this width.
+        part: function from a text to the width of its longest part that must not be split, 0 if it can be split
+            anywhere.
+        under: whether a sentence is printed below its row if there is no room in the row.
     """
 
     title: str | Text = ""
@@ -43,8 +46,7 @@ class FigureColumn:
 
 
 def label(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -> FigureColumn:
-    """Returns a column of names, which are shortened in their middle if the table is too wide. min_width: minimum
-    width."""
+    """Returns a column of names. If the table is too wide, the names are shortened in their middle."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         return [Text(shorten(text.plain, width), style=text.style)]
@@ -53,8 +55,8 @@ def label(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -
 
 
 def place(title: str | Text = "", style: str = "", min_width: int = MIN_PLACE) -> FigureColumn:
-    """Returns a column of source locations. If the table is too wide, they are shortened at their beginning, then
-    printed below their rows."""
+    """Returns a column of source locations. If the table is too wide, they are shortened at their beginning. If that
+    is not enough, they are printed below their rows."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         kept = text.plain
@@ -66,24 +68,24 @@ def place(title: str | Text = "", style: str = "", min_width: int = MIN_PLACE) -
 
 
 def figure(title: str | Text = "", style: str = "") -> FigureColumn:
-    """Returns a right-aligned column of numbers with units, which are never shortened."""
+    """Returns a right-aligned column for numbers with units. They are never shortened."""
     return FigureColumn(title, style, right=True)
 
 
 def fixed(title: str | Text = "", style: str = "") -> FigureColumn:
-    """Returns a left-aligned column of short words such as verdicts, which are never shortened."""
+    """Returns a left-aligned column for short words, such as verdicts. They are never shortened."""
     return FigureColumn(title, style)
 
 
 def words(title: str | Text = "", style: str = "dim", min_width: int = MIN_WORDS, under: bool = True) -> FigureColumn:
-    """Returns a column of sentences. They wrap next to their rows, or are printed below their rows if `under` and
-    there is no room."""
+    """Returns a column of sentences. They are wrapped in the column. If there is no room and `under` is True, they are
+    printed below their rows."""
     return FigureColumn(title, style, min_width=min_width, shrink=wrap, under=under)
 
 
 def value(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -> FigureColumn:
-    """Returns a column of values that identify the row, such as a policy. They wrap after commas and before a plus. A
-    part longer than 24 columns is shortened in its middle."""
+    """Returns a column of values that identify the row, such as a remat policy. They are wrapped after commas and
+    before a plus sign. A part longer than 24 columns is shortened in its middle."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         return [Text(shorten(line, width), style=text.style) for line in wrapped(text.plain, width)]
@@ -95,8 +97,8 @@ def value(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -
 
 
 def path(title: str | Text = "", style: str = "", min_width: int = MIN_WORDS) -> FigureColumn:
-    """Returns a column of buffer names. They wrap after a slash, a bracket or a space, and are shortened in their
-    middle only if they need more than two lines."""
+    """Returns a column of buffer names. They are wrapped after a slash, a bracket or a space. A name that needs more
+    than two lines is shortened in its middle."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         lines = wrapped(text.plain, width, _PATH)
@@ -111,8 +113,11 @@ _VALUE, _PATH = re.compile(r"[^,+]+,?|[,+][^,+]*,?"), re.compile(r"[^/\]\s]*[/\]
 
 
 def wrapped(text: str, width: int, parts: re.Pattern[str] = _VALUE) -> list[str]:
-    """Wraps a value to lines of `width` columns, after commas and before a plus, or between matches of `parts`. A part
-    that is longer than a line stays whole."""
+    """Wraps a value to lines of `width` columns, at the ends of its parts. A part that is longer than a line is not
+    split.
+
+    parts: pattern that matches one part (default: up to a comma or plus sign).
+    """
     out = [""]
     for part in parts.findall(text):
         if out[-1] and cell_len(out[-1]) + cell_len(part) > width:
@@ -122,15 +127,15 @@ def wrapped(text: str, width: int, parts: re.Pattern[str] = _VALUE) -> list[str]
 
 
 class FigureTable:
-    """A table that never cuts its figures.
+    """A table on the terminal whose numbers are never cut.
 
-    If the table is too wide, sentences wrap, then names are shortened, then sentences are printed below their rows.
-    Columns that still do not fit continue in a second block, which repeats the first column. Columns without a cell
-    are left out.
+    If the table is too wide, sentences are wrapped first, then names are shortened, then sentences are printed below
+    their rows. Columns that still do not fit are printed as a second block, which repeats the first column. Columns
+    without any cell are left out.
 
     Args:
-        columns: columns created by `label`, `figure`, `fixed`, `words` and so on; the first names the row.
-        gap: spaces between columns. heading: style of the titles.
+        columns: columns created by `label`, `figure`, `fixed`, `words` and so on; the first one names the row.
+        gap: number of spaces between columns. heading: style of the titles.
     """
 
     def __init__(self, *columns: FigureColumn, gap: int = 2, heading: str = "bold") -> None:
@@ -138,7 +143,10 @@ class FigureTable:
         self.rows: list[tuple[list[Text], str]] = []
 
     def add(self, *cells: str | Text, style: str = "") -> None:
-        """Adds a row. style: the style of all its cells."""
+        """Adds a row.
+
+        cells: one per column. style: the style of all cells.
+        """
         texts = [cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in cells]
         self.rows.append(([*texts, *(Text() for _ in self.columns[len(texts) :])], style))
 
@@ -156,7 +164,8 @@ class FigureTable:
         return Measurement(1, min(_total(natural, self._gap), options.max_width))
 
     def _natural(self) -> dict[int, int]:
-        """Returns column -> its width without shortening. Columns without a cell are left out."""
+        """Returns the width of each column without shortening, by column index. Columns without a cell are left
+        out."""
         widths = {}
         for at, column in enumerate(self.columns):
             width = max((row[at].cell_len for row, _ in self.rows), default=0)
@@ -165,8 +174,8 @@ class FigureTable:
         return widths
 
     def _plan(self, width: int, gap: int) -> list[tuple[dict[int, int], list[int]]]:
-        """Returns the blocks of the table, each as (column -> its width, columns whose sentences are printed below the
-        rows)."""
+        """Divides the columns into blocks that fit the width. Each block is (width of each column, columns whose
+        sentences are printed below the rows)."""
         natural, under = self._natural(), []
         widths = self._shrunk(natural, width, gap)
         if _total(widths, gap) > width and (under := [at for at in natural if self.columns[at].under]):
@@ -183,8 +192,8 @@ class FigureTable:
         return [(block, under if block is blocks[-1] else []) for block in blocks]
 
     def _shrunk(self, natural: dict[int, int], width: int, gap: int) -> dict[int, int]:
-        """Returns the widths with sentences, then names, shrunk until the line fits or no column can shrink
-        further."""
+        """Returns column widths that make a line fit. First columns of sentences, then columns of names are made
+        narrower. The line may still be too long if no column can be made narrower."""
         out, floors = dict(natural), {at: self._min_width(at) for at in natural}
         for sentences in (True, False):
             able = [at for at in out if self.columns[at].min_width is not None and self.columns[at].under is sentences]
@@ -253,5 +262,5 @@ class FigureTable:
 
 
 def _total(widths: dict[int, int], gap: int) -> int:
-    """Returns the width of a line with these columns."""
+    """Returns the width of a line that contains these columns and the gaps between them."""
     return sum(widths.values()) + gap * (len(widths) - 1)

@@ -36,10 +36,11 @@ LIVE = (
 
 
 def targets() -> Table:
-    """Returns a table of the values of `target=`: the devices of this machine, and chips that need not be present.
+    """Returns a table of the names that `target=` accepts: the devices of this machine, and chips for which programs
+    can be compiled without having one.
 
     Keys of a row, for one device: target, device (jax's device_kind), platform, device_memory_bytes, hbm_bytes_per_s,
-    bf16_flops (FLOP/s), peak_flops (dtype -> FLOP/s), note. A figure is None if it is not known.
+    bf16_flops (FLOP/s), peak_flops (dtype -> FLOP/s), note. Unknown values are None.
     """
     nothing = dict.fromkeys(("device_memory_bytes", "hbm_bytes_per_s", "bf16_flops"))
     own = [
@@ -66,19 +67,19 @@ def targets() -> Table:
 def target(name: str) -> Target:
     """Returns the target with a name such as "h100:8". Programs can be compiled for it without having the devices.
 
-    `memory.target("h100:8").mesh(data=2, model=4)` is a mesh over which the arguments of a step can be sharded.
+    `memory.target("h100:8").mesh(data=2, model=4)` returns a mesh over which the arguments of a step can be sharded.
 
-    Raises ReportError for an unknown name (with the nearest known name), or for a shape that does not exist.
+    Raises ReportError for an unknown name or for a shape that does not exist.
     """
     if not isinstance(name, str):
-        raise ReportError(f'target {name!r:.60}: give a name such as "h200:8"; memory.targets() lists them')
+        raise ReportError(f'target {name!r:.60} is not a name: give text such as "h200:8"; memory.targets() lists them')
     return target_names.parse(name)
 
 
 def live() -> Table:
-    """Returns a table of the memory that each device of this process holds now, in bytes.
+    """Returns a table of the memory in use on each device of this process, in bytes.
 
-    Keys of a row: the fields of `memory.LiveMemory`, and `id`, the number of the device. The figures come from the
+    Keys of a row: the fields of `memory.LiveMemory`, and `id`, the number of the device. The values come from jax's
     allocator, and from NVML for NVIDIA GPUs. Simulated CPU devices share one process, so they have one row. The call
     does not wait for running computations.
     """

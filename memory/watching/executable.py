@@ -26,8 +26,10 @@ StaticValues = tuple[tuple[tuple[int, Any], ...], tuple[tuple[str, Any], ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Statics:
-    """The static arguments of a step. numbers: positions of positional arguments. names: names of keyword
-    arguments."""
+    """Which arguments of a step are static.
+
+    numbers: indices of positional arguments. names: names of keyword arguments.
+    """
 
     numbers: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
@@ -36,8 +38,8 @@ class Statics:
         return bool(self.numbers or self.names)
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], StaticValues]:
-        """Splits the arguments of a call. Returns (positional arguments that are not static, keyword arguments that
-        are not static, values of the static arguments)."""
+        """Separates the static arguments of a call from the others. Returns (positional arguments, keyword arguments,
+        values of the static arguments)."""
         fixed = {number % len(args) for number in self.numbers if -len(args) <= number < len(args)}
         values = (
             tuple((number, args[number]) for number in sorted(fixed)),
@@ -51,11 +53,11 @@ class Statics:
 
 
 class Executable:
-    """A compiled step. It is called with the arguments of the step.
+    """A compiled step. It is called with the same arguments as the step, including the static ones.
 
-    Static arguments are passed too, with the values that the step was compiled for. Donated arguments are donated. An
-    executable for devices that this process does not have cannot be called. All other attributes are read from
-    `compiled`, a `jax.stages.Compiled`.
+    The values of static arguments must be those that the step was compiled for. Arguments that the step donates are
+    donated. An executable for devices that this process does not have cannot be called. All other attributes are read
+    from `compiled`, a `jax.stages.Compiled`.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Executable:
         self.compiled, self._run, self._statics, self._values = compiled, run, statics, values
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step.
+        """Runs the compiled step with these arguments.
 
         Raises:
             TypeError: shapes, dtypes or static values differ from those that the step was compiled for.
@@ -78,7 +80,7 @@ class Executable:
             inputs, named_inputs, values = self._statics.split(args, kwargs)
             if values != self._values:
                 raise TypeError(
-                    f"compiled for the static arguments {_named(self._values)}, called with "
+                    f"the step was compiled for the static arguments {_named(self._values)}, but is called with "
                     f"{_named(values)}: compile the step again for these values"
                 )
             return self._run(*inputs, **named_inputs)
@@ -108,9 +110,9 @@ def compile(
 
         executable, report = memory.compile(step, state, batch, donate_argnums=0)
 
-    The arguments are those of `memory.analyze`: the step with its arguments, the target, and options of `jax.jit`. The
-    executable takes the arguments of the step, as the same pytrees, and donates what the step donates. An executable
-    for a described target cannot be called: it raises ReportError.
+    The arguments are the same as for `memory.analyze`: the step with its arguments, the target, and options of
+    `jax.jit`. If the target's devices are not present, the report is complete but calling the executable raises
+    ReportError.
 
     Raises:
         ReportError: `step` is not a step, or it cannot be compiled for the target.
@@ -129,7 +131,7 @@ def compile(
 
 
 def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Returns a plain function jitted with `options`. A step that is already jitted is returned unchanged.
+    """Returns the step jitted with `options`. A step that is already jitted is returned unchanged.
 
     Raises ReportError if options are given for a step that is already jitted.
     """
@@ -140,8 +142,8 @@ def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
         return jax.jit(in_place.refuse_lost_updates(step), **given)
     if given:
         raise ReportError(
-            f"{', '.join(given)} with a step that is jitted already: give the options to jax.jit, or give the plain "
-            "function"
+            f"{', '.join(given)} cannot be set for a step that is jitted already: give the options to jax.jit, or give "
+            "the plain function"
         )
     return step
 
@@ -152,8 +154,8 @@ def compile_jitted(
     kwargs: Mapping[str, Any],
     target: Target | str | None = None,
 ) -> tuple[Compilation, Target | None, Executable]:
-    """Compiles a jitted step for its arguments. Returns (compilation, target whose memory limit applies,
-    executable)."""
+    """Compiles a jitted step for its arguments. Returns (compilation, target, executable). The program is compared
+    with the target's memory."""
     if target is not None and is_wrapper(jitted) and (args or kwargs):  # retargeted as in `memory.analyze`
         compilation, judged = compiled_for(jitted, args, kwargs, target=target)
         if not compilation.local:
@@ -172,22 +174,21 @@ def compile_jitted(
 
 
 def statics_of(jitted: Any) -> Statics:
-    """Returns the static arguments of a step that was jitted by `jax.jit`. jax stores both their numbers and their
-    names."""
+    """Returns the static arguments of a step that was jitted by `jax.jit`."""
     options = getattr(jitted, "_jit_info", None)
     numbers, names = getattr(options, "static_argnums", None), getattr(options, "static_argnames", None)
     return Statics(tuple(numbers or ()), tuple(names or ()))
 
 
 def is_wrapper(jitted: Any) -> bool:
-    """Returns whether a step is jitted by another library, such as `equinox.filter_jit` or `flax.nnx.jit`, and not by
+    """Returns whether a step was jitted by another library, such as `equinox.filter_jit` or `flax.nnx.jit`, instead of
     `jax.jit`."""
     return not hasattr(jitted, "_jit_info")
 
 
 def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Returns (stage to compile, jaxpr, lowered stage of the wrapper). The last two are None for a step jitted by
-    `jax.jit`."""
+    """Traces and, if needed, lowers a jitted step. Returns (stage to compile, jaxpr, lowered stage of the wrapper).
+    The last two are None for a step jitted by `jax.jit`."""
     if not is_wrapper(jitted):
         return jitted.trace(*args, **kwargs), None, None
     traced = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
@@ -197,20 +198,20 @@ def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 
 
 def _wrapped(lowered: Any, executable: CompiledStage) -> Callable[..., Any]:
-    """Returns a wrapper's compiled stage around `executable`. A copy of the wrapper's lowered stage returns
-    `executable` instead of compiling."""
+    """Returns another library's compiled step that runs `executable`. The library's lowered stage is copied, and the
+    copy returns `executable` instead of compiling."""
     own = copy.copy(lowered)
     object.__setattr__(own, "lowered", SimpleNamespace(compile=lambda *args, **kwargs: executable))
     return own.compile()
 
 
 def _refusing(target: str) -> Callable[..., Any]:
-    """Returns a function that raises ReportError. It replaces an executable whose devices this process does not
-    have."""
+    """Returns a function that raises ReportError. It takes the place of an executable whose devices this process does
+    not have."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         raise ReportError(
-            f"compiled for {target}, which is not present: the executable cannot run, but its report is valid; call "
+            f"the step was compiled for {target}, which is not present: it cannot run, but its report is valid; call "
             "memory.compile(step, *arguments) without a target to compile for this machine"
         )
 

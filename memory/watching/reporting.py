@@ -33,10 +33,10 @@ FILE_NAME = "memory-post-mortem"
 
 
 class StepReporter:
-    """Reports on one watched step.
+    """Prints the messages about one watched step.
 
-    name: the step's name in messages. tell: prints a text. folder: the folder for post-mortems. post_mortem: the
-    post-mortem of the last call that ran out of memory, None if no call did.
+    name: the step's name in messages. tell: the function that prints a text. folder: the folder for post-mortem files.
+    post_mortem: the post-mortem of the last call that ran out of memory, None if no call did.
     """
 
     def __init__(self, name: str, tell: Callable[[str], None], folder: Path) -> None:
@@ -45,18 +45,21 @@ class StepReporter:
         self._before: live.LiveMemory | None = None
 
     def report_unwatched(self, error: Exception) -> None:
-        """Prints why a step is called without a watch."""
+        """Prints the reason why a step cannot be watched and is called as usual."""
         why = in_one_line(str(error))
         more = "..." if len(why) > _MAX_ERROR else ""
         self._print_once(f"{self.name} is called without a watch: {type(error).__name__}: {why[:_MAX_ERROR]}{more}")
 
     def begin(self, device: JaxDevice, report: Report) -> None:
-        """Samples a device's memory at the first call; later samples are compared with this sample."""
+        """Measures a device's memory before the first call. Later measurements are compared with it."""
         if self._before is None:
             self._before = before_arguments(device, report)
 
     def report_predicted(self, report: Report, kinds: int) -> None:
-        """Prints the predicted bytes of an executable. kinds: number of executables compiled so far."""
+        """Prints the predicted bytes of a newly compiled step.
+
+        kinds: how often the step was compiled so far, once for each combination of shapes and static arguments.
+        """
         basis = limit_share(report.target, report.limit_bytes)
         limit = ""
         if report.limit_bytes:
@@ -65,7 +68,10 @@ class StepReporter:
         self._print_once(f"{self.name}: predicted {human(report.predicted_bytes)} per device{limit}{note}")
 
     def report_measured(self, report: Report, device: JaxDevice | None, call: int) -> None:
-        """Prints predicted and measured bytes after a call, in one line. call: the number of the call."""
+        """Prints one line that compares predicted with measured bytes after a call.
+
+        call: the number of the call.
+        """
         sample = without_older_peak(self._before, live.sample(device, host_limit=False))
         comparison = live.predicted_against_measured(report, sample, self._before)
         self._print_once(f"{self.name}, call {call:,}: {comparison}")
@@ -73,12 +79,13 @@ class StepReporter:
     def report_exhausted(
         self, error: BaseException, call: int, device: JaxDevice | None, arguments: Iterable[Any], report: Report | None
     ) -> None:
-        """Prints and writes the post-mortem of an out-of-memory error, and adds the names of the files to the error's
-        notes.
+        """Prints and writes the post-mortem of an out-of-memory error, and adds the names of the written files to the
+        error's notes.
 
         Args:
-            call: the number of the failed call. device: None means the first device of this process.
-            arguments: the leaves of the call's arguments, as in `held_arrays`.
+            call: the number of the failed call.
+            device: the device that ran out of memory; None means the first device of this process.
+            arguments: the leaves of the call's arguments: arrays, or their shapes and dtypes.
             report: report of the executable that failed; None if the compiler failed.
         """
         import jax
@@ -105,7 +112,7 @@ class StepReporter:
             self._tell(f"no post-mortem of {self.name}: {type(own).__name__}: {in_one_line(str(own))}")
 
     def _print_once(self, line: str) -> None:
-        """Prints a line in process 0 only, because it is the same in every process of a run."""
+        """Prints a line in process 0 only, because all processes of a run would print the same line."""
         import jax
 
         if jax.process_index() == 0:
@@ -113,11 +120,9 @@ class StepReporter:
 
 
 def before_arguments(device: JaxDevice, report: Report) -> live.LiveMemory | None:
-    """Returns the memory that a device held before the arguments of a step were on it, as estimated from a sample
-    taken now.
-
-    The sample of a CPU covers the whole process including the arguments, so their predicted bytes are subtracted.
-    """
+    """Returns the memory that a device held before the arguments of a step were on it, estimated from a measurement
+    taken now. On a CPU, whose measurement covers the whole process, the predicted bytes of the arguments are
+    subtracted."""
     sample = live.sample(device)
     if sample is None or sample.source != "host" or sample.in_use_bytes is None:
         return sample
@@ -126,8 +131,8 @@ def before_arguments(device: JaxDevice, report: Report) -> live.LiveMemory | Non
 
 
 def without_older_peak(before: live.LiveMemory | None, sample: live.LiveMemory | None) -> live.LiveMemory | None:
-    """Replaces the peak of a CPU's sample with its bytes in use, if the peak has not changed since the sample
-    `before`. Such a peak is from compiling, which takes more memory than most steps."""
+    """Corrects the peak in a CPU's memory measurement. If the peak has not changed since the measurement `before`, it
+    is from compiling, not from the step, and is replaced with the bytes in use."""
     if before is None or sample is None or sample.source != "host" or sample.peak_bytes != before.peak_bytes:
         return sample
     return dataclasses.replace(sample, peak_bytes=sample.in_use_bytes)
@@ -142,7 +147,7 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """Returns an error followed by its chain of causes."""
+    """Returns an error and all errors that caused it."""
     errors: list[BaseException] = []
     while error is not None and error not in errors:
         errors.append(error)
@@ -151,8 +156,8 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def memory_line(error: BaseException) -> str:
-    """Returns the line of an error's text that reports the failed allocation, from the status code to its end. Without
-    such a line, returns the whole text in one line."""
+    """Returns the line of an error's text that reports the failed allocation, beginning at the status code. If there
+    is no such line, returns the whole text in one line."""
     text = "\n".join(str(each) for each in _chain(error))
     line = next((line for line in text.splitlines() if EXHAUSTED in line), text)
     return in_one_line(line[max(line.find(EXHAUSTED), 0) :])
@@ -162,8 +167,8 @@ def held_arrays(device: JaxDevice, arguments: Sequence[Any]) -> tuple[HeldArrays
     """Returns the live arrays on one device, grouped by shape and dtype, the largest group first.
 
     Args:
-        arguments: the leaves of the step's arguments: arrays, or their shapes and dtypes. For each shape and dtype,
-            one live array of the same type counts as an argument.
+        arguments: the leaves of the step's arguments: arrays, or their shapes and dtypes. In each group, as many live
+            arrays are counted as arguments of the step as there are leaves of the same shape and dtype.
     """
     import jax
 
@@ -205,8 +210,10 @@ def _type(leaf: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _is_new(array: Any, device: JaxDevice, places: set[int]) -> bool:
-    """Returns whether an array has memory on a device at an address that is not in `places`. Adds its addresses to
-    `places`."""
+    """Returns whether an array has memory on a device that no earlier array shares.
+
+    places: the addresses of earlier arrays; the array's addresses are added.
+    """
     try:
         addresses = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards if shard.device == device}
     except Exception:  # a runtime without addresses, or an array that was never computed
@@ -217,7 +224,8 @@ def _is_new(array: Any, device: JaxDevice, places: set[int]) -> bool:
 
 
 def allocator_stats(device: JaxDevice) -> dict[str, int]:
-    """Returns the statistics of a device's allocator under jax's names; for a CPU, the bytes of the process."""
+    """Returns the statistics of a device's allocator, under the keys of jax's `memory_stats`. For a CPU, they are the
+    bytes of the process."""
     try:
         stats = device.memory_stats()
     except Exception:  # each plugin raises its own error types
@@ -230,10 +238,9 @@ def allocator_stats(device: JaxDevice) -> dict[str, int]:
 
 
 def write_post_mortem(post_mortem: PostMortem, folder: Path, number: int = 0) -> tuple[str, ...]:
-    """Writes the page and the JSON of a post-mortem. Returns the names of the files that were written.
+    """Writes a post-mortem as an HTML page and as JSON. Returns the names of the files that could be written.
 
-    Args:
-        number: the number of this process. It is part of the file names unless it is 0.
+    number: the number of this process in a run of several processes. It is part of the file names unless it is 0.
     """
     from bytescope.memory.report import report_page
 
@@ -252,8 +259,10 @@ def write_post_mortem(post_mortem: PostMortem, folder: Path, number: int = 0) ->
 
 
 def printed_post_mortem(post_mortem: PostMortem, files: Iterable[str] = (), width: int | None = None) -> str:
-    """Returns the post-mortem as text without colours, up to 40 lines long. width: characters per line (default: the
-    terminal's)."""
+    """Returns a post-mortem as text without colours, up to 40 lines long.
+
+    files: names of the written files, which the text mentions. width: characters per line (default: the terminal's).
+    """
     from bytescope.memory.report import post_mortem_text
     from bytescope.memory.view.console import columns, make_console, put
 

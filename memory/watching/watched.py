@@ -38,8 +38,10 @@ _MISMATCH = (TypeError, ValueError)
 
 @dataclasses.dataclass
 class _CompiledStep:
-    """An executable of the step. run: the function to call. leaves: shapes and dtypes of the executable's
-    arguments."""
+    """A compiled form of the watched step.
+
+    run: the function to call. leaves: shapes and dtypes of the arguments that it was compiled for.
+    """
 
     run: Callable[..., Any]
     report: Report | None = None
@@ -48,7 +50,7 @@ class _CompiledStep:
 
 
 class Watched:
-    """A watched step, called like the step itself; `watch` creates it.
+    """A watched step, as returned by `watch`. It is called like the step itself.
 
     Attributes:
         report: the report of the current executable, None before the first call.
@@ -56,8 +58,8 @@ class Watched:
         calls: the number of calls so far.
         post_mortem: the post-mortem of the last call that ran out of memory, None if no call did.
 
-    Other attributes are read from the step. As a context manager around a loop, `with memory.watch(step) as step:
-    ...`, it also explains out-of-memory errors that are raised when results are read.
+    Other attributes are read from the step. Used as a context manager around a loop, as in `with memory.watch(step) as
+    step: ...`, it also explains out-of-memory errors that are raised later, when results are read.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Watched:
         self._checked = is_wrapper(self._step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the step. Raises whatever the step raises."""
+        """Calls the step and returns its result. Errors of the step are raised unchanged."""
         self.calls += 1
         try:
             out = self._run(*args, **kwargs)
@@ -116,12 +118,12 @@ class Watched:
 
     @property
     def report(self) -> Report | None:
-        """The report of the current executable; None before the first call, and for a step without a watch."""
+        """The report of the current executable. None before the first call, or if the step could not be watched."""
         return self._now.report
 
     @property
     def compiled(self) -> Executable | None:
-        """The current executable; None before the first call, and for a step without a watch."""
+        """The current executable. None before the first call, or if the step could not be watched."""
         return self._now.run if isinstance(self._now.run, Executable) else None
 
     @property
@@ -132,12 +134,12 @@ class Watched:
     # ---- choosing the executable of a call ----------------------------------------------------------------------
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the first call, or any call of a step whose static arguments this class checks."""
+        """Runs the first call of the step. If this class must check static arguments itself, runs every call."""
         return self._run_for_key(self._make_key(args, kwargs), args, kwargs)
 
     def _call_again(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call that the current executable refused, with an executable for its arguments. If the current
-        executable was compiled for them, re-raises the error."""
+        """Runs a call whose arguments the current executable does not accept. It uses another executable, compiled for
+        these arguments. If the current executable is the right one for the arguments, re-raises the error."""
         key = self._make_key(args, kwargs)
         if key == self._key:
             raise error
@@ -148,7 +150,7 @@ class Watched:
             raise other from None
 
     def _run_for_key(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the executable of a key. Compiles it first if it does not exist yet."""
+        """Runs the executable for arguments with this key (see `_make_key`). Compiles it if it does not exist yet."""
         if key is None:  # the call is inside another transformation, which traces the step itself
             return self._step(*args, **kwargs)
         if key in self._known:
@@ -165,14 +167,14 @@ class Watched:
         return out
 
     def _make_current(self, key: Any) -> None:
-        """Makes the executable of a key the current one, which the next call tries first."""
+        """Makes the executable with this key the current one, which the next call tries first."""
         self._key, self._now = key, self._known[key]
         self._exact = isinstance(self._now.run, Executable) and not self._checked
         self._run = self._first if self._checked else self._now.run
 
     def _make_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the properties of arguments that an executable is compiled for: tree structure, shapes, dtypes,
-        shardings and static values. Returns None if the arguments are being traced."""
+        """Returns the properties of arguments on which compiling depends: tree structure, shapes, dtypes, shardings
+        and static values. Returns None if the arguments are tracers of an outer jax transformation."""
         import jax
 
         inputs, named_inputs, values = statics_of(self._step).split(args, kwargs)
@@ -182,15 +184,16 @@ class Watched:
         return tree, tuple(self._leaf_key(leaf) for leaf in leaves), values
 
     def _leaf_key(self, leaf: Any) -> Any:
-        """Returns the properties of a leaf that an executable is compiled for: shape, dtype and sharding of an array,
-        the type of other leaves, and their value if this class checks static arguments."""
+        """Returns the properties of one argument leaf on which compiling depends: shape, dtype and sharding of an
+        array, or the type of another leaf. The value of another leaf is included if this class checks static
+        arguments."""
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             return leaf.shape, leaf.dtype, leaf.sharding if getattr(leaf, "committed", False) else None
         return (type(leaf), leaf) if self._checked else type(leaf)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CompiledStep:
-        """Compiles the step for these arguments and analyzes it. A step that cannot be analyzed is called without a
-        watch."""
+        """Compiles the step for these arguments and analyzes its memory. If the analysis fails, the step is returned
+        unwatched."""
         import jax
 
         try:
@@ -219,7 +222,8 @@ class Watched:
         return known
 
     def _refuse(self, report: Report, limit: int, device: JaxDevice, arguments: list[Any]) -> None:
-        """Raises an out-of-memory error for a step that is predicted to take more than `limit` bytes on one device."""
+        """Raises an out-of-memory error, because the step is predicted to take more than `limit` bytes on one
+        device."""
         import jax
 
         error = jax.errors.JaxRuntimeError(
@@ -231,7 +235,8 @@ class Watched:
         raise error
 
     def _explain(self, error: BaseException, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> None:
-        """Reports the post-mortem of an out-of-memory error, once per error. Ignores other errors."""
+        """Prints and writes the post-mortem of an out-of-memory error. Does nothing for other errors, or if the error
+        was explained already."""
         if not is_exhausted(error) or getattr(error, "_bytescope_reported", False):
             return
         import jax
@@ -307,7 +312,7 @@ def watch(
     """
     check_options(options, "watch")
     if every < 0:
-        raise ReportError(f"every={every}: give a number of calls, 0 for no comparisons")
+        raise ReportError(f"every={every} is not a number of calls: give 1 or more, or 0 for no comparisons")
     decorate = functools.partial(
         Watched,
         every=every,
@@ -330,7 +335,7 @@ _latest: list[weakref.ref[Watched]] = []
 
 @functools.cache
 def _listen() -> None:
-    """Installs an excepthook that explains uncaught out-of-memory errors and then calls the previous hook."""
+    """Installs a `sys.excepthook` that explains uncaught out-of-memory errors and then calls the previous hook."""
     before = sys.excepthook
 
     def explain(kind: Any, error: BaseException, traceback: Any) -> None:

@@ -233,12 +233,12 @@ def test_roles_of_ones_own(devices):
 @pytest.mark.parametrize(
     ("roles", "told"),
     [
-        ([("one", "weights")], "role 'weights' for 'one': choose one of accumulator, "),
-        ([("one", "param")], "role 'param' for 'one': did you mean params"),
+        ([("one", "weights")], "role 'weights' for 'one' is unknown: choose one of accumulator, "),
+        ([("one", "param")], "role 'param' for 'one' is unknown: did you mean params"),
         ([("(", "params")], "roles: '(' is not a regular expression: "),
-        ({"one": "params"}, "roles={'one': 'params'}: give (regular expression, role) pairs"),
-        ("params", "roles='params': give (regular expression, role) pairs"),
-        ([1], "roles=[1]: give (regular expression, role) pairs"),
+        ({"one": "params"}, "roles={'one': 'params'} is not a list of pairs: give (regular expression, role) pairs"),
+        ("params", "roles='params' is not a list of pairs: give (regular expression, role) pairs"),
+        ([1], "roles=[1] is not a list of pairs: give (regular expression, role) pairs"),
     ],
 )
 def test_roles_that_are_none_are_told_before_anything_is_compiled(roles, told):

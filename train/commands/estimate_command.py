@@ -1,4 +1,7 @@
-"""bytescope estimate: memory and FLOPs by published formulas, without compiling. --html writes a page with inputs."""
+"""bytescope estimate: estimates memory and FLOPs with published formulas, without compiling.
+
+--html writes a page with editable inputs.
+"""
 
 from __future__ import annotations
 

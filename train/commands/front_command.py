@@ -1,6 +1,6 @@
-"""bytescope front: the remat plan with the least recomputation at each of several memory budgets.
+"""bytescope front: finds the remat plan with the least recomputation for each of several memory budgets.
 
-The smallest budget is what the policy `full` allocates, the largest is what `none` allocates.
+By default the smallest budget is the peak memory with remat policy `full`, the largest the peak memory with `none`.
 """
 
 from __future__ import annotations

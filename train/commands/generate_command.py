@@ -1,4 +1,4 @@
-"""`bytescope generate`: generates text from a run or a folder of weights; the memory is known before it starts."""
+"""`bytescope generate`: generates text from a run or a folder of weights, and shows the memory before it starts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--prompt", metavar="TEXT", help="text to continue; the answer is printed while it is generated"
     )
     parser.add_argument(
-        "--prompts", type=user_path, metavar="FILE", help='file of prompts, JSON lines such as {"text": "Once"}'
+        "--prompts",
+        type=user_path,
+        metavar="FILE",
+        help="file of prompts: JSON lines, each with text, tokens or messages",
     )
     parser.add_argument(
         "--out",

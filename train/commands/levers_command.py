@@ -1,4 +1,4 @@
-"""bytescope levers: the bytes that each memory saving saves and the time that it costs.
+"""bytescope levers: shows the bytes that each memory saving saves and the time that it costs.
 
 The savings are added one by one, and the program is compiled after each.
 """

@@ -99,5 +99,5 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
             human(r["bytes"]),
             f"{r['flops'] / 1e9:,.1f}",
         )
-    title = "checkpoint names in order of computation, with the bytes and the GFLOP of recomputation on one device"
+    title = "named tensors in order of computation, with the bytes and the GFLOP of recomputation on one device"
     return Group(Prose(title, "bold"), table)

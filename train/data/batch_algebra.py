@@ -139,8 +139,8 @@ class BatchAlgebra:
 
     @property
     def read_steps(self) -> int:
-        """Number of micro-steps whose sequences are read together. All micro-steps of an update are read together,
-        unless updates differ in their number of micro-steps; then each is read alone.
+        """Number of micro-steps whose sequences are read together. It is all micro-steps of an update, or 1 if updates
+        differ in their number of micro-steps.
         """
         return 1 if self.schedule else self.accumulation
 

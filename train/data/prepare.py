@@ -153,14 +153,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--source",
         required=True,
         metavar="PATH",
-        help="text or records to tokenize: a file, a folder, a glob, or stdlib (Python's standard library)",
+        help="text or records: a file, folder or glob, or stdlib",
     )
     parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="folder to write, new or empty")
     parser.add_argument(
         "--tokenizer",
         default="bytes",
         metavar="NAME",
-        help="tokenizer: bytes, or the path of a tokenizer.json (default bytes)",
+        help="path of a tokenizer.json, or bytes (the default)",
     )
     parser.add_argument(
         "--special-tokens",
@@ -174,14 +174,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--field",
         default="text",
         metavar="NAME",
-        help="name of the record field that contains the document (default text)",
+        help="record field with the document (default text)",
     )
     parser.add_argument(
         "--skip-bad",
         type=int,
         default=0,
         metavar="N",
-        help="maximum number of malformed records to leave out (default 0)",
+        help="maximum number of malformed records (default 0)",
     )
     parser.add_argument(
         "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard (default 100000000)"

@@ -159,7 +159,7 @@ def _listed(path: Path, names_in: Callable[[Any], list[str]], suffix: str = "") 
 
 
 def read(files: RecordFiles, fields: Sequence[str], skipped: Skipped) -> Iterator[Record]:
-    """Yields the records of all files in order. Of table files, only the columns in `fields` are read.
+    """Yields the records of all files in order. If a file is a table, only the columns in `fields` are read.
 
     Raises UserError, which names the file and line, if a file cannot be read or if more records are malformed than
     allowed.

@@ -216,7 +216,7 @@ class Engine:
 
 
 def _draws(some: Sequence[Running], rows: int) -> Draws:
-    """Returns the sampling settings of `rows` rows: those of the requests, then rows without a request, with
+    """Returns the sampling settings of `rows` rows. The first rows have the settings of the requests; unused rows have
     temperature 0.
     """
 

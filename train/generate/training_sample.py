@@ -85,8 +85,8 @@ def read_part(prompt: list[int], count: int, length: int) -> list[int]:
     """Returns the tokens of a prompt that the model reads, if a sequence has `length` positions and the answer `count`
     tokens.
 
-    A prompt of fewer than `length` tokens is read as a whole. Of a longer prompt, the end is read. The end is short
-    enough to leave room for the answer, but fills at least half of the positions.
+    A prompt of fewer than `length` tokens is read as a whole. If the prompt is longer, its end is read. The end is
+    short enough to leave room for the answer, but fills at least half of the positions.
     """
     if len(prompt) < length:
         return prompt

@@ -170,7 +170,7 @@ def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
 
 
 def _read_model(args: argparse.Namespace) -> ModelConfig:
-    """Returns the model config of a run, a folder or a config. Of a folder, only config.json is read."""
+    """Returns the model config of a run, a folder or a config. If it is a folder, only config.json is read."""
     source = find_source(args.source, RunPath, WeightsPath, ConfigPath)
     if isinstance(source, RunPath):
         config = SavedRun.open(source.path, args.step).config

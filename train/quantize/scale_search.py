@@ -31,10 +31,9 @@ def scale_of(magnitudes_I: jax.Array, power: jax.Array | float) -> jax.Array:
 
 
 def error_of(gram_II: jax.Array, delta_IO: jax.Array) -> jax.Array:
-    """Returns the squared error of the outputs, summed over tokens and outputs, if weights are changed by D =
-    `delta_IO`.
+    """Returns the squared error of the outputs if D = `delta_IO` is added to the weights, summed over the outputs.
 
-    It is the trace of D' G D, where G = `gram_II` is X'X of the inputs.
+    It is the trace of D' G D, where G = `gram_II` is X'X of the inputs, summed or averaged over tokens.
     """
     return (delta_IO * (gram_II @ delta_IO)).sum()
 

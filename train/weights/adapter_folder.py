@@ -96,7 +96,7 @@ def origin(adapter: str, base: str) -> str:
     """Returns a text that says which folder the adapters were read from. If they were trained with a base model of
     another name, the text also has this name.
 
-    Models with equal shapes can only be told apart by name.
+    If two models have equal shapes, only the name distinguishes them.
     """
     folder = Folder.open_adapter(adapter)
     theirs = folder.config.get("base_model_name_or_path")

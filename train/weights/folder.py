@@ -269,7 +269,7 @@ def _file(root: Path, name: str) -> Path:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
-        raise UserError(f"{root} has no file {_quoted(name)}: download the file") from None
+        raise UserError(f"{root} has no {_quoted(name)}: download the file") from None
     if not stat.S_ISREG(mode):
         raise UserError(f"{path} is not a regular file: download the file again")
     real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))

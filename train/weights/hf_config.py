@@ -356,8 +356,8 @@ def _after_the_first(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]
 
 
 def _summed_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our config keys for the load-balance loss of transformers. That loss pools all layers and sums over the
-    k experts of a token.
+    """Returns our config keys for the load-balance loss of transformers, which pools all layers and sums over the k
+    experts of a token.
 
     Our loss averages over the k experts, so k times the coefficient gives the same loss and gradient.
     """
@@ -367,8 +367,8 @@ def _summed_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mean_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our config keys for the load-balance loss of DeepSeek-V3. That loss is computed per layer and averages
-    over the experts of a token (arXiv 2412.19437, section 2.1.2).
+    """Returns our config keys for the load-balance loss of DeepSeek-V3, which is computed per layer and averages over
+    the experts of a token (arXiv 2412.19437, section 2.1.2).
 
     transformers does not have this loss, so the coefficient is 0 if config.json gives none.
     """

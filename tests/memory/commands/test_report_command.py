@@ -185,7 +185,7 @@ def test_one_screen(step):
         (["report", "--config=nothing"], "nothing"),
         (["diff", "a.json"], "required"),
         (["diff", "a.json", "b.json"], "cannot read a.json"),
-        (["diff", "a.json", "b.json", "--fail-above=x"], "x: give a percentage, 0 or more"),
+        (["diff", "a.json", "b.json", "--fail-above=x"], "x is not a percentage: give a number of 0 or more"),
         (["diff", "a.json", "b.json", "--fail-above=nan"], "fail-above"),
     ],
 )

@@ -417,7 +417,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     [
         (["--remat=none"], "no config"),
         (["--config=tiny", "--target=h300:8"], "h300"),
-        (["--config=tiny", "--target=h200:8", "--measure"], "not this machine"),
+        (["--config=tiny", "--target=h200:8", "--measure"], "is another machine"),
         (["--config=tiny", "--grid=model.d_modle=1,2"], "d_model"),
         (["--config=tiny", "--grid=model.d_model"], "--grid=KEY=V1,V2"),
         (["--config=tiny", "--jobs=0"], "1 or more"),

@@ -160,5 +160,5 @@ def test_a_function_gets_as_many_cpu_devices_as_its_target_has():
 
 @pytest.mark.quick
 def test_how_has_to_name_keys(tmp_path, monkeypatch):
-    with pytest.raises(ReportError, match=r"program.how='remat': give a tuple"):
+    with pytest.raises(ReportError, match=r"program.how='remat' is not a tuple of names: give a tuple"):
         factory_of(tmp_path, monkeypatch, "def program(remat=1): ...\nprogram.how = 'remat'\n")

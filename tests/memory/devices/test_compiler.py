@@ -37,7 +37,7 @@ def test_a_known_failure_is_compiled_again_with_its_flag(capfd):
     assert lowered.calls == [{"xla_other": 1}, {"xla_other": 1, FLAG: False}]
     assert [FLAG in note for note in made.notes] == [True]
     capfd.readouterr()
-    with pytest.raises(memory.ReportError, match="does not keep its program"):  # the fake has compiled
+    with pytest.raises(memory.ReportError, match="does not contain its HLO module"):  # the fake has compiled
         compiler.compile_lowered(lowered, exact=False)
     assert len(lowered.calls) == 4 and capfd.readouterr().err == ""
 

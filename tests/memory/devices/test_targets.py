@@ -127,7 +127,7 @@ def test_local_devices_and_simulated_ones():
     free = limits.free_host_bytes() // len(jax.local_devices(backend="cpu"))
     assert two.limit_bytes == pytest.approx(free, rel=0.2)
     assert two.mesh_devices(2, 1).shape == (2, 1)
-    with pytest.raises(ReportError, match="a mesh of 3 devices on cpu:2, which has 2"):
+    with pytest.raises(ReportError, match="a mesh of 3 devices does not fit cpu:2, which has 2"):
         two.mesh_devices(3)
 
 

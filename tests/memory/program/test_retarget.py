@@ -128,7 +128,7 @@ def test_a_mesh_of_another_size_is_refused(devices):
     mesh = Mesh(np.array(devices[:4]), ("data",))
     for own in (mesh, AbstractMesh((4,), ("data",))):
         x = spec((64, 32), jnp.float32, sharding=NamedSharding(own, P("data")))
-        with pytest.raises(memory.ReportError, match=r"a mesh of 4 devices \(data 4\) on cpu:8, which has 8"):
+        with pytest.raises(memory.ReportError, match=r"a mesh of 4 devices \(data 4\) does not fit cpu:8, which has 8"):
             retarget.lowered_for(jax.jit(jnp.tanh).trace(x), targets.parse("cpu:8"))
 
 

@@ -81,7 +81,7 @@ def test_a_program_takes_no_arguments():
     jitted = jax.jit(jnp.tanh)
     for program in (jitted.trace(X), jitted.lower(X), "step.hlo.pb"):
         with pytest.raises(
-            memory.ReportError, match="with arguments: it is a program already, leave the arguments out"
+            memory.ReportError, match="is a program already and takes no arguments: leave the arguments out"
         ):
             memory.analyze(program, X)
 
@@ -130,7 +130,7 @@ def test_a_wrapper_is_traced_as_it_is_called(donate):
     program = tracing.trace(wrapper, ({"w": W, "act": jnp.tanh}, spec((8,), jnp.float32), 2), {}, {})
     assert [aval.shape for aval in program.jaxpr.in_avals] == [(8, 8), (8,)]
     assert [leaf.donated for leaf in jax.tree.leaves(program.args_info)] == [donate, donate]
-    with pytest.raises(memory.ReportError, match="donate_argnums with a step that is jitted already"):
+    with pytest.raises(memory.ReportError, match="donate_argnums cannot be set for a step that is jitted already"):
         memory.analyze(wrapper, X, donate_argnums=0)
 
 
@@ -196,7 +196,7 @@ def test_pmap(devices):
     report = memory.analyze(mapped, *shapes)
     assert sorted(b.bytes for b in report.buffers if b.phase == "argument") == [64, 128]
     assert report.breakdown["outputs"] == 0 and [c.kind for c in report.collectives] == ["all-reduce"]
-    with pytest.raises(memory.ReportError, match="a mesh of 8 devices .* on cpu:2, which has 2"):
+    with pytest.raises(memory.ReportError, match="a mesh of 8 devices .* does not fit cpu:2, which has 2"):
         memory.analyze(mapped, *shapes, target="cpu:2")
 
 
@@ -206,7 +206,7 @@ def test_pmap_over_more_devices_than_are_here_is_refused_with_the_remedy(mapped)
     step, x = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i"), spec((mapped, 4), jnp.float32)
     with pytest.raises(
         memory.ReportError,
-        match=f"^jax.pmap over {mapped} devices, but this process has 8: set "
+        match=f"^jax.pmap maps over {mapped} devices, but this process has 8: set "
         f"JAX_NUM_CPU_DEVICES={mapped} before jax starts",
     ):
         tracing.trace(step, (x,), {}, {})

@@ -109,7 +109,7 @@ def test_the_account_in_a_notebook(plans, browser):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "budget, message", [("much", "budget: 'much' is not a valid size"), (0, "budget=0: a device has")]
+    "budget, message", [("much", "budget: 'much' is not a valid size"), (0, "budget=0 is out of range: a device has")]
 )
 def test_budgets_that_cannot_be(budget, message):
     with pytest.raises(ReportError, match=message):

@@ -130,11 +130,11 @@ def test_a_target_has_a_mesh(devices):
     mesh = target.mesh(data=2, model=4)
     assert isinstance(target, memory.Target) and dict(mesh.shape) == {"data": 2, "model": 4}
     assert list(mesh.devices.flat) == devices
-    with pytest.raises(memory.ReportError, match="3 devices on cpu:8"):
+    with pytest.raises(memory.ReportError, match="3 devices does not fit cpu:8"):
         target.mesh(data=3)
     with pytest.raises(memory.ReportError, match="did you mean h200"):
         memory.target("h20")
-    with pytest.raises(memory.ReportError, match="target 8: give a name"):
+    with pytest.raises(memory.ReportError, match="target 8 is not a name"):
         memory.target(8)
 
 

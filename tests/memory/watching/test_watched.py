@@ -318,9 +318,11 @@ def test_mistakes_are_named():
         watched.watch(step, limit="many")
     with pytest.raises(ReportError, match="an int is not a step"):
         watched.watch(3)
-    with pytest.raises(ReportError, match="donate_argnums with a step that is jitted already"):
+    with pytest.raises(ReportError, match="donate_argnums cannot be set for a step that is jitted already"):
         watched.watch(jax.jit(step), donate_argnums=0)
-    with pytest.raises(TypeError, match=r"watch\(\) got target: give only options of jax.jit, in_shardings, "):
+    with pytest.raises(
+        TypeError, match=r"watch\(\) got the unknown option target: give only options of jax.jit, in_shardings, "
+    ):
         watched.watch(step, target="h200")
     with pytest.raises(ReportError, match="roles="):
         watched.watch(step, roles={"state": "params"})

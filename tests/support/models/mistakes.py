@@ -4,7 +4,7 @@ LONG, LONE = "x" * 5000, "\udcff"
 # Mistakes of every command that takes the weights of a run or a folder.
 OF_SOURCE = [(source, "is neither a run nor a folder") for source in ("missing", ".", "notes.md", LONG, LONE)] + [
     ("", "required"),
-    ("~nobody-here/x", "the user does not exist"),
+    ("~nobody-here/x", "names a user that does not exist"),
     ("cut", "config.json is damaged"),
     ("dynamic", "of the kind 'dynamic'"),
     ("missing --step=last", "--step"),
@@ -83,7 +83,7 @@ OF_MODELS = {
         (f"{LONE} out", "is not a run directory"),
         ("notes.md out", "is not a run directory"),
         ("missing ", "the name is empty"),
-        ("~nobody-here/x out", "the user does not exist"),
+        ("~nobody-here/x out", "names a user that does not exist"),
         ("missing notes.md", "notes.md is not a folder"),
         ("missing .", "is not empty"),
         ("missing . --force", "contains no model"),

@@ -67,7 +67,7 @@ def test_the_trainers_config_by_position():
         (["train", "tiny", "--config=char"], "config is given twice"),
         (["fit"], "no config: give --config=FILE"),
         (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),
-        (["keys", "--grep=qqq"], "--grep=qqq: no row of bytescope keys contains this word"),
+        (["keys", "--grep=qqq"], "--grep=qqq: no row that bytescope keys prints contains this word"),
         (["configs", "--config.a=1"], "takes no --config.a"),
         (["prepare"], "required"),
         (["compare", "--jobs=x"], "--jobs"),

@@ -32,10 +32,10 @@ SMALL = [
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--budget=0"], "--budget=0: a device has 72.32 GiB available; give more than 0"),
+        (["--budget=0"], "--budget=0 is out of range: a device has 72.32 GiB available; give more than 0"),
         (["--budget=-3GiB"], "--budget: '-3GiB' is not a valid size: write it as 72GiB"),
         (["--budget=x"], "--budget: 'x' is not a valid size"),
-        (["--budget=100GiB"], "--budget=100GiB: a device has 72.32 GiB available"),
+        (["--budget=100GiB"], "--budget=100GiB is out of range: a device has 72.32 GiB available"),
         (["--levers=remat,rmat"], "unknown lever 'rmat': did you mean remat"),
         (["--batch-tokens=5"], "--batch-tokens=5 is not a multiple of the sequence length 16: give a multiple of 16"),
         (["--batch-tokens=0"], "--batch-tokens=0: give 1 or more"),
@@ -43,7 +43,7 @@ SMALL = [
         (["--max-compiles=0"], "--max-compiles=0: give 1 or more"),
         (["--max-seconds=-1"], "--max-seconds=-1.0: give 0.001 or more"),
         (["--max-seconds=nan"], "--max-seconds=nan"),
-        (["--measure"], "--measure with target h100, which is not this machine: leave the target out"),
+        (["--measure"], "--measure runs on this machine, but target h100 is another machine: leave the target out"),
         (["--target=h300"], "h300"),
         (["--jobs=0"], "1 or more"),
         (["--json=/no/such/f.json"], "cannot write /no/such/f.json: there is no folder /no/such"),

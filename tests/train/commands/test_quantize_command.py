@@ -244,7 +244,7 @@ def test_the_plan_is_what_the_work_says(made, capsys):
             ["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"],
             "has 1 windows of 64 tokens, and at least",
         ),
-        (["gpt2", "out", *SHORT], "gpt2 stores weights in tensors"),
+        (["gpt2", "out", *SHORT], "but gpt2 stores"),
         (["wide", "out", *SHORT, "--limit=10KiB"], ": give a shorter --length"),
         (["wide", "h999"], "h999"),
         (["nothing", "cpu:1"], "nothing"),

@@ -271,7 +271,7 @@ def test_completions_and_the_end_of_the_text_are_learned(tmp_path):
         ({"messages": [{"content": "x"}]}, "chat", "the role of message 1 is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat", "the content of message 1 is list"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat", "half of a surrogate pair"),
-        ({**TALKS[0], "tools": "f"}, "chat", '"tools" is str, not a list'),
+        ({**TALKS[0], "tools": "f"}, "chat", '"tools" of the record is str, not a list'),
     ],
 )
 def test_malformed_records_are_named_or_skipped(tmp_path, record, kind, why):

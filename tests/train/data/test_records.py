@@ -159,7 +159,7 @@ def test_malformed_lines_are_named_and_some_may_be_skipped(tmp_path, capsys):
     ("form", "record", "why"),
     [
         ("text", {"body": "x"}, "the field 'text'"),
-        ("chat", {"text": "x"}, 'it has no list of "messages"'),
+        ("chat", {"text": "x"}, 'the record has no list of "messages"'),
         ("pairs", {"text": "x"}, '"prompt" is missing'),
     ],
 )

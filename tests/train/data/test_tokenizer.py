@@ -117,7 +117,9 @@ def test_a_search_without_end_is_ended(tmp_path, monkeypatch):
     found = save_with_pattern(tmp_path / "tokenizer.json", r"(a+)+$(?!.)z")
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(module, "SECONDS_PER_CHARACTER", 0.001)
-    with pytest.raises(UserError, match=r"cannot encode the text \(460 characters took more than 0 s\): give the file"):
+    with pytest.raises(
+        UserError, match=r"cannot encode the text \(tokenizing 460 characters took more than 0 s\): give the file"
+    ):
         found.encode(("a" * 22 + "c") * 20)
     monkeypatch.setattr(module, "SECONDS", 60.0)
     assert len(found.encode("a b")) == 1

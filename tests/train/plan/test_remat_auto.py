@@ -115,10 +115,10 @@ def test_unrolled_layers_with_room_make_nothing_again():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"remat.budget": "0"}, "remat.budget=0: a device has"),
+        ({"remat.budget": "0"}, "remat.budget=0 is out of range: a device has"),
         ({"remat.budget": "-3GiB"}, "remat.budget: '-3GiB' is not a valid size"),
         ({"remat.budget": "x"}, "'x' is not a valid size"),
-        ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB: a device has"),
+        ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB is out of range: a device has"),
         ({"remat.cost": "dollars"}, "remat.cost"),
         ({"remat.granularity": "parts"}, "set remat.granularity=block"),
         ({"remat.layers": "0-1:full"}, "remat.layers=0-1:full cannot be combined with remat.policy=auto"),

@@ -113,7 +113,7 @@ def test_files_that_are_cut_or_longer(folder):
         (lambda e: {**e, "a": {"dtype": "F32"}}, "lacks dtype"),
         (lambda e: {**e, "a": None}, "lacks dtype"),
         (lambda e: {**e, "a": {**e["a"], "shape": 3}}, "lacks dtype"),
-        (lambda e: {"a": e["a"]}, "according to its header"),
+        (lambda e: {"a": e["a"]}, "its header describes"),
         (lambda e: [], "is not a JSON object"),
         (lambda e: b"{{{{", "its header"),
         (lambda e: b'{"a": 1, "a": 2}', "appears twice"),

@@ -228,7 +228,7 @@ def test_dense_layers_both_ways(step, dense):
         (QWEN3_30B_A3B, {"mlp_only_layers": [5]}, "mlp_only_layers=[5]: bytescope supports only dense layers first"),
         (QWEN3_30B_A3B, {"mlp_only_layers": ["0"]}, "a list of layer numbers"),
         (QWEN3_30B_A3B, {"mlp_only_layers": 1}, "a list"),
-        (QWEN3_30B_A3B, {"decoder_sparse_step": 64}, "decoder_sparse_step=64: our model"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 64}, "decoder_sparse_step=64: bytescope"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         (QWEN3_30B_A3B, {"num_experts": "8"}, "num_experts='8': give a whole number"),
         (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias=True"),
@@ -240,7 +240,7 @@ def test_dense_layers_both_ways(step, dense):
         (
             DEEPSEEK_V3,
             {"rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "truncate": False}},
-            "truncate=False: our model",
+            "truncate=False: bytescope",
         ),
         (DEEPSEEK_V3, {"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings=None"),
         (DEEPSEEK_V3, {"rope_scaling": {"type": "dynamic", "factor": 4}}, "of the kind 'dynamic'"),
