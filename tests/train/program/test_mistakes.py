@@ -487,7 +487,7 @@ MISTAKES["pipeline"] = [
     ("--stages=4 --micro-batches=6 --schedule=interleaved", "set batch.accumulation=8"),
     ("--stages=4 --micro-batches=4 --schedule=1f1b --virtual=2", "set pipeline.virtual=1"),
     ("--stages=4 --micro-batches=4 --schedule=v --virtual=3", "set pipeline.virtual=2"),
-    ("--stages=4 --micro-batches=4 --schedule=1f1b --layers=3", "3 layers over 4 virtual stages"),
+    ("--stages=4 --micro-batches=4 --schedule=1f1b --layers=3", "3 layers cannot be divided among 4 virtual stages"),
     ("--stages=4 --micro-batches=4 --schedule=1f1b --layers=-3", "give 1 or more layers"),
     ("--stages=4 --micro-batches=4 --virtual=3", "choose one with --schedule"),
     ("--stages=99999 --micro-batches=99999", "give at most 200,000"),
