@@ -43,7 +43,7 @@ def param(
       ValueError: the number of axes differs from the number of dimensions.
     """
     if len(shape) != len(axes):
-        raise ValueError(f"parameter of shape {shape} with logical axes {axes}: give one axis per dimension")
+        raise ValueError(f"a parameter of shape {shape} has the logical axes {axes}: give one axis per dimension")
     # Sampled in float32, so that every precision preset starts from the same values.
     value = jnp.full(shape, fill, dtype) if key is None else (std * jax.random.normal(key, shape)).astype(dtype)
     if any(pad):

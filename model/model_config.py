@@ -177,7 +177,7 @@ class ModelConfig(ModelKeys):
                 "model.scan=true, or model.unroll=1"
             )
         if self.mlp_chunk < 0:
-            raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for one piece")
+            raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for no tiles")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout}: give a probability from 0 to below 1")
         if self.position == "rope" and self.d_head % 2 and self.attention_kind != "mla":
@@ -187,8 +187,9 @@ class ModelConfig(ModelKeys):
         local = f"model.rope_local_theta={self.rope_local_theta} with"
         if bool(self.rope_local_theta) != bool(self.global_every):
             raise ValueError(
-                f"{local} model.global_every={self.global_every}: the first is the rotary base of local layers, and "
-                "the second selects the layers that are not local; give both, or 0 for both"
+                f"{local} model.global_every={self.global_every}: rope_local_theta is the rotary base of local "
+                "layers, "
+                "and global_every selects the layers that are not local; set both, or 0 for both"
             )
         if self.rope_local_theta and self.position != "rope":
             raise ValueError(
@@ -206,8 +207,9 @@ class ModelConfig(ModelKeys):
             raise ValueError(f"model.rope_theta={self.rope_theta} with YaRN's model.rope_scaling: give a base above 1")
         if self.rope_local_theta and len(numbers) == 5:
             raise ValueError(
-                f"{local} YaRN's model.rope_scaling: local layers rotate without a factor; give "
-                "model.rope_scaling=n, or set model.rope_local_theta and model.global_every to 0"
+                f"{local} YaRN's model.rope_scaling: YaRN's attention factor is not applied in "
+                "local layers; set model.rope_scaling=n for linear scaling, or set model.rope_local_theta and "
+                "model.global_every to 0"
             )
 
     def _check_latent(self) -> None:
@@ -239,7 +241,7 @@ class ModelConfig(ModelKeys):
         """Raises ValueError if config keys contradict the experts."""
         if self.experts_per_token > self.experts:
             raise ValueError(
-                f"model.experts_per_token={self.experts_per_token} of model.experts={self.experts}: give "
+                f"model.experts_per_token={self.experts_per_token} is more than model.experts={self.experts}: give "
                 "at most the number of experts"
             )
         if not self.expert_layers:
@@ -260,13 +262,13 @@ class ModelConfig(ModelKeys):
             )
         if self.router_top_groups > self.router_groups:
             raise ValueError(
-                f"model.router_top_groups={self.router_top_groups} of model.router_groups="
+                f"model.router_top_groups={self.router_top_groups} is more than model.router_groups="
                 f"{self.router_groups}: give at most the number of groups"
             )
         open_to_token = self.experts // self.router_groups * self.router_top_groups
         if self.experts_per_token > open_to_token:
             raise ValueError(
-                f"model.experts_per_token={self.experts_per_token} of the {open_to_token} experts in "
+                f"model.experts_per_token={self.experts_per_token} is more than the {open_to_token} experts in "
                 f"model.router_top_groups={self.router_top_groups} groups: raise router_top_groups"
             )
         if self.mlp_chunk:

@@ -54,8 +54,8 @@ class Precision:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> "Precision":
-        """Returns the dtypes for the config group `precision`: those of the preset, and for each key that is not ""
-        the dtype in the key.
+        """Returns the dtypes for the config group `precision`: the dtypes of the preset, except for roles whose key is
+        not "".
 
         Raises:
           ValueError: a value is unknown, or the values cannot be combined.

@@ -63,8 +63,8 @@ class _Rank:
 
     @classmethod
     def for_length(cls, ring: Ring, length: int, chunk: int) -> "_Rank":
-        """Splits a rank's `length` positions into blocks that are as even as possible, of at most `chunk` positions
-        each."""
+        """Splits a rank's `length` positions into blocks of equal size, as far as possible, with at most `chunk`
+        positions each."""
         n = length // 2
         m = -(-n // chunk)
         return cls(ring, n, m, -(-n // m))

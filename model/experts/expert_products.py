@@ -121,7 +121,7 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _like(x_BLD: jax.Array) -> jax.Array:
-    """Returns an empty array [B, L, 0], whose shape tells `combine` the number of tokens of a device."""
+    """Returns an empty array [B, L, 0], whose shape gives `combine` the number of tokens of a device."""
     return x_BLD[:, :, :0]
 
 

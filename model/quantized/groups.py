@@ -44,7 +44,7 @@ def decode(codes: jax.Array, zero: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def pack(codes: jax.Array) -> jax.Array:
-    """Packs two 4-bit codes per byte, uint8 [inputs / 2, ...]. Of two adjacent inputs the first is in the low 4
+    """Packs two 4-bit codes per byte, uint8 [inputs / 2, ...]. The first of two adjacent inputs is in the low 4
     bits."""
     pairs = codes.reshape(codes.shape[0] // 2, 2, *codes.shape[1:])
     return pairs[:, 0] | (pairs[:, 1] << 4)

@@ -162,7 +162,7 @@ def _saving(name: str, saveable: Callable[..., object] | None) -> CheckpointPoli
     """Returns the policy `name` of POLICIES with another `jax.checkpoint` policy, `saveable`."""
     row = POLICIES[name]
     if row is None:
-        raise ValueError(f"remat.policy={name} has no row in POLICIES to change: choose another policy")
+        raise ValueError(f"remat.policy={name} is not a row of the table POLICIES: choose another policy")
     return dataclasses.replace(row, saveable=saveable)
 
 
@@ -253,7 +253,7 @@ class LayerPolicies:
         used = [self.policy, *(self._range(text)[2] for text in self.layers)]
         if bool(self.save or self.offload) != ("custom" in used):
             raise ValueError(
-                "remat.save and remat.offload are the names of remat.policy=custom: set that policy and at "
+                "remat.save and remat.offload belong to remat.policy=custom: set that policy and at "
                 "least one name, or neither"
             )
         for name in used:

@@ -289,7 +289,7 @@ def test_ranges_cover_all_layers_in_order():
     ("overrides", "message"),
     [
         ({"remat.policy": "ful"}, "choose one of none, full"),
-        ({"remat.save": "up"}, "are the names of remat.policy=custom"),
+        ({"remat.save": "up"}, "belong to remat.policy=custom"),
         ({"remat.policy": "custom"}, "at least one name"),
         ({"remat.policy": "custom", "remat.save": "upp"}, "remat.save='upp': did you mean up?"),
         ({"remat.policy": "custom", "remat.save": "up", "remat.offload": "up"}, "both contain 'up'"),

@@ -70,8 +70,8 @@ def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def checksums(state: Any) -> jax.Array:
-    """Returns one uint32 checksum per leaf of `state`, [leaves] in tree order. It does not depend on the mesh, nor on
-    whether a leaf is in device or host memory."""
+    """Returns one uint32 checksum per leaf of `state`, [leaves] in tree order. Checksums do not depend on the
+    mesh, nor on whether a leaf is in device or host memory."""
     leaves = jax.tree.leaves(state)
     on_device = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
     sums = dict(zip(on_device, _checksums([leaves[place] for place in on_device])))
@@ -345,8 +345,9 @@ class Checkpoints:
             aside = self._processes.from_first(str(self._set_aside(step) if self._processes.first else ""))
             self._manager.reload()
             raise UserError(
-                f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}); moved "
-                f"to {aside}, nothing is saved. Choose another --workdir, on another disk if there is one"
+                f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}). The run "
+                f"stopped and nothing is saved; the damaged checkpoint is in {aside}. Choose another --workdir, on "
+                "another disk if there is one"
             )
         self._was_read = True
 
@@ -395,7 +396,7 @@ class Checkpoints:
                 difference = _difference(arrays, describe(as_written))
                 if difference:
                     raise UserError(
-                        f"checkpoint {step} in {self.root} is of another model or optimizer ({difference}): "
+                        f"checkpoint {step} in {self.root} was written with another model or optimizer ({difference}): "
                         "choose another --workdir"
                     )
                 with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
@@ -430,7 +431,7 @@ class Checkpoints:
                     f"checkpoint {step} is damaged (its metrics cannot be read); moved to {self._set_aside(int(step))}"
                 )
         for path in sorted(self.root.glob(f"[0-9]*/{_METADATA}")):
-            if not _has_shape(path, _METADATA_SHAPE):  # it contains no data of ours
+            if not _has_shape(path, _METADATA_SHAPE):  # it contains no data of this run
                 path.unlink()
                 notes.append(
                     f"checkpoint {path.parts[-2]}: its {_METADATA} was damaged and is removed; its arrays are still "

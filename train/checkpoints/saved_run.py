@@ -188,7 +188,7 @@ def _parameters(arrays: Mapping[str, str], sums: list[int], orders: Mapping[str,
         if path.startswith(".params["):
             keys = tuple(_KEY.findall(path))
             if (match := _DESCRIBED.fullmatch(described)) is None:
-                raise ValueError(f"{path} has the unreadable description {described!r}")
+                raise ValueError(f"the dtype and shape of {path} cannot be read from its description {described!r}")
             dtype, shape = match.groups()
             sizes, order = tuple(map(int, filter(None, shape.split(",")))), tuple(orders.get(keys[0], ()))
             if order:

@@ -57,7 +57,10 @@ class StoredArray:
         ).result()
         self.shape, self.dtype = tuple(shape), self._store.dtype.numpy_dtype
         if (self._store.shape, self.dtype.name) != (on_disk, dtype):
-            raise ValueError(f"{name} is {self.dtype.name}{list(self._store.shape)}, not {dtype}{list(on_disk)}")
+            raise ValueError(
+                f"the array {name} is {self.dtype.name}{list(self._store.shape)} where {dtype}{list(on_disk)} is "
+                "expected"
+            )
         self._name, self._checksum, self._sum, self._left = name, checksum, 0, math.prod(on_disk)
         layers = sorted((layer, row) for row, layer in enumerate(order) if layer >= 0)
         self._rows, self._blank = [row for _, row in layers], [row for row, layer in enumerate(order) if layer < 0]
@@ -82,7 +85,7 @@ class StoredArray:
             for row in self._blank:
                 self._piece([(row, row + 1), *((0, size) for size in self.shape[1:])])
         if not self._left and self._sum != self._checksum:
-            raise ValueError(f"{self._name} does not match its checksum")
+            raise ValueError(f"the array {self._name} does not match its checksum")
         return piece
 
     def _piece(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -240,7 +240,7 @@ def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes
     while not (workdir / CONFIG).exists():  # a network file system may show the file late
         if time.monotonic() > deadline:
             raise UserError(
-                f"{workdir} of process 0 is not visible on this machine: give a --workdir on a file "
+                f"the run directory {workdir} of process 0 is not visible on this machine: give a --workdir on a file "
                 "system that all machines share"
             )
         time.sleep(0.1)
@@ -288,7 +288,7 @@ def recorded(path: Path) -> Identity:
         old = Identity(**json.loads(path.read_text()))
         numbers = [old.global_rows, *(old.config[key] for key in ("train.steps", "batch.accumulation"))]
         if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(old.data, str):
-            raise ValueError("values of wrong types")
+            raise ValueError("some values have the wrong type")
     except KeyError as error:
         raise _damaged(path, f"the key {error} is missing") from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -313,13 +313,13 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
         return []
     if differences := _differences(old.curve(), identity.curve()):
         raise UserError(
-            f"{path.parent} holds another run: {'; '.join(differences)}. "
+            f"{path.parent} contains another run: {'; '.join(differences)}. "
             f"{_same_batch(old, identity)}Use the old values or another --workdir"
         )
     before, now = old.config["train.steps"], identity.config["train.steps"]
     if now > before and not extend:
         raise UserError(
-            f"{path.parent} was planned for {before} steps, not {now}: "
+            f"the run in {path.parent} was planned for {before} steps, not {now}: "
             "the learning rate would follow another schedule; pass --extend to accept that"
         )
     return [
@@ -356,7 +356,7 @@ def take_lock(workdir: Path) -> Lock:
     file = open(workdir / LOCK, "a+")  # noqa: SIM115  (closed by Lock.close)
     try:
         if fcntl is None:
-            raise OSError(errno.ENOSYS, "this system has no flock")
+            raise OSError(errno.ENOSYS, "this system has no file locks (flock)")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = _holder(file)

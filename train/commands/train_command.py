@@ -72,7 +72,9 @@ def make_parser() -> Parser:
         action="store_true",
         help="print the first row, trained tokens in [brackets]; exit",
     )
-    parser.add_argument("--verbose", action="store_true", help="print the full report, and the reason for each choice")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print the full report, and the reason for each chosen setting"
+    )
     add_flags(parser)
     return parser
 

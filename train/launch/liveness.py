@@ -200,7 +200,7 @@ class Link:
     def _tick(self) -> None:
         """Every BEAT_S seconds, sends what this process is doing and checks for stalls.
 
-        Also warns once if many files are open: Gloo keeps every connection to its port open, even from other programs.
+        Also warns once if many files are open: Gloo (the CPU collectives library) never closes connections to its port.
         """
         if (now := time.monotonic()) < self._beat + BEAT_S:
             return

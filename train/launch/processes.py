@@ -84,7 +84,9 @@ def find(args: argparse.Namespace) -> Address | None:
     missing = [f"--{name}" for name in FLAGS if given[name] is None]
     if missing:
         if len(missing) < len(FLAGS):
-            raise UserError(f"{' and '.join(missing)} missing: give --coordinator, --process and --processes together")
+            raise UserError(
+                f"the flags {' and '.join(missing)} are missing: give --coordinator, --process, --processes together"
+            )
         return _launched(args.timeout)
     host, port = _host_port(args.coordinator)
     if args.processes < 1 or not 0 <= args.process < args.processes:

@@ -121,7 +121,9 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     sizes_text = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
     free = [axis for axis in AXES if sizes[axis] == -1]
     if len(free) > 1 or any(sizes[axis] < 1 and sizes[axis] != -1 for axis in AXES):
-        raise ValueError(f"mesh {sizes_text}: give sizes of 1 or more, and at most one -1")
+        raise ValueError(
+            f"the mesh sizes {sizes_text} are invalid: give 1 or more for each axis, or -1 for at most one axis"
+        )
     left = len(devices)
     taken: list[str] = []
     # Sizes that divide the number of devices come first, so that the message names one that does not.
@@ -139,7 +141,7 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
             taken.append(f"mesh.{axis}={size}")
     if left > 1 and not free:
         raise ValueError(
-            f"mesh {sizes_text} takes {len(devices) // left} of {len(devices)} devices: set one of these "
+            f"the mesh {sizes_text} takes {len(devices) // left} of {len(devices)} devices: set one of these "
             "sizes, such as mesh.fsdp, to -1"
         )
     sizes = {axis: left if axis in free else sizes[axis] for axis in AXES}

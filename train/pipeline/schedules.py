@@ -19,7 +19,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) 
         raise ReportError(f"pipeline.schedule={name!r}: {remedy_for(name, SCHEDULES)}")
     for what, count in (("stages", stages), ("micro-batches", micro_batches), ("chunks of a stage", virtual)):
         if count < 1:
-            raise ReportError(f"a pipeline of {count} {what}: give 1 or more")
+            raise ReportError(f"a pipeline cannot have {count} {what}: give 1 or more")
     return SCHEDULES[name].make(name, stages, micro_batches, virtual)
 
 
@@ -34,7 +34,7 @@ def _v_shape(stages: int) -> tuple[tuple[int, ...], ...]:
 def _one_chunk(name: str, virtual: int) -> None:
     if virtual != 1:
         raise ReportError(
-            f"pipeline.schedule={name} with pipeline.virtual={virtual}: its stages have one chunk; set "
+            f"pipeline.schedule={name} with pipeline.virtual={virtual}: this schedule has one chunk per stage; set "
             "pipeline.virtual=1, or pipeline.schedule=interleaved"
         )
 
@@ -66,7 +66,7 @@ def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
     if v > 1 and M % P:
         raise ReportError(
             f"pipeline.schedule={name} with {M} micro-batches over {P} stages: with pipeline.virtual={v} "
-            f"they have to be a multiple of {P}; set batch.accumulation={-(-M // P) * P}"
+            f"the number of micro-batches must be a multiple of the stages; set batch.accumulation={-(-M // P) * P}"
         )
 
     def item(m: int, chunk: int) -> int:
@@ -90,7 +90,8 @@ def _v(name: str, P: int, M: int, v: int) -> Schedule:
     """
     if v not in (1, 2):
         raise ReportError(
-            f"pipeline.schedule={name} with pipeline.virtual={v}: its stages have two chunks; set pipeline.virtual=2"
+            f"pipeline.schedule={name} with pipeline.virtual={v}: this schedule has two chunks per stage; set "
+            "pipeline.virtual=2"
         )
     # Units of chunk 0 are in ticks of one parity, units of chunk 1 in ticks of the other, so a stage never has two at
     # once.

@@ -168,8 +168,9 @@ def _check_experts(settings: Settings, layout: Layout) -> None:
     if parts > 1 and dispatch != "auto" and slots != (dispatch == "all_to_all"):
         remedy = "mesh.dispatch=all_to_all" if slots else "model.moe_kernel=capacity"
         raise ValueError(
-            f"mesh.dispatch={dispatch} with model.moe_kernel={model.moe_kernel}: a fixed number of slots needs "
-            f"all_to_all, a varying number of rows one of the others; set {remedy}, or mesh.dispatch=auto"
+            f"mesh.dispatch={dispatch} with model.moe_kernel={model.moe_kernel}: kernels with a fixed number of "
+            f"slots need all_to_all, and kernels with a varying number of rows another value; set {remedy}, or "
+            "mesh.dispatch=auto"
         )
     if settings.precision.preset == "fp8":
         raise ValueError(
@@ -352,12 +353,12 @@ def _choose_adapters(settings: Settings, layout: Layout, model: ModelConfig) -> 
         )
     if not MLPS[model.mlp][0] and set(lora.targets) == {"gate"}:
         raise ValueError(
-            f"lora.targets=gate with model.mlp={model.mlp}, which has no gate: choose others of {', '.join(TARGETS)}"
+            f"lora.targets=gate with model.mlp={model.mlp}, which has no gate: choose from {', '.join(TARGETS)}"
         )
     dense = model.shared_experts or model.expert_layers < model.n_layers
     if not dense and set(lora.targets) <= {"gate", "up", "down"}:
         raise ValueError(
-            f"lora.targets={','.join(lora.targets)} of a model in which every MLP is a mixture of experts: routed "
+            f"lora.targets={','.join(lora.targets)} with a model in which every MLP is a mixture of experts: routed "
             "experts have no adapters; choose some of q, k, v, o"
         )
     for key, is_asked in (("model.mlp_chunk", model.mlp_chunk > 0), ("mesh.context", settings.mesh.context > 1)):

@@ -161,7 +161,9 @@ def _call_get_config(path: Path) -> ConfigDict:
     # A user's file may do anything: its sys.exit() must not end us successfully, and its KeyboardInterrupt is not a
     # Ctrl-C.
     except BaseException as error:
-        raise UserError(f"{path}: {type(error).__name__}: {message_of(error)}: fix the file") from error
+        raise UserError(
+            f"the config {path} raised {type(error).__name__}: {message_of(error)}: fix the file"
+        ) from error
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"{path}: get_config() returns {type(config).__name__}, not an ml_collections.ConfigDict: return the "
@@ -175,10 +177,12 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
     want, have = flatten(base.get_config()), flatten(config)
     for key in have:
         if key not in want:
-            raise UserError(f"{path}: unknown key {key}{_nearest(key, want)}")
+            raise UserError(f"the config {path} has the unknown key {key}{_nearest(key, want)}")
     for key in want:
         if key not in have:
-            raise UserError(f"{path}: key {key} is missing: start from bytescope.configs.base.get_config()")
+            raise UserError(
+                f"the key {key} is missing in the config {path}: start from bytescope.configs.base.get_config()"
+            )
         if type(have[key]) is not type(want[key]) and not (type(want[key]), type(have[key])) == (float, int):
             raise UserError(
                 f"{path}: {key}={have[key]!r} is {type(have[key]).__name__}: give a value of type "
@@ -230,7 +234,7 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     if key not in flat:
         group = [name for name in flat if name.startswith(key + ".")]
         if group:
-            raise UserError(f"--config.{key} is a group: set one of its keys, such as --config.{group[0]}=...")
+            raise UserError(f"--config.{key} is a group of keys: set one of its keys, such as --config.{group[0]}=...")
         raise UserError(f"unknown key --config.{key}{_nearest(key, flat)}")
     kind = type(flat[key])
     try:

@@ -20,8 +20,8 @@ def doubtful_settings(settings: Settings, platform: str) -> list[str]:
     lines, optimizer, steps = [], settings.optimizer, settings.steps
     if optimizer.warmup_steps > steps:
         lines.append(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} of train.steps={steps}: the learning rate never "
-            f"reaches {optimizer.learning_rate:g}; lower the first or raise the second"
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is more than train.steps={steps}: the learning rate "
+            f"never reaches {optimizer.learning_rate:g}; lower warmup_steps or raise train.steps"
         )
     if not optimizer.learning_rate:
         lines.append("optimizer.learning_rate=0: no parameter will change; give a learning rate above 0")

@@ -123,7 +123,7 @@ def _check_offloaded(choices: Choices, compilation: Compilation) -> None:
     on_cpu = choices.layout.mesh.devices.flat[0].platform == "cpu"
     if offloading and not on_cpu and compilation.stats and not compilation.stats.host_temp_bytes:
         raise ValueError(
-            f"remat.policy={offloading[0]} moves nothing to host memory in this program: offload other names, of "
+            f"remat.policy={offloading[0]} moves nothing to host memory in this program: choose other names from "
             f"{', '.join(NAMES)}, or use full"
         )
 

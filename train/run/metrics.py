@@ -58,7 +58,7 @@ def _matrices(model: ModelConfig, routed: bool) -> dict[str, int]:
 def matmul_parameters(model: ModelConfig) -> int:
     """Returns the number of parameters that each token is multiplied with.
 
-    It counts all matrices except the embedding tables. Of the experts it counts those that a token visits.
+    It counts all matrices except the embedding tables. Only the experts that a token visits are counted.
     """
     routed = model.expert_layers
     dense_layer, routed_layer = (sum(_matrices(model, kind).values()) for kind in (False, True))

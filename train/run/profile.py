@@ -31,7 +31,7 @@ FOLDER, BREAKDOWN, PAGE = "profile", "profile.json", "trace.html"
 # Number of first updates that are not traced, because they compile small programs and fill caches and pools.
 WARM_UP = 2
 _STEPS = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
-_HELP = "--profile=3 traces three updates after the first two, --profile=100-103 those updates"
+_HELP = "--profile=3 traces three updates after the first two, and --profile=100-103 traces updates 100 to 103"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +53,11 @@ class ProfiledUpdates:
         as 100-103."""
         match = _STEPS.fullmatch(text)
         if not match:
-            raise UserError(f"--profile={text} is not a number or a range of updates: {_HELP}")
+            raise UserError(f"--profile={text} is neither a number nor a range of updates: {_HELP}")
         if match[2] is None:
             return cls(text, count=int(text))
         if int(match[2]) < int(match[1]):
-            raise UserError(f"--profile={text} ends before it begins: {_HELP}")
+            raise UserError(f"--profile={text} is a range that ends before it begins: {_HELP}")
         return cls(text, first=int(match[1]), last=int(match[2]))
 
     def updates(self, start: int, steps: int) -> range:
@@ -70,12 +70,12 @@ class ProfiledUpdates:
         first, last = (start + WARM_UP + 1, start + WARM_UP + self.count) if self.count else (self.first, self.last)
         if first <= start:
             raise UserError(
-                f"--profile={self.text} begins at update {first}, but this run resumes after {start}: "
+                f"--profile={self.text} begins at update {first}, but this run has already done {start}: "
                 f"give updates from {start + 1} to {steps}"
             )
         if last > steps:
             raise UserError(
-                f"--profile={self.text} asks for update {last}, but the run ends at {steps}: give fewer, "
+                f"--profile={self.text} asks for update {last}, but the run ends at {steps}: give earlier updates, "
                 "or raise --config.train.steps"
             )
         return range(first, last + 1)

@@ -82,7 +82,7 @@ class RunPage:
         """Does nothing, because writing the page after each row would take too long."""
 
     def finish(self, step: int, sample: str) -> None:
-        """Does nothing, because `close` writes the page, for interrupted runs too."""
+        """Does nothing, because `close` writes the page."""
 
     def close(self, failed: bool) -> None:
         """Writes the page. If that fails, for example because the disk is full, prints a warning instead of raising an

@@ -161,7 +161,7 @@ def _rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], i
 
 
 def _numbers(value: Any, prefix: str = "") -> dict[str, float]:
-    """Returns the finite numbers in a JSON object. Those in nested objects have dotted names. Raises TypeError if
+    """Returns the finite numbers in a JSON object. Numbers in nested objects have dotted names. Raises TypeError if
     `value` is not an object."""
     if not isinstance(value, dict):
         raise TypeError("the line is not a JSON object")
@@ -193,7 +193,7 @@ def _breakdown(path: Path) -> Mapping[str, Any]:
 
 def _check(value: Any, fields: Mapping[str, type]) -> None:
     if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} is not a JSON object")
+        raise TypeError(f"a JSON object is expected where there is {type(value).__name__}")
     for name, kind in fields.items():
         one = value[name]
         allowed = (int, float) if kind is float else kind

@@ -82,7 +82,7 @@ def clock(seconds: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """What the summary at the end of a start of a run shows.
+    """The data for the summary that is printed at the end of a start of a run.
 
     Fields:
       first, last: numbers of the first and the last update of this start.

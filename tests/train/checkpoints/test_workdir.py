@@ -98,7 +98,7 @@ def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path):
     old = json.loads(path.read_text())
     del old["config"]["optimizer.freeze"]
     path.write_text(json.dumps(old))
-    with pytest.raises(UserError, match="holds another run: optimizer.freeze"):
+    with pytest.raises(UserError, match="contains another run: optimizer.freeze"):
         claim(tmp_path, identity(optimizer__freeze="w_head"), extend=False)
     assert claim(tmp_path, identity(), extend=False) == []
 
@@ -109,7 +109,7 @@ def test_a_run_that_never_began_may_become_another(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir()
     assert claim(tmp_path / "run", identity(optimizer__name="adamw_8bit"), extend=False) == []
     (tmp_path / "run" / "checkpoints" / "1").mkdir()
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, match="contains another run"):
         claim(tmp_path / "run", identity(), extend=False)
 
 

@@ -78,7 +78,7 @@ MEANINGS = {
     "--out": "write|append|new or empty",
     "--program": "your own (step|programs) instead of a config",
     "--step": "the checkpoint of step N",
-    "--verbose": "the reason for each (automatic )?choice",
+    "--verbose": "the reason for each chosen setting",
     "--tensor": "number of tensor-parallel devices, which divide heads, MLP width and vocabulary",
 }
 

@@ -218,7 +218,7 @@ def test_the_error_of_one_ends_all_with_its_code(place, alone):
     started = Started(place, place / "alone", 2, "--config.optimizer.weight_decay=0.2")
     assert started.codes() == [2, 2]
     for text, label in zip(started.texts(), ("error: ", "[process 1] error: ")):
-        assert text.startswith(label) and "holds another run: optimizer.weight_decay 0.1 -> 0.2" in text
+        assert text.startswith(label) and "contains another run: optimizer.weight_decay 0.1 -> 0.2" in text
         assert text.count("\n") == 0
     other = weights.llama(place / "other", seed=1, **LLAMA)  # of the same shapes
     started = Started(

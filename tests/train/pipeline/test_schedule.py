@@ -90,12 +90,12 @@ def changed(name, field, tick, stage, values):
 @pytest.mark.parametrize(
     ("field", "tick", "stage", "values", "words"),
     [
-        ("forward", 0, 0, (-1, -1, -1), "of 8 units"),
+        ("forward", 0, 0, (-1, -1, -1), "where 8 are expected"),
         ("forward", 1, 0, (0, 0, 0), "runs twice"),
-        ("forward", 1, 0, (1, 0, 0), "is in use"),
+        ("forward", 1, 0, (1, 0, 0), "is already in use"),
         ("backward", 2, 0, (0, 0, 1), "does not hold"),
         ("ends", 1, 0, 2, "the loss of micro-batch"),
-        ("backward", 4, 1, (-1, -1, -1), "of 8 units"),
+        ("backward", 4, 1, (-1, -1, -1), "where 8 are expected"),
     ],
     ids=str,
 )
@@ -104,7 +104,7 @@ def test_a_table_that_cannot_run_cannot_be_made(field, tick, stage, values, word
         changed("1f1b", field, tick, stage, values)
 
 
-@pytest.mark.parametrize(("tick", "words"), [(None, "0 of 8 units"), (4, "7 of 8 units")])
+@pytest.mark.parametrize(("tick", "words"), [(None, "0 pairs .* where 8"), (4, "7 pairs .* where 8")])
 def test_gradients_of_weights_that_are_apart_are_all_there(tick, words):
     schedule = make_schedule("zero_bubble", 2, 4)
     weights = np.full_like(schedule.weights, IDLE) if tick is None else schedule.weights.copy()

@@ -174,7 +174,7 @@ def test_the_table_is_on_the_screen_and_again_from_the_files(runs, breakdown, ca
 @pytest.mark.exhaustive
 def test_a_resumed_run_traces_its_own_updates(runs, tmp_path):
     source, _, traced, _ = runs
-    with pytest.raises(UserError, match="--profile=4-7 begins at update 4, but this run resumes after 6"):
+    with pytest.raises(UserError, match="--profile=4-7 begins at update 4, but this run has already done 6"):
         train(traced, source, "4-7", steps=9, extend=True)
     out = train(traced, source, "9-9", steps=9, extend=True)
     assert "resumed at step 6" in out and "update 9," in out
@@ -192,7 +192,7 @@ def test_updates_of_a_start(text, found):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *[(text, "not a number or a range of updates") for text in ("", "0", "-3", "3-", "three", "1.5")],
+        *[(text, "is neither a number nor a range of updates") for text in ("", "0", "-3", "3-", "three", "1.5")],
         ("9-7", "ends before it begins"),
         ("399", "asks for update 401"),
         ("400-401", "asks for update 401"),

@@ -297,7 +297,7 @@ def test_layers_of_both_stacks_are_updated_one_by_one(plain):
         ({"mesh.dispatch": "all2all"}, "mesh.dispatch='all2all'"),
         ({"loss.balance": -1.0}, "loss.balance=-1.0"),
         ({"loss.balance_layers": "pool"}, "did you mean pooled"),
-        ({"model.experts_per_token": 9}, "model.experts_per_token=9 of model.experts=8"),
+        ({"model.experts_per_token": 9}, "model.experts_per_token=9 is more than model.experts=8"),
         ({"model.mlp_chunk": 8}, "model.mlp_chunk=8 with model.experts=8"),
         ({"model.bias": True}, "model.bias=true with model.experts"),
         ({"model.dense_layers": 3}, "none of the 3 layers (model.n_layers) has experts"),
