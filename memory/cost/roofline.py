@@ -55,7 +55,7 @@ class Figures:
     """The compute and transfer rates of one device.
 
     Fields:
-        peak_flops: dtype -> FLOP/s.
+        peak_flops: dtype -> peak FLOP/s of matrix products.
         hbm_bytes_per_s: bandwidth of the device memory in bytes per second.
         host_link_bytes_per_s: bandwidth of the host link in each direction, in bytes per second.
         interconnect_bytes_per_s: kind of link to other devices (one of `LINKS`) -> bytes per second.

@@ -189,8 +189,8 @@ class RematSearch:
         return self.problem.host_budget - max(others, default=0)
 
     def candidates(self, budget: float, above: float = 0.0) -> list[LayerPlan]:
-        """Returns plans that are predicted to fit a budget, cheapest first: with one pattern for all layers, with
-        several patterns, and jax policies of about the same cost.
+        """Returns plans that are predicted to fit a budget, cheapest first: with the same kept values in
+        all layers, with different kept values in different ranges of layers, and jax policies of about the same cost.
 
         `above`: bytes by which each plan may exceed the budget according to the prediction.
         """

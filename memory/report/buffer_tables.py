@@ -102,7 +102,7 @@ class Alike(NamedTuple):
     Fields:
         name: the common name of the buffers.
         times: number of buffers.
-        one: one of the buffers.
+        one: any one of the buffers, from which the columns are read.
     """
 
     name: str

@@ -230,7 +230,7 @@ def _nearest(kind: str, group: float, hosts: int, rates: DeviceRates) -> Collect
 
 
 def _more_hops(start: Start, row: CollectiveRate, rates: DeviceRates) -> float:
-    """Returns the latency in seconds by which a collective exceeds a measured one because it spans more devices or
+    """Returns the latency in seconds by which a collective exceeds a measured one, because it spans more devices or
     hosts.
     """
     own, measured = _hops(start.kind, start.group, start.hosts, rates), _hops(row.kind, row.group, row.hosts, rates)
