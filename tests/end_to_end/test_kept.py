@@ -150,7 +150,7 @@ def test_an_install_has_all_files(tmp_path):
         path.relative_to(source)
         for name in ("configs", "memory", "model", "train")
         for path in (source / name).rglob("*")
-        if path.is_file() and path.suffix not in (".md", ".png") and "__pycache__" not in path.parts
+        if path.is_file() and path.suffix not in (".md", ".png", ".ipynb") and "__pycache__" not in path.parts
     ]
     wanted = [path for path in wanted if path.parts[:1] != ("build",)]
     missing = [str(path) for path in wanted if not (target / "bytescope" / path).is_file()]

@@ -358,7 +358,7 @@ def test_colliding_axes_are_refused_with_both_dimensions():
             8,
             "takes 4 of 8 devices: set one of these sizes, such as mesh.fsdp, to -1",
         ),
-        ({"mesh.data": -1, "mesh.fsdp": -1}, 8, "at most one -1"),
+        ({"mesh.data": -1, "mesh.fsdp": -1}, 8, "or -1 for at most one axis"),
         ({"mesh.fsdp": 5}, 5, "parameter .*d_model=32 is not divisible by fsdp 5"),
         ({"mesh.tensor": 8}, 8, "kv_heads=2 is not divisible by tensor 8"),
         ({"mesh.strategy": "zero4"}, 1, "choose one of ddp, zero1, zero2, zero3"),

@@ -68,7 +68,7 @@ def test_flops_are_those_of_one_device(one):
     )
     schedules = [make_schedule("1f1b", 4, 8), make_schedule("interleaved", 4, 8, 2), make_schedule("v", 4, 8, 2)]
     assert [full_ticks(schedule) for schedule in schedules] == [11, 19, 22]
-    assert any("the 14 ticks as 11 full ones" in note for note in one.notes)
+    assert any("the 14 ticks as 11 full ticks" in note for note in one.notes)
 
 
 def test_what_stages_send_is_the_formula(one):
