@@ -48,8 +48,8 @@ class BatchAlgebra:
       accumulation: micro-steps per update; if there is a schedule, the maximum.
       ranks: number of data-parallel ranks (data x fsdp).
       seq_len: tokens per sequence.
-      schedule: pairs (first update, micro-steps per update from this update on); () if all updates have `accumulation`
-        micro-steps.
+      schedule: the value of batch.accumulation_schedule as pairs (first update, micro-steps per update from this
+        update on). It is () if all updates have `accumulation` micro-steps.
 
     Raises:
       ValueError: a number is below 1.
@@ -75,7 +75,7 @@ class BatchAlgebra:
 
         Raises:
           ValueError: more than one of them is set, the tokens are not a multiple of the tokens of one micro-step, or
-            the schedule is not valid or not possible with this `batch.mode`.
+            the accumulation schedule is not valid or needs another `batch.mode`.
         """
         given = [
             f"batch.{name}={getattr(config, name)}"
@@ -105,12 +105,16 @@ class BatchAlgebra:
 
     @property
     def global_rows(self) -> int:
-        """Number of sequences of an optimizer update. If there is a schedule, the number of the largest update."""
+        """Number of sequences of an optimizer update. If updates differ in size, this is the number of sequences of
+        the largest update.
+        """
         return self.rows * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of an optimizer update. If there is a schedule, the number of the largest update."""
+        """Number of tokens of an optimizer update. If updates differ in size, this is the number of tokens of the
+        largest update.
+        """
         return self.global_rows * self.seq_len
 
     def at(self, update: int) -> int:
@@ -118,8 +122,8 @@ class BatchAlgebra:
         return next((count for start, count in reversed(self.schedule) if update >= start), self.accumulation)
 
     def traced_at(self, update: jax.Array) -> jax.Array:
-        """Returns the number of micro-steps of a traced update number, as int32 of the same shape. optax.MultiSteps
-        needs it.
+        """Returns the number of micro-steps of the update whose number is the traced array `update`, int32.
+        optax.MultiSteps calls this function.
         """
         if not self.schedule:
             return jnp.full_like(update, self.accumulation)

@@ -246,8 +246,8 @@ def _find(config: DataConfig, key: str) -> Source:
 
 
 def _choose_tokenizer(config: DataConfig, sources: Sequence[Source]) -> Tokenizer:
-    """Returns the tokenizer that token shards were prepared with. Without shards, returns the tokenizer of
-    `data.tokenizer`.
+    """Returns the tokenizer that the token shards were prepared with. If the data are not token shards, returns the
+    tokenizer that `data.tokenizer` names.
 
     Raises UserError if the shards were prepared with another tokenizer than `data.tokenizer` names.
     """

@@ -61,7 +61,8 @@ def environment():
 def rendered(template, variables, asked):
     """Renders the conversation of the request `asked`.
 
-    Returns its text and, if requested, the text before each answer and the text up to the end of each answer.
+    Returns the text of the conversation. If `asked` requests them, also returns the text before each answer and the
+    text up to the end of each answer.
     """
     messages, tools = asked["messages"], asked["tools"]
 

@@ -132,8 +132,8 @@ class TextDocuments:
         return texts(self.documents)
 
     def split(self) -> tuple["TextDocuments", "TextDocuments"]:
-        """Returns (training part, held-out part). Several files are divided by file; of a single file, the end is held
-        out.
+        """Returns (training part, held-out part). If there are several files, some whole files are held out. If there
+        is only one file, its end is held out.
         """
         if len(self.documents) == 1:
             document = self.documents[0]
@@ -239,7 +239,8 @@ class RecordTexts:
 
     Attributes:
       skip_bad: maximum number of malformed records to leave out.
-      chosen: True for the well-formed records that belong to this part, bool [n]; None if all do.
+      chosen: True for each well-formed record that belongs to this part of the data, bool [n]. It is None if all
+        records belong to this part.
       scanned: the result of an earlier reading of all records, to avoid reading them again.
       copies: number of documents that were left out because they are copies of held-out documents.
     """

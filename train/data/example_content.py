@@ -26,7 +26,7 @@ class Chat:
     """A conversation.
 
     Attributes:
-      messages: its messages, each with role, content and any other keys of the record.
+      messages: the messages, each a dict with role, content and any other keys that the message has in the record.
       tools: descriptions of tools for the chat template, or None.
     """
 

@@ -111,8 +111,8 @@ def _joint(earlier: Window, first: int, window: Window) -> tuple[int, int] | Non
 
 
 def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
-    """Returns (id, from, to, number) of each token. The number distinguishes tokens that have the same id and belong
-    to the same character.
+    """Returns (token id, first character, last + 1 character, count) of each token. The count distinguishes tokens
+    that have the same id and belong to the same character.
     """
     rows: list[tuple[int, int, int, int]] = []
     seen: Counter[tuple[int, int, int]] = Counter()
@@ -123,8 +123,8 @@ def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
 
 
 def _longer(window: Window, first: int, more: str, encode: Encode) -> Window:
-    """Returns the window extended by the text `more`. Raises UserError if ids that were already yielded would
-    change.
+    """Returns `window` extended by the text `more` and tokenized again. Raises UserError if this changes token ids
+    that were already yielded.
     """
     text = window.text + more
     ((ids, spans),) = encode([text])

@@ -118,7 +118,7 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def _take_back(out: Path) -> None:
-    """Removes index.json and the shards that an earlier, killed command had already moved into `out`."""
+    """Removes index.json and the shards that an earlier command had moved into `out` before it was killed."""
     partial = out / PARTIAL
     try:
         names = [str(shard["file"]) for shard in json.loads((out / INDEX).read_text())["shards"]]

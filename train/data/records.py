@@ -275,8 +275,8 @@ def mark(content: str) -> int:
 def choose_held_out(marks: np.ndarray, named: np.ndarray) -> np.ndarray:
     """Returns True for each record that is held out, bool [n].
 
-    If files are marked as held out by their names, their records are held out. Otherwise about one record in
-    `HELD_OUT` is, chosen by its hash.
+    If the names of some files mark them as held out, the records of these files are held out. Otherwise about one of
+    every `HELD_OUT` records is held out; the hash of a record decides.
 
     Args:
       marks: hash of each record's content, uint64 [n].

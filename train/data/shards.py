@@ -72,8 +72,8 @@ class Shards:
     def split(self) -> tuple["Shards", "Shards"]:
         """Returns (training part, held-out part).
 
-        The held-out part has the shards whose split is "heldout". If there are none, the last of several shards is
-        held out; of a single shard, its end.
+        The held-out part has the shards whose split is "heldout". If there are no such shards, the last shard is held
+        out. If there is only one shard, its end is held out.
         """
         if any(shard.split == "heldout" for shard in self.shards):
             return self.training_part(), self.held_out_part()

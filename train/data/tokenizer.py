@@ -76,7 +76,7 @@ def _byte_spans(text: str) -> np.ndarray:
 
 
 class IdTokenizer(ByteTokenizer):
-    """A stand-in for the unknown tokenizer of shards. It writes token ids as decimal numbers."""
+    """The tokenizer of shards whose own tokenizer is unknown. A token is written as the decimal number of its id."""
 
     name = identity = "ids"
     separator = None
@@ -275,7 +275,9 @@ def _refused(what: str) -> Iterator[None]:
 
 @contextmanager
 def _panics_silenced() -> Iterator[None]:
-    """Captures the output to file descriptor 2. Drops it if Rust code panics; otherwise prints it at the end."""
+    """Captures the output to stderr (file descriptor 2). The output is dropped if Rust code panics, and printed
+    otherwise.
+    """
     if not REDIRECTING.acquire(blocking=False):
         yield
         return

@@ -140,8 +140,8 @@ def _whole(value: float) -> float | int:
 
 
 def _rope(model: Keys) -> Raw:
-    """Returns the config.json keys of a RoPE base that all layers share. Both transformers 4 and 5 read these key
-    names.
+    """Returns the config.json keys of RoPE for a model whose layers all have the same base. transformers 4 and 5 both
+    read these keys.
     """
     raw: Raw = {"rope_theta": model["rope_theta"], "rope_scaling": None}
     if scaling := model["rope_scaling"]:
@@ -151,11 +151,9 @@ def _rope(model: Keys) -> Raw:
 
 
 def _rope_of_latents(model: Keys) -> Raw:
-    """Returns the config.json keys of RoPE in DeepSeek-V3.
-
-    YaRN scales the attention scores, which determines mscale_all_dim. It also scales the rotated heads; the product of
-    both factors determines mscale.
-    """
+    """Returns the config.json keys of RoPE in DeepSeek-V3. With YaRN, they include mscale_all_dim and mscale."""
+    # mscale_all_dim follows from the factor of the attention scores; mscale from the product of this factor and the
+    # factor of the rotated part of each head.
     raw, scaling = _rope(model), model["rope_scaling"]
     if len(scaling) == 5 and scaling[0] > 1:
         stretch = math.sqrt(_scale(model) / _scale({**model, "attention_scale": 0.0}))
@@ -172,8 +170,8 @@ def _ropes(model: Keys) -> Raw:
 
 
 def _layer_types(model: Keys) -> Raw:
-    """Returns the config.json keys of Gemma 3 for layers with a sliding window. Every n-th layer has none. The window
-    is as long as the model's maximum sequence, so it hides no position.
+    """Returns the config.json keys of Gemma 3 that give all layers except every n-th a sliding window. The window is
+    as long as the model's maximum sequence, so that it hides no position.
     """
     every, layers = model["global_every"] or 1, model["n_layers"]
     kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]

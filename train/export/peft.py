@@ -26,8 +26,8 @@ from bytescope.train.weights.stacks import stored_at
 
 
 def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the matrices A [inputs, r] and B [r, outputs] of the LoRA adapter of a weight matrix. Returns None if
-    the matrix has no adapter.
+    """Returns the matrices A [inputs, r] and B [r, outputs] of the LoRA adapter of a weight matrix, or None if the
+    weight matrix has no adapter.
 
     `path` is the dotted path of the matrix, including the number of the layer. Raises UserError if the checkpoint is
     damaged.

@@ -31,7 +31,7 @@ class OutputTensor:
 
     Attributes:
       dtype: safetensors name of the dtype, such as "BF16".
-      parts: (dotted path, row of the family) of each of our parameters that the tensor contains, in order.
+      parts: (dotted path, TensorRow of the model family) of each of our parameters that the tensor contains, in order.
     """
 
     name: str

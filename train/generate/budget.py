@@ -68,8 +68,8 @@ class Budget:
         return self.page_bytes // self.page
 
     def at_once(self, length: int) -> int:
-        """Returns how many sequences of `length` positions fit in the KV cache. At most `sequences` of them run at the
-        same time.
+        """Returns the number of sequences of `length` token positions that fit in the KV cache. The maximum number of
+        concurrent sequences, `sequences`, is not taken into account.
         """
         return (self.pages - 1) // -(-length // self.page)
 

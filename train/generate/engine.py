@@ -135,8 +135,9 @@ class Engine:
         return self._run(pieces, width)
 
     def _width(self, behind: Sequence[Running]) -> int:
-        """Returns the number of tokens per piece with which a step computes the most prompt tokens. If several numbers
-        are equal, returns the largest, since the tokens of a piece read the pages of their sequence only once.
+        """Returns the number of tokens per row, one of `EngineSizes.widths`, with which the next step computes the
+        most prompt tokens. If several are equally good, returns the largest, since the tokens of a row read the KV
+        cache pages of their sequence only once.
         """
 
         def useful(width: int) -> int:
@@ -160,8 +161,8 @@ class Engine:
             self.running.append(one)
 
     def _room(self, wanted: Mapping[int, int]) -> None:
-        """Gives each request in `wanted` enough pages for its number of positions, by request number. If there are not
-        enough free pages, the newest request is preempted.
+        """Gives requests enough pages of the KV cache. `wanted` maps the number of a request to its number of token
+        positions. If there are not enough free pages, the newest request is preempted.
         """
         for one in list(self.running):
             while one.number in wanted and one in self.running:  # an earlier sequence may have preempted it

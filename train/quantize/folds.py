@@ -28,7 +28,7 @@ class Fold:
 
     Fields:
       name: name in messages.
-      input: checkpoint name of the input.
+      input: name of the input in the block, given by jax's checkpoint_name.
       weights: paths of the weights in the block.
       before: which parameters before the input are divided by the scales, a key of BEFORE; "" if none can be.
       clipped: paths of the weights whose quantization groups may be clipped.
@@ -65,7 +65,8 @@ def shared(fold: Fold, config: ModelConfig, magnitudes_I: Any) -> Any:
     """Returns the mean magnitude of each input, float32 [inputs]. Inputs that must have the same scale get the average
     of their magnitudes.
 
-    This concerns the output projection: its inputs must have the same scale if their query heads share a value head.
+    Only inputs of the output projection are averaged: they must have the same scale if their query heads share a value
+    head.
     """
     if fold.before != "values":
         return magnitudes_I

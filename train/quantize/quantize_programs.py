@@ -90,7 +90,9 @@ class Programs:
 
     @property
     def _sums(self) -> dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-        """Checkpoint name of an input -> shapes of two sums over the tokens: of |x|, [I], and of X'X, [I, I]."""
+        """Maps the name of each watched input x [tokens, I] to the shapes of two sums over the tokens: the sum of |x|,
+        [I], and X'X, [I, I].
+        """
         sums = {}
         for fold in self.folds:
             size = self.inputs_of(fold)
@@ -98,7 +100,7 @@ class Programs:
         return sums
 
     def no_sums(self) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Returns the sums over no tokens: arrays of zeros on the device."""
+        """Returns the initial sums, before any token is added: arrays of zeros on the device."""
         return jax.tree.map(lambda like: jax.device_put(np.zeros(like.shape, like.dtype), self._place), self._sums)
 
     def _weight(self, path: str) -> jax.ShapeDtypeStruct:
@@ -193,7 +195,7 @@ class Programs:
         """Compiles the program that quantizes a weight.
 
         It takes X'X, the scales, the weight and the scaled weight. It returns the codes, their error, and the error of
-        rounding without scales.
+        plain rounding without scales for comparison.
         """
         shape, clip, group = self.matrices[path].sizes, self._clip and path in fold.clipped, self.sizes.group
 

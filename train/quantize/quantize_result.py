@@ -30,7 +30,7 @@ class Memory:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """Name of the program that needs the most bytes on the device, and these bytes."""
+        """Pair (name of the program that needs the most device memory, bytes that it needs)."""
         return max(self.device.items(), key=lambda item: item[1])
 
     @property
@@ -59,8 +59,8 @@ class QuantizationResult:
       layers: a row per layer. `layer` is its number. `stream` is the mean square error of the residual stream after
         the layer, as a fraction of the original's mean square. `weights` has a row per weight: `weight` is its path,
         `power` the exponent of the input magnitudes in the scales, `error` the mean square error of the outputs with
-        the stored weight, and `rounding` the same error with rounding only; both are fractions of the mean square of
-        the outputs.
+        the stored weight, and `rounding` the error of plain rounding for comparison. Both errors are fractions of the
+        mean square of the outputs.
       versions: versions of the libraries.
     """
 
@@ -77,7 +77,7 @@ class QuantizationResult:
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """Bytes of all weights in 16 bits, and in the quantized folder."""
+        """Pair (bytes of all weights in 16 bits, bytes of all weights in the quantized folder)."""
         return tuple(sum(sizes) for sizes in zip(*self.components.values()))
 
     @property

@@ -153,8 +153,8 @@ def heat(result: QuantizationResult) -> list[dict[str, Any]]:
 
 
 def mean_error(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns the mean error of the weights of a layer with rounding only, and with the stored weights. `row` is a row
-    of `QuantizationResult.layers`.
+    """Returns (mean error of plain rounding, mean error of the stored weights) over the weights of a layer. `row` is a
+    row of `QuantizationResult.layers`.
     """
     products = row["weights"]
     rounding = sum(product["rounding"] for product in products) / len(products)

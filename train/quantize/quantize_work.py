@@ -141,8 +141,8 @@ class Quantization:
             self.output.note({"layer": layer, "stream": drift(streams), "weights": errors})
 
     def _forward(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
-        """Runs a stream through a block and overwrites it with the block's output. If `watch` is set, returns the sums
-        over the inputs of the block's weights.
+        """Runs the residual stream x_NLD through a block and overwrites it with the block's output. If `watch` is set,
+        returns the sums over the inputs of the block's weights.
         """
         rows, number = self.programs.sizes.rows, np.int32(layer)
         program = (self.programs.watch() if watch else self.programs.block()).executable
@@ -194,8 +194,8 @@ class Quantization:
         params: Mapping[str, np.ndarray],
         scaled: Mapping[str, np.ndarray],
     ) -> tuple[Codes, dict[str, float]]:
-        """Quantizes a weight. Returns the 4-bit weight, and its error and the error of rounding only, as fractions of
-        the mean square of the outputs.
+        """Quantizes a weight. Returns the 4-bit weight, its error, and the error of plain rounding for comparison.
+        Errors are fractions of the mean square of the outputs.
         """
         program = self.programs.quantize(fold, path).executable
         codes, error, plain = program(gram_II, scale_I, self._flat(params, path), self._flat(scaled, path))
@@ -240,7 +240,7 @@ class Quantization:
 
 
 def decoded(one: Codes) -> np.ndarray:
-    """Returns the float32 weights [inputs, outputs] that a 4-bit weight stands for."""
+    """Returns a 4-bit weight dequantized, float32 [inputs, outputs]."""
     return np.asarray(groups.decode(*map(jnp.asarray, (one.codes_IO, one.zeros_GO, one.scales_GO))))
 
 

@@ -93,8 +93,8 @@ def quantize(
 
 
 def _shares(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
-    """Returns the clip ratio of each group with the smallest error, float32 [groups, outputs]. The clip ratio is the
-    fraction of the group's range that is kept.
+    """Returns, for each quantization group, the clip ratio with the smallest error, float32 [groups, outputs]. The
+    clip ratio is the fraction of the group's range that is kept.
     """
     inputs, outputs = w_IO.shape
     count = inputs // group

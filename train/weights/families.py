@@ -73,8 +73,10 @@ class Family:
         dropouts: keys of dropout rates, which must be equal, and their default.
         dropout: True if the family applies dropout in the same places as our model.
         ignored: patterns of tensor names that contain no parameters.
-        window, rope, routed, balance: row of hf_config.WINDOWS, ROPES, ROUTED and BALANCES: which layers have a
-          sliding window, how positions are rotated, which layers have experts, and the load-balance loss.
+        window: key of hf_config.WINDOWS, which says which layers have a sliding window.
+        rope: key of hf_config.ROPES, which says how positions are rotated.
+        routed: key of hf_config.ROUTED, which says which layers have experts.
+        balance: key of hf_config.BALANCES, which says how the load-balance loss is computed.
         predicts: True if tensors of layers after the last one (multi-token prediction) are ignored, as in
           transformers.
         expected: keys of hf_config.OTHERS that files of this family contain.

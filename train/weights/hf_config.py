@@ -279,7 +279,7 @@ class _Reader:
 
 
 def _rope(reader: _Reader, absent: float = 1e4) -> dict[str, Any]:
-    """Returns our config keys of RoPE for a model with one base for all layers. `absent`: the base if the file has
+    """Returns our config keys of RoPE for a model with one base for all layers. `absent` is the base if the file gives
     none.
     """
     raw = reader.raw
@@ -414,24 +414,24 @@ def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
 
 
 def _some(reader: _Reader, default: Callable[[int], bool]) -> int | None:
-    """Returns the positions of the sliding window, or None if no layer has a window. `default` says which layers have
-    one if the file does not say it.
+    """Returns the number of positions of the sliding window, or None if no layer has a window. If the file does not
+    say which layers have one, `default` maps the index of a layer to the answer.
     """
     window = reader.raw.get("sliding_window", 4096)
     return None if window is None or not any(_layer_types(reader, default)) else reader.count("sliding_window", window)
 
 
 def _if_used(reader: _Reader) -> int | None:
-    """Returns the positions of the sliding window of Qwen3-MoE, which all layers have if use_sliding_window is true;
-    otherwise None.
+    """Returns the number of positions of the sliding window of Qwen3-MoE, or None if use_sliding_window is not true.
+    All layers have the same window.
     """
     reader.need("use_sliding_window", (False, True))
     return _some(reader, lambda layer: True) if reader.raw.get("use_sliding_window") else None
 
 
 def _last_layers(reader: _Reader) -> int | None:
-    """Returns the positions of the sliding window of Qwen, or None. Layers from max_window_layers on have it if
-    use_sliding_window is true.
+    """Returns the number of positions of the sliding window of Qwen, or None if no layer has a window. If
+    use_sliding_window is true, the layers from max_window_layers on have the window.
     """
     reader.need("use_sliding_window", (False, True))
     if not reader.raw.get("use_sliding_window"):
@@ -442,7 +442,7 @@ def _last_layers(reader: _Reader) -> int | None:
 
 
 def _global_every(reader: _Reader) -> int:
-    """Returns the n of Gemma 3, in which every n-th layer attends to all positions."""
+    """Returns n if every n-th layer of a Gemma 3 model attends to all positions."""
     pattern = reader.raw.get("sliding_window_pattern")
     every = 6 if pattern is None else reader.count("sliding_window_pattern", pattern)
     slide = _layer_types(reader, lambda layer: (layer + 1) % every != 0)

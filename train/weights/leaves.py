@@ -41,7 +41,8 @@ class Leaf:
       before: index along this axis at which the parameter starts.
       inner: letter of the shared dimension if the axis on disk has another letter before it, else "".
       stored: sizes on disk if `inner` is set.
-      scale: scales of an fp8 tensor, one per block of shape `block`. Values are then read as float32.
+      scale: the scales of an fp8 tensor, one per block of shape `block`; None for other tensors. Values of an fp8
+        tensor are read as float32.
     """
 
     folder: Folder

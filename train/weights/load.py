@@ -48,8 +48,8 @@ def load_params(
       shapes: tree of ShapeDtypeStruct with shardings, for all or some of our parameters. Scanned blocks are stacked.
       tell: called with (bytes read so far, total bytes).
       quantized: dotted path of each weight that `shapes` has as codes and scales -> (row of BASES, its matrix).
-      order: stack -> the layer in each of its rows, or -1 for an unused row. Stacks that are in the order of layers
-        are left out.
+      order: path of a stack of layers -> the number of the layer in each of its rows, or -1 for an unused row. Stacks
+        whose rows are in the order of the layers are left out.
 
     Raises:
       UserError: a tensor is missing, unexpected, or has a wrong shape or dtype, or a file changes while it is read.
@@ -150,7 +150,7 @@ class _Shard:
         jax.block_until_ready(self.buffers)  # otherwise unfinished transfers would fill the host memory
 
     def copies(self) -> list[jax.Array]:
-        """Returns the copies on the devices."""
+        """Returns the copies of the shard on its devices, one per device."""
         if self.buffer is not None:
             return [jax.device_put(self.buffer, SingleDeviceSharding(device)) for device in self.devices]
         return self.buffers
@@ -178,8 +178,8 @@ def _written(whole: jax.Array, piece: jax.Array, starts: jax.Array, order: tuple
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """Writes one parameter into one shard. `index` is the parameter's layer and expert, its index in the leading axes
-    of the array.
+    """Writes one parameter into one shard of an array. `index` is the index of the parameter in the leading axes of
+    the array: its layer and its expert.
     """
 
     leaf: Leaf

@@ -47,7 +47,7 @@ class PackedLayout:
 
     Attributes:
       summary: its name in messages.
-      config: function from the number of inputs per group to the value of PACKED in config.json.
+      config: function from the number of inputs per group to the value of quantization_config in config.json.
       shapes: function (inputs, outputs, group) -> tensor name -> (safetensors dtype, shape).
       pack: function from a 4-bit weight to its tensors.
       unpack: function from the tensors to the 4-bit weight. Tensors in OPTIONAL may be missing.

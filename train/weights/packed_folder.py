@@ -138,7 +138,9 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
 
 
 def _arrays(one: Codes) -> dict[str, np.ndarray]:
-    """Returns the arrays of a 4-bit weight in the formats int4_g* of FORMATS. The outputs have one dimension."""
+    """Returns the arrays that represent a 4-bit weight in the storage formats int4_g* of FORMATS. The outputs of the
+    weight are a single axis.
+    """
     codes_IO = np.ascontiguousarray(one.codes_IO)
     return {
         "codes": codes_IO[0::2] | (codes_IO[1::2] << 4),

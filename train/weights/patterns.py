@@ -111,7 +111,8 @@ class Pattern:
         """Returns the part of a tensor on disk that contains a part in our layout. `spans` has the [start, stop) along
         each axis.
 
-        On disk, only the first letter of an axis is limited; the other letters of the axis are complete.
+        If an axis on disk has several letters, only the first letter can be limited; the part is complete along the
+        other letters.
         """
         span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
         their_spans = []

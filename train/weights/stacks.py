@@ -78,8 +78,8 @@ def by_array(model: ModelConfig, values: Mapping[str, Any]) -> dict[str, dict[tu
 def by_row(
     arrays: Mapping[str, Mapping[tuple[int, ...], Any]], order: Mapping[str, Sequence[int]]
 ) -> dict[str, Mapping[tuple[int, ...], Any]]:
-    """Returns `arrays` with the indices of layers replaced by indices of rows in a stack. `order`: stack -> the layer
-    in each row, or -1 for an unused row.
+    """Returns `arrays` with the indices of layers replaced by indices of rows in a stack. `order` maps the path of a
+    stack to the number of the layer in each of its rows, or -1 for an unused row.
     """
     rows: dict[str, list[int]] = {}  # stack -> the row of each layer, in the order of the layers
     for stack, layers in order.items():
