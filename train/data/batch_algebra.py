@@ -64,9 +64,9 @@ class BatchAlgebra:
     def __post_init__(self):
         for name in ("micro", "accumulation"):
             if getattr(self, name) < 1:
-                raise ValueError(f"batch.{name}={getattr(self, name)}: give 1 or more")
+                raise ValueError(f"batch.{name}={getattr(self, name)} is too small: give 1 or more")
         if self.seq_len < 1:
-            raise ValueError(f"data.seq_len={self.seq_len}: give 1 or more")
+            raise ValueError(f"data.seq_len={self.seq_len} is too small: give 1 or more")
 
     @classmethod
     def from_config(cls, config: BatchConfig, ranks: int, seq_len: int) -> "BatchAlgebra":
@@ -84,7 +84,8 @@ class BatchAlgebra:
         ]
         if len(given) > 1:
             raise ValueError(
-                f"{' and '.join(given)}: set only one of them, and leave the others at their defaults "
+                f"{' and '.join(given)} cannot be combined: set only one of them, "
+                "and leave the others at their defaults "
                 "(batch.accumulation=1, batch.tokens=0, batch.accumulation_schedule=())"
             )
         if config.tokens:
@@ -92,8 +93,9 @@ class BatchAlgebra:
         schedule = _parse(config.accumulation_schedule)
         if schedule and config.mode == "scan":
             raise ValueError(
-                f"{given[0]} with batch.mode=scan, which compiles a fixed number of micro-steps into the "
-                "step: set batch.mode=multisteps"
+                f"{given[0]} cannot be combined with batch.mode=scan, "
+                "which compiles a fixed number of micro-steps into "
+                "the step: set batch.mode=multisteps"
             )
         largest = max((count for _, count in schedule), default=config.accumulation)
         return cls(config.micro, largest, ranks, seq_len, schedule)
@@ -172,8 +174,9 @@ def _divide(tokens: int, one: BatchAlgebra) -> int:
         below = tokens // one.tokens * one.tokens
         near = " and ".join(str(size) for size in (below, below + one.tokens) if size)
         raise ValueError(
-            f"batch.tokens={tokens} is not a multiple of {one.tokens:,} tokens, {one.micro} micro-batch x "
-            f"{one.ranks} data-parallel x {one.seq_len:,}: the nearest multiples are {near}"
+            f"batch.tokens={tokens} is not a multiple of {one.tokens:,} tokens, the size of one micro-step "
+            f"({one.micro} sequences x {one.ranks} data-parallel ranks x {one.seq_len:,} tokens): "
+            f"the nearest multiples are {near}"
         )
     return tokens // one.tokens
 
@@ -188,11 +191,12 @@ def _parse(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     starts = [start for start, _ in pairs]
     if any(number >= 2**31 for pair in pairs for number in pair):  # updates and micro-steps are int32 on a device
         raise ValueError(
-            f"batch.accumulation_schedule={','.join(map(str, texts))}: give numbers below {2**31}, the maximum of int32"
+            f"batch.accumulation_schedule={','.join(map(str, texts))} has a number that is too large for int32: "
+            f"give numbers below {2**31}"
         )
     if not all(matches) or starts != sorted(set(starts)) or starts[:1] not in ([], [0]) or not all(n for _, n in pairs):
         raise ValueError(
-            f"batch.accumulation_schedule={','.join(map(str, texts))}: write UPDATE:ACCUMULATION from "
-            "update 0 on, in order, such as 0:1,1000:4"
+            f"batch.accumulation_schedule={','.join(map(str, texts))} is not a valid schedule: write "
+            "UPDATE:ACCUMULATION pairs in order of the updates, the first from update 0, such as 0:1,1000:4"
         )
     return pairs

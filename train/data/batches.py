@@ -228,7 +228,10 @@ def _own_rows(rows: int, row_slices: Sequence[slice] | None) -> np.ndarray:
     every = np.arange(rows)
     mine = every if row_slices is None else np.concatenate([every[:0], *(every[s] for s in row_slices)])
     if not len(mine):
-        raise ValueError(f"rows={rows}, row_slices={row_slices}: this process has no rows; give each process some")
+        raise ValueError(
+            f"rows={rows} and row_slices={row_slices} mean that this process has no rows: give every process at least "
+            "one row"
+        )
     return mine
 
 

@@ -214,8 +214,8 @@ class Renderer:
         answer = json.loads(line)
         if "stopped" in answer:
             raise UserError(
-                f"the chat template of {self.template.title} {answer['stopped']}, far more than published "
-                "templates: give another template with data.chat_template=FILE"
+                f"the chat template of {self.template.title} was stopped because it {answer['stopped']}, far more than "
+                "published templates need: give another template with data.chat_template=FILE"
             )
         if "error" in answer:
             raise Malformed(one_line(answer["error"]))
@@ -240,11 +240,12 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
             begun = None
         elif part in (chat_renderer.BEGIN, chat_renderer.END):
             raise Malformed(
-                "the template has nested generation blocks, or the text contains the reserved character U+FDD0"
+                "the template has nested generation blocks, or the text contains the reserved character U+FDD0: "
+                "remove them"
             )
         else:
             plain.append(part)
             length += len(part)
     if begun is not None:
-        raise Malformed("the template has a generation block without an end")
+        raise Malformed("the template has a generation block without an end: end it with {% endgeneration %}")
     return "".join(plain), spans

@@ -99,7 +99,8 @@ def _stdlib(key: str) -> TextDocuments | RecordFiles:
     ]
     if not files:
         raise UserError(
-            f"{key}='stdlib': this Python has no source files of its standard library in {root}: give your own text"
+            f"{key}='stdlib' cannot be used, since this Python has no source files of its standard library in {root}: "
+            "give your own text"
         )
     version = platform.python_version()
     # errors="replace", since a distribution may have added files that are not UTF-8, and the default must not fail.
@@ -134,8 +135,8 @@ def _text(
         else:
             documents.append(Document(path, path.relative_to(base).as_posix(), 0, size, errors))
     if not documents:
-        problem = f"has no text, only {skipped:,} binary files" if skipped else "has no text"
-        raise UserError(f"{key}={title!r} {problem}: give UTF-8 text files, or .bin or .npy shards")
+        only = f", only {skipped:,} binary files" if skipped else ""
+        raise UserError(f"{key}={title!r} has no text{only}: give UTF-8 text files, or .bin or .npy shards")
     return TextDocuments(title, tuple(sorted(documents, key=lambda d: d.name)), skipped, version)
 
 

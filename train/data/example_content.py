@@ -57,16 +57,18 @@ def chat_of(values: dict[str, Any]) -> Chat:
     """
     messages = values.get("messages", values.get("conversations"))
     if not isinstance(messages, list) or not messages:
-        raise Malformed('the record has no list of "messages" or "conversations"')
+        raise Malformed('the record has no list of "messages" or "conversations": give one of them')
     tools = values.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise Malformed(f'"tools" of the record is {type(tools).__name__}, not a list')
+        raise Malformed(f'"tools" of the record is {type(tools).__name__}, but must be a list')
     return Chat([_message(message, number) for number, message in enumerate(messages, 1)], tools or None)
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise Malformed(f"message {number} is {type(message).__name__}, not a JSON object")
+        raise Malformed(
+            f"message {number} is {type(message).__name__}, but must be a JSON object with a role and a content"
+        )
     fields = {key: value for key, value in message.items() if value is not None}  # tables have nulls in unused columns
     if "from" in fields and "role" not in fields:
         fields["role"], fields["content"] = fields.pop("from"), fields.pop("value", None)

@@ -62,9 +62,9 @@ def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSour
     for part, what in zip(parts, ("train on", "hold out"), strict=True):
         if not len(part):
             raise UserError(
-                f"data.source={config.source!r} has no example to {what} with a token to train on"
-                f"{f' ({notes})' if notes else ''}: give more records, raise data.seq_len if answers come late, or "
-                "set data.eval_source"
+                f"data.source={config.source!r} has no example to {what} that contains a token to train on"
+                f"{f' ({notes})' if notes else ''}: give more records, raise data.seq_len if answers begin after "
+                "data.seq_len tokens, or set data.eval_source"
             )
     return *parts, _fingerprint(config, tokenizer, sets, parts), _describe(config, tokenizer, sets, parts, copies)
 
@@ -360,7 +360,9 @@ def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn
     spans: list[tuple[int, int]] = []
     for number, (prompt, prefix) in enumerate(zip(text.before, before, strict=True)):
         if not text.text.startswith(prompt) or (spans and len(prompt) < spans[-1][1]):
-            raise Malformed("the chat template renders the text before an answer depending on later messages" + REMEDY)
+            raise Malformed(
+                "the chat template changes the text before an answer if messages follow the answer" + REMEDY
+            )
         if not np.array_equal(ids[: len(prefix)], prefix):
             raise Malformed("the beginning of an answer and the text before it become one token" + REMEDY)
         if turn_end:

@@ -197,9 +197,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     args = make_parser().parse_args(argv)
     if args.shard_tokens < 1:
-        raise UserError(f"--shard-tokens={args.shard_tokens}: give 1 or more, or leave it out for 100000000")
+        raise UserError(f"--shard-tokens={args.shard_tokens} is too small: give 1 or more (default 100000000)")
     if args.skip_bad < 0:
-        raise UserError(f"--skip-bad={args.skip_bad}: give 0 or more")
+        raise UserError(f"--skip-bad={args.skip_bad} is negative: give 0 or more")
     return args
 
 

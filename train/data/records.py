@@ -93,7 +93,8 @@ class Skipped:
         if self.count > self.allowed:
             already = f" ({self.count - 1:,} before it were left out)" if self.allowed else ""
             raise UserError(
-                f"{place}: {why}{already}; fix the record, or allow N malformed records with data.skip_bad=N"
+                f"cannot use the record in {place}: {why}{already}; "
+                "fix the record, or allow N malformed records with data.skip_bad=N"
             )
 
     def refuse_nothing_left(self, title: str, left: int) -> None:
@@ -150,7 +151,7 @@ def _listed(path: Path, names_in: Callable[[Any], list[str]], suffix: str = "") 
         names = names_in(json.loads(path.read_bytes()))
         # Files must be inside the folder.
         if wrong := [name for name in names if Path(name).name != name or not name.endswith(suffix)]:
-            raise ValueError(f"it lists the invalid file name {wrong[0]!r}")
+            raise ValueError(f"the file lists {wrong[0]!r}, which is not a valid file name")
         if not names:
             raise ValueError("the file lists no data files")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -259,11 +260,13 @@ def text_of(value: Any, what: str) -> str:
     value in the message.
     """
     if not isinstance(value, str):
-        raise Malformed(f"{what} is {'missing' if value is None else f'{type(value).__name__}, not text'}")
+        raise Malformed(
+            f"{what} is {'missing' if value is None else f'{type(value).__name__}, not text'}: give a string"
+        )
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Malformed(f"{what} has half of a surrogate pair, which is not valid UTF-8") from None
+        raise Malformed(f"{what} has half of a surrogate pair, which is not valid UTF-8: remove it") from None
     return value
 
 

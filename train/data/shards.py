@@ -141,8 +141,8 @@ def open_shards(source: ShardFiles, dtype: str) -> Shards:
         tokens = READERS[path.suffix](path, index["dtype"])
         if len(tokens) != entry["tokens"]:
             raise UserError(
-                f"{path} has {len(tokens):,} tokens, and according to {INDEX} {entry['tokens']:,}: "
-                "copy it again, or prepare the folder again"
+                f"{path} has {len(tokens):,} tokens, but {INDEX} lists {entry['tokens']:,}: "
+                "the file is damaged; copy it again, or prepare the folder again"
             )
         shards.append(Shard(path, tokens, entry["split"]))
     return Shards(source, tuple(shards), index)
@@ -170,7 +170,7 @@ def _open_npy(path: Path, dtype: str) -> np.ndarray:
         raise UserError(f"{path} of {size:,} bytes is truncated or not a .npy file ({reason}): save it again") from None
     if tokens.ndim != 1 or tokens.dtype.name not in NPY_DTYPES:
         raise UserError(
-            f"{path} has {tokens.dtype.name} {list(tokens.shape)}: "
+            f"{path} contains an array of {tokens.dtype.name} {list(tokens.shape)}, which is not supported for tokens: "
             f"save a one-dimensional array as one of {', '.join(NPY_DTYPES)}"
         )
     if not len(tokens):

@@ -111,7 +111,9 @@ class JsonTokenizer:
         try:
             from tokenizers import Tokenizer, processors
         except ImportError:
-            raise UserError(f"{setting} needs the tokenizers package: pip install tokenizers") from None
+            raise UserError(
+                f"{setting} needs the tokenizers package, which is not installed: run pip install tokenizers"
+            ) from None
         with _refused(f"{setting} cannot be read as a tokenizer.json"):
             content = path.read_bytes()
             with _panics_silenced():
@@ -270,7 +272,9 @@ def _refused(what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
         reason = one_line(error) or type(error).__name__
-        raise UserError(f"{what} ({reason}): give the file saved by Hugging Face tokenizers, or 'bytes'") from None
+        raise UserError(
+            f"{what} ({reason}): give a tokenizer.json saved by Hugging Face tokenizers, or 'bytes'"
+        ) from None
 
 
 @contextmanager

@@ -57,7 +57,8 @@ def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
     nearest = min(others, key=lambda name: len(others[name]))
     named = ", ".join(f"model.{key}={_text(model[key])}" for key in others[nearest])
     raise UserError(
-        f"no family of transformers computes {named}: the nearest is {nearest}, and such a model cannot be exported"
+        f"no family of transformers computes {named}: the nearest is {nearest}; to export a model, train it with the "
+        "values of that family"
     )
 
 

@@ -165,7 +165,8 @@ class Files:
                 file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
             if (written := file.tell() - start) != tensor.nbytes:
                 raise ValueError(
-                    f"{written} bytes were written for {tensor.name}, which has {tensor.nbytes} bytes: pass all pieces"
+                    f"{tensor.name} has {tensor.nbytes} bytes, but {written} bytes were written for it: "
+                    "pass all pieces of the tensor"
                 )
 
     def read(self, tensor: TensorToWrite, dtype: np.dtype) -> np.ndarray:

@@ -98,8 +98,8 @@ class Parameters:
         own = {name for name in run.arrays if not is_adapter(name)}
         if surplus := sorted(own - {place.array for place in stored.values() if place}):
             raise UserError(
-                f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is not a parameter of the model and "
-                "cannot be exported"
+                f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is not a parameter of the model "
+                "that config.json describes: restore config.json"
             )
         for path, place in stored.items():
             if place is None:

@@ -138,9 +138,10 @@ def settle(
     while True:
         if pages < 2:
             raise DoesNotFit(
-                f"the weights take {human(weights)} and the largest step {human(step)} of {human(limit)}, which "
-                f"leaves no {human(page_bytes)} for a page of keys and values: give more devices (--tensor=N or "
-                "--fsdp=N), fewer --sequences or a smaller --chunk"
+                f"the KV cache does not fit: of {human(limit)}, the weights take {human(weights)} and the "
+                f"largest step takes {human(step)}, which leaves too little for a page of keys and values "
+                f"({human(page_bytes)}): give more devices (--tensor=N or --fsdp=N), fewer --sequences or a smaller "
+                "--chunk"
             )
         steps = measure(pages)
         step = max(steps.values())

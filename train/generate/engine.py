@@ -66,8 +66,8 @@ class Engine:
             )
         if -(-length // PAGE) > self.sizes.pages - 1:
             raise UserError(
-                f"{length} positions need {-(-length // PAGE)} pages of {PAGE}, and the pool has "
-                f"{self.sizes.pages - 1}: shorten the request, or give the pool more memory"
+                f"{length} positions need {-(-length // PAGE)} pages of {PAGE} positions, but the KV cache has "
+                f"only {self.sizes.pages - 1}: shorten the request, or give the KV cache more memory"
             )
         one = Running(self._submitted, request, list(request.tokens))
         self._submitted += 1

@@ -97,7 +97,8 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
         choices=KERNELS,
         default="blocks",
         metavar="NAME",
-        help="attention kernel that reads the KV cache: blocks, gather, or on one GPU triton (default blocks)",
+        help="attention kernel that reads the KV cache: blocks, gather or triton, which needs exactly one GPU "
+        "(default blocks)",
     )
 
 
@@ -110,7 +111,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="run directory that bytescope train wrote, or a folder of Hugging Face weights",
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="for a run: read the checkpoint of step N (default: the newest)"
+        "--step",
+        type=int,
+        metavar="N",
+        help="for a run, read the checkpoint of step N (default: the newest checkpoint)",
     )
     add_dtype(parser)
     add_devices(parser)
@@ -143,7 +147,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="K",
-        help="sample from the K most likely tokens, including ties with the K-th; 0: all tokens (default 0)",
+        help="sample from the K most likely tokens, including ties with the K-th (default 0: all tokens)",
     )
     parser.add_argument(
         "--top-p",
@@ -173,7 +177,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="text that ends the answer; repeat the flag for several texts",
     )
-    parser.add_argument("--ignore-end", action="store_true", help="do not end the answer at the token that ends a text")
+    parser.add_argument("--ignore-end", action="store_true", help="continue the answer after an end-of-text token")
 
 
 def check_pool(args: argparse.Namespace) -> None:
@@ -181,9 +185,9 @@ def check_pool(args: argparse.Namespace) -> None:
     for name, minimum in FLAGS.items():
         value = getattr(args, name)
         if value is not None and value < minimum:
-            raise ReportError(f"--{name}={value}: give {minimum} or more")
+            raise ReportError(f"--{name}={value} is too small: give {minimum} or more")
     if args.chunk is not None and (args.chunk < PAGE or args.chunk % PAGE):
-        raise ReportError(f"--chunk={args.chunk}: give a multiple of {PAGE}")
+        raise ReportError(f"--chunk={args.chunk} is not a positive multiple of {PAGE}: give a multiple of {PAGE}")
 
 
 def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
@@ -210,25 +214,25 @@ def check(args: argparse.Namespace) -> None:
     for name, minimum in minimums.items():
         value = getattr(args, name, None)
         if value is not None and value < minimum:
-            raise UserError(f"--{name.replace('_', '-')}={value}: give {minimum} or more")
+            raise UserError(f"--{name.replace('_', '-')}={value} is too small: give {minimum} or more")
     if getattr(args, "seed", 0) >= 2**32:
-        raise UserError(f"--seed={args.seed}: give less than 2**32")
+        raise UserError(f"--seed={args.seed} is too large: give less than 2**32")
     temperature = getattr(args, "temperature", 0.0)
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise UserError(f"--temperature={temperature}: give 0 or more")
+        raise UserError(f"--temperature={temperature} is not valid: give 0 or more")
     for name in ("top_p", "min_p"):
         share = getattr(args, name, 1.0)
         if not 0 <= share <= 1:
-            raise UserError(f"--{name.replace('_', '-')}={share}: give a number from 0 to 1")
+            raise UserError(f"--{name.replace('_', '-')}={share} is out of range: give a number from 0 to 1")
     if any(not text for text in getattr(args, "stop", [])):
-        raise UserError("--stop=: give a text that ends an answer")
+        raise UserError("--stop= is empty: give a text that ends an answer")
     if args.limit is not None:
         try:
             size = parse_bytes(args.limit)
         except ReportError as error:
             raise UserError(f"--limit: {error}") from None
         if not size:
-            raise UserError(f"--limit={args.limit}: give more than 0")
+            raise UserError(f"--limit={args.limit} is too small: give more than 0")
 
 
 def start_devices(args: argparse.Namespace) -> None:

@@ -101,7 +101,9 @@ def open_source(path: Path, step: int | None = None) -> Source:
     if isinstance(source_path, RunPath):
         return _source_of_run(SavedRun.open(source_path.path, step))
     if step is not None:
-        raise UserError(f"--step={step}: {path} is a folder of weights, which has no checkpoints; leave it out")
+        raise UserError(
+            f"--step={step} cannot be used: {path} is a folder of weights, which has no checkpoints; leave --step out"
+        )
     return _source_of_folder(source_path.path)
 
 

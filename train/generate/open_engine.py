@@ -49,7 +49,9 @@ def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int,
     """
     sequences, chunk = DEFAULTS.get(platform, OTHERS)
     if args.length is not None and args.length > longest:
-        raise UserError(f"--length={args.length}: the model has {longest} positions; give at most that number")
+        raise UserError(
+            f"--length={args.length} is more than the {longest} positions of the model: give at most {longest}"
+        )
     sequences = args.sequences or min(sequences, count or sequences)
     if args.length is None:  # powers of two, so that later runs find the programs in the compilation cache
         length = PAGE
@@ -192,9 +194,9 @@ def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple
     scorer = Scorer(steps, longest, args.chunk or DEFAULTS.get(device.platform, OTHERS)[1])
     if scorer.bytes > limit:
         raise DoesNotFit(
-            f"scoring {longest:,} tokens takes {human(scorer.bytes)} of {human(limit)}, of which the "
-            f"weights {human(steps.weight_bytes)}: give a shorter --length, a smaller --chunk, or more "
-            "devices (--tensor=N or --fsdp=N)"
+            f"scoring {longest:,} tokens takes {human(scorer.bytes)}, including {human(steps.weight_bytes)} "
+            f"for the weights, but only {human(limit)} may be used: give a shorter --length, a smaller --chunk, or "
+            "more devices (--tensor=N or --fsdp=N)"
         )
     with progress(None, "reading weights", "bytes") as bar:
         return scorer, source.read(steps.model, bar.show)

@@ -116,8 +116,8 @@ class Steps:
         mesh = model.layout.mesh
         if kernel == "triton" and (mesh.devices.flat[0].platform != "gpu" or mesh.size > 1):
             raise UserError(
-                f"--kernel=triton on {mesh.size} {mesh.devices.flat[0].device_kind}: it needs exactly one GPU; leave "
-                "it out"
+                f"--kernel=triton needs exactly one GPU, but the model is on {mesh.size} x "
+                f"{mesh.devices.flat[0].device_kind}: leave --kernel out"
             )
         self.model, self.kernel, self.stored = model, kernel, jnp.dtype(stored)
         self._compilations: dict[tuple, Compilation] = {}

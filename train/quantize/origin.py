@@ -143,5 +143,5 @@ def check_model(title: str, model: ModelConfig, group: int) -> None:
         if outputs % PER_WORD:
             raise UserError(
                 f"{path} has {outputs} outputs, which is not a multiple of {PER_WORD}, the number of weights in a "
-                "32-bit word: the model cannot be written in 4 bits"
+                "32-bit word: the model cannot be written in 4 bits; write it unquantized with bytescope export"
             )

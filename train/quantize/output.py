@@ -231,7 +231,7 @@ class Output:
         if not np.isfinite(half).all():
             raise UserError(
                 f"{one.name} has values above 65,504, the maximum of float16, in which unpacked tensors are stored: "
-                "the model cannot be written in 4 bits"
+                "the model cannot be written in 4 bits; write it unquantized with bytescope export"
             )
         return half
 

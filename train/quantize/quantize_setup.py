@@ -87,7 +87,7 @@ def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantizat
     name, peak = memory.peak
     if not memory.fits:  # before disk space is reserved
         raise DoesNotFit(
-            f"the program '{name}' needs {human(peak)} and the device has {human(memory.limit)}: give a shorter "
+            f"the program '{name}' needs {human(peak)}, but the device has {human(memory.limit)}: give a shorter "
             "--length, or use a device with more memory"
         )
     output = Output(args.out, origin, args.format, args.group, settings, args.shard_bytes, args.force)

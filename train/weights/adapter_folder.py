@@ -63,7 +63,8 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
     path = config.init.adapter
     if not config.init.folder:
         raise UserError(
-            f"init.adapter={path} without init.folder: adapters need the weights that they were trained with; "
+            f"init.adapter={path} cannot be used without init.folder: "
+            "adapters need the weights that they were trained with; "
             "set --config.init.folder to the folder of these weights, or start from --config=hf:FOLDER"
         )
     folder = Folder.open_adapter(path)
@@ -87,7 +88,7 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
         elif (set(ours) != set(value)) if key == "targets" else ours != value:
             texts = [",".join(one) if key == "targets" else f"{one:g}" for one in (ours, value)]
             raise UserError(
-                f"lora.{key}={texts[0]}, and the adapters in {folder.path} have {texts[1]}: set "
+                f"lora.{key}={texts[0]}, but the adapters in {folder.path} have {texts[1]}: set "
                 f"--config.lora.{key}={texts[1]}, or leave lora.rank=0 to take all values from the adapters"
             )
 
@@ -133,12 +134,12 @@ def adapter_leaves(
             tensor, shape = folder.tensors.get(full), pattern.their_shape(sizes)
             if tensor is None:
                 raise UserError(
-                    f"{folder.path} has no tensor {full}, and lora.targets has {target}: give an adapter with all "
+                    f"{folder.path} has no tensor {full}, although lora.targets has {target}: give an adapter with all "
                     "layers"
                 )
             if tensor.shape != shape:
                 raise UserError(
-                    f"{folder.path}: tensor {full} has shape {_text(tensor.shape)}, and the model with "
+                    f"{folder.path}: tensor {full} has shape {_text(tensor.shape)}, but the model with "
                     f"lora.rank={rank} needs {_text(shape)}: give the adapter of this model"
                 )
             if tensor.dtype not in READABLE:

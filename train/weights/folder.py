@@ -128,15 +128,16 @@ class Folder:
                 if index and index.get(tensor.name) != name:
                     where = index.get(tensor.name)
                     raise UserError(
-                        f"{file} has {_quoted(tensor.name)}, which according to {INDEX} "
-                        f"{f'is in {_quoted(where)}' if where else 'does not exist'}: download the folder again"
+                        f"{file} has the tensor {_quoted(tensor.name)}, which {INDEX} "
+                        f"{f'lists in the file {_quoted(where)}' if where else 'does not list'}: "
+                        "download the folder again"
                     )
                 tensors[tensor.name] = tensor
         for tensor_name, name in index.items():
             if tensor_name not in tensors:
                 raise UserError(
-                    f"{root / name} lacks {_quoted(tensor_name)}, which according to {INDEX} is in it: download the "
-                    "file again"
+                    f"{root / name} does not contain the tensor {_quoted(tensor_name)}, which {INDEX} lists in this "
+                    "file: download the file again"
                 )
         return cls(root, config, tensors, digest.hexdigest()[:16], states)
 
@@ -151,7 +152,7 @@ class Folder:
         if not os.path.lexists(root / ADAPTER):
             other = _others(root, NO_ADAPTER)
             if other:
-                raise UserError(f"{root} has {other[0]} and no {ADAPTER}: {other[1]}")
+                raise UserError(f"{root} cannot be used, since it has {other[0]} and no {ADAPTER}: {other[1]}")
         config, text = _read_json(root, ADAPTER_CONFIG)
         file = _file(root, ADAPTER)
         state = _state(file)
@@ -197,7 +198,7 @@ class Folder:
         try:
             now = _state(path)
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+            raise UserError(f"{path} cannot be read ({error.strerror}): download it again") from error
         if now != self.states[name]:
             raise UserError(
                 f"{path} has changed since it was verified, from {self.states[name][0]:,} bytes to "
@@ -307,7 +308,7 @@ def _config(root: Path) -> tuple[dict[str, Any], bytes]:
     if not os.path.lexists(root / CONFIG):
         other = _others(root, UNREADABLE)
         if other:
-            raise UserError(f"{root} has {other[0]} and no {CONFIG}: {other[1]}")
+            raise UserError(f"{root} cannot be used, since it has {other[0]} and no {CONFIG}: {other[1]}")
     return _read_json(root, CONFIG)
 
 
@@ -318,7 +319,7 @@ def _index(root: Path) -> dict[str, str]:
             return {}
         other = _others(root, (*UNREADABLE, UNNAMED))
         if other:
-            raise UserError(f"{root} has {other[0]} and no {SINGLE}: {other[1]}")
+            raise UserError(f"{root} cannot be used, since it has {other[0]} and no {SINGLE}: {other[1]}")
         raise UserError(f"{root} has no {SINGLE} and no {INDEX}: download the weights")
     weight_map = _read_json(root, INDEX)[0].get("weight_map")
     if (
@@ -370,7 +371,7 @@ def _header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
     try:
         return read_header(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}): download it again") from error
 
 
 def _ends(path: Path, begin: int) -> bytes:
@@ -401,7 +402,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
         first = file.read(8)
         length = int.from_bytes(first, "little") if len(first) == 8 else -1
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise _damaged(path, f"its {size:,} bytes are too few for a header of {max(length, 0):,} bytes")
+            raise _damaged(path, f"the {size:,} bytes of the file are too few for a header of {max(length, 0):,} bytes")
         text = file.read(length)
     if len(text) != length:
         raise _damaged(path, "the file ends before the end of its header")
@@ -418,7 +419,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
             )
         end = stop
     if 8 + length + end != size:
-        raise _damaged(path, f"it has {size:,} bytes, but its header describes {8 + length + end:,} bytes")
+        raise _damaged(path, f"the file has {size:,} bytes, but its header describes {8 + length + end:,} bytes")
     return {tensor.name: tensor for _, _, tensor in tensors}, text
 
 
@@ -434,7 +435,7 @@ def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header: {one_line(error)}") from error
+        raise _damaged(path, f"its header is not valid: {one_line(error)}") from error
     if not isinstance(header, dict):
         raise _damaged(path, "the header of the file is not a JSON object")
     return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
@@ -451,13 +452,15 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> tuple[StoredTensor
         raise _damaged(path, f"the header entry of {_quoted(name)} lacks dtype, shape or data_offsets") from error
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UserError(
-            f"{path}: {_quoted(name)} has dtype {_quoted(dtype)}: give float32, float16 or bfloat16 weights"
+            f"{path}: tensor {_quoted(name)} has dtype {_quoted(dtype)}: give float32, float16 or bfloat16 weights"
         )
     if not all(type(number) is int and 0 <= number <= MAX_NUMBER for number in whole):
         raise _damaged(path, f"the shape or the data_offsets of tensor {_quoted(name)} are not whole numbers")
     if math.prod(shape) * DTYPES[dtype] != stop - start:
         raise _damaged(
-            path, f"{_quoted(name)} is {dtype} {tuple(shape)}, and its data_offsets span {stop - start:,} bytes"
+            path,
+            f"tensor {_quoted(name)} is {dtype} {tuple(shape)}, which takes {math.prod(shape) * DTYPES[dtype]:,} "
+            f"bytes, but its data_offsets span {stop - start:,} bytes",
         )
     return StoredTensor(name, path.name, dtype, tuple(shape), begin + start), stop
 

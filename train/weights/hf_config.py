@@ -93,7 +93,7 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
     fp8_block(raw, where)
     for key, why in OTHERS:
         if raw.get(key) and key not in known:
-            raise UserError(f"{where}: {key} asks for {why}")
+            raise UserError(f"{where} cannot be used: its key {key} asks for {why}")
     if not isinstance(name, str) or name not in FAMILIES:
         remedy = remedy_for(name if isinstance(name, str) else "", FAMILIES)
         raise UserError(f"{where}: model_type={_quoted(name)} is not a supported family: {remedy}")
@@ -139,7 +139,7 @@ def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) ->
     for ours, field in family.fields.items():
         keys[ours] = reader.field(ours, field, keys)
     if keys["n_layers"] > MAX_LAYERS:
-        raise UserError(f"{where}: {keys['n_layers']:,} layers: give at most {MAX_LAYERS:,}")
+        raise UserError(f"{where}: the model has {keys['n_layers']:,} layers: give at most {MAX_LAYERS:,}")
     keys["dropout"] = 0.0 if "model.dropout" in given else reader.dropout(family)
     if family.fixed["position"] == "rope":
         keys |= ROPES[family.rope](reader)
@@ -193,7 +193,7 @@ class _Reader:
             value = FORMULAS[default](keys) if isinstance(default, str) else default
         elif isinstance(default, bool):
             if not isinstance(value, bool):
-                raise self.wrong(key, "give true or false")
+                raise self.wrong(key, "the value must be true or false")
         elif isinstance(default, float):
             value = self.number(key, value)
         else:
@@ -203,13 +203,13 @@ class _Reader:
     def count(self, key: str, value: Any) -> int:
         """Returns the value if it is a whole number above 0; otherwise raises UserError."""
         if type(value) is not int or not 0 < value <= MAX_SIZE:
-            raise self.wrong(key, f"give a whole number from 1 to {MAX_SIZE:,}")
+            raise self.wrong(key, f"the value must be a whole number from 1 to {MAX_SIZE:,}")
         return value
 
     def number(self, key: str, value: Any, minimum: float = 0.0) -> float:
         """Returns the value if it is a finite number of at least `minimum`; otherwise raises UserError."""
         if type(value) not in (int, float) or not minimum <= value <= 1e30:
-            raise UserError(f"{self.where}: {key}={_quoted(value)}: give a number of {minimum:g} or more")
+            raise UserError(f"{self.where}: {key}={_quoted(value)} is not valid: give a number of {minimum:g} or more")
         return float(value)
 
     def dropout(self, family: Family) -> float:
@@ -235,7 +235,9 @@ class _Reader:
           theta: the base if the object has none.
         """
         if not isinstance(settings, Mapping | None):
-            raise UserError(f"{self.where}: rotary positions {_quoted(settings)}: give a JSON object")
+            raise UserError(
+                f"{self.where}: the settings of rotary positions are {_quoted(settings)}: give a JSON object"
+            )
         settings = settings or {}
         kind = settings.get("rope_type", settings.get("type", "default"))
         theta = self.number("rope_theta", settings.get("rope_theta", theta), 1.0)
@@ -293,7 +295,7 @@ def _ropes(reader: _Reader) -> dict[str, Any]:
     raw, every = reader.raw, _global_every(reader)
     both = raw.get("rope_parameters") or {}
     if not isinstance(both, Mapping):
-        raise reader.wrong("rope_parameters", "give a JSON object")
+        raise reader.wrong("rope_parameters", "the value must be a JSON object")
     theta, scaling = reader.rope(both.get("full_attention", raw.get("rope_scaling")), raw.get("rope_theta", 1e6))
     local, none = reader.rope(both.get("sliding_attention"), raw.get("rope_local_base_freq", 1e4))
     if none:
@@ -333,7 +335,7 @@ def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
     step, dense = reader.raw.get("decoder_sparse_step"), reader.raw.get("mlp_only_layers")
     step = 1 if step is None else reader.count("decoder_sparse_step", step)
     if not isinstance(dense, list | None) or any(type(layer) is not int for layer in dense or ()):
-        raise reader.wrong("mlp_only_layers", "give a list of layer numbers")
+        raise reader.wrong("mlp_only_layers", "the value must be a list of layer numbers")
     keys_of_experts = _expressed(
         [(layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(keys["n_layers"])]
     )
@@ -409,7 +411,7 @@ def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
         return [default(layer) for layer in range(layers)]
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers or any(kind not in kinds for kind in types):
-        raise reader.wrong("layer_types", f"give {layers} times {' or '.join(kinds)}")
+        raise reader.wrong("layer_types", f"the value must be a list of {layers} entries, each {' or '.join(kinds)}")
     return [kind == kinds[1] for kind in types]
 
 

@@ -242,7 +242,7 @@ def _leaf(
             stored = {**sizes, inner: sum(widths)}
     if tensor.shape != tuple(their_shape):
         raise UserError(
-            f"{folder.path}: tensor {name} has shape {_text(tensor.shape)}, and config.json describes "
+            f"{folder.path}: tensor {name} has shape {_text(tensor.shape)}, but config.json describes "
             f"{_text(their_shape)}: download the folder again"
         )
     scale = None
@@ -266,7 +266,7 @@ def _scale(folder: Folder, tensor: StoredTensor, block: tuple[int, int]) -> Stor
     shape = tuple(-(-length // size) for length, size in zip(tensor.shape, block))
     if scale.shape != shape or scale.dtype not in READABLE:
         raise UserError(
-            f"{folder.path}: tensor {name} is {scale.dtype} {_text(scale.shape)}, and for blocks of "
+            f"{folder.path}: tensor {name} is {scale.dtype} {_text(scale.shape)}, but for blocks of "
             f"{_text(block)} it must be {_text(shape)} in float32, float16 or bfloat16: download "
             "the folder again"
         )

@@ -104,7 +104,7 @@ def _check(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], option
     right = ("F16", "BF16", "F32") if dtype == "F16" else (dtype,)
     if tensor.shape != shape or tensor.dtype not in right:
         raise UserError(
-            f"{folder.path}: tensor {one_line(name)} is {tensor.dtype} {list(tensor.shape)}, and {PACKED} "
+            f"{folder.path}: tensor {one_line(name)} is {tensor.dtype} {list(tensor.shape)}, but {PACKED} "
             f"needs {dtype} {list(shape)}: download the folder again"
         )
 

@@ -158,9 +158,15 @@ def test_a_run_resumed_within_a_schedule_goes_on_with_its_curve(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"accumulation_schedule": "0:1,4:2", "accumulation": 2}, "batch.accumulation=2: set only one of them"),
+        (
+            {"accumulation_schedule": "0:1,4:2", "accumulation": 2},
+            "batch.accumulation=2 cannot be combined: set only one of them",
+        ),
         ({"accumulation_schedule": "0:1,4:2", "mode": "scan"}, "with batch.mode=scan, which compiles a fixed number"),
-        ({"accumulation_schedule": "1:2"}, "accumulation_schedule=1:2: write UPDATE:ACCUMULATION from update 0"),
+        (
+            {"accumulation_schedule": "1:2"},
+            "accumulation_schedule=1:2 is not a valid schedule: write UPDATE:ACCUMULATION",
+        ),
         ({"accumulation_schedule": "0:1,0:2"}, "in order"),
         ({"accumulation_schedule": "0:0"}, "in order"),
         ({"accumulation_schedule": "0-4"}, "write UPDATE:ACCUMULATION"),

@@ -165,14 +165,14 @@ def test_what_a_template_forgets_is_not_learned(tmp_path):
 @pytest.mark.parametrize(
     "template, why",
     [
-        (CHATML.replace("{% for", "{{ messages|length }}{% for"), "before an answer depending on later messages"),
+        (CHATML.replace("{% for", "{{ messages|length }}{% for"), "changes the text before an answer"),
         (
             PLAIN.replace("'assistant:'", "'assistant: '"),
             "the beginning of an answer and the text before it become one",
         ),
         (
             PLAIN.replace("+ '\n'", "+ ('\n' if loop.last else '\n\n')"),
-            "before an answer depending|where an answer ends",
+            "changes the text before an answer|where an answer ends",
         ),
         ("{{ raise_exception('turns must alternate') }}", "refuses it \\(turns must alternate\\)"),
         ("{{ messages[0].nothing.more }}", "refuses it \\(.*has no attribute"),
@@ -267,11 +267,11 @@ def test_completions_and_the_end_of_the_text_are_learned(tmp_path):
         ({"prompt": ["hello"], "completion": "x"}, "pairs", '"prompt" is list, not text'),
         ({"text": "x"}, "chat", 'no list of "messages"'),
         ({"messages": []}, "chat", 'no list of "messages"'),
-        ({"messages": ["x"]}, "chat", "message 1 is str, not a JSON object"),
+        ({"messages": ["x"]}, "chat", "message 1 is str, but must be a JSON object"),
         ({"messages": [{"content": "x"}]}, "chat", "the role of message 1 is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat", "the content of message 1 is list"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat", "half of a surrogate pair"),
-        ({**TALKS[0], "tools": "f"}, "chat", '"tools" of the record is str, not a list'),
+        ({**TALKS[0], "tools": "f"}, "chat", '"tools" of the record is str, but must be a list'),
     ],
 )
 def test_malformed_records_are_named_or_skipped(tmp_path, record, kind, why):

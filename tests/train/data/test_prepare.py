@@ -141,7 +141,7 @@ def damage_index(**changes):
     "damage, message",
     [
         (lambda out: os.truncate(out / "train_00000.bin", 101), "101 bytes are not a whole number of uint16"),
-        (lambda out: os.truncate(out / "train_00000.bin", 100), "has 50 tokens, and according to index.json"),
+        (lambda out: os.truncate(out / "train_00000.bin", 100), "has 50 tokens, but index.json lists"),
         (lambda out: os.truncate(out / "train_00000.bin", 0), "train_00000.bin is empty: leave it out"),
         (lambda out: os.remove(out / "heldout_00000.bin"), "heldout_00000.bin cannot be read (No such file"),
         (lambda out: (out / "index.json").write_text("{"), "index.json cannot be used (Expecting"),
@@ -183,10 +183,13 @@ def truncated_npy(path):
         (lambda path: path.write_bytes(b"no array"), "a.npy of 8 bytes is truncated or not a .npy file ("),
         (lambda path: path.write_bytes(b""), "a.npy is empty: leave it out"),
         (lambda path: np.save(path, np.array([], np.uint16)), "a.npy is empty: leave it out"),
-        (lambda path: np.save(path, np.zeros(9, np.float32)), "a.npy has float32 [9]: save a one-dimensional array"),
+        (
+            lambda path: np.save(path, np.zeros(9, np.float32)),
+            "a.npy contains an array of float32 [9], which is not supported for tokens: save a one-dimensional array",
+        ),
         (
             lambda path: np.save(path, np.zeros((3, 3), np.uint16)),
-            "a.npy has uint16 [3, 3]: save a one-dimensional array",
+            "a.npy contains an array of uint16 [3, 3], which is not supported for tokens: save a one-dimensional array",
         ),
         (lambda path: np.save(path, np.array([None] * 9)), "not a .npy file (Array can't be memory-mapped"),
         (lambda path: np.save(path, np.arange(-1, 99)), "a.npy has the token -1: token ids start at 0"),
@@ -211,7 +214,7 @@ def test_a_bin_of_half_a_token_is_refused(tmp_path):
         (["--source={text}"], "the following arguments are required: --out"),
         (["--source={text}", "--out={tmp}/o", "--shard=3"], "unrecognized arguments: --shard=3"),
         (["--source={text}", "--out={tmp}/o", "--shard-tokens=x"], "--shard-tokens: invalid int value: 'x'"),
-        (["--source={text}", "--out={tmp}/o", "--shard-tokens=0"], "--shard-tokens=0: give 1 or more"),
+        (["--source={text}", "--out={tmp}/o", "--shard-tokens=0"], "--shard-tokens=0 is too small: give 1 or more"),
         (["--source={tmp}/none", "--out={tmp}/o"], "none' is not a file or folder: give one that exists"),
         (["--source={text}", "--out={tmp}/o", "--tokenizer=none"], "--tokenizer='none' is not a file: give 'bytes'"),
         (["--source={text}", "--out={text}/o"], "is inside the source: give a folder outside"),

@@ -218,7 +218,7 @@ DAMAGED = {
         pq.write_table(pa.table({"x": [1]}), folder / "a.parquet"),
         folder / "a.parquet",
     )[1],
-    r"state.json cannot be used \(it lists the invalid file name '../../passwd'\)": lambda folder, sources: listed(
+    r"state.json cannot be used \(the file lists '../../passwd', which is not": lambda folder, sources: listed(
         folder, [{"filename": "../../passwd"}]
     ),
     "state.json cannot be used": lambda folder, sources: listed(folder, ["x"]),

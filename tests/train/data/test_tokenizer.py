@@ -91,7 +91,7 @@ def test_unreadable_tokenizers_are_refused(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=re.escape(f"data.tokenizer={missing!r} is not a file: give")):
             load_tokenizer(missing)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"broken.json' needs the tokenizers package: pip"):
+    with pytest.raises(UserError, match=r"broken.json' needs the tokenizers package, which is not installed: run pip"):
         load_tokenizer(str(broken))
 
 
@@ -118,7 +118,8 @@ def test_a_search_without_end_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(module, "SECONDS_PER_CHARACTER", 0.001)
     with pytest.raises(
-        UserError, match=r"cannot encode the text \(tokenizing 460 characters took more than 0 s\): give the file"
+        UserError,
+        match=r"cannot encode the text \(tokenizing 460 characters took more than 0 s\): give a tokenizer.json",
     ):
         found.encode(("a" * 22 + "c") * 20)
     monkeypatch.setattr(module, "SECONDS", 60.0)

@@ -83,7 +83,7 @@ def test_the_kernel_for_gpus_compiles_for_one():
     steps, sizes = Steps(model, "triton", jnp.bfloat16), EngineSizes(100, 8, 64, 256)
     compilation = steps.compilation(sizes, 8, 1, False)
     assert b"paged_attention" in (compilation.proto or compilation.module)
-    with pytest.raises(UserError, match="it needs exactly one GPU"):
+    with pytest.raises(UserError, match="needs exactly one GPU"):
         Steps(random_model()[0], "triton", jnp.float32)
 
 
@@ -194,7 +194,7 @@ def test_what_never_fits_is_refused_when_it_comes():
     for asked, message in (
         (Request((), 3), "the prompt is empty"),
         (Request((1,), 128), "128 positions"),
-        (Request((1,) * 40, 20), "need 4 pages of 16, and the pool has 3"),
+        (Request((1,) * 40, 20), "need 4 pages of 16 positions, but the KV cache has only 3"),
     ):
         with pytest.raises(UserError, match=message):
             engine.submit(asked)

@@ -460,7 +460,7 @@ MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [
     ("tiny --config.train.eval_prompts=missing", "train.eval_prompts=missing cannot be read"),
     ("tiny --config.train.eval_prompts=records.jsonl", "row 0 has no text"),
-    ("tiny --config.init.adapter=missing", "init.adapter=missing without init.folder"),
+    ("tiny --config.init.adapter=missing", "init.adapter=missing cannot be used without init.folder"),
 ]
 MISTAKES["train"] += [("tiny --config.train.steps=1 --rates=rates.json", message) for message in OTHER_DEVICE]
 MISTAKES["calibrate"] = [

@@ -118,7 +118,7 @@ def test_what_is_read_is_what_is_exported(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "keys", "message"),
     [
-        ({}, {"lora.rank": 4}, r"lora.rank=4, and the adapters in .* have 3: set --config.lora.rank=3"),
+        ({}, {"lora.rank": 4}, r"lora.rank=4, but the adapters in .* have 3: set --config.lora.rank=3"),
         ({}, {"lora.rank": 3}, "lora.alpha=16, and .* have 5"),
         ({}, {"lora.alpha": 6}, "lora.alpha=6, and .* have 5"),
         ({}, {"lora.rank": 3, "lora.alpha": 5, "lora.targets": "q,v"}, "lora.targets=q,v, and .* have q,o,down"),
@@ -184,7 +184,7 @@ def test_a_base_of_another_name_is_told(theirs, folder, told, tmp_path):
         ({"drop": "1.mlp.down_proj.lora_B"}, "has no tensor .*layers.1.mlp.down_proj.lora_B.weight"),
         (
             {"shapes": {"base_model.model.model.layers.0.mlp.down_proj.lora_A.weight": (3, 64)}},
-            r"lora_A.weight has shape 3 x 64, and the model with lora.rank=3 needs 3 x 128",
+            r"lora_A.weight has shape 3 x 64, but the model with lora.rank=3 needs 3 x 128",
         ),
         ({"dtype": "int8"}, "has dtype I8: give float32"),
     ],

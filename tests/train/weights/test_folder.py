@@ -163,7 +163,7 @@ def test_an_index_and_its_files_have_to_agree(sharded):
     (sharded / INDEX).write_text(original)
     last = list(json.loads(original)["weight_map"])[-1]
     changed(sharded / INDEX, lambda index: index["weight_map"].pop(last) and index)
-    assert f"has {last!r}, which according to {INDEX} does not exist" in refused(sharded)
+    assert f"has the tensor {last!r}, which {INDEX} does not list" in refused(sharded)
     (sharded / INDEX).write_text(original)
     (sharded / SHARD).write_bytes((sharded / SHARD.replace("00002-", "00001-")).read_bytes())
     assert "download the folder again" in refused(sharded)  # a tensor is in two files

@@ -226,7 +226,7 @@ def test_a_missing_a_surplus_a_misshapen_tensor_and_one_of_another_dtype(tmp_pat
         (
             (lambda t: t.pop(name), f"has no tensor {name}"),
             (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[name]}), "layers.2.mlp.up_proj.weight, which"),
-            (lambda t: t.update({name: t[name].T}), f"{name} has shape 32 x 48, and config.json describes 48 x 32"),
+            (lambda t: t.update({name: t[name].T}), f"{name} has shape 32 x 48, but config.json describes 48 x 32"),
             (lambda t: t.update({name: t[name].astype("int8")}), f"{name} has dtype I8"),
             (lambda t: t.update({name: t[name].astype("float64")}), f"{name} has dtype F64"),
             (lambda t: t.pop("lm_head.weight"), "has no tensor lm_head.weight"),

@@ -230,7 +230,7 @@ def test_dense_layers_both_ways(step, dense):
         (QWEN3_30B_A3B, {"mlp_only_layers": 1}, "a list"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 64}, "decoder_sparse_step=64: bytescope"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
-        (QWEN3_30B_A3B, {"num_experts": "8"}, "num_experts='8': give a whole number"),
+        (QWEN3_30B_A3B, {"num_experts": "8"}, "num_experts='8': the value must be a whole number"),
         (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias=True"),
         (QWEN3_30B_A3B, {"n_routed_experts": 8}, "n_routed_experts asks for experts"),
         (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False: bytescope supports only True"),
@@ -380,7 +380,7 @@ def test_an_expert_that_is_missing_misshapen_or_too_many_is_named(folder, tmp_pa
         (
             (without, f"has no tensor {name}"),
             ({**theirs, eighth: theirs[name]}, f"has tensor {eighth}, which"),
-            ({**theirs, name: theirs[name].T}, f"{name} has shape 32 x 24, and config.json describes 24 x 32"),
+            ({**theirs, name: theirs[name].T}, f"{name} has shape 32 x 24, but config.json describes 24 x 32"),
             (
                 {**theirs, "model.layers.0.mlp.gate.weight": theirs["model.layers.1.mlp.gate.weight"]},
                 "has tensor model.layers.0.mlp.gate.weight, which",
@@ -471,11 +471,11 @@ def test_blocks_in_fp8_are_dequantized_piece_by_piece(deepseek, tmp_path, monkey
         ),
         (
             lambda tensors, name: tensors.update({f"{name}_scale_inv": np.ones((2, 1), np.float32)}),
-            "tensor {}_scale_inv is F32 2 x 1, and for blocks of 128 x 128 it must be 1 x 1",
+            "tensor {}_scale_inv is F32 2 x 1, but for blocks of 128 x 128 it must be 1 x 1",
         ),
         (
             lambda tensors, name: tensors.update({name: tensors[name].astype(ml_dtypes.float8_e4m3fn)[:4]}),
-            "tensor {} has shape 4 x 32, and config.json describes 24 x 32",
+            "tensor {} has shape 4 x 32, but config.json describes 24 x 32",
         ),
     ],
 )
