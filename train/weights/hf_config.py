@@ -93,7 +93,7 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
     fp8_block(raw, where)
     for key, why in OTHERS:
         if raw.get(key) and key not in known:
-            raise UserError(f"{where} cannot be used: its key {key} asks for {why}")
+            raise UserError(f"{where}: the key {key} asks for {why}")
     if not isinstance(name, str) or name not in FAMILIES:
         remedy = remedy_for(name if isinstance(name, str) else "", FAMILIES)
         raise UserError(f"{where}: model_type={_quoted(name)} is not a supported family: {remedy}")

@@ -119,9 +119,9 @@ def test_what_is_read_is_what_is_exported(folder, tmp_path):
     ("changes", "keys", "message"),
     [
         ({}, {"lora.rank": 4}, r"lora.rank=4, but the adapters in .* have 3: set --config.lora.rank=3"),
-        ({}, {"lora.rank": 3}, "lora.alpha=16, and .* have 5"),
-        ({}, {"lora.alpha": 6}, "lora.alpha=6, and .* have 5"),
-        ({}, {"lora.rank": 3, "lora.alpha": 5, "lora.targets": "q,v"}, "lora.targets=q,v, and .* have q,o,down"),
+        ({}, {"lora.rank": 3}, "lora.alpha=16, but .* have 5"),
+        ({}, {"lora.alpha": 6}, "lora.alpha=6, but .* have 5"),
+        ({}, {"lora.rank": 3, "lora.alpha": 5, "lora.targets": "q,v"}, "lora.targets=q,v, but .* have q,o,down"),
         ({}, {"init.folder": ""}, "without init.folder"),
         *(
             ({"config": {key: value}}, {}, f"has {key}=.*: only plain LoRA")
