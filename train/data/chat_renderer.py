@@ -88,8 +88,8 @@ class Allowance:
         self.used = 0.0, 0
 
     def spend(self, asked, answer, seconds):
-        """Subtracts the time and characters that a conversation used. Returns the reason to stop, or "" if some
-        allowance is left.
+        """Subtracts the time and characters that a conversation used. Returns the reason to stop the template, or ""
+        if it may go on.
         """
         texts = (
             [answer["text"], *answer["before"], *answer["up_to"]] if "text" in answer else [""]

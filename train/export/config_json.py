@@ -125,8 +125,8 @@ def _same(key: str, model: Keys, value: Any, described: Keys) -> bool:
 
 
 def _scale(model: Keys) -> float:
-    """Returns the factor of the attention scores. It is `model.attention_scale`, or 1/sqrt(width of a head) if that is
-    0.
+    """Returns the factor by which attention scores are multiplied: `model.attention_scale`, or 1/sqrt(width of a head)
+    if `model.attention_scale` is 0.
     """
     rotated = model["mla_d_rope"] if model["attention_kind"] == "mla" else 0
     return model["attention_scale"] or (model["d_head"] + rotated) ** -0.5

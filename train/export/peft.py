@@ -119,7 +119,7 @@ def module_ends(adapted: Collection[str], others: Collection[str]) -> list[str]:
     """Returns the module names for peft's `target_modules`. Each is the shortest end of an adapted module's dotted
     name that no other module shares, such as `q_proj`.
 
-    In GPT-2, `c_proj` would be too short, since attention and the MLP both have a module of that name.
+    For example, `c_proj` would be too short for GPT-2, since attention and the MLP both have a module named `c_proj`.
     """
     names = set()
     for name in adapted:

@@ -33,8 +33,8 @@ class PromptRow:
 
     @property
     def digest(self) -> str:
-        """Hash of the prompt, the sampling settings and the stop strings. A finished answer has the same hash as its
-        request.
+        """Hash of the prompt, the sampling settings and the stop strings. It is stored with the answer, so that an
+        answer to another request is noticed.
         """
         values = dataclasses.asdict(self.request) | {"stops": sorted(self.request.stops), "texts": self.stops}
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -93,8 +93,8 @@ class Pages:
                 del self._known[name]
 
     def take(self, pages: list[int]) -> None:
-        """Removes all pages from the list `pages` of a sequence and frees them, the last page first. So the pages of
-        its beginning are reused last.
+        """Removes all pages from the list `pages` of a sequence and frees them. The last page is freed first, so that
+        the pages of the beginning are reused last.
         """
         while pages:
             page = pages.pop()

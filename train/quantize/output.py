@@ -110,7 +110,7 @@ class Output:
       force: True to delete partial output and start from the beginning.
 
     Attributes:
-      done: a row with the errors of each finished layer, in order.
+      done: the rows of errors of the finished layers, one row per layer, in order.
 
     Raises:
       UserError: the folder has partial output with other settings.

@@ -15,7 +15,7 @@ class Memory:
     Fields:
       device: program -> bytes on the device while it runs.
       limit: bytes of the device that may be used.
-      streams: host bytes of the activations.
+      streams: host bytes of the residual streams of the texts.
       layer: host bytes of one layer, or of the parameters outside the layers if those are larger.
       held: host bytes of a run's checkpoint that stay in memory.
       folder: bytes of the written weights on disk.

@@ -45,8 +45,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def tensor_name(matrix: str, half: str) -> str:
-    """Returns the name that peft gives to half "a" or "b" of a LoRA adapter. `matrix` is the name of the adapted
-    tensor.
+    """Returns the name that peft gives to the tensor of the LoRA matrix A (`half` is "a") or B (`half` is "b").
+    `matrix` is the name of the adapted tensor.
     """
     return f"base_model.model.{matrix.removesuffix('.weight')}.lora_{half.upper()}.weight"
 
@@ -113,7 +113,7 @@ def origin(adapter: str, base: str) -> str:
 def adapter_leaves(
     folder: Folder, model: ModelConfig, base: Folder, rank: int, targets: Collection[str]
 ) -> dict[str, Leaf]:
-    """Returns the lazy view of each half of an adapter, by our dotted path, such as `blocks.3.attention.w_q_a`.
+    """Returns a lazy view of each LoRA matrix A and B, by our dotted path, such as `blocks.3.attention.w_q_a`.
 
     `base` is the folder of the weights that the adapters belong to. peft uses its tensor names.
 

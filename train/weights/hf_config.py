@@ -66,7 +66,7 @@ class Described:
 
     Attributes:
       keys: values of `config.model`.
-      window: positions of the sliding window; None if every layer attends to all positions.
+      window: number of positions of the sliding window; None if every layer attends to all positions.
       balance: values of `config.loss` for the load-balance loss; None if the model has no experts.
     """
 
@@ -403,8 +403,8 @@ TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda valu
 
 
 def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
-    """Returns True for each layer that has a sliding window. If the file does not say it, `default` maps the index of
-    a layer to the answer.
+    """Returns, for each layer, True if it has a sliding window. If config.json does not list the types of layers,
+    `default` maps the index of a layer to the answer.
     """
     layers, types = reader.raw["num_hidden_layers"], reader.raw.get("layer_types")
     if types is None:

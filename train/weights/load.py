@@ -47,7 +47,8 @@ def load_params(
     Args:
       shapes: tree of ShapeDtypeStruct with shardings, for all or some of our parameters. Scanned blocks are stacked.
       tell: called with (bytes read so far, total bytes).
-      quantized: dotted path of each weight that `shapes` has as codes and scales -> (row of BASES, its matrix).
+      quantized: dotted path of each weight to quantize while it is loaded -> (storage format, a key of BASES; inputs
+        and outputs of the weight). `shapes` has codes and scales for these weights.
       order: path of a stack of layers -> the number of the layer in each of its rows, or -1 for an unused row. Stacks
         whose rows are in the order of the layers are left out.
 
