@@ -65,7 +65,7 @@ class Job:
     cpu_devices: int = 0
 
     def message(self, measure: bool) -> str:
-        """Returns the job as the line of JSON that is sent to a worker. measure: whether the worker also runs the
+        """Returns the line of JSON that is sent to a worker for this job. measure: whether the worker also runs the
         step."""
         return (
             json.dumps(

@@ -110,8 +110,8 @@ def compilation_of(program: Any) -> Compilation:
 
 
 def takes_arguments(program: Any) -> bool:
-    """Returns whether `compiled_for` must be called with the program's arguments. It must for functions, but not for
-    jax stages, even if they are callable."""
+    """Returns whether `compiled_for` needs the program's arguments. True for functions, False for jax stages, even if
+    they are callable."""
     return callable(program) and not is_stage(program)
 
 

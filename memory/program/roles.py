@@ -198,10 +198,10 @@ def decide(evidence: Sequence[Evidence]) -> list[str]:
 
 
 def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[str]) -> list[str]:
-    """Returns the roles with "params" replaced by "frozen" for parameters that a training step never updates.
+    """Returns the roles, with "frozen" instead of "params" for parameters that a training step never updates.
 
-    decided: the role of each array. If at least one parameter is updated from gradients, every parameter is frozen of
-    which neither the updated value nor the gradient is among the results.
+    decided: the role of each array. A parameter is frozen if other parameters are updated from gradients, but neither
+    its updated value nor its gradient is among the results.
     """
     learn = any(role == "params" and (one.learns or one.gradient) for one, role in zip(evidence, decided))
     return [
@@ -249,7 +249,9 @@ def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ..
         try:
             _compiled(pattern)
         except (re.error, TypeError) as error:
-            raise ReportError(f"roles: {pattern!r} is not a regular expression: {error}") from error
+            raise ReportError(
+                f"roles: {pattern!r} is not a regular expression: {error}; give one that re.compile accepts"
+            ) from error
     return pairs
 
 
