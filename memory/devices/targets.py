@@ -391,7 +391,9 @@ def _start_jax(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDev
         return devices()
     except RuntimeError as error:
         reason = one_line(error, 160)
-        raise ReportError(f"target {name}: jax cannot start ({reason}); unset JAX_PLATFORMS") from error
+        raise ReportError(
+            f"target {name}: jax cannot start ({reason}); unset JAX_PLATFORMS, or set it to an available platform"
+        ) from error
 
 
 # ---- described devices --------------------------------------------------------------------------------------------

@@ -66,8 +66,7 @@ def nothing_sharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult
 
 
 def _is_replicated(program: PlacedProgram) -> bool:
-    """Returns whether every device holds all arguments and results completely. If there are no collectives either, all
-    devices compute the same."""
+    """Returns whether all arguments and results are replicated on every device."""
     module = program.module
     for number, parameter in module.parameters.items():
         known = program.replicated
