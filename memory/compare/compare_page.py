@@ -148,11 +148,11 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
 def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[str, Any]:
     """Returns the data that the page's script draws, as JSON values.
 
-    comparison, row_type: as in `render`. Each object in `rows` has the key values, figures and command of one
-    combination, and these texts: `label`, all key values; `group`, the key values without policy, config and target;
-    `section`, config and target; `short`, the key values without config and target; `rival`, the keys that distinguish
-    the row from other rows of its task; `task_label`, the keys that all rows of the task share. `axes` are the keys
-    that can be the x-axis of a growth curve.
+    comparison, row_type: as in `render`. Each object in `rows` has the key values, memory, time and command of one
+    combination, and these texts: `label`, all key values. `group`, the key values without policy, config and target.
+    `section`, config and target. `short`, the key values without config and target. `rival`, the key values that
+    distinguish the row from other rows of its task. `task_label`, the key values that all rows of the task share.
+    `axes` lists the keys that can be the x-axis of a growth curve.
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)

@@ -46,7 +46,7 @@ class Row:
 
     Class attributes:
         how: prefixes of keys that determine how a program runs, not what it computes. Rows that differ only in these
-            keys compete.
+            keys are ranked against each other.
         policy_key: the key that charts draw as one line per value, "" for none.
         policy_parts: keys whose values are shown as part of the policy's value.
 
@@ -68,7 +68,8 @@ class Row:
         predicted_by_term: term of `seconds.schedule_walk.TERMS` -> seconds; their sum is predicted_seconds.
         rates: the source of the device rates behind the prediction, in one line.
         unpredicted: the reason why a row with figures has no predicted seconds, "" otherwise.
-        least_seconds: lower bound in seconds per update from the data sheet's peak rates (`memory.cost.roofline`).
+        least_seconds: lower bound of the seconds per update, from the data sheet's peak rates
+            (`memory.cost.roofline`).
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
         limit_bytes: memory available on the device. fits: whether the allocated bytes are within the limit.
@@ -294,8 +295,8 @@ def best_of_each(rows: Sequence[Row]) -> list[Row]:
 
 
 def flags(row: Row) -> str:
-    """Returns the command-line flags that select this row, quoted for a shell. The flag of the target is left out,
-    because a run uses the devices that are present."""
+    """Returns the command-line flags that select this row, quoted for a shell. The --target flag is left out, because
+    a run uses the devices that are present."""
     return shlex.join(row.flag(key, value) for key, value in row.overrides.items() if key != TARGET)
 
 

@@ -59,7 +59,7 @@ def render(
     rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], cached: int = 0, missing: int = 0
 ) -> RenderableType:
     """Returns the printed form of a comparison: the table, failures, the best row and explanations. The arguments are
-    those of `show`."""
+    described at `show`."""
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
     records = [record_of(row, keys) | {"is_best": any(row is winner for winner in winners)} for row in rows]

@@ -44,7 +44,7 @@ class Job:
         name: the name of the job's file in the cache.
         label: the text shown while the job compiles.
         resolved: every config key with its value.
-        chosen: the values of the comparison's grid for this job, {} outside comparisons.
+        chosen: the keys and values of the comparison's grid for this job, {} outside comparisons.
         method: name of a factory method that the worker calls with the overrides and the target instead of compiling;
             its result is JSON values. "" compiles.
         rates: the file of --rates, which the worker uses to choose settings that the config leaves open; None for the

@@ -185,7 +185,7 @@ def _tpu(
     flops: Mapping[str, float],
     max_shape: tuple[int, ...],
 ) -> Chip:
-    """Returns the Chip of a TPU. Its hosts are virtual machines with four chips.
+    """Returns the Chip of a TPU, whose hosts are virtual machines with four chips.
 
     total: nominal HBM in bytes. usable_gib: usable HBM in GiB, as stated by libtpu's compiler. hbm: bytes/s of the
     HBM. link: bytes/s from device to host. ici: bytes/s within a slice. dcn: bytes/s between hosts, per device.

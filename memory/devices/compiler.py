@@ -73,7 +73,7 @@ OVERFLOWS = ("overflow in static extent product", "Invalid dimension size")
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """A compiled program, with the compiler's records of its buffers.
+    """A compiled program, with the information that the compiler gives about its buffers.
 
     Fields:
         proto: serialized HloProto with the buffer assignment, b"" if there is none.

@@ -61,7 +61,7 @@ def described_limit(platform: str, memory: int, reserved: int) -> int:
 
 
 def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
-    """Describes which fraction of the GPU's memory a limit is, such as "92 % of the GPU's memory after CUDA's
+    """Describes a memory limit as a fraction of the GPU's memory, such as "92 % of the GPU's memory after CUDA's
     context".
 
     Returns "" if the limit is not such a fraction: a size chosen by the user, a TPU's limit, or free host memory.

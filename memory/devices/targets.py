@@ -65,8 +65,8 @@ class Target:
         devices_per_host: number of devices on one host.
         device_memory_bytes: memory of one device.
         reserved_bytes: the part of the device's memory that the runtime takes.
-        host_memory_bytes: memory of one host, in proportion to its devices in the target: an eighth for one GPU of a
-            host with eight.
+        host_memory_bytes: the target's part of the memory of one host, in proportion to its devices. For one GPU of a
+            host with eight, it is an eighth of the memory.
         hbm_bytes_per_s: bandwidth of the device's memory.
         host_link_bytes_per_s: bandwidth between device and host.
         interconnect_bytes_per_s: bandwidths between devices, under "in_host" and "between_hosts".

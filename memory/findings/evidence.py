@@ -20,7 +20,7 @@ STATE = ("params", "frozen", "optimizer", "accumulator")
 
 @dataclasses.dataclass(frozen=True)
 class RuleResult:
-    """What a rule found in a program.
+    """A memory saving that a rule found in a program.
 
     Fields:
         bytes: bytes on one device that the remedy may free.

@@ -247,7 +247,7 @@ def unsharded_gradients(report: JudgedProgram, program: PlacedProgram) -> RuleRe
     return RuleResult(
         freed,
         message,
-        f"constrain it where it is computed: jax.lax.with_sharding_constraint(gradient, "
+        f"constrain the gradient where it is computed: jax.lax.with_sharding_constraint(gradient, "
         f"jax.sharding.NamedSharding(mesh, {spec})), the sharding of its parameter",
     )
 

@@ -56,8 +56,8 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
 
 
 def state_too_large(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if parameters, optimizer moments and accumulated gradients alone exceed the memory limit.
-    Neither a smaller batch nor recomputation can then make the program fit."""
+    """Returns a finding if the sum of parameters, optimizer moments and accumulated gradients exceeds the memory
+    limit. Neither a smaller batch nor recomputation can then make the program fit."""
     size, limit = sum(report.breakdown.get(row, 0) for row in STATE), report.limit_bytes
     if not limit or size <= limit:
         return None

@@ -180,8 +180,8 @@ def layer_exchanges(
 
 
 def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, int], tokens: int) -> list[Expected]:
-    """Returns the collectives that send tokens to their experts and back, in a training step. Returns [] if one device
-    has all experts, and for an exchange without a formula.
+    """Returns the collectives that send tokens to their experts and back in a training step. Returns [] if one device
+    has all experts, or if the kind of exchange has no formula.
 
     ranks: mesh axis -> number of devices that share the experts. tokens: tokens of one device and micro-step.
     """

@@ -34,7 +34,7 @@ class Formula:
         state_host_bytes: bytes of training state in host memory.
         peak_bytes: all bytes on the device while one layer is recomputed, including embedding, head and logits.
         model_flops, hardware_flops: FLOPs without and with recomputation.
-        notes: reasons why the compiler's values may differ.
+        notes: reasons why the compiler's values may differ from the formulas' values.
     """
 
     params_bytes: float

@@ -142,7 +142,7 @@ AROUND_KERNEL = ("q_rot", "k_rot", "v", "context", "lse")
 
 
 class RematWalk(NamedTuple):
-    """The tensors that one layer under jax.checkpoint keeps, and those that it recomputes.
+    """The tensors that one layer under jax.checkpoint keeps, and the tensors that it recomputes.
 
     kept: names of tensors that live until the backward pass. recomputed: names of tensors and kernels that are
     recomputed.

@@ -57,7 +57,7 @@ class LayerTensor(NamedTuple):
             parallelism, "" if they never shard it.
         itemsize: bytes per element; 0 means the size of an activation's element.
         core: whether the tensor is part of the attention core.
-        only: name of the ModelShape field that must be set for the tensor to exist, "" if it always exists.
+        only: name of the ModelShape field that must be set for the tensor to exist. "" if the tensor always exists.
         operand: whether the tensor is kept only as an operand of matrix products, in the dtype of the operands.
         tiled: whether only one tile of its tokens exists at a time, if the MLP is computed in tiles.
         weights: the matrices whose gradients are the only readers of the tensor, () if it has other readers.

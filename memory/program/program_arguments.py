@@ -220,7 +220,7 @@ class _Reading:
 
     def _values(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
         """Maps each HLO value from which a parameter's update or gradient is computed to the path of the parameter. A
-        value that leads to several updates is assigned to the update with the fewest values."""
+        value that is used in several updates is assigned to the update with the fewest values."""
         out: dict[Value, str] = {}
         for place, update in sorted(enumerate(self.updates), key=lambda item: len(item[1].values)):
             path = gradients.get(place) or _updated_path(update, arguments)
@@ -252,7 +252,7 @@ def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
 
 
 def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
-    """Returns the names of the arguments in which more than half of the elements belong to weights."""
+    """Returns the names of the function arguments in which more than half of the elements belong to weights."""
     roots = set()
     for root, group in _by_root(evidence).items():
         weights = sum(math.prod(one.shape) for one in group if one.weight)
@@ -262,8 +262,8 @@ def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
 
 
 def _shaped(evidence: Sequence[Evidence], decided: Sequence[str]) -> frozenset[str]:
-    """Returns the names of the arguments that look like weights by their shapes: more than half of their elements, or
-    of their leaves, have only dimensions that also occur in trained parameters.
+    """Returns the names of the function arguments that look like weights by their shapes. In these, more than half of
+    the elements, or of the arrays, have only dimensions that also occur in trained parameters.
 
     A dimension divided by 2 or 64 counts too, because 4-bit codes are packed two per byte and have one scale per block
     of 64. Data, in contrast, have a batch dimension.
