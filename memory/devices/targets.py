@@ -415,7 +415,7 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
     if not plugins and old:
         major, minor = chip.gpu.capability
         raise ReportError(
-            f"target {name}: CUDA 13 cannot compile for sm_{major}{minor}; use CUDA 12 in a separate environment, "
+            f"target {name}: CUDA 13 cannot compile for sm_{major}{minor}; in a separate environment, "
             "pip install 'bytescope[cuda12]' (it needs no GPU)"
         )
     if not plugins:

@@ -173,7 +173,7 @@ def test_options_and_stages(folder):
         ("their_train:odd_kwargs", "'kwargs' as int"),
         ("their_train:deep", "their_train:deep().program returns Config"),
         ("their_train:raises", "their_train:raises() fails: IndexError: list index out of range (their_train.py:"),
-        ("their_train:mesh", "name a target with as many devices, such as h100:8 or cpu:8"),
+        ("their_train:mesh", "name a target with as many devices as the function needs, such as h100:8 or cpu:8"),
         ("their_train:array", "name a target with as many"),
         ("their_train:exits", "SystemExit: 4"),
         ("their_train:own", "their_train:own() fails: Own: gone (their_train.py:"),
