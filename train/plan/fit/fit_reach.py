@@ -37,7 +37,7 @@ OFFLOAD = "offload"
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """The largest sequence length or micro-batch that fits for adapters of one rank.
+    """The largest sequence length or micro-batch that fits when LoRA adapters of one rank are trained.
 
     If nothing fits, this is the smallest length or micro-batch that was tried.
 

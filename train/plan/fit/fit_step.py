@@ -1,4 +1,4 @@
-"""One variant of a config that a fit tried, and its figures."""
+"""One variant of a config that `bytescope fit` tried, with its bytes and predicted seconds."""
 
 from __future__ import annotations
 

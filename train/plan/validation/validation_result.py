@@ -1,4 +1,4 @@
-"""Builds the result of a validation, for the terminal, the page and JSON."""
+"""Compares measured runs with predictions, and builds the result for the terminal, the page and JSON."""
 
 from __future__ import annotations
 
