@@ -24,7 +24,7 @@ OF_SOURCE = [(source, "is neither a run nor a folder") for source in ("missing",
 ]
 OF_MODELS = {
     "generate": [
-        ("missing --prompt=x --prompts=records.jsonl", "--prompt or --prompts"),
+        ("missing --prompt=x --prompts=records.jsonl", "--prompt and --prompts"),
         ("missing --out=o", "is only valid with --prompts"),
         ("missing --prompts=", "the name is empty"),
         ("missing --max-tokens=0", "--max-tokens=0: give 1 or more"),
