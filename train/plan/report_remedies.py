@@ -87,8 +87,8 @@ def _first_lever_keys(case: Case, key: str) -> Keys | None:
 def _chunked_loss(case: Case, finding: Finding) -> Remedy | None:
     """Returns the remedy for large logits: a loss that is computed in chunks, or smaller chunks.
 
-    The chunks are so small that the logits are no longer a finding. Returns None if the chunks are small enough
-    already.
+    The chunks are so small that the report no longer warns about the logits. Returns None if the chunks are small
+    enough already.
     """
     if case.flat["loss.kind"] == "full":
         return Remedy("compute the loss in chunks", {"loss.kind": "chunked"})

@@ -71,7 +71,8 @@ class Reached:
 
     @property
     def verdict(self) -> str:
-        """The limit that was reached, such as "16,384 do not fit". If the variant does not fit, its missing bytes."""
+        """The limit that was reached, such as "16,384 do not fit". If the variant does not fit, the bytes by which it
+        exceeds a budget."""
         if not self.step.fits:
             return self.step.verdict
         if self.most == "micro":
