@@ -101,7 +101,7 @@ class Schedule:
 
     @property
     def bends(self) -> bool:
-        """True if consecutive virtual stages go to the last stage and back, as in the V placement."""
+        """True if consecutive virtual stages go from the first stage to the last and back, as in the V placement."""
         return any(
             held != tuple(range(stage, self.virtual_stages, self.stages)) for stage, held in enumerate(self.placement)
         )

@@ -52,8 +52,8 @@ def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
 
 
 def _one_f_one_b(name: str, P: int, M: int, v: int) -> Schedule:
-    """Returns PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503), with a forward and a backward pass in one
-    tick."""
+    """Returns the 1F1B schedule, PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503). A tick has a forward and a
+    backward pass."""
     _one_chunk(name, v)
     return _interleaved(name, P, M, 1)
 
@@ -103,7 +103,7 @@ def _v(name: str, P: int, M: int, v: int) -> Schedule:
 def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
     """Returns 1F1B with separate weight gradients (Qi et al. 2023, arXiv 2401.10241).
 
-    A stage computes them in its first ticks without a backward pass, or at the end of the schedule.
+    A stage computes weight gradients in its first ticks that have no backward pass, or at the end of the schedule.
     """
     _one_chunk(name, v)
     one = _interleaved("1f1b", P, M, 1)
@@ -192,11 +192,8 @@ def _table(
 
 
 def _slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
-    """Assigns a slot to each live range (first tick, last tick, (micro-batch, virtual stage)). They are in order of
-    first ticks.
-
-    Uses the minimum number of slots.
-    """
+    """Assigns a slot to each live range, using the minimum number of slots. A live range is (first tick, last tick,
+    (micro-batch, virtual stage)); `lives` is sorted by first tick."""
     free_from: list[int] = []  # the last tick of each slot
     slots = {}
     for start, end, unit in lives:
