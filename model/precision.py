@@ -23,8 +23,8 @@ class Precision:
     Fields:
       param: parameters between steps. The optimizer updates them in float32 for any stored dtype.
       compute: matrix products and activations.
-      norm: norms.
-      logits: the stored logits, which are summed in float32.
+      norm: the computation of RMSNorm or LayerNorm.
+      logits: the stored logits. Sums over logits are float32.
       reduce: gradients between the backward pass and the update, and thus the dtype that devices send. None means the
         dtype of the matrix product that computes the gradient.
       accumulator: the sum of gradients over micro-batches.

@@ -95,7 +95,7 @@ class Plan:
       place_TK: the row index of each choice of a token, X if the choice has no row on this device.
       source_X: the choice in each row, as t * K + k for choice k of token t; T * K for padding rows.
       tiles: the tiles of the rows.
-      dropped: [1], the number of choices of this device's experts that found no room.
+      dropped: [1], the number of choices that were dropped because an expert of this device had no free row.
     """
 
     place_TK: jax.Array

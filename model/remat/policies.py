@@ -159,7 +159,7 @@ def _core_products(primitive: object, *inputs: object, **params: object) -> bool
 
 
 def _saving(name: str, saveable: Callable[..., object] | None) -> CheckpointPolicy:
-    """Returns the policy `name` of POLICIES with another `jax.checkpoint` policy, `saveable`."""
+    """Returns the policy `name` of POLICIES with its `jax.checkpoint` policy replaced by `saveable`."""
     row = POLICIES[name]
     if row is None:
         raise ValueError(f"remat.policy={name} is not a row of the table POLICIES: choose another policy")

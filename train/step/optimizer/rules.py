@@ -205,7 +205,8 @@ def make_rule(
 ) -> optax.GradientTransformation:
     """Returns the transformation from the mean, clipped gradient to the update of the parameters, in float32.
 
-    `config`: the group `optimizer`. `vocabulary`: number of tokens, None if no table is padded.
+    `config`: the group `optimizer`. `vocabulary`: number of tokens in the vocabulary; None if the embedding table has
+    no padding rows.
     """
     return in_float32(
         optax.chain(

@@ -51,9 +51,9 @@ def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> Name
     """Returns the sharding in which a frozen parameter is stored. It is the sharding in which a step computes with the
     parameter.
 
-    Under zero3 it is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2 a step
-    gathers trained parameters into a copy; a frozen parameter is stored only as this copy. The token table and
-    vectors, which are sharded under zero2, stay sharded.
+    Under zero3 it is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2, where a step
+    gathers trained parameters into a copy, a frozen parameter is stored gathered. Exceptions are the token table and
+    vectors, which stay sharded under zero2.
     """
     strategy = layout.strategy
     sharded = strategy.by_layer or (strategy.gradients and not contracted)
