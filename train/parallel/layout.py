@@ -307,7 +307,8 @@ class Layout(Placement):
             if size % self._size(over):
                 sizes = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in self._used(over))
                 raise ValueError(
-                    f"parameter {name}: {axis}={size} is not divisible by {sizes}: change the mesh or the size"
+                    f"parameter {name}: {axis}={size} is not divisible by {sizes}: "
+                    "change the mesh, or the size to a multiple"
                 )
 
 

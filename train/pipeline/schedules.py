@@ -34,8 +34,8 @@ def _v_shape(stages: int) -> tuple[tuple[int, ...], ...]:
 def _one_chunk(name: str, virtual: int) -> None:
     if virtual != 1:
         raise ReportError(
-            f"pipeline.schedule={name} with pipeline.virtual={virtual}: this schedule has one chunk per stage; set "
-            "pipeline.virtual=1, or pipeline.schedule=interleaved"
+            f"pipeline.schedule={name} cannot be combined with pipeline.virtual={virtual}, because "
+            "this schedule has one chunk per stage: set pipeline.virtual=1, or pipeline.schedule=interleaved"
         )
 
 
@@ -65,8 +65,9 @@ def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
     """
     if v > 1 and M % P:
         raise ReportError(
-            f"pipeline.schedule={name} with {M} micro-batches over {P} stages: with pipeline.virtual={v} "
-            f"the number of micro-batches must be a multiple of the stages; set batch.accumulation={-(-M // P) * P}"
+            f"pipeline.schedule={name} cannot run {M} micro-batches over {P} stages, because "
+            f"with pipeline.virtual={v} "
+            f"the number of micro-batches must be a multiple of the stages: set batch.accumulation={-(-M // P) * P}"
         )
 
     def item(m: int, chunk: int) -> int:
@@ -90,8 +91,8 @@ def _v(name: str, P: int, M: int, v: int) -> Schedule:
     """
     if v not in (1, 2):
         raise ReportError(
-            f"pipeline.schedule={name} with pipeline.virtual={v}: this schedule has two chunks per stage; set "
-            "pipeline.virtual=2"
+            f"pipeline.schedule={name} cannot be combined with pipeline.virtual={v}, because "
+            "this schedule has two chunks per stage: set pipeline.virtual=2"
         )
     # Units of chunk 0 are in ticks of one parity, units of chunk 1 in ticks of the other, so a stage never has two at
     # once.
