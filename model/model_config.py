@@ -158,10 +158,10 @@ class ModelConfig(ModelKeys):
     def __post_init__(self):
         for name in POSITIVE:
             if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)}: give 1 or more")
+                raise ValueError(f"model.{name}={getattr(self, name)} is too small: give 1 or more")
         for name in NOT_NEGATIVE:
             if getattr(self, name) < 0:
-                raise ValueError(f"model.{name}={getattr(self, name)}: give 0 or more")
+                raise ValueError(f"model.{name}={getattr(self, name)} is too small: give 0 or more")
         if self.experts:
             self._check_experts()
         if self.attention_kind == "mla":
@@ -177,9 +177,11 @@ class ModelConfig(ModelKeys):
                 "over layers: set model.scan=true, or model.unroll=1"
             )
         if self.mlp_chunk < 0:
-            raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for no tiles")
+            raise ValueError(
+                f"model.mlp_chunk={self.mlp_chunk} is negative: give a number of positions, or 0 for no tiles"
+            )
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout={self.dropout}: give a probability from 0 to below 1")
+            raise ValueError(f"model.dropout={self.dropout} is out of range: give a probability from 0 to below 1")
         if self.position == "rope" and self.d_head % 2 and self.attention_kind != "mla":
             raise ValueError(
                 f"model.d_head={self.d_head} is odd: rotary positions rotate pairs of dimensions, give an even width"
@@ -198,7 +200,8 @@ class ModelConfig(ModelKeys):
         numbers = [value for value in self.rope_scaling if isinstance(value, int | float) and 0 < value < math.inf]
         if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 1, 4, 5):
             raise ValueError(
-                f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, or positive numbers: "
+                f"model.rope_scaling={','.join(map(str, self.rope_scaling))} is not valid: give nothing, or "
+                "positive numbers in one of three forms: "
                 "factor (linear), factor,low_frequency_factor,high_frequency_factor,original_positions (Llama 3.1), or "
                 "factor,beta_fast,beta_slow,original_positions,attention_factor (YaRN)"
             )

@@ -232,7 +232,9 @@ def choose_kernel(
     """
     if config.attention != "auto":
         if config.attention not in KERNELS:
-            raise ValueError(f"model.attention={config.attention!r}: choose one of auto, {', '.join(KERNELS)}")
+            raise ValueError(
+                f"model.attention={config.attention!r} is unknown: choose one of auto, {', '.join(KERNELS)}"
+            )
         if reason := KERNELS[config.attention].refuses(config, precision, platform):
             raise ValueError(f"model.attention={config.attention} cannot run here: {reason}")
         if config.attention == "cudnn" and packed and seq_len % 2:

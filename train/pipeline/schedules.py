@@ -16,7 +16,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) 
       ReportError: the schedule does not exist, or not for these sizes. The message has the remedy.
     """
     if name not in SCHEDULES:
-        raise ReportError(f"pipeline.schedule={name!r}: {remedy_for(name, SCHEDULES)}")
+        raise ReportError(f"pipeline.schedule={name!r} is unknown: {remedy_for(name, SCHEDULES)}")
     for what, count in (("stages", stages), ("micro-batches", micro_batches), ("chunks of a stage", virtual)):
         if count < 1:
             raise ReportError(f"a pipeline cannot have {count} {what}: give 1 or more")
