@@ -115,7 +115,8 @@ def _bytes(dtype: DTypeLike) -> int:
 CLASHES = (
     (
         lambda p: p.rounding == "stochastic" and p.param != BF16,
-        "stochastic rounding works only for bfloat16 parameters; set precision.param=bfloat16 or precision.rounding=nearest",
+        "stochastic rounding works only for bfloat16 parameters; set precision.param=bfloat16 or "
+        "precision.rounding=nearest",
     ),
     (lambda p: p.copied and p.param == p.compute, "param and compute are the same dtype; set precision.cast=layer"),
     (
