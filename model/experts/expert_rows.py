@@ -25,8 +25,8 @@ class Shape:
     Fields:
       experts: number of experts on the device.
       rows: X, the number of rows, padding included.
-      tile: rows of a tile.
-      slots: rows of each expert in the slot layout, 0 in the tile layout.
+      tile: number of rows of a tile.
+      slots: number of rows of each expert in the slot layout, 0 in the tile layout.
       filled: number of rows that hold tokens if the experts are balanced; 0 if all rows do.
     """
 
@@ -128,7 +128,7 @@ def first_rows(counts_E: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]
 
 
 def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
-    """Returns the row positions of all choices of tokens on a device.
+    """Returns which row of a device holds which choice (pair of token and expert).
 
     `expert_TK`: the experts that each token chose, numbered from 0 on this device. The value `shape.experts` marks
     experts of other devices.

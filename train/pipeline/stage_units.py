@@ -239,7 +239,7 @@ def turns_scope(max_turns: int, total: int, times: int) -> str:
 def stack_units(
     model: Transformer, stacks: Sequence[StackRows], weights: Weights, schedule: Schedule
 ) -> list[StackUnit]:
-    """Returns one unit for each parameter stack, in the order in which a chunk runs the stacks.
+    """Returns one `StackUnit` for each parameter stack, in the order in which a chunk runs the stacks.
 
     `model` and `weights` must have the layout that is used inside the stages (`Layout.staged`).
     """

@@ -261,8 +261,8 @@ class PartwiseUpdate:
         return [kept[place] for place in self.parts[1]]
 
     def counted(self, shared: Leaves) -> Leaves:
-        """Returns the counters and other leaves of the state that belong to no parameter (`shared`) after the
-        update."""
+        """Returns `shared`, the leaves of the state that belong to no parameter, such as counters, as they are after
+        the update."""
         return self._rule(Part((), (), 0, False, ""), [], [], [], shared)[2]
 
     def _part(

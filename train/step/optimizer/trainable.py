@@ -18,8 +18,8 @@ def frozen_names(names: Collection[str], patterns: Sequence[str], scan: bool) ->
     """Returns the dotted paths among `names` that the patterns of `optimizer.freeze` match.
 
     A pattern is a shell pattern: `blocks.attention.w_q`, `w_token`, `blocks.*norm*`. If layers are unrolled, paths
-    contain the layer index; a pattern without it means all layers. `scan`: True if the layers are one stack, and so
-    frozen together.
+    contain the layer index. A pattern without a layer index then matches all layers. `scan`: True if the layers are
+    one stack, and so frozen together.
 
     Raises:
       ValueError: a pattern matches no parameter, or the patterns match all parameters.
