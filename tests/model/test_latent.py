@@ -212,7 +212,7 @@ def test_a_small_deepseek_on_its_mesh_has_the_losses_of_one_device():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qk_norm": True}, "model.qk_norm=true with model.attention_kind=mla"),
+        ({"qk_norm": True}, "model.qk_norm=true cannot be combined with model.attention_kind=mla"),
         ({"mla_d_rope": 5}, "is odd"),
         ({"n_kv_heads": 2}, "set model.n_kv_heads=4"),
         ({"position": "learned"}, "set model.position=rope"),
