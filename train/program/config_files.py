@@ -240,7 +240,9 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     try:
         value = PARSERS[kind](text)
     except (ValueError, KeyError):
-        raise UserError(f"--config.{key}={text}: give a value of type {kind.__name__}, such as {flat[key]!r}") from None
+        raise UserError(
+            f"--config.{key}={text} has the wrong type: give a value of type {kind.__name__}, such as {flat[key]!r}"
+        ) from None
     *path, leaf = key.split(".")
     node = config
     for name in path:
