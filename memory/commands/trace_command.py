@@ -13,7 +13,8 @@ from bytescope.memory.seconds import step_prediction
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `bytescope trace`: the trace, the report to compare with, and the output files."""
+    """Adds the arguments of `bytescope trace`: the trace, the report whose prediction is compared, and the output
+    files."""
     parser.add_argument(
         "trace",
         metavar="DIR",

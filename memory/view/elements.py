@@ -84,8 +84,8 @@ class PageTable(NamedTuple):
 class BreakdownPart(NamedTuple):
     """A category of the memory breakdown, drawn as a part of a bar.
 
-    row: its key, such as "params". name: its display name. bytes: its size. share: percent of the total. width:
-    percent of the bar.
+    row: the key of the category, such as "params". name: its display name. bytes: its size. share: its percentage of
+    the total. width: the percentage of the bar's length that it takes.
     """
 
     row: str

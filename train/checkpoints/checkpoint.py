@@ -376,7 +376,8 @@ class Checkpoints:
         return None
 
     def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
-        """Describes the damage that `restore` would find in a checkpoint; "" if there is none. No files are moved."""
+        """Describes the damage that `restore` would find in a checkpoint, without moving files. Returns "" for an
+        undamaged checkpoint."""
         read = self._read(step, portable(abstract), order)
         return read if isinstance(read, str) else ""
 

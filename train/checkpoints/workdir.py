@@ -269,8 +269,8 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
 
 
 def _same_batch(old: Identity, new: Identity) -> str:
-    """Returns a remedy for a message: the accumulation with which the new devices have the old global batch; "" if
-    there is none."""
+    """Returns a remedy for a message: the value of `batch.accumulation` with which the new devices have the old global
+    batch. Returns "" if there is no such value."""
     if new.config.get("batch.tokens") or new.config.get("batch.accumulation_schedule"):  # these set the accumulation
         return ""
     ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
