@@ -145,7 +145,7 @@ def test_other_processes_and_a_switched_off_tensorboard_write_nothing(tmp_path):
     ("missing", "project", "said"),
     [
         (True, "p", "the package wandb is not installed: pip install"),
-        (False, "a/b", "train.wandb=a/b: Invalid project name"),
+        (False, "a/b", "train.wandb=a/b is not a valid project name (Invalid project name)"),
         (False, "p", "not logged in to wandb: run wandb login, or set WANDB_MODE=off"),
     ],
 )
