@@ -332,8 +332,8 @@ def test_the_place_of_a_process(no_launcher, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--processes=2"], "--coordinator and --process missing"),
-        (["--coordinator=a:1", "--process=0"], "--processes missing"),
+        (["--processes=2"], "--coordinator and --process are missing"),
+        (["--coordinator=a:1", "--process=0"], "--processes are missing"),
         (["--coordinator=a", "--process=0", "--processes=2"], "give HOST:PORT"),
         (["--coordinator=a:99999", "--process=0", "--processes=2"], "give HOST:PORT"),
         (["--coordinator=a:1", "--process=2", "--processes=2"], "give process numbers from 0"),
