@@ -228,7 +228,7 @@ def test_what_cannot_be_built(changes, message):
     ("changes", "message"),
     [
         ({"mesh.context": 2}, "mesh.context=2: ring attention"),
-        ({"lora.rank": 4}, "lora.rank=4 with model.attention_kind"),
+        ({"lora.rank": 4}, "lora.rank=4 cannot be combined with model.attention_kind"),
         ({"model.attention_kind": "mha"}, "model.attention_kind='mha'"),
     ],
     ids=str,

@@ -278,19 +278,22 @@ def test_layers_of_both_stacks_are_updated_one_by_one(plain):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"model.experts": 0, "mesh.expert": 2}, "mesh.expert=2 with model.experts=0"),
+        ({"model.experts": 0, "mesh.expert": 2}, "mesh.expert=2 cannot be combined with model.experts=0"),
         ({"mesh.expert": 3}, "model.experts=8 is not divisible by mesh.expert=3"),
-        ({"mesh.expert": 6}, "set mesh.expert=2, and mesh.fsdp"),
-        ({"mesh.expert": 2, "mesh.dispatch": "all_to_all"}, "mesh.dispatch=all_to_all with model.moe_kernel=auto"),
+        ({"mesh.expert": 6}, "set mesh.expert=2, and use mesh.fsdp"),
+        (
+            {"mesh.expert": 2, "mesh.dispatch": "all_to_all"},
+            "mesh.dispatch=all_to_all cannot be combined with model.moe_kernel=auto",
+        ),
         (
             {"mesh.expert": 2, "mesh.dispatch": "allgather", "model.moe_kernel": "capacity"},
             "set mesh.dispatch=all_to_all",
         ),
-        ({"precision.preset": "fp8"}, "precision.preset=fp8 with model.experts=8"),
-        ({"lora.base": "nf4", "lora.rank": 4}, "lora.base=nf4 with model.experts=8"),
+        ({"precision.preset": "fp8"}, "precision.preset=fp8 cannot be combined with model.experts=8"),
+        ({"lora.base": "nf4", "lora.rank": 4}, "lora.base=nf4 cannot be combined with model.experts=8"),
         (
             {"optimizer.fused_backward": True, "optimizer.clip": "layer"},
-            "optimizer.fused_backward=true with model.experts",
+            "optimizer.fused_backward=true cannot be combined with model.experts",
         ),
         ({"model.router": "sofmax"}, "did you mean softmax"),
         ({"model.moe_kernel": "groupd"}, "did you mean grouped"),

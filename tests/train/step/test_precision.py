@@ -73,7 +73,7 @@ def test_every_role_has_a_key():
         ({"rounding": "stochastic"}, r"set precision.param=bfloat16 or precision.rounding=nearest"),
         ({"preset": "fp32", "cast": "step"}, r"the same dtype; set precision.cast=layer"),
         ({"preset": "bf16", "reduce": "bfloat16"}, r"set precision.cast=step"),
-        ({"loss_scale_growth_every": 0}, r"precision.loss_scale_growth_every=0: give 1 or more"),
+        ({"loss_scale_growth_every": 0}, r"precision.loss_scale_growth_every=0 is too small: give 1 or more"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(keys, message):
