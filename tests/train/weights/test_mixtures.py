@@ -501,7 +501,7 @@ def test_a_family_that_our_model_lacks_is_refused_by_the_command(name, tmp_path,
 
 def test_adapters_of_nothing_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
-    with pytest.raises(ValueError, match="lora.targets=gate,up of a model in which every MLP is a mixture"):
+    with pytest.raises(ValueError, match="lora.targets=gate,up .* model in which every MLP is a mixture"):
         program_of(tmp_path, 1, **{"lora.rank": 2, "lora.targets": "gate,up"})
 
 
