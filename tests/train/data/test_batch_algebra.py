@@ -52,7 +52,10 @@ def test_the_program_accumulates_what_the_tokens_ask_for():
             "batch.tokens=2000 is not a multiple of 512 tokens, .* nearest multiples are 1536 and 2048",
         ),
         ({"micro": 2, "tokens": 100}, "nearest multiples are 512$"),
-        ({"micro": 2, "tokens": 2048, "accumulation": 4}, "batch.tokens=2048 and batch.accumulation=4 cannot be combined: set only one"),
+        (
+            {"micro": 2, "tokens": 2048, "accumulation": 4},
+            "batch.tokens=2048 and batch.accumulation=4 cannot be combined: set only one",
+        ),
         ({"micro": 2, "tokens": -1}, "batch.tokens=-1 is too small: give 0 or more"),
     ],
 )
