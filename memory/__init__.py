@@ -107,5 +107,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, for completion in an editor or at a prompt."""
+    """Returns the public names of the package, which editors and prompts complete."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

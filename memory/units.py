@@ -61,7 +61,7 @@ def parse_bytes(size: int | str) -> int:
         unit = match[2].lower()
         scaled = float(match[1]) * _SCALES[unit]
         if not scaled < MAX_BYTES:  # true for infinity too
-            raise ReportError(f"{match[0][:40]!r} is not a valid size: no memory has {MAX_BYTES // TIB:,} TiB")
+            raise ReportError(f"{match[0][:40]!r} is not a valid size: give less than {MAX_BYTES // TIB:,} TiB")
         count = int(scaled)
     if not unit and 0 < count < MIB:
         number = str(size).strip()

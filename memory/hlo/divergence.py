@@ -36,12 +36,13 @@ _MAX_TABLE = 65536
 
 @dataclasses.dataclass(frozen=True)
 class SkippedCollective:
-    """A collective that some devices may not execute, so that other devices wait for them forever.
+    """A collective that some devices may skip. The program then hangs, because the other devices wait for them
+    forever.
 
     Fields:
         control: the loop or conditional that contains the collective.
         links: the groups of devices that exchange data in the collective.
-        waits: devices that must all execute the collective, although some may not.
+        waits: the groups of devices that wait for each other in the collective.
         op_name: JAX's op_name of the collective.
     """
 
@@ -134,7 +135,7 @@ class _Value:
 
     Fields:
         labels: a number for each device. Devices with equal numbers hold equal values.
-        exact: whether the labels are the value itself, an integer.
+        exact: whether the value is an integer and the labels are its value on each device.
         table: the elements, if the value is a constant list of integers.
     """
 
@@ -216,7 +217,7 @@ _PASSING = frozenset(
 
 
 class _Agreement:
-    """Derives which devices hold equal values, for all values on which loop and branch conditions depend.
+    """Derives, for all values on which loop and branch conditions depend, which devices hold equal values.
 
     A value begins as unknown and is computed again whenever a value that it depends on changes, until nothing changes.
     """
@@ -315,8 +316,8 @@ class _Agreement:
         return self._arithmetic(instruction, operands) or _join(operands or [self._uniform])
 
     def _loop(self, loop: Instruction, index: Index) -> _Value | None:
-        """Returns what is known about a value that a loop carries. This is the initial value or the value after some
-        iteration, depending on the number of iterations.
+        """Returns which devices agree on a value of a loop's state. The value is the initial value or the value after
+        some iteration, so devices that run different numbers of iterations may disagree.
         """
         first, root = self._module.operand(loop, 0), self._module.root(loop.called[0]) if loop.called else None
         if index and root is not None and self._is_carried_unchanged(root, index[0]):

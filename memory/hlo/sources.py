@@ -79,8 +79,8 @@ OWN, FRAMEWORK, PLUMBING, HIDDEN, OUTSIDE = "own", "framework", "plumbing", "hid
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(file: str) -> str:
-    """Returns who owns the code of a file: OWN, FRAMEWORK, PLUMBING, HIDDEN, or OUTSIDE for code that called the
-    compiler.
+    """Returns whose code a file contains: OWN (the user's), FRAMEWORK, PLUMBING, HIDDEN, or OUTSIDE for code that
+    called the compiler.
     """
     if not file or _HIDDEN.search(file):
         return HIDDEN

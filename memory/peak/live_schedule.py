@@ -259,8 +259,8 @@ class _Derivation:
         return program
 
     def _preference(self, node: Node) -> tuple[bool, bool, int]:
-        """Returns the sort key by which one value is chosen to describe a range of memory: the state of a loop first,
-        then an operation, then the earliest value.
+        """Returns a sort key of the values that share a range of memory. The first value describes the range: the
+        state of a loop, or else an operation, or else the earliest value.
         """
         instruction = self.module.instructions[node[0]]
         passing = instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast")

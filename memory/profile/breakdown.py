@@ -174,8 +174,8 @@ def find(trace: ProfilerTrace) -> Breakdown:
             by_device[operation.device].append(dataclasses.replace(operation, start=max(operation.start, start)))
     if not by_device:
         raise ReportError(
-            "the trace contains no operations of a device: trace some updates, on a machine whose driver lets the "
-            "profiler read the device's counters"
+            "the trace contains no device operations: trace at least one update, and allow the profiler to read the "
+            "GPU's performance counters (a setting of the driver)"
         )
     taken: Counter[Key] = Counter()
     counts: Counter[Key] = Counter()

@@ -118,7 +118,7 @@ def read(path: str | Path) -> ProfilerTrace:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}") from error
+        raise ReportError(f"cannot read {path}: {error.strerror}; give another *{SUFFIX} file") from error
     try:
         return parse(data)
     except WireError as error:

@@ -64,7 +64,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.errors import ReportError, check_readable, one_line
+from bytescope.memory.errors import ReportError, check_readable, one_line, type_phrase
 from bytescope.memory.records.buffer_records import (
     CARD,
     CATEGORIES,
@@ -417,9 +417,9 @@ def _read(key: str, value: Any) -> Any:
     if key == "notes":
         return tuple(str(note) for note in value)
     if key in _OBJECTS and not isinstance(value, dict):
-        raise TypeError(f"{key} is of type {type(value).__name__}, but must be a JSON object")
+        raise TypeError(f"the value of {key} must be a JSON object, but it is {type_phrase(value)}")
     if key in _VALUES and not _VALUES[key](value):
-        raise TypeError(f"the value {key}={value!r:.60} is not valid")
+        raise TypeError(f"the value {key}={value!r:.60} does not have the type that a report needs")
     return value
 
 

@@ -139,26 +139,34 @@ def _row(step: Step) -> list[Any]:
 def from_json(rows: Any, depth: int = 0) -> Steps:
     """Returns the schedule steps from the lists of `to_json`. Raises ValueError for any other value."""
     if not isinstance(rows, (list, tuple)) or depth > _MAX_DEPTH:
-        raise ValueError(f"the schedule {rows!s:.40} is not a list of steps, or its loops are nested too deeply")
+        raise ValueError(
+            f"the schedule {rows!s:.40} must be a list of steps, with loops nested at most {_MAX_DEPTH} levels deep"
+        )
     return tuple(_step(row, depth) for row in rows)
 
 
 def _step(row: Any, depth: int) -> Step:
     kind = _LETTERS.get(row[0]) if isinstance(row, (list, tuple)) and row and isinstance(row[0], str) else None
     if kind is None:
-        raise ValueError(f"the step {row!s:.40} of the schedule is not valid")
+        raise ValueError(f"the schedule contains {row!s:.40}, which is not a kernel, a transfer, a wait or a loop")
     if kind is Loop:
         if len(row) != 3 or not (is_count(row[1]) and row[1] >= 0):
-            raise ValueError(f"the loop {row!s:.40} of the schedule is not valid")
+            raise ValueError(
+                f"the schedule contains the loop {row!s:.40}, which needs an iteration count and a list of steps"
+            )
         return Loop(row[1], from_json(row[2], depth + 1))
     fields = dataclasses.fields(kind)
     values = [tuple(value) if isinstance(value, list) else value for value in row[1:]]
     if len(values) > len(fields) or not all(_fits(row[0], field, value) for field, value in zip(fields, values)):
-        raise ValueError(f"the step {row!s:.60} of the schedule is not valid")
+        raise ValueError(
+            f"the schedule contains the step {row!s:.60}, which has a missing field or a field of a wrong type"
+        )
     try:
         return kind(*values)
     except TypeError as error:
-        raise ValueError(f"the step {row!s:.60} of the schedule is not valid") from error
+        raise ValueError(
+            f"the schedule contains the step {row!s:.60}, which has a missing field or a field of a wrong type"
+        ) from error
 
 
 # Annotation -> function that checks a value.

@@ -79,7 +79,8 @@ def find_layers(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) 
         layers = [layer for layer in layers if layer.name in only]
         if not layers:
             raise ReportError(
-                f"no layer is named {', '.join(only)}: the loss has {', '.join(names) or 'no named layers'}"
+                f"no layer is named {', '.join(only)}: the loss has {', '.join(names) or 'no named layers'}; "
+                "give one of these names, or leave out the names"
             )
     if not layers:
         raise ReportError(

@@ -83,7 +83,7 @@ def _measured(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
     nearest = _nearest(chip, part)
     if nearest is None:
         raise KeyError(
-            f"there is no measured rate of {part} for {chip.name} or a chip like it: add one to achieved.MEASURED"
+            f"no measured rate of {part} is known for {chip.name} or a similar chip: add one to achieved.MEASURED"
         )
     return nearest
 

@@ -84,14 +84,15 @@ class DeviceRates:
         for name, curve in self._curves():
             if not _is_curve(curve):
                 raise ReportError(
-                    f"rates: {name} is {curve!s:.60}, which is not a curve: "
+                    f"the rates are not valid: {name} is {curve!s:.60}, which is not a curve; "
                     "give [size, rate] pairs above 0 with ascending sizes"
                 )
         for name, positive in _NUMBERS.items():
             value = getattr(self, name)
             if not is_number(value) or value < 0 or (positive and not value):
                 raise ReportError(
-                    f"rates: {name} is {value!r:.40}: give a number {'above 0' if positive else 'of 0 or more'}"
+                    f"the rates are not valid: {name} is {value!r:.40}, "
+                    f"but must be a number {'above 0' if positive else 'of 0 or more'}"
                 )
         wrong = [
             unit
@@ -101,17 +102,20 @@ class DeviceRates:
         wrong += set(self.products) - set(roofline.UNITS)
         if wrong or not self.products:
             fault = f"{wrong[0]} is an unknown compute unit or has no rate above 0" if wrong else "products is empty"
-            raise ReportError(f"rates: {fault}: give rates above 0 for units among {', '.join(roofline.UNITS)}")
+            raise ReportError(
+                f"the rates are not valid: {fault}; give rates above 0 for compute units among "
+                f"{', '.join(roofline.UNITS)}"
+            )
         if set(self.attention) != set(WAYS) or not all(self.attention.values()):
             raise ReportError(
-                f"rates: attention contains {', '.join(self.attention) or 'nothing'}: give {', '.join(WAYS)}, "
-                "each with curves by head dimension"
+                f"the rates are not valid: attention contains {', '.join(self.attention) or 'nothing'}, "
+                f"but needs {', '.join(WAYS)}, each with a curve for every head dimension"
             )
         for row in self.collectives:
             if row.kind not in WIRE or row.group < 2 or not 1 <= row.hosts <= row.group:
                 raise ReportError(
-                    f"rates: collective {row.kind!r:.40} of {row.group} devices on {row.hosts} hosts is not valid: "
-                    f"give {', '.join(WIRE)} of 2 or more devices"
+                    f"the rates are not valid: the collective {row.kind!r:.40} of {row.group} devices on "
+                    f"{row.hosts} hosts is not valid; give one of {', '.join(WIRE)} of 2 or more devices"
                 )
 
     def _curves(self) -> list[tuple[str, Any]]:
@@ -228,14 +232,14 @@ def from_json(value: Any) -> DeviceRates:
         )
     unknown = next((key for key in value if key not in known and key != "format"), None)
     if unknown is not None:
-        raise ReportError(f"rates: {unknown!r:.40} is an unknown field: give only {', '.join(known)}")
+        raise ReportError(f"the rates have the field {unknown!r:.40}, which is unknown: use only {', '.join(known)}")
     read: dict[str, Any] = {}
     try:
         for name, field in known.items():
             if name in value:
                 read[name] = _READ[name](value[name]) if name in _READ else value[name]
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise ReportError(f"rates: {name} is missing: run bytescope calibrate again")
+                raise ReportError(f"the rates file has no field {name}: run bytescope calibrate again")
         return DeviceRates(**read)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         if isinstance(error, ReportError):

@@ -36,11 +36,15 @@ def load(path: str | Path) -> DeviceRates:
         check_readable(path)
         return from_json(report_json.parse(Path(path).read_bytes()))
     except OSError as error:
-        raise ReportError(f"{path}: {error.strerror}: give the file that bytescope calibrate wrote") from error
+        raise ReportError(
+            f"cannot read {path}: {error.strerror}: give the file that bytescope calibrate wrote"
+        ) from error
     except ReportError as error:
         raise ReportError(f"{path}: {error}") from error
     except ValueError as error:
-        raise ReportError(f"{path} is not JSON ({in_one_line(str(error)):.60}): run bytescope calibrate") from error
+        raise ReportError(
+            f"{path} is not JSON ({in_one_line(str(error)):.60}): write it again with bytescope calibrate"
+        ) from error
 
 
 # The measured rates file of this process (--rates=FILE), as a list with at most one item.

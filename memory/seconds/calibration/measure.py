@@ -129,8 +129,8 @@ def measure(
     try:
         return Calibration(fit_rates(samples, target, _about(target, devices)), samples, left_out)
     except ReportError as error:
-        why = next(iter(left_out.items()), ("nothing", "left out"))
-        raise ReportError(f"the devices could not be measured ({error}); {why[0]}: {why[1]}") from error
+        why = next((f"{label} failed: {reason}" for label, reason in left_out.items()), "run the calibration again")
+        raise ReportError(f"the devices could not be measured ({error}); {why}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +244,9 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
         attention[way][width] = curve
     copies = [sample for sample in parts[HOST_LINK] if sample.size > SHORT]
     if not (copies and parts[MEMORY]):
-        raise ReportError("the rate of the device memory or of the host link was not measured")
+        raise ReportError(
+            "the rate of the device memory or of the host link was not measured: run bytescope calibrate again"
+        )
     short = [sample.seconds for sample in parts[COLLECTIVES] if sample.size <= SHORT]
     chip = next((chip for chip in CHIPS.values() if chip.kind == target.kind), None)
     versions = ", ".join(f"{name} {about[name]}" for name in _VERSIONS if name in about)
