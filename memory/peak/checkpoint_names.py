@@ -205,7 +205,9 @@ def _keeps_all_bits(equation: Any) -> bool:
 
 
 def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
-    """Returns the equations that compute the named value, also if reshapes and other changes of form come after them."""
+    """Returns the equations that compute the named value. Equations that only change the form of the value are
+    skipped.
+    """
     out: list[Any] = []
     variable = equation.invars[0]
     for _ in range(8):

@@ -44,7 +44,8 @@ class LoopOverhead:
     """The arrays that the training loop keeps on the device while the program runs.
 
     Fields:
-        waiting: size of each array in the batches of the next and of the previous update, in bytes on one device.
+        waiting: sizes, in bytes on one device, of the batch arrays of the running and of the next update that are in
+            memory without being an argument of the running call.
         results: number of earlier calls whose results are still in memory because nobody has read them yet.
     """
 

@@ -63,8 +63,8 @@ def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
 
 
 def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> bytes:
-    """Returns a serialized plane with additional entries in its maps. If a map has several entries with one key,
-    readers use the last entry.
+    """Returns a serialized plane of a profiler trace with additional map entries. A map may then contain a key twice,
+    of which readers use the last entry.
     """
     title, added = "", []
     for field, value in wire.fields(data, span):

@@ -20,8 +20,8 @@ LARGEST = 2**80
 
 
 def is_count(value: Any) -> bool:
-    """Returns whether a JSON value is an integer, possibly negative, within the range of byte, FLOP and element
-    counts.
+    """Returns whether a JSON value is an integer that is small enough to be a count of bytes, FLOPs or elements.
+    Negative integers are allowed.
     """
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
 

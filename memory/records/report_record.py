@@ -210,8 +210,8 @@ class XlaStats:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that the step allocates besides its arguments: temporaries, and results that do not reuse the memory
-        of an argument.
+        """Bytes that the step allocates in addition to its arguments: temporaries, and results that do not reuse the
+        memory of an argument.
         """
         return (self.temp_bytes or 0) + (self.output_bytes or 0) - (self.alias_bytes or 0)
 
@@ -234,8 +234,8 @@ class JudgedProgram(PeakAccount):
 
     @property
     def predicted_bytes(self) -> int:
-        """Highest number of bytes that the allocator is predicted to count: XLA's allocations and the runtime's memory
-        in the allocator's pool.
+        """The most bytes that the allocator is predicted to reserve: XLA's allocations plus the runtime's memory in
+        the allocator's pool.
         """
         return self.allocated_bytes + self.overhead(POOL)
 

@@ -42,7 +42,7 @@ class ScheduledKernel:
         flops: FLOPs of one run; causal attention counts only FLOPs below the diagonal.
         dtype: dtype of the operands of a matrix product, as in HLO ("bfloat16", "float8_e4m3fn"). It is "tf32" for a
             float32 product whose operands may be rounded.
-        size: (batch, m, n, k) of a matrix product, (batch x heads, queries, keys, head dimension) of attention, () for
+        size: (batch, m, n, k) of a matrix product; (batch x heads, queries, keys, head dimension) of attention; () for
             all other kernels.
         causal: whether the kernel is causal attention.
         times: number of consecutive runs.
@@ -64,7 +64,7 @@ class Start:
 
     Fields:
         name: the name of the instruction, to which a `Wait` refers; "" if the computation waits immediately.
-        kind: a key of `cost.collectives.WIRE`, TO_HOST or TO_DEVICE.
+        kind: the kind of collective (a key of `cost.collectives.WIRE`), or TO_HOST or TO_DEVICE for a copy.
         phase: one of `records.STEP_PHASES`.
         bytes: for a collective, the payload (`Collective.bytes`); for a copy, the bytes copied.
         group: number of devices that exchange data with each other.
@@ -83,14 +83,16 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """The position in the schedule at which the computation waits for the `Start` with this name."""
+    """The point of the schedule where the computation waits until the transfer of the `Start` with this name has
+    ended.
+    """
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop that runs the list `steps` `trips` times."""
+    """A loop of `trips` iterations, each of which runs the steps `steps`."""
 
     trips: int
     steps: Steps

@@ -58,7 +58,7 @@ class Loss:
 
     @property
     def active(self) -> list[bool]:
-        """For each leaf of the arguments, whether the loss is differentiated by it."""
+        """One bool per leaf of the arguments, which is True if the loss is differentiated by the leaf."""
         import jax
 
         count = len(jax.tree.leaves(self.args[0]))
