@@ -131,7 +131,7 @@ def _sent(report: ReportRecord) -> dict[str, int]:
 
 
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
-    """Returns the changes among those of the peak and of the allocated bytes that are larger than `percent` per cent."""
+    """Returns the changes of the peak and of the allocated bytes that are larger than `percent` per cent."""
     return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
 
 

@@ -176,6 +176,8 @@ def worth_deciding(graph: LayerGraph) -> set[str]:
             product = count if _is_product(flops, count) else 0
             if product or inherited:
                 product_size[value] = product or inherited
+            # A policy cannot distinguish the values of one label. Keeping them is worth it only if one of them is a
+            # product, or takes fewer bytes than the product from which only this value is made.
             if value in together and members[step.name] > 1 and (product or count < inherited):
                 shared.add(step.name)
     free_from = _free_from(graph, shared)
@@ -225,7 +227,8 @@ def _free_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]
     """Returns value -> the values from each of which it can be recomputed without a matrix product. A value that needs
     no matrix product at all is not in the mapping.
 
-    Values with the labels `shared` are not used as such sources, because they may be kept for other reasons.
+    A value with one of the labels `shared` is its own only source, because it may be kept for the sake of another
+    value.
     """
     free_from: dict[int, set[int]] = {}
     for step in graph.steps:

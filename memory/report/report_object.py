@@ -249,8 +249,8 @@ def _compile_and_report(
 
 
 def _largest_parts(report: Report) -> str:
-    """Returns the largest rows of the memory breakdown at the peak, and the runtime's additions in the allocator's
-    pool, as text.
+    """Returns a text with the largest rows of the memory breakdown at the peak, and the memory that the runtime adds
+    in the allocator's pool.
     """
     rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
     overheads = [(row.name, row.bytes) for row in report.runtime_overheads if row.where == report_record.POOL]

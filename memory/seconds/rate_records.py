@@ -58,7 +58,7 @@ class DeviceRates:
         hop_seconds, network_hop_seconds: latency in seconds from one device to the next, within a host and between
             hosts.
         cores: number of cores that share the work of a matrix product; 0 if unknown.
-        sources: part of the rates -> source of its figures.
+        sources: name of a part of the rates -> source of its values.
         measured: where and when `bytescope calibrate` measured the rates: device (jax's device_kind), platform,
             devices, date and versions; {} for the built-in table.
 
@@ -134,8 +134,8 @@ class DeviceRates:
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
 
     def completed(self, listed: DeviceRates, hosts: int = 1) -> DeviceRates:
-        """Returns these rates, completed with the collectives and latencies of `listed` that they lack, for a target
-        of `hosts` hosts.
+        """Returns these rates for a target of `hosts` hosts. Collectives and latencies that they lack are taken from
+        `listed`.
 
         A calibration on one device measures no collectives, and a calibration on one machine measures none between
         hosts.
@@ -159,8 +159,8 @@ class DeviceRates:
         )
 
     def shared(self, devices: int) -> DeviceRates:
-        """Returns the rates of each of `devices` devices that one CPU simulates. The devices share the cores and the
-        memory of the CPU.
+        """Returns the rates of one of `devices` devices that a CPU simulates. They share the cores and the memory of
+        the CPU.
         """
         if devices < 2:
             return self

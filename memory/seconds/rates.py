@@ -108,7 +108,7 @@ def select(target: Target | Mapping[str, Any], file: str | Path | None = None) -
 
 
 def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
-    """Raises ReportError if the rates were measured on another kind of device than the target.
+    """Refuses rates of another kind of device than the target's, by raising ReportError.
 
     `known`: the JSON of the target.
     """
@@ -121,8 +121,8 @@ def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
 
 
 def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
-    """Measures the rates of this machine's CPU and returns the rates of each device that it simulates. The collectives
-    of simulated devices are copies in memory.
+    """Measures the rates of this machine's CPU, and returns the rates of one simulated device. Collectives between
+    simulated devices are copies in memory.
     """
     flops, copied = (rate / _count(known, "n_devices") for rate in roofline.machine_rates())
     product, moved = ((1.0, flops),), ((1.0, copied),)
