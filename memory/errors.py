@@ -71,8 +71,8 @@ def _called_from(error: BaseException) -> list[str]:
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:
-    """Returns the valid `names` that a misspelt `word` may stand for, most similar first, at most `MAX_SUGGESTIONS`;
-    [] if no name is similar.
+    """Returns the valid `names` that are most similar to a misspelt `word`, the best first; at most `MAX_SUGGESTIONS`.
+    Returns [] if no name is similar.
 
     Names with the same letters and digits as `word`, in any order, are the best suggestions: if there are any, only
     these are returned. Otherwise, names that begin with `word` come before names that are spelt similarly.

@@ -44,8 +44,8 @@ class FlopCount:
         by: (phase, dtype) -> FLOPs. They add up to `total`, and are ignored by ==. Phases are forward, recompute,
             backward and optimizer. Dtypes are keys of `Target.peak_flops`. A float32 product whose operands may be
             rounded is "tf32", otherwise "fp32" (see `_PRECISIONS`).
-        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`, which are also in `by` and are ignored
-            by ==. XLA cannot partition such a kernel, so each device computes all of these FLOPs.
+        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`. XLA cannot partition these kernels, so
+            each device computes all of these FLOPs. They are also in `by`, and are ignored by ==.
     """
 
     total: int = 0

@@ -264,7 +264,7 @@ def machine_rates() -> tuple[float, float]:
 
 
 def _best(run: Callable[[], Any]) -> float:
-    """Calls `run` several times (`_TIMES`) after a warm-up call, and returns the seconds of the fastest call."""
+    """Calls `run` once to warm up and then `_TIMES` times. Returns the seconds of the fastest call."""
     run()
     taken = []
     for _ in range(_TIMES):

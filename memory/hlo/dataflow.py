@@ -66,7 +66,7 @@ class ValueOrigin:
 
 
 class Flow:
-    """Follows values through the instructions of one module: to their origins, and to their readers. Results are
+    """Finds the origin and the readers of values by following them through the instructions of one module. Results are
     cached.
     """
 

@@ -158,7 +158,7 @@ class _Value:
 
 
 def _join(values: Sequence[_Value]) -> _Value:
-    """Returns what is known about the result of any function of these values."""
+    """Returns which devices agree on the result of a function of these values: devices that hold equal operands."""
     apart = [value.labels for value in values if not value.uniform]
     if not apart:
         return _Value(np.zeros(len(values[0].labels), np.int64))
@@ -172,7 +172,7 @@ def _numbered(labels: np.ndarray) -> np.ndarray:
 
 
 def _either(values: Sequence[_Value]) -> _Value:
-    """Returns what is known about a value that is one of `values`, chosen in the same way on all devices."""
+    """Returns which devices agree on a value that is one of `values`, if all devices make the same choice."""
     first = values[0]
     return first if all(value is first or value.same(first) for value in values) else _join(values)
 
@@ -264,8 +264,9 @@ class _Agreement:
         return self._module.operand(control, 0)
 
     def _get(self, instruction: Instruction | None, index: Index = ()) -> _Value | None:
-        """Returns what is known about a value so far; None if nothing is known. A new value is scheduled for
-        computation, and the value that is being computed now is registered as its reader.
+        """Returns what is known about a value so far; None if nothing is known. A value that is asked for the first
+        time is scheduled for computation. The value that is being computed now is registered as a reader of the
+        returned value.
         """
         if instruction is None:
             return self._uniform
@@ -338,7 +339,7 @@ class _Agreement:
         return source is not None and source.opcode == "parameter"
 
     def _parameter(self, parameter: Instruction, index: Index) -> _Value | None:
-        """Returns what is known about a parameter, from the values that the callers pass.
+        """Returns which devices agree on a parameter of a computation, from the values that the callers pass.
 
         A parameter of the entry computation differs along the mesh axes over which it is sharded. If it has no
         sharding, all devices are assumed to hold the same value.
@@ -399,8 +400,8 @@ class _Agreement:
         return _Value(function(*(value.labels for value in operands)), exact=True)
 
     def _collective(self, kind: str, instruction: Instruction, operand: _Value) -> _Value:
-        """Returns what is known about the result of a collective. Devices of a group get the same result, or one part
-        each. The target of a permute gets the value of its source.
+        """Returns which devices agree on the result of a collective. The devices of a group get the same result, or
+        one part each. The target of a permute gets the value of its source.
         """
         groups = groups_of(self._module.data, instruction.span, self._module.devices)
         keys: list[object] = [None] * self._module.devices

@@ -135,7 +135,7 @@ LOSS_COMPONENTS = frozenset(("head", "loss"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """The parts of an op_name, which is JAX's name of an operation.
+    """The parts of an op_name, such as "jit(step)/jvp(Block)/mlp/dot_general", by which JAX names an operation.
 
     Fields:
         phase: phase of the step, such as forward or backward; "" if unknown.
@@ -183,8 +183,8 @@ def parse(op_name: str) -> Scope:
 
 
 def _phase(seen: set[str]) -> str:
-    """Returns the phase of an operation according to the names of the transformations around it; "" if they do not
-    show the phase.
+    """Returns the phase of a step to which an operation belongs, from the names of the transformations around it
+    (`seen`). Returns "" if the names do not show the phase.
     """
     if "rematted_computation" in seen:
         return "recompute"

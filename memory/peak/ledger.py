@@ -73,8 +73,8 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Temporary:
-    """A temporary buffer that belongs to the training state, with its number of elements. `start` is the timeline
-    point from which it exists. If it was cast from another buffer, `start` is that of the other buffer.
+    """A temporary buffer that is part of the training state, with its number of elements. `start` is the timeline
+    point from which it exists, or the start of the buffer from which it was cast.
     """
 
     buffer: Buffer

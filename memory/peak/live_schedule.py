@@ -50,7 +50,7 @@ def derive(module: Module) -> HloProgram:
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """The values that share one range of memory, with its live range as positions in the schedule."""
+    """The values that share one range of memory, and the live range of this memory as positions in the schedule."""
 
     nodes: list[Node]
     size: int = 0
@@ -213,7 +213,9 @@ class _Derivation:
         return groups
 
     def _overwrite(self, instructions: list[Instruction], groups: dict[Node, _Group]) -> None:
-        """Lets a result reuse the memory of an operand of the same size that no later instruction reads."""
+        """Lets an instruction's result reuse the memory of its operand, if the two have the same size and no later
+        instruction reads the operand.
+        """
         for instruction in instructions:
             if instruction.opcode not in _OVERWRITING:
                 continue

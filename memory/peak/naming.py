@@ -139,8 +139,8 @@ class Naming:
         """Returns (rank, instruction) of the candidate with the best name, the first one of equal rank; (3, None) if
         no candidate has a name.
 
-        A name of rank 0 describes a computation, rank 1 control flow, and rank 2 the stacked arrays of a loop. If
-        `first` is True, returns the first candidate with a name of any rank.
+        Rank 0 is the name of a computation, rank 1 of control flow, and rank 2 of the stacked arrays of a loop. If
+        `first` is True, returns the first candidate that has any name.
         """
         best: tuple[int, Instruction | None] = 3, None
         for candidate in candidates:
@@ -176,8 +176,8 @@ class Naming:
         return None
 
     def _filled(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named instruction that computed the values which a loop writes over an initial array, such as
-        zeros; None if there is none.
+        """Returns the named instruction that computed the values that a loop writes into an initial array of, for
+        example, zeros. Returns None if there is none.
         """
         maker = self.flow.origin(instruction, index).instruction
         if maker is None or maker.opcode not in _FILLERS:
@@ -201,8 +201,8 @@ class Naming:
         return None
 
     def _frames(self, instruction: Instruction, index: Index) -> tuple[Frame, ...]:
-        """Returns the stack frames of the nearest related instruction that has a source line, for a value whose own
-        name has none.
+        """Returns the stack frames of the nearest related instruction that has a source line. Used for a value without
+        a source line of its own.
         """
         for near in (*self.flow.makers(instruction, index), *self._near(instruction, index)):
             metadata = self.module.metadata(near)

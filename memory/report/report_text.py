@@ -265,7 +265,7 @@ def _zero(report: ReportRecord) -> RenderableType | None:
 
 
 def _table(title: str, *columns: FigureColumn) -> FigureTable:
-    """Returns a table without rows. The title of the first column is `title` in bold; the other column titles are dim."""
+    """Returns a table without rows. Its first column title is `title` in bold; the other column titles are dim."""
     return FigureTable(label(Text(title, style="bold")), *columns, heading="dim")
 
 
@@ -366,7 +366,7 @@ def overlapped_by(item: Collective) -> str:
 
 
 def findings(report: ReportRecord) -> RenderableType | None:
-    """Returns the first findings of the report with their remedies, as a rich renderable; None if the report has none."""
+    """Returns the report's first findings with their remedies as a rich renderable; None if it has no findings."""
     if not report.findings:
         return None
     out: list[RenderableType] = []
