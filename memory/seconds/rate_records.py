@@ -232,7 +232,7 @@ def from_json(value: Any) -> DeviceRates:
         )
     unknown = next((key for key in value if key not in known and key != "format"), None)
     if unknown is not None:
-        raise ReportError(f"the rates have the field {unknown!r:.40}, which is unknown: use only {', '.join(known)}")
+        raise ReportError(f"the rates are not valid: {unknown!r:.40} is an unknown field; use only {', '.join(known)}")
     read: dict[str, Any] = {}
     try:
         for name, field in known.items():
