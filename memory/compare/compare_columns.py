@@ -24,7 +24,7 @@ NO_FORMULA = "no formula"
 
 
 class CostAxis(NamedTuple):
-    """The chart axis that shows the cost of compared programs, drawn against their bytes.
+    """The cost axis of a chart that shows the cost and the bytes of compared programs.
 
     key: the key of a comparison row that contains the cost. title: the title of the axis. is_share: whether the cost
     is a fraction from 0 to 1, not seconds.
@@ -44,7 +44,8 @@ COST_AXES = {
 
 
 def record_of(row: Row, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns a comparison row as a dict: its fields, and under "texts" the text of its value for each of `keys`."""
+    """Returns the fields of a comparison row as a dict. Its item "texts" is the list of the row's values for the
+    config keys `keys`, as text."""
     return {**vars(row), "texts": [row.value_text(key) for key in keys]}
 
 
@@ -69,8 +70,8 @@ def formula_hfu_over_mfu(record: Record) -> float | None:
 
 
 def gap(record: Record, key: str) -> float | None:
-    """Returns how far the compiler's bytes exceed the published formula's bytes, as a fraction of the formula's bytes.
-    Returns infinity if the formula gives 0, and None if no formula applies.
+    """Returns (compiler's bytes - formula's bytes) / formula's bytes, for published formulas. Returns infinity if the
+    formula gives 0, and None if no formula applies.
 
     key: the compared quantity, such as "peak_bytes".
     """
@@ -92,18 +93,19 @@ def verdict(record: Record) -> str:
 
 
 def verdict_with_star(record: Record) -> Text:
-    """Returns the one-word verdict on a program as coloured text, followed by a star if its row is Pareto-optimal."""
+    """Returns the one-word verdict on a program as coloured text, with a star if its row is Pareto-optimal."""
     return Text.assemble((verdict(record), VERDICT_STYLES[fits(record)]), (" ★" if record["pareto"] else "", "yellow"))
 
 
 def predicted_with_spread(record: Record) -> str:
-    """Returns predicted seconds with their interval, such as "0.721, 0.65 to 0.81"; "" if there is no prediction."""
+    """Returns the predicted seconds of an update and the ends of their interval as text, such as "0.721, 0.65 to
+    0.81". Returns "" if there is no prediction."""
     ends = record.get("predicted_seconds_low"), record.get("predicted_seconds_high")
     return with_spread(record["predicted_seconds"], *ends)
 
 
 def command_column(command: Callable[[Any], str]) -> ColumnView:
-    """Returns the last column of an HTML page's table: a button that copies the command of the row.
+    """Returns the last column of the table on an HTML page. It shows a button that copies the row's command.
 
     command: a function from a record to its command.
     """

@@ -148,11 +148,11 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
 def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[str, Any]:
     """Returns the data that the page's script draws, as JSON values.
 
-    comparison, row_type: as in `render`. Each object in `rows` has the key values, figures and command of one
-    combination, and these texts: `label`, all key values; `group`, the key values without policy, config and target;
-    `section`, config and target; `short`, the key values without config and target; `rival`, the keys that distinguish
-    the row from other rows of its task; `task_label`, the keys that all rows of the task share. `axes` are the keys
-    that can be the x-axis of a growth curve.
+    comparison, row_type: as in `render`. Each object in `rows` has the key values, memory, time and command of one
+    combination, and these texts: `label`, all key values. `group`, the key values without policy, config and target.
+    `section`, config and target. `short`, the key values without config and target. `rival`, the key values that
+    distinguish the row from other rows of its task. `task_label`, the key values that all rows of the task share.
+    `axes` lists the keys that can be the x-axis of a growth curve.
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)
@@ -184,8 +184,8 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
 
 
 def _has_figure(column: ColumnView, values: Mapping[str, float | None]) -> bool:
-    """Returns whether a row's value in a column is worth showing. None is not, and 0 is shown only in columns of gaps
-    between compiler and formula."""
+    """Returns whether a column has a value to show. None is never shown. 0 is shown only in columns with gaps between
+    compiler and formula."""
     value = values[column.key]
     return value is not None if column.kind == "gap" else bool(value)
 
@@ -213,8 +213,8 @@ def _command(comparison: Mapping[str, Any], row: Row) -> str:
 
 
 def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTable:
-    """Returns a table with the best row of each task. The tasks keep their order, because they are not ranked against
-    each other."""
+    """Returns a table with the best row of each task, which is a group of rows that compute the same. Tasks keep their
+    order."""
     keys, records = task_keys(rows), []
     for members in _tasks(rows).values():
         best = next(iter(best_of_each(members)), None)
@@ -283,8 +283,8 @@ def _subject(rows: Sequence[Row], config: str) -> str:
 
 
 def _figures(rows: Sequence[Row], best: Row | None) -> list[HeaderFigure]:
-    """Returns the large figures in the page's header: the numbers of combinations and of fitting rows, and figures of
-    the best row.
+    """Returns the large figures in the page's header: the number of combinations, the number of rows that fit, and the
+    memory and time of the best row.
 
     best: the best row; None if no row fits, or if the rows are of several tasks.
     """

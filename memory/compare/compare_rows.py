@@ -46,7 +46,7 @@ class Row:
 
     Class attributes:
         how: prefixes of keys that determine how a program runs, not what it computes. Rows that differ only in these
-            keys compete.
+            keys are ranked against each other.
         policy_key: the key that charts draw as one line per value, "" for none.
         policy_parts: keys whose values are shown as part of the policy's value.
 
@@ -68,7 +68,8 @@ class Row:
         predicted_by_term: term of `seconds.schedule_walk.TERMS` -> seconds; their sum is predicted_seconds.
         rates: the source of the device rates behind the prediction, in one line.
         unpredicted: the reason why a row with figures has no predicted seconds, "" otherwise.
-        least_seconds: lower bound in seconds per update from the data sheet's peak rates (`memory.cost.roofline`).
+        least_seconds: lower bound of the seconds per update, from the data sheet's peak rates
+            (`memory.cost.roofline`).
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
         limit_bytes: memory available on the device. fits: whether the allocated bytes are within the limit.
@@ -124,7 +125,7 @@ class Row:
 
     @classmethod
     def from_answer(cls, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> Self:
-        """Returns the row for a worker's answer, which may come from the cache. Keys of the answer that are not fields
+        """Returns the comparison row that a worker's answer describes. Keys of the answer that are not fields of Row
         are ignored."""
         known = {f.name for f in dataclasses.fields(cls)} - {"overrides", "pareto"}
         row = cls(dict(overrides), **{key: value for key, value in values.items() if key in known})
@@ -132,8 +133,8 @@ class Row:
 
     @classmethod
     def is_how(cls, key: str) -> bool:
-        """Returns whether a config key changes how the program runs, such as a remat policy, but not what it computes.
-        Rows that differ only in such keys are ranked against each other."""
+        """Returns whether a config key, such as the remat policy, changes how the program runs but not what it
+        computes. Rows that differ only in such keys are ranked against each other."""
         return key.startswith(cls.how) if cls.how else False
 
     @classmethod
@@ -144,8 +145,8 @@ class Row:
     def command(self, source: str, target: str, given: str) -> str:
         """Returns the command line that reproduces this row.
 
-        source: the program, as in --program=MODULE:FUNCTION. target: the name of the target. given: the flags of the
-        comparison outside the grid.
+        source: the program, as in --program=MODULE:FUNCTION. target: the name of the target. given: the comparison's
+        flags that are the same for all rows.
         """
         words = ["bytescope", "compare", f"--program={source}", *([f"--target={target}"] if target else [])]
         return " ".join(filter(None, (shlex.join(words), given, flags(self))))
@@ -188,8 +189,8 @@ def label(row: Row, keys: Sequence[str]) -> str:
 
 
 def mark_pareto(rows: Sequence[Row]) -> list[Row]:
-    """Returns copies of the rows with `pareto` set. A row is Pareto-optimal if no other fitting row of the same task
-    has fewer bytes at no higher cost, or a lower cost with no more bytes.
+    """Returns copies of the rows with `pareto` set. A row is Pareto-optimal if it fits, and no other fitting row of
+    the same task is better in bytes or cost without being worse in the other.
 
     `cost_of` chooses the cost. Rows that exceed their memory limit are never Pareto-optimal.
     """
@@ -275,8 +276,9 @@ def why_slower(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def thrift(row: Row) -> tuple[float, int, bool]:
-    """Returns the sort key that decides between rows with equal predicted time: less recomputation (in whole percent
-    of the model FLOPs), then less device and host memory in total, then a named policy."""
+    """Returns a sort key for rows with equal predicted time. Rows with less recomputation (in whole percent of the
+    model FLOPs) come first, then rows with less device and host memory in total, then rows with a named remat
+    policy."""
     return (
         round(row.recompute_flops_fraction or 0.0, 2),
         (row.allocated_bytes or 0) + (row.host_bytes or 0),
@@ -293,8 +295,8 @@ def best_of_each(rows: Sequence[Row]) -> list[Row]:
 
 
 def flags(row: Row) -> str:
-    """Returns the command-line flags that select this row, quoted for a shell. The flag of the target is left out,
-    because a run uses the devices that are present."""
+    """Returns the command-line flags that select this row, quoted for a shell. The --target flag is left out, because
+    a run uses the devices that are present."""
     return shlex.join(row.flag(key, value) for key, value in row.overrides.items() if key != TARGET)
 
 

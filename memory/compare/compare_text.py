@@ -59,7 +59,7 @@ def render(
     rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], cached: int = 0, missing: int = 0
 ) -> RenderableType:
     """Returns the printed form of a comparison: the table, failures, the best row and explanations. The arguments are
-    those of `show`."""
+    described at `show`."""
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
     records = [record_of(row, keys) | {"is_best": any(row is winner for winner in winners)} for row in rows]
@@ -82,8 +82,8 @@ def render(
 def heading(
     counted: str | Text, target: Mapping[str, Any], limit: int | None, versions: Mapping[str, str], words: str
 ) -> list[RenderableType]:
-    """Returns the lines above a table of programs: their number, the target, the memory limit and the package
-    versions.
+    """Returns the lines above a table of programs. They show the number of programs, the target, the memory limit and
+    the package versions.
 
     counted: the number of programs, as text. limit: bytes on one device; None if there is no common limit. words: the
     last line before the table, such as the unit of its figures.
@@ -100,7 +100,7 @@ def heading(
 def sources_of_rates(words: str, rates: Iterable[str], more: str = "") -> list[RenderableType]:
     """Returns one line for each distinct source of device rates, such as a calibration file.
 
-    words: the figures that depend on the rates; the line begins with them. more: the end of the line.
+    words: the beginning of each line, which names the values that depend on the rates. more: the end of each line.
     """
     return [Prose(f"{words}: {one_line(source)}{more}", "dim") for source in dict.fromkeys(rates) if source]
 
@@ -138,7 +138,8 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
 
 
 def as_fast(others: Sequence[str]) -> str:
-    """Returns the line that names the alternatives predicted to be as fast as the chosen row; "" if there are none.
+    """Returns a line that names the alternatives that are predicted to be as fast as the chosen row. Returns "" if
+    there are none.
 
     others: the labels of the alternatives.
     """

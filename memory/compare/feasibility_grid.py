@@ -103,8 +103,8 @@ def _values(row: Row, keys: Sequence[str]) -> Values:
 
 
 def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
-    """Returns the distinct combinations of the rows' values for `keys`, in the order in which the values first
-    appear."""
+    """Returns the distinct combinations of values that the rows have for `keys`. Values are ordered by their first
+    appearance."""
     order = [list(dict.fromkeys(row.value_text(key) for row in rows)) for key in keys]
     return sorted(
         {_values(row, keys) for row in rows},
@@ -113,7 +113,8 @@ def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
 
 
 def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values], policy: str) -> list[HeadLine]:
-    """Returns one line of column headings per key in `across`. Adjacent columns with equal values share a heading.
+    """Returns one line of column headings for each key in `across`. Adjacent columns with equal values share a
+    heading.
 
     down: the keys of the line names. policy: the key of the remat policy; its heading is "policy".
     """

@@ -20,7 +20,7 @@ from bytescope.memory.view.text_table import FigureTable, figure, label
 
 
 def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console | None = None) -> None:
-    """Prints a report's memory and FLOPs beside the values of published formulas, with notes that explain the
+    """Prints the memory and FLOPs of a report next to the values of published formulas, with notes that explain the
     differences."""
     table = FigureTable(label(), figure("compiler"), figure("formula"), figure("gap"), figure())
     for line in lines:
@@ -39,7 +39,7 @@ def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console
 
 
 def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Prints the residual bytes, peak bytes and HFU/MFU of each compiled row beside the values of published
+    """Prints the residual bytes, peak bytes and HFU/MFU of each compiled row next to the values of published
     formulas."""
     keys, done = varying(rows), [row for row in rows if row.ok]
     unit, size = unit_of(done)

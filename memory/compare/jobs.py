@@ -70,8 +70,8 @@ class Jobs:
         )
 
     def _choice(self, resolved: Mapping[str, Any]) -> str:
-        """Returns a digest of everything that decides the settings which the config leaves open: the source files that
-        choose them, and the device rates. Returns "" if the config leaves no setting open."""
+        """Returns a digest of what decides the settings that the config leaves open: the source files that choose the
+        settings, and the device rates. Returns "" if the config sets everything."""
         files = self.factory.choosing_sources(resolved)
         if not files:
             return ""

@@ -52,7 +52,7 @@ def measure_program(compilation: Compilation, tokens: int | None) -> dict[str, f
     compiled = compilation.compiled
     if compiled is None:
         raise ReportError(
-            "--measure cannot run the program, which has no executable for this machine: leave out --measure"
+            "--measure cannot run the program, because it has no executable for this machine: leave out --measure"
         )
     infos, tree = jax.tree.flatten(compiled.args_info, is_leaf=lambda node: hasattr(node, "donated"))
     places = jax.tree.leaves(compiled.input_shardings)

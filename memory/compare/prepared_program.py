@@ -98,7 +98,7 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
 
 
 def prepare_dump(path: Any, target: Target) -> PreparedProgram:
-    """Prepares the program in an XLA dump for a report. It is compiled already.
+    """Prepares a program that was read from an XLA dump, and so is already compiled, for a report.
 
     path: the dump file, or the folder of a dump. target: the devices whose memory limit applies.
     """

@@ -98,7 +98,7 @@ class ProgramFactory:
 
 
 class FunctionFactory(ProgramFactory):
-    """Makes programs by calling a user's function. Its parameters are the config keys."""
+    """Makes programs by calling a user's function. The function's parameters are the config keys."""
 
     def __init__(self, function: UserFunction) -> None:
         self._function = function
@@ -163,7 +163,7 @@ def _remedy(key: str, known: Sequence[str]) -> str:
 
 def _typed(key: str, text: Any, default: Any) -> Any:
     """Converts a command-line value to the type of the parameter's default. If the parameter has no default, the value
-    is read as a Python literal, or stays text if it is none."""
+    is parsed as a Python literal. Text that is not a Python literal is returned unchanged."""
     if not isinstance(text, str) or isinstance(default, str):
         return text
     if isinstance(default, bool):
@@ -173,7 +173,7 @@ def _typed(key: str, text: Any, default: Any) -> Any:
     else:
         return _literal(text)
     if value is None:
-        raise ReportError(f"{key}={text}: give {_KINDS[type(default)]}")
+        raise ReportError(f"{key}={text} has the wrong type: give {_KINDS[type(default)]}")
     return value
 
 

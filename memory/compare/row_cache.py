@@ -38,8 +38,8 @@ def folder(env: Mapping[str, str] | None = None) -> Path:
 
 
 def making_rows() -> tuple[ModuleType, ...]:
-    """Returns the modules whose code computes a comparison row. They compile, read and analyze a program. A package
-    stands for all modules in it.
+    """Returns the modules that compile, read and analyze a program to compute a comparison row. A package in the
+    result means all its modules.
 
     Modules that show rows or predict times are not included, because they work on finished rows.
     """

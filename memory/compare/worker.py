@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Runs a worker process: reads jobs from stdin and writes an answer for each, until stdin is closed. If a job
-    fails, the status in its answer is the error."""
+    """Runs a worker process. It reads jobs from stdin and writes an answer for each job, until stdin is closed. The
+    answer to a failed job has the error as its status."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from bytescope.memory.devices.platform import choose_platform
@@ -97,14 +97,17 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
     }
     if job["measure"]:
         if program.measure is None:
-            raise ReportError(f"--measure cannot run {program.name} on this machine: leave out --measure")
+            raise ReportError(
+                f"--measure cannot run {program.name} on this machine: leave out --measure to compile only"
+            )
         row["measured"] = dict(program.measure(compilation))
     return row
 
 
 def residual_bytes(report: ReportRecord) -> int:
-    """Returns the bytes of residuals, on one device, at the highest point of the memory timeline where any residual is
-    live. At the peak itself all residuals may be freed already, if it is in the optimizer update."""
+    """Returns the bytes of residuals on one device at the highest point of the memory timeline where a residual is
+    live. This point may differ from the peak, because residuals are already freed at a peak in the optimizer
+    update."""
     steps: Counter[int] = Counter()
     for buffer in report.buffers:
         if buffer.category == "residuals" and buffer.memory == "device":
@@ -135,8 +138,8 @@ def count_flops(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, 
 
 
 def describe_error(error: BaseException, max_length: int = 300) -> str:
-    """Returns a one-line description of an error, with up to `max_length` characters. It begins with the error's type
-    unless the error is a user error."""
+    """Returns a one-line description of an error, with up to `max_length` characters. The description of a user error
+    is its message. For other errors, the error's type precedes the message."""
     text = message_of(error) or type(error).__name__
     return one_line(text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}", max_length)
 

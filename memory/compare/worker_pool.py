@@ -44,7 +44,7 @@ class Job:
         name: the name of the job's file in the cache.
         label: the text shown while the job compiles.
         resolved: every config key with its value.
-        chosen: the values of the comparison's grid for this job, {} outside comparisons.
+        chosen: the keys and values of the comparison's grid for this job, {} outside comparisons.
         method: name of a factory method that the worker calls with the overrides and the target instead of compiling;
             its result is JSON values. "" compiles.
         rates: the file of --rates, which the worker uses to choose settings that the config leaves open; None for the
@@ -65,7 +65,7 @@ class Job:
     cpu_devices: int = 0
 
     def message(self, measure: bool) -> str:
-        """Returns the job as the line of JSON that is sent to a worker. measure: whether the worker also runs the
+        """Returns the line of JSON that is sent to a worker for this job. measure: whether the worker also runs the
         step."""
         return (
             json.dumps(

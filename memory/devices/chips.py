@@ -185,7 +185,7 @@ def _tpu(
     flops: Mapping[str, float],
     max_shape: tuple[int, ...],
 ) -> Chip:
-    """Returns the Chip of a TPU. Its hosts are virtual machines with four chips.
+    """Returns the Chip of a TPU, whose hosts are virtual machines with four chips.
 
     total: nominal HBM in bytes. usable_gib: usable HBM in GiB, as stated by libtpu's compiler. hbm: bytes/s of the
     HBM. link: bytes/s from device to host. ici: bytes/s within a slice. dcn: bytes/s between hosts, per device.
@@ -520,15 +520,15 @@ CUDA_13_FROM = (7, 5)
 
 
 def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
-    """Returns the description of a GPU (GpuTargetConfigProto, as text) with which XLA compiles for it without having
-    it.
+    """Returns the description of a GPU (GpuTargetConfigProto, as text) with which XLA can compile for a GPU that is
+    not present.
 
-    Only fields that older versions of jax know are used. runtime: the CUDA version (major, minor). Raises ValueError
-    for a chip that is not a GPU.
+    It contains only fields that older versions of jax know. runtime: the CUDA version (major, minor). Raises
+    ValueError for a chip that is not a GPU.
     """
     gpu = chip.gpu
     if gpu is None:
-        raise ValueError(f"{chip.name} is not a GPU: only GPUs have a target configuration")
+        raise ValueError(f"{chip.name} is not a GPU, so it has no GPU target configuration: give a GPU such as h100")
     extension = f"feature_extension: {gpu.feature_extension}" if gpu.feature_extension else ""
     info = {
         "threads_per_block_limit": 1024,
@@ -560,7 +560,8 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
 
 
 def lacks(chip: Chip) -> str:
-    """Returns a note on what this package does not know or support about a chip, "" if nothing."""
+    """Returns a note on the properties of a chip that this package does not know or support. Returns "" if there are
+    none."""
     if chip.gpu is None or "bf16" in chip.peak_flops:
         return ""
     rate = f"no bf16 units; fp16 {chip.peak_flops['fp16'] / T:,.0f} TFLOP/s"

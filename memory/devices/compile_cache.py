@@ -43,8 +43,8 @@ _ENTRY = re.compile(MESSAGE + r" entry for '([^']+)': (.*)", re.DOTALL)
 def remove_damaged_entries(tell: Callable[[str], None]) -> None:
     """Makes this process remove damaged entries of jax's compilation cache when jax warns about them.
 
-    tell: prints a line. It is called at the first failed read and at the first failed write, instead of jax's
-    warnings.
+    tell: a function that prints a line. It is called at the first failed read and at the first failed write, and
+    replaces jax's warnings.
     """
     reported: set[str] = set()
 
@@ -132,8 +132,8 @@ class Entry:
     def load_proto(self, program: str, *, renamed: bool = False) -> tuple[bytes, Mapping[str, Any]] | None:
         """Returns (HloProto, JSON values) as saved by `save_proto` for a program; None if nothing was saved.
 
-        renamed: if nothing was saved for the program, use the newest proto of a program that differs only in names and
-        source lines.
+        renamed: whether to use the newest proto of a program that differs only in names and source lines, if nothing
+        was saved for this program.
         """
         path = self.path()
         if path is None or not path.exists():
@@ -172,7 +172,7 @@ class Entry:
         """Context manager that removes the entry, so that jax compiles the program and writes the entry again. Yields
         whether the entry could be removed.
 
-        If jax does not write the entry, it is restored. This happens, for example, if the compilation was shorter than
+        The old entry is restored if jax does not write a new one, for example because the compilation was shorter than
         jax's minimum for caching.
         """
         path, content = self.path(), b""
@@ -196,7 +196,7 @@ class Entry:
 
 
 def _age(path: Path) -> float:
-    """Returns a sort key by which the newest file comes first and deleted files come last."""
+    """Returns a sort key that puts the newest file first and deleted files last."""
     try:
         return -path.stat().st_mtime
     except OSError:
@@ -229,7 +229,7 @@ def digest(lowered: LoweredStage) -> str:
 @contextlib.contextmanager
 def record_lookups() -> Iterator[list[Entry]]:
     """Context manager that records the cache entries that jax looks up in this thread. Yields the list of entries. The
-    last one belongs to the compiled program."""
+    last entry belongs to the compiled program."""
     entries: list[Entry] = []
     thread = threading.get_ident()
 

@@ -73,7 +73,7 @@ OVERFLOWS = ("overflow in static extent product", "Invalid dimension size")
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """A compiled program, with the compiler's records of its buffers.
+    """A compiled program, with the information that the compiler gives about its buffers.
 
     Fields:
         proto: serialized HloProto with the buffer assignment, b"" if there is none.
@@ -103,12 +103,14 @@ class Compilation:
     def executable(self) -> CompiledStage:
         """The executable. Raises ReportError if there is none, because the compilation was read from a proto."""
         if self.compiled is None:
-            raise ReportError("an HLO dump has no executable that can be run: give the step with its arguments")
+            raise ReportError(
+                "an HLO dump cannot be run, because it contains no executable: give the step with its arguments"
+            )
         return self.compiled
 
     @functools.cached_property
     def program(self) -> HloProgram:
-        """The HLO module and its buffers. They are read at the first access.
+        """The HLO module and its buffers, which are parsed at the first access.
 
         Raises:
             ReportError: the proto is damaged.
@@ -149,11 +151,11 @@ def compile_lowered(
     jaxpr: Any = None,
     notes: tuple[str, ...] = (),
 ) -> Compilation:
-    """Compiles a `jax.stages.Lowered`. The result contains the executable that is run, and what XLA reports about its
-    buffers.
+    """Compiles a `jax.stages.Lowered`. The result contains the executable and XLA's report about its buffers.
 
     Args:
-        described: whether the devices are absent. jax's cache cannot return programs for absent devices.
+        described: whether the devices are not present. jax's cache is then not used, because it cannot load programs
+            for them.
         exact: whether the lifetimes of buffers must be XLA's own. An executable from jax's persistent cache lacks
             them, so they are saved next to the cache entry. If they are missing there and `exact` is set, the program
             is compiled again. If `exact` is not set, lifetimes are derived from the schedule.
@@ -314,7 +316,7 @@ def _compile_once(lowered: LoweredStage, options: Mapping[str, Any], notes: tupl
 
 
 def _proto_with_buffers(path: Path) -> bytes:
-    """Returns the HloProto in a file that XLA wrote. Returns b"" if the file is truncated or has no buffer
+    """Returns the serialized HloProto in a file that XLA wrote. Returns b"" if the file is truncated or has no buffer
     assignment."""
     from bytescope.memory.hlo import dumps, wire
 

@@ -88,7 +88,8 @@ def _number(path: str) -> int | None:
 
 
 def _proc_value(path: str, key: str) -> int | None:
-    """Returns the number after `key` in a file of "key number" lines; None if the key is missing."""
+    """Returns the number after `key` in a file whose lines have the form "key number". Returns None if the key is
+    missing."""
     for line in _lines(path):
         words = line.split()
         if len(words) > 1 and words[0] == key and words[1].isdigit():

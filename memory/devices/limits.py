@@ -12,7 +12,7 @@ from bytescope.memory.units import human, parse_bytes
 
 
 def budget_of(text: str, limit: int, what: str) -> int:
-    """Parses a memory budget such as "60GiB". Returns its bytes; `limit` if the text is "".
+    """Returns the bytes of a memory budget such as "60GiB". Returns `limit` if the text is "".
 
     limit: bytes available on the device. what: the flag or key that sets the budget, for messages. Raises ReportError
     if the size is invalid, 0, or larger than the limit.
@@ -61,7 +61,7 @@ def described_limit(platform: str, memory: int, reserved: int) -> int:
 
 
 def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
-    """Describes which fraction of the GPU's memory a limit is, such as "92 % of the GPU's memory after CUDA's
+    """Describes a memory limit as a fraction of the GPU's memory, such as "92 % of the GPU's memory after CUDA's
     context".
 
     Returns "" if the limit is not such a fraction: a size chosen by the user, a TPU's limit, or free host memory.
@@ -92,4 +92,6 @@ def _device_limit(device: JaxDevice) -> int:
     for chip in CHIPS.values():  # for compile-only devices and allocators without a pool
         if chip.kind == device.device_kind:
             return described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
-    raise ReportError(f"the memory of {device.device_kind} is not known: give --target or target= with a similar chip")
+    raise ReportError(
+        f"the memory of {device.device_kind} is not known: give a similar chip as --target or target=, such as h100"
+    )

@@ -105,14 +105,14 @@ def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | No
 
 
 class _Predicted(Protocol):
-    """The protocol of a report, or of any other object with predicted bytes."""
+    """The protocol of an object with predicted bytes, such as a report."""
 
     @property
     def predicted_bytes(self) -> int: ...
 
 
 def predicted_in_use(report: _Predicted, before: LiveMemory | None) -> int:
-    """Returns the predicted bytes that a measurement of the running program should show.
+    """Returns the bytes that a memory measurement of the running program should show, according to its report.
 
     On an accelerator they are the report's bytes of one device. On a CPU, where the whole process is measured, they
     are the bytes of all its simulated devices plus the bytes in use in the measurement `before`.
@@ -194,8 +194,8 @@ def _resident() -> tuple[int | None, int | None]:
 
 
 def _card(device: JaxDevice) -> dict[str, int]:
-    """Returns the fields of LiveMemory that NVML reports about a CUDA device's GPU. Returns {} without NVML or for
-    other devices."""
+    """Returns the fields of LiveMemory that NVML reports for a CUDA device. Returns {} if NVML is not available or the
+    device is not a CUDA device."""
     if device.platform not in ("gpu", "cuda"):
         return {}
     try:

@@ -62,7 +62,7 @@ def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) ->
 
 
 def _is_no_missing_driver(record: logging.LogRecord) -> bool:
-    """A logging filter. Returns False for the traceback that jax's CUDA plugin logs on a machine without a driver, and
+    """A logging filter that removes the traceback that jax's CUDA plugin logs on a machine without a driver. Returns
     True for all other records."""
     error = record.exc_info[1] if record.exc_info else None
     return "cuPTI" not in str(error) or "xla_cuda" not in record.getMessage() or accelerator() == "cuda"
@@ -102,7 +102,8 @@ def give_threads(env: MutableMapping[str, str] | None = None) -> None:
     """Sets the size of XLA's thread pools so that CPU devices can run collectives. A size set by the user is not
     changed.
 
-    Must be called before jax starts, if CPU devices exchange data: simulated devices, or devices of several processes.
+    Must be called before jax starts. It is needed if CPU devices exchange data, whether they are simulated or belong
+    to several processes.
     """
     env = os.environ if env is None else env
     count = min(THREADS_PER_DEVICE * simulated(env), MAX_THREADS)

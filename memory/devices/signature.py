@@ -49,7 +49,7 @@ class Signature:
 
     @property
     def by_parameter(self) -> dict[int, SignatureLeaf]:
-        """Maps the number of each HLO entry parameter to its argument."""
+        """Maps the number of each HLO entry parameter to the argument that is passed for it."""
         return {leaf.parameter: leaf for leaf in self.arguments if leaf.parameter >= 0}
 
 
@@ -57,7 +57,7 @@ def read_signature(lowered: LoweredStage) -> Signature | None:
     """Returns the names and shapes of the arguments and results of a `jax.stages.Lowered`. Returns None if jax does
     not say which arguments the program uses.
 
-    It reads private attributes of jax, but never raises.
+    Reads private attributes of jax, but never raises.
     """
     from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -92,7 +92,7 @@ def read_signature(lowered: LoweredStage) -> Signature | None:
 
 
 def _debug_names(debug: Any, field: str, count: int) -> list[str]:
-    """Returns the argument or result names that jax stores for its error messages. Returns [] unless every leaf has a
+    """Returns the names of arguments or results that jax stores for its error messages. Returns [] if a leaf has no
     name.
 
     field: the attribute of `debug` that contains them. count: the number of leaves.

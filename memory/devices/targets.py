@@ -65,14 +65,14 @@ class Target:
         devices_per_host: number of devices on one host.
         device_memory_bytes: memory of one device.
         reserved_bytes: the part of the device's memory that the runtime takes.
-        host_memory_bytes: memory of one host, in proportion to its devices in the target: an eighth for one GPU of a
-            host with eight.
+        host_memory_bytes: the target's part of the memory of one host, in proportion to its devices. For one GPU of a
+            host with eight, it is an eighth of the memory.
         hbm_bytes_per_s: bandwidth of the device's memory.
         host_link_bytes_per_s: bandwidth between device and host.
         interconnect_bytes_per_s: bandwidths between devices, under "in_host" and "between_hosts".
         peak_flops: dtype (fp32, tf32, bf16, fp16, fp8) -> dense FLOP/s. A dtype without a compute unit is missing.
         sources: name of a value above -> its source.
-        is_described: whether the devices are not present, so that programs are only compiled for them and never run.
+        is_described: True if the devices are not present. Programs can then be compiled for the devices, but not run.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Target:
         return self.host_memory_bytes / max(self.devices_per_host, 1) or math.inf
 
     def devices(self) -> list[JaxDevice]:
-        """Returns the jax devices of this target. If they are not present, they are compile-only. Every call returns
+        """Returns the jax devices of this target. Devices that are not present are compile-only. Every call returns
         the same objects.
 
         Raises ReportError if the optional package that compiles for the devices is missing, or if the machine has too
@@ -172,7 +172,9 @@ def parse(name: str) -> Target:
         )
     if base == "local":
         if colon:
-            raise ReportError(f"target {name!r}: local takes no count; write local for all devices of this process")
+            raise ReportError(
+                f"target {name!r} is not valid: local takes no count; write local for all devices of this process"
+            )
         return _local()
     if base == "cpu":
         return _cpu(name, shape)
@@ -182,8 +184,8 @@ def parse(name: str) -> Target:
 
 
 def to_compile_for(name: str) -> Target:
-    """Returns the target with this name, for a process that compiles but does not run programs. GPUs of this machine
-    are treated as not present, so that jax does not open them and take their memory.
+    """Returns the target with this name, for a process that compiles programs but does not run them. GPUs of this
+    machine are treated as not present, because jax would take their memory if it opened them.
 
     Raises ReportError for an invalid name, and for local GPUs that are not in the table of chips.
     """
@@ -238,8 +240,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns (hosts, devices per host). A shape with one number means devices of one host. Raises ReportError if no
-    such machine exists."""
+    """Returns (hosts, devices per host) for a GPU target. A shape with one number means devices of one host. Raises
+    ReportError if no such machine exists."""
     full = (1, *shape)[-2:] if shape else (1, 1)
     per_host = chip.devices_per_host
     if len(shape) > 2 or full[1] > per_host:
@@ -358,8 +360,8 @@ def platform_of(device: JaxDevice) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _devices(name: str) -> tuple[JaxDevice, ...]:
-    """Returns the jax devices of a target name. They are cached, because jax treats meshes over two equal topologies
-    as different."""
+    """Returns the jax devices of a target name. Calls with equal names return the same devices, because jax treats
+    meshes over two equal topologies as different."""
     import jax
 
     base, _, count = name.partition(":")
@@ -380,8 +382,8 @@ def _devices(name: str) -> tuple[JaxDevice, ...]:
 
 
 def _start_jax(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDevice]:
-    """Returns `devices()`, which starts jax. If jax cannot start, for example because JAX_PLATFORMS names an absent
-    platform, raises a one-line ReportError.
+    """Calls `devices`, which starts jax, and returns its result. Raises a one-line ReportError if jax cannot start,
+    for example because JAX_PLATFORMS names an absent platform.
 
     name: the target's name for the message.
     """
@@ -389,7 +391,9 @@ def _start_jax(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDev
         return devices()
     except RuntimeError as error:
         reason = one_line(error, 160)
-        raise ReportError(f"target {name}: jax cannot start ({reason}); unset JAX_PLATFORMS") from error
+        raise ReportError(
+            f"target {name}: jax cannot start ({reason}); unset JAX_PLATFORMS, or set it to an available platform"
+        ) from error
 
 
 # ---- described devices --------------------------------------------------------------------------------------------
@@ -402,14 +406,16 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
     installed, or if its compiler rejects the GPU.
     """
     if chip.gpu is None:
-        raise ReportError(f"target {name}: the table of chips has no properties of this GPU; give another target")
+        raise ReportError(
+            f"target {name} cannot be compiled for: the table of chips lacks this GPU's properties; give another target"
+        )
     old = chip.gpu.capability < CUDA_13_FROM
     able = [plugin for plugin, version in CUDA_PLUGINS.items() if version < (13, 0) or not old]
     plugins = [plugin for plugin in able if installed(f"jax_plugins.{plugin}")]
     if not plugins and old:
         major, minor = chip.gpu.capability
         raise ReportError(
-            f"target {name}: CUDA 13 no longer compiles for sm_{major}{minor}; in a separate environment, "
+            f"target {name}: CUDA 13 cannot compile for sm_{major}{minor}; in a separate environment, "
             "pip install 'bytescope[cuda12]' (it needs no GPU)"
         )
     if not plugins:
@@ -466,7 +472,8 @@ def _topology(target: str, platform: str, *, name: str | None = None, **options:
     reason = one_line(refused, 160)
     extra = {"cuda": "cuda", "tpu": "tpu"}[platform]
     raise ReportError(
-        f"target {target}: the {platform} compiler rejects it ({reason}); pip install -U 'bytescope[{extra}]'"
+        f"target {target}: the {platform} compiler rejects this target ({reason}); update the compiler with "
+        f"pip install -U 'bytescope[{extra}]'"
     ) from refused
 
 

@@ -47,7 +47,7 @@ class Candidate:
         kept: bytes of its residuals at the peak, on one device.
         freed: estimated bytes that checkpointing it frees, on one device.
         scanned: whether a compiled loop (scan) runs the function.
-        already: whether a part of it is already recomputed. A remat policy then decides what is stored.
+        already: whether a part of the function is already recomputed. A remat policy then decides what is stored.
         wrapper: the library's wrapper that checkpoints a module, such as "nn.remat"; "" for plain JAX.
     """
 
@@ -61,8 +61,8 @@ class Candidate:
 
 
 def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if the residuals of one function take many bytes and the function could be checkpointed.
-    Trainers with remat policies do not get this finding."""
+    """Returns a finding if the residuals of one function take many bytes and `jax.checkpoint` could be applied to the
+    function. Programs of trainers with remat policies do not get this finding."""
     if program.facts is not None and program.facts.segments:
         return None
     functions = candidates(report, program)
@@ -138,7 +138,7 @@ class _Residual(NamedTuple):
 
 
 def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: str) -> Candidate:
-    """Returns the candidate for checkpointing that consists of one call and its residuals.
+    """Returns the checkpointing candidate for one called function and its residuals.
 
     already: whether the function is already recomputed in part. library: the wrapper that checkpoints a module.
     """
@@ -163,8 +163,8 @@ def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: s
 
 
 def _runs(group: list[_Residual]) -> int:
-    """Returns how many calls computed a group of equal residuals. Each call site counts once; in a Python loop, each
-    residual counts instead. Iterations of a compiled loop multiply the number."""
+    """Returns the number of calls that computed a group of equal residuals. A call site counts once, or once per
+    residual if it is in a Python loop. The number is multiplied by the iterations of compiled loops."""
     places: dict[tuple[tuple[str, int], ...], int] = defaultdict(int)
     for item in group:
         place = item.call.around
@@ -173,7 +173,8 @@ def _runs(group: list[_Residual]) -> int:
 
 
 class _Frames:
-    """Finds the stack frames of the operations, and of their loops, that computed the buffers of a compiled module."""
+    """Finds the stack frames of the operations that computed the buffers of a compiled module, and of the loops around
+    these operations."""
 
     def __init__(self, module: Module):
         self._module = module

@@ -20,7 +20,7 @@ STATE = ("params", "frozen", "optimizer", "accumulator")
 
 @dataclasses.dataclass(frozen=True)
 class RuleResult:
-    """What a rule found in a program.
+    """A memory saving that a rule found in a program.
 
     Fields:
         bytes: bytes on one device that the remedy may free.
@@ -60,8 +60,8 @@ def start_of_backward(report: JudgedProgram) -> int:
     """Returns the index in the memory timeline at which the backward pass begins. Without a backward pass, returns the
     length of the timeline.
 
-    The compiler moves some operations to the other side of this border, so the index is the one that best separates
-    the operations of the two passes.
+    The compiler schedules some operations of each pass among the operations of the other pass, so the index is the one
+    that best separates the two passes.
     """
     score, best, start = 0, 0, len(report.timeline)
     for point in reversed(report.timeline):
@@ -79,6 +79,6 @@ def at_peak(report: JudgedProgram, category: str) -> list[Buffer]:
 
 def describe_buffer(buffer: Buffer) -> str:
     """Describes a buffer by its type and source line, such as "bfloat16[8, 1024] at model.py:31". If the line is
-    unknown, the compiler's name of the buffer is used."""
+    unknown, the compiler's name of the buffer replaces it."""
     where = f"at {short_place(buffer.source)}" if buffer.source else f"({buffer.name})"
     return f"{buffer.dtype}{list(buffer.shape)} {where}"

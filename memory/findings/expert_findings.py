@@ -40,8 +40,8 @@ class Room(NamedTuple):
 
 
 def room_for(experts: ExpertShape, tokens: int, ranks: int) -> Room:
-    """Returns the number of rows in the experts' buffers on a device, and how many are filled. A row holds one token
-    for one expert.
+    """Returns the number of rows in the experts' buffers on a device, and the number of rows that contain tokens. A
+    row holds one token for one expert.
 
     tokens: number of tokens on the device. ranks: number of devices that share the experts.
     """
@@ -49,8 +49,8 @@ def room_for(experts: ExpertShape, tokens: int, ranks: int) -> Room:
 
 
 def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, Room] | None:
-    """Returns the largest capacity factor (from `FACTORS`) that makes the experts' buffers on a device smaller, with
-    their new size.
+    """Returns (capacity factor, new size) for the largest capacity factor in `FACTORS` that makes the experts' buffers
+    on a device smaller.
 
     Returns None if no factor makes them smaller. This is the case if one device has all experts, because their rows
     then fill whole tiles at any factor.
@@ -108,8 +108,8 @@ def _scope(buffer: Buffer) -> str:
 
 
 def _has_rows(buffer: Buffer, count: int) -> bool:
-    """Returns whether an array has `count` rows: one dimension, or the product of two or three adjacent dimensions,
-    equals `count`. Adjacent dimensions are, for example, experts and slots."""
+    """Returns whether one dimension of an array, or the product of two or three adjacent dimensions, equals `count`.
+    Adjacent dimensions are, for example, experts and slots."""
     dims = buffer.shape
     return any(
         math.prod(dims[start : start + length]) == count

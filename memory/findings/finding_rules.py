@@ -95,12 +95,14 @@ def host_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
     size = report.host_bytes * devices
     if not available or size <= available:
         return None
-    return RuleResult(size, f"{human(size)} in host memory, but the host has {human(available)} for these devices")
+    return RuleResult(
+        size, f"the program needs {human(size)} in host memory, but the host has {human(available)} for these devices"
+    )
 
 
 def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if every pipeline stage allocates as many residuals as the stage with most residuals, and a V
-    schedule would need fewer."""
+    """Returns a finding if every pipeline stage allocates as many bytes of residuals as the stage that needs the most,
+    and a V-shaped pipeline schedule would need fewer."""
     pipeline = program.facts.pipeline if program.facts else None
     if pipeline is None or pipeline.v_share is None:
         return None
@@ -123,21 +125,21 @@ RULES: Mapping[Rule, str] = {
     nothing_sharded: "shard the batch over a mesh of all devices",
     full_logits: "use a chunked or fused cross-entropy, or shard the vocabulary",
     replicated_batch: "shard the batch over the data axis of the mesh",
-    replicated_activations: "constrain it with jax.lax.with_sharding_constraint to the axes that shard the batch; "
-    "trace a model with logical axes, such as Flax's, inside its axis rules "
+    replicated_activations: "constrain the activation with jax.lax.with_sharding_constraint to the axes that shard "
+    "the batch; trace a model with logical axes, such as Flax's, inside its axis rules "
     "(flax.linen.logical_axis_rules)",
     not_donated: "pass donate_argnums for the state to jax.jit",
-    wide_activations: "cast it to bfloat16 where it is computed, before it is saved for the backward pass",
+    wide_activations: "cast the residual to bfloat16 where it is computed, before it is saved for the backward pass",
     fragmentation: "change the batch or the remat policy: the packing depends on the lifetimes of buffers",
     idle_offload: "check that the policy's names exist; the CPU backend drops offload, compile for a GPU instead",
     host_memory: "use a host with more memory per device, or smaller state, such as moments in 8 bits",
     xla_remat: "the program was too large: choose a remat policy that fits by itself, or set "
     "jax_compiler_enable_remat_pass to False to compare policies",
     state_too_large: "shard the state over more devices",
-    whole_state: "shard it over the mesh",
-    unsharded_gradients: "constrain it to the sharding of its parameter",
+    whole_state: "shard the state over the mesh",
+    unsharded_gradients: "constrain the gradient to the sharding of its parameter",
     spare_memory: "save more residuals for the backward pass",
-    checkpoint_saves: "wrap it in jax.checkpoint",
+    checkpoint_saves: "wrap the function in jax.checkpoint",
     empty_expert_rows: "give each device more tokens per step: the last tile of each expert is padded",
     uneven_stash: "place the layers as a V, so that all stages have the same residuals",
     lasting_gathers: "gather again in the backward pass: exclude gathered weights from the saved residuals",

@@ -31,7 +31,7 @@ class HeldArrays:
 
     Fields:
         arrays, bytes: number of these arrays and their total bytes.
-        others, other_bytes: number and total bytes of those arrays that are not arguments of the step.
+        others, other_bytes: number and total bytes of the arrays in the group that are not arguments of the step.
     """
 
     shape: tuple[int, ...]
@@ -100,12 +100,12 @@ class PostMortem:
 
     @property
     def ways_out(self) -> tuple[WayOut, ...]:
-        """At most `MAX_REMEDIES` remedies for the step, the cheapest first."""
+        """Remedies for the step, the cheapest first, at most `MAX_REMEDIES` of them."""
         return ways_out(self.report, self.held, self.allocator.get("bytes_limit", 0))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values, which `memory.load` and `bytescope diff` can read. The other fields are
-        under the key `post_mortem`."""
+        """Returns the post-mortem as JSON values. These are the values of its report, which `memory.load` and
+        `bytescope diff` can read, and the other fields under the key `post_mortem`."""
         own = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "report"}
         own |= {"other_bytes": self.other_bytes, "needed_bytes": self.needed_bytes, "ways_out": plain(self.ways_out)}
         return {**(self.report.to_json() if self.report else {}), "post_mortem": own}

@@ -66,8 +66,7 @@ def nothing_sharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult
 
 
 def _is_replicated(program: PlacedProgram) -> bool:
-    """Returns whether every device holds all arguments and results completely. If there are no collectives either, all
-    devices compute the same."""
+    """Returns whether all arguments and results are replicated on every device."""
     module = program.module
     for number, parameter in module.parameters.items():
         known = program.replicated
@@ -129,7 +128,7 @@ def _data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
     """Returns the mesh axes that should shard the batch. These are all axes except those of tensor parallelism.
 
     An axis counts as tensor parallel if it shards parameters or caches that no collective gathers. Every device along
-    it needs all activations.
+    a tensor-parallel axis needs all activations.
     """
     gathered: dict[str, int] = {}
     held: dict[str, int] = {}
@@ -148,8 +147,8 @@ def _data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
 
 
 def _gathers(report: JudgedProgram, program: PlacedProgram) -> bool:
-    """Returns whether a program whose mesh is unknown gathers its sharded arrays, or shards no parameters and caches.
-    Otherwise it is tensor parallel."""
+    """Returns whether a program with an unknown mesh is not tensor parallel, because it gathers its sharded arrays or
+    shards no parameters and caches."""
     if any("all-gather" in item.kind for item in report.collectives):
         return True
     parameters = program.module.parameters
@@ -248,7 +247,7 @@ def unsharded_gradients(report: JudgedProgram, program: PlacedProgram) -> RuleRe
     return RuleResult(
         freed,
         message,
-        f"constrain it where it is computed: jax.lax.with_sharding_constraint(gradient, "
+        f"constrain the gradient where it is computed: jax.lax.with_sharding_constraint(gradient, "
         f"jax.sharding.NamedSharding(mesh, {spec})), the sharding of its parameter",
     )
 
@@ -299,7 +298,8 @@ class ReplicatedArray:
 
     Fields:
         name: name of the HLO instruction that computes it.
-        what: its checkpoint name, or else its scopes and operation, followed by the source line.
+        what: the activation's checkpoint name, or its scopes and operation if it has none, followed by the source
+            line.
         dims, dtype, bytes: dimensions, dtype and bytes of the array on each device.
         axes: mesh axes that should shard the array but do not.
     """
@@ -315,8 +315,9 @@ class ReplicatedArray:
 def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[ReplicatedArray]:
     """Yields the forward activations that are replicated over mesh axes which shard the batch, in schedule order.
 
-    If the program has a jaxpr, each array is compared with its global shape. Otherwise, arrays with a dimension of the
-    size of the global batch are reported. A mesh axis that shards another dimension of the array does not count.
+    If the program has a jaxpr, the shape of each array on a device is compared with its global shape. Otherwise,
+    arrays with a dimension of the size of the global batch are reported. A mesh axis is not reported if it shards
+    another dimension of the array.
 
     batch: numbers of the entry parameters with the role "batch".
     """
@@ -348,8 +349,8 @@ def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[
 
 
 class _GlobalShapes:
-    """Finds, for an HLO instruction, the activation in the jaxpr from which it was compiled. The jaxpr has the global
-    shape."""
+    """Finds the activation in the jaxpr from which an HLO instruction was compiled. Activations in the jaxpr have
+    global shapes."""
 
     def __init__(self, program: PlacedProgram, batch: Iterable[int]):
         self.module = program.module

@@ -80,8 +80,8 @@ def spare_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | 
 def _with_policy(
     report: JudgedProgram, spare: Spare, products: Sequence[RecomputedProduct], program: PlacedProgram
 ) -> RuleResult:
-    """Proposes a policy of jax.checkpoint that saves matrix products and fits in the unused memory. If no policy fits,
-    proposes to save the products of the function that recomputes the most FLOPs."""
+    """Returns a finding that proposes a policy of jax.checkpoint that saves matrix products and fits in the unused
+    memory. If no policy fits, it proposes to save the products of the function that recomputes the most FLOPs."""
     devices, shards = max(program.module.devices, 1), _shards(report, program)
     costliest, its_products = _costliest(products)
     message, free = spare.message, spare.free
@@ -134,8 +134,8 @@ def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[Recompu
 
 
 def _shards(report: JudgedProgram, program: PlacedProgram) -> int:
-    """Returns the number of devices over which activations are sharded. It is estimated from the batch argument that
-    is sharded over the most devices."""
+    """Returns an estimate of the number of devices over which activations are sharded: the largest number of devices
+    over which a batch argument is sharded."""
     sizes: Mapping[str, int] = dict(program.mesh)
     layouts = [program.layouts[number] for number in batch(report, program) if number in program.layouts]
     return max((math.prod(sizes.get(axis, 1) for axis in layout.axes) for layout in layouts), default=1)

@@ -56,8 +56,8 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
 
 
 def state_too_large(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if parameters, optimizer moments and accumulated gradients alone exceed the memory limit.
-    Neither a smaller batch nor recomputation can then make the program fit."""
+    """Returns a finding if the sum of parameters, optimizer moments and accumulated gradients exceeds the memory
+    limit. Neither a smaller batch nor recomputation can then make the program fit."""
     size, limit = sum(report.breakdown.get(row, 0) for row in STATE), report.limit_bytes
     if not limit or size <= limit:
         return None
@@ -149,9 +149,8 @@ def _leaves(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
 
 
 def _stacked(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
-    """Returns the numbers of the arguments that stack one replica per device, as under jax.pmap. Each device has one
-    entry of the first dimension, and an all-reduce sums the gradient over all devices. Without this sum the entries
-    would differ."""
+    """Returns the numbers of the arguments that stack one replica per device along the first dimension, as under
+    jax.pmap. The entries are replicas if an all-reduce sums their gradients over all devices."""
     module, known = program.module, program.arguments.by_number
     summed = {item.name for item in report.collectives if item.kind == "all-reduce" and item.group == module.devices}
     paths = set()
@@ -171,8 +170,8 @@ def _stacked(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
 
 
 def _replicas(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]:
-    """Returns (mesh axes, number of devices) over which the training state is replicated, for a program without array
-    layouts. They come from the facts that the trainer gives. Without facts, returns ((), known)."""
+    """Returns (mesh axes, number of devices) over which the training state is replicated. The trainer's facts about
+    the program give both. Without facts, returns ((), known)."""
     facts = program.facts
     if facts is None or facts.question is None:
         return (), known
@@ -192,7 +191,7 @@ def _list_leaves(leaves: Sequence[_Leaf]) -> str:
 
 
 def _sharding(leaf: _Leaf) -> str:
-    """Returns a remedy for users of plain JAX: a sharding for the largest array."""
+    """Returns a remedy for users of plain JAX, which is to set a sharding for the largest array."""
     if leaf.stacked:
         return (
             "jax.pmap stores a copy on each device: use jax.jit with a mesh instead, without the leading dimension, "

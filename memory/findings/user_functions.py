@@ -35,7 +35,8 @@ class Function(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name for messages: "Block" for the `__call__` of a module Block, "attention" for a nested function."""
+        """The function's name in messages, such as "Block" for the `__call__` of a module Block, or "attention" for a
+        nested function."""
         return self.name.rsplit("<locals>.", 1)[-1].removesuffix(".__call__")
 
     @property
@@ -50,7 +51,7 @@ class Call(NamedTuple):
     Fields:
         function: the called function.
         caller: the call site, such as "model.py:31", "" if unknown.
-        around: (file, line) of every outer frame.
+        around: (file, line) of every stack frame outside the call.
         repeated: whether an outer frame is inside a Python loop, so that the function may run several times.
     """
 
@@ -63,8 +64,8 @@ class Call(NamedTuple):
 def calls(frames: Iterable[Frame], traced: str = "") -> list[Call]:
     """Returns the calls of the user's functions in an operation's stack, innermost first.
 
-    traced: name of the function that was passed to jax.jit. Frames outside it are left out, because they ran only
-    once.
+    traced: name of the function that was passed to jax.jit. Frames outside this function are left out, because they
+    ran only once.
     """
     chain = _within(tuple(frames), traced)
     by_function: dict[Function, Call] = {}
@@ -122,8 +123,8 @@ def _bodies(file: str) -> tuple[tuple[int, int], ...]:
 
 @functools.lru_cache(maxsize=256)
 def _loops(file: str) -> dict[int, list[tuple[int, int]]]:
-    """Returns the loops in a source file by function: first line of the function (0 outside functions) -> (first line,
-    last line) of each loop."""
+    """Returns a dict from the first line of each function in a source file (0 for code outside functions) to the
+    (first line, last line) of each loop in the function."""
     by_owner: dict[int, list[tuple[int, int]]] = {}
     for node in ast.walk(_tree(file)):
         if isinstance(node, _LOOPS):

@@ -55,8 +55,8 @@ def adapted_anywhere(model: ModelShape) -> list[str]:
 
 
 def adapter_count(model: ModelShape) -> int:
-    """Returns the number of parameters of all adapters. Each adapted matrix has rank x (input width + output width) of
-    them (Hu et al. 2021, section 4.1)."""
+    """Returns the number of parameters of all adapters. The adapter of a matrix has rank x (input width + output
+    width) parameters (Hu et al. 2021, section 4.1)."""
     if model.adapters is None:
         return 0
     count = 0
@@ -70,7 +70,7 @@ def frozen_bytes(
 ) -> float:
     """Returns the bytes of the frozen weights on a device; 0 if the model has no adapters.
 
-    parameters: number of the model's parameters. tables: how many of them are in embedding tables. sharded: whether
+    parameters: number of the model's parameters. tables: number of parameters in embedding tables. sharded: whether
     data-parallel ranks shard the parameters. itemsize: bytes per element in the compute dtype.
     """
     if model.adapters is None:

@@ -39,7 +39,7 @@ class Expected:
     Fields:
         kind: the kind of collective, a key of `memory.cost.collectives.WIRE`.
         axes: axes of the mesh. group: number of devices along the axes.
-        bytes: payload per step and device, which is the size of the unsharded array.
+        bytes: bytes of the unsharded array that is communicated, per step and device.
         formula: the formula as text.
     """
 
@@ -68,11 +68,11 @@ def data_parallel(
     Args:
         zero: stage of ZeRO, 0 to 3.
         parameters: number of parameters of one tensor-parallel rank. itemsize: bytes per gathered parameter.
-        data: mesh axis -> number of ranks that are replicas.
+        data: mesh axis -> number of ranks that replicate the training state.
         shard: mesh axis -> number of ranks that shard the training state.
         gathers: number of times that stage 3 gathers a layer's parameters in one micro-step.
-        reductions: number of gradient reductions per step: the number of micro-steps, or 1 if gradients are summed
-            first.
+        reductions: number of gradient reductions per step. This is the number of micro-steps, or 1 if each rank sums
+            its gradients first.
         gradient_bytes: bytes per element of a reduced gradient; 0 means `itemsize`.
         words: the name of the parameters in the formula's text.
     """
@@ -101,7 +101,8 @@ def data_parallel(
 class ExchangeBytes(NamedTuple):
     """The bytes that a device sends when tokens are exchanged with the devices that hold their experts.
 
-    rows: bytes of the activations, one row per token and expert. numbers: bytes of the router's weights, one per row.
+    rows: bytes of the sent activations, which have one row for each expert of a token. numbers: bytes of the sent
+    router weights, one number per row.
     """
 
     rows: float
@@ -109,7 +110,7 @@ class ExchangeBytes(NamedTuple):
 
 
 class LayerExchange(NamedTuple):
-    """The exchanges of one kind of collective between experts' devices, in one layer and micro-step.
+    """The token exchanges between experts' devices that use one kind of collective, in one layer and micro-step.
 
     bytes: total bytes of the exchanges. formula: the formula as text.
     """
@@ -179,8 +180,8 @@ def layer_exchanges(
 
 
 def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, int], tokens: int) -> list[Expected]:
-    """Returns the collectives that send tokens to their experts and back, in a training step. Returns [] if one device
-    has all experts, and for an exchange without a formula.
+    """Returns the collectives that send tokens to their experts and back in a training step. Returns [] if one device
+    has all experts, or if the kind of exchange has no formula.
 
     ranks: mesh axis -> number of devices that share the experts. tokens: tokens of one device and micro-step.
     """
@@ -217,7 +218,7 @@ def tensor_parallel(
     Args:
         ranks: mesh axis -> number of tensor-parallel devices. layers: number of blocks.
         activation: bytes of one [batch, sequence, width] activation, not sharded along the sequence.
-        repeated: number of forward all-reduces per block that recomputation repeats.
+        repeated: number of all-reduces of a block's forward pass that recomputation repeats.
 
     Without sequence parallelism there are 2 all-reduces per block and direction (Shoeybi et al. 2019, section 3). With
     sequence parallelism, each becomes an all-gather and a reduce-scatter. Two inputs that are stored sharded are
@@ -239,9 +240,9 @@ def tensor_parallel(
 def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) -> list[Expected]:
     """Returns the sends between neighbouring pipeline stages in a training step.
 
-    In every iteration of the schedule, a stage sends the output of a chunk of layers and the gradient of its input,
-    each with batch x sequence x width elements. A V schedule sends both in both directions, except at its ends.
-    Published programs send each of them once per micro-batch and chunk.
+    In every iteration of the schedule, a stage sends the output of a chunk of layers and the gradient of the chunk's
+    input. Both have batch x sequence x width elements. In a V-shaped schedule, a stage sends both to both neighbours,
+    except at the ends of the V. Published programs send both only once per micro-batch and chunk.
     """
     ranks = facts.axes("stage", mesh=mesh)
     stages = math.prod(ranks.values())

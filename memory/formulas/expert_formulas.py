@@ -14,8 +14,8 @@ from bytescope.memory.formulas.model_shape import ExpertShape, ModelShape
 
 
 def by_kind(model: ModelShape, start: int = 0, stop: int | None = None) -> tuple[ModelShape, ...]:
-    """Splits the layers from `start` to `stop` into dense layers and layers with experts. Returns one model per kind,
-    with only the layers of this kind.
+    """Splits the layers from `start` to `stop` into dense layers and layers with experts. Returns one model for the
+    layers of each kind.
 
     A kind without layers is left out, so a model without experts has one kind.
     """
@@ -43,7 +43,8 @@ def routed_count(model: ModelShape) -> int:
 
 
 def idle_count(model: ModelShape) -> int:
-    """Returns the number of parameters in the experts that a token is not routed to; 0 for a model without experts."""
+    """Returns the number of parameters in all experts to which a token is not routed; 0 for a model without
+    experts."""
     if model.experts is None:
         return 0
     return routed_count(model) * (model.experts.count - model.experts.per_token) // model.experts.count
@@ -80,8 +81,8 @@ def rows(experts: ExpertShape, tokens: float, ranks: int = 1) -> int:
 
     tokens: number of tokens on a device. ranks: number of devices that share the experts.
 
-    If the experts have slots, every expert has the same number of rows. Otherwise the rows of each expert fill whole
-    tiles (Gale et al. 2022, arXiv 2211.15841). Without a capacity, there is room for all rows that the tokens of all
+    With slots, every expert has the same number of rows. Otherwise the rows of each expert are padded to whole tiles
+    (Gale et al. 2022, arXiv 2211.15841). Without a capacity, the buffers have room for all rows that the tokens of all
     ranks can need.
     """
     if experts.slots:

@@ -72,7 +72,7 @@ class Activations:
 
     Fields:
         kept: activations that all layers keep for the backward pass.
-        recomputed: additional activations that exist while one layer is recomputed.
+        recomputed: additional activations that exist only while one layer is recomputed.
         outside: activations outside the layers: embedding, final norm, head and logits.
     """
 
@@ -201,7 +201,8 @@ def estimate(question: Question) -> Estimate:
 
 
 def trained_parameters(question: Question) -> float:
-    """Returns the number of parameters that are trained: those of the adapters if there are any, otherwise all."""
+    """Returns the number of trained parameters. These are the adapters' parameters if the model has adapters,
+    otherwise all parameters."""
     model = question.model
     return adapter_formulas.adapter_count(model) if model.adapters else question.parameters
 
@@ -230,8 +231,9 @@ def fused_parameters(model: ModelShape) -> int:
     """Returns the largest number of parameters whose gradients exist at the same time, if each layer is updated during
     the backward pass.
 
-    These parameters are the head, which is updated after the layers, and either one layer or the token table, if it is
-    separate from the head. With adapters, they are the adapters of one layer.
+    These parameters are the head, which is updated after the layers, and one layer or the token table, whichever has
+    more parameters. The token table counts only if it is separate from the head. With adapters, they are the adapters
+    of one layer.
     """
     if model.adapters:
         return adapter_formulas.adapter_count(model) // model.layers
@@ -281,18 +283,20 @@ def _check_experts(question: Question) -> None:
     experts, layout = question.model.experts, question.layout
     if layout.expert > 1 and experts is None:
         raise ReportError(
-            f"--expert-parallel={layout.expert} needs a model with experts: give --experts too, or leave it out"
+            f"--expert-parallel={layout.expert} needs a model with experts: give --experts too, or leave "
+            "--expert-parallel out"
         )
     if experts is None:
         return
     if experts.per_token > experts.count:
         raise ReportError(
-            f"--experts-per-token={experts.per_token} is more than the {experts.count} experts of the model: give fewer"
+            f"--experts-per-token={experts.per_token} is more than the {experts.count} experts of the model: give "
+            f"at most {experts.count}"
         )
     if not expert_formulas.routed_count(question.model):
         raise ReportError(
-            f"--dense-layers={experts.dense_layers} --moe-every={experts.every}: none of the "
-            f"{question.model.layers} layers has experts; lower one of these flags"
+            f"--dense-layers={experts.dense_layers} --moe-every={experts.every} leave none of the "
+            f"{question.model.layers} layers with experts: lower one of these flags"
         )
     if experts.count % layout.expert:
         raise ReportError(
@@ -304,7 +308,7 @@ def _check_experts(question: Question) -> None:
             "give a divisor"
         )
     if question.mlp_tokens:
-        raise ReportError(f"--mlp-tokens={question.mlp_tokens} is only for models without experts: leave it out")
+        raise ReportError(f"--mlp-tokens={question.mlp_tokens} is only for models without experts: leave this flag out")
 
 
 def _check_adapters(model: ModelShape, asked: Adapters) -> None:
@@ -312,19 +316,19 @@ def _check_adapters(model: ModelShape, asked: Adapters) -> None:
         raise ReportError(f"--lora-rank={asked.rank} is out of range: give 1 or more, below 1e9")
     for name in asked.targets:
         if name not in TARGETS:
-            raise ReportError(f"--lora-targets: {name!r} is not a matrix: {remedy_for(name, TARGETS)}")
+            raise ReportError(f"--lora-targets: {name!r} is not the name of a matrix: {remedy_for(name, TARGETS)}")
     if not adapter_formulas.adapted_anywhere(model):
         raise ReportError(
-            f"--lora-targets={','.join(asked.targets)}: no layer of this model has these matrices; give "
-            f"some of {','.join(matrices(model))}"
+            f"--lora-targets={','.join(asked.targets)} cannot be adapted: no layer of this model has these matrices; "
+            f"give some of {','.join(matrices(model))}"
         )
 
 
 def shape_for(
     parameters: float, vocabulary: int = 50304, *, layers: int | None = None, width: int | None = None
 ) -> ModelShape:
-    """Returns the shape of a GPT with about `parameters` parameters outside its token table. It has 12 L h^2
-    parameters, with width h near 128 L and heads of width 128.
+    """Returns the shape of a GPT with about `parameters` parameters outside its token table. With L layers of width h,
+    these are 12 L h^2 parameters. The width is near 128 L, and heads have width 128.
 
     layers, width: used unchanged if given.
     """

@@ -30,11 +30,12 @@ class RematSegment:
     Fields:
         layers: number of layers.
         policy: the trainer's name of the policy, for messages.
-        everything: whether all activations are kept, so that nothing is recomputed.
+        everything: True if all activations are kept and nothing is recomputed.
         save: names of the tensors (keys of `rematerialized.NAMED`) that are kept on the device. The input of a block
             is always kept.
         offload: names of the tensors that are kept in host memory.
-        known: whether `save` and `offload` name all kept tensors. If not, only the compiler knows them.
+        known: whether `save` and `offload` name all kept tensors. If False, only the compiler knows which tensors are
+            kept.
         groups: number of groups of layers that have a checkpoint around each group (Chen et al. 2016, arXiv
             1604.06174); 0 without nested checkpoints.
     """
@@ -70,9 +71,9 @@ class Pipeline:
         slots: for each stage, the number of micro-batches of one chunk whose residuals the stage holds at the same
             time.
         bubble: the fraction of time in which a stage is idle.
-        v_share: the residuals per stage that a V schedule with two chunks would have, as a fraction of this
-            schedule's. None if this schedule is that V, or if there are too few layers.
-        v_bubble: the bubble of this V schedule.
+        v_share: (residuals per stage of a V schedule with two chunks) / (residuals per stage of this schedule). None
+            if this schedule is a V schedule with two chunks, or if there are too few layers.
+        v_bubble: the bubble of the V schedule with two chunks.
     """
 
     ticks: int

@@ -33,10 +33,10 @@ class ExpertShape:
         count: E, the number of experts. per_token: k, the number of experts per token. width: the width of one expert.
         shared: number of experts that process every token. They are computed as one MLP.
         dense_layers: number of layers at the beginning that have a dense MLP instead.
-        every: N, if only every N-th of the other layers has experts.
+        every: N, if every N-th of the other layers has experts.
         capacity: maximum number of rows of an expert, as a multiple of the mean number. 0 means room for all rows.
-        slots: whether each expert has room for the same number of rows and drops the rest. If not, its rows fill
-            tiles.
+        slots: whether each expert has room for the same number of rows, and rows beyond them are dropped. If False,
+            the rows of an expert are padded to whole tiles.
     """
 
     count: int
@@ -59,8 +59,8 @@ class ExpertShape:
 class Latent:
     """The widths of multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
-    Keys and values are projected from one latent vector per token. Queries may have a latent of their own. A part of
-    each head encodes the rotary position; for keys, all heads share this part.
+    Keys and values are projected from one latent vector per token. Queries may have their own latent vector. A part of
+    each head encodes the rotary position. All heads share this part of the keys.
 
     Fields:
         query_rank: width of the latent for queries, 0 if queries are projected from the input.
@@ -77,8 +77,8 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The shape of a decoder-only transformer. GPT has `gated=False` and as many key/value heads as query heads. Llama
-    is gated and untied, without dropout.
+    """The shape of a decoder-only transformer. GPT has no gate and as many key/value heads as query heads. Llama has a
+    gate, separate tables for embedding and output head, and no dropout.
 
     Fields:
         layers: number of layers. width: width of the residual stream.
@@ -166,10 +166,10 @@ def gpt(layers: int, width: int, heads: int, vocabulary: int, *, dropout: bool =
 
 
 def matrices(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns the weight matrices of a layer that process every token: name -> (input width, output width).
+    """Returns the weight matrices of a layer that process every token, as name -> (input width, output width).
 
-    The names are those of TARGETS. Latent attention has, instead of q, k and v, matrices that project down to a latent
-    and up from it.
+    The names are in TARGETS. Latent attention has no matrices q, k and v. Its matrices project inputs down to a latent
+    vector and up from the vector.
     """
     queries, keys, latent = model.heads * model.score_width, model.kv_heads * model.head_width, model.latent
     if latent is None:

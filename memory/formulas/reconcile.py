@@ -29,12 +29,12 @@ class Formula:
     Fields:
         params_bytes, gradients_bytes, optimizer_bytes: bytes of parameters, gradients and optimizer state.
         accumulator_bytes: bytes of accumulated gradients, 0 without accumulation.
-        frozen_bytes: bytes of weights that are not trained, because adapters are.
+        frozen_bytes: bytes of weights that are not trained because adapters are trained instead.
         residual_bytes: residuals of all layers on the device. host_bytes: residuals of all layers in host memory.
         state_host_bytes: bytes of training state in host memory.
         peak_bytes: all bytes on the device while one layer is recomputed, including embedding, head and logits.
         model_flops, hardware_flops: FLOPs without and with recomputation.
-        notes: reasons why the compiler's values may differ.
+        notes: reasons why the compiler's values may differ from the formulas' values.
     """
 
     params_bytes: float
@@ -52,8 +52,8 @@ class Formula:
 
 
 def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
-    """Evaluates the published formulas for a training step. Returns a one-line reason if there are no formulas for the
-    step.
+    """Evaluates the published formulas for a training step. If the step has no formulas, returns the reason in one
+    line.
 
     platform: the target's platform. On "cpu" nothing is offloaded, because host memory is device memory.
     """
@@ -114,8 +114,8 @@ def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
 def model_flops(facts: ModelFacts | None, counted: float) -> float:
     """Returns the model FLOPs of one call of the step over all devices.
 
-    counted: FLOPs counted in the traced program. They are returned for a dense model. A mixture of experts uses a
-    formula, because its program also multiplies padding rows, which do not count as model FLOPs.
+    counted: FLOPs counted in the traced program. For a dense model, this number is returned. For a mixture of experts,
+    a formula is used, because the program also multiplies padding rows, which do not count as model FLOPs.
     """
     asked = facts.question if facts and not facts.no_formula else None
     if facts is None or asked is None or asked.model.experts is None:
@@ -133,8 +133,8 @@ def _state(asked: Question, facts: ModelFacts) -> dict[str, float]:
     `copy` (the gathered copy of all parameters that ZeRO stages 1 and 2 compute with) and `host` (state in host
     memory).
 
-    If the optimizer state is sharded, the master parameters are sharded too. Accumulated gradients are sharded like
-    parameters if they exist between calls of the step, and like gradients if they exist only inside a call.
+    Master parameters are sharded if the optimizer state is sharded. Accumulated gradients are sharded like parameters
+    if they exist between calls of the step, and like gradients if they exist only inside a call.
     """
     stage, trained = asked.layout.zero, memory_estimate.trained_parameters(asked)
     routed = memory_estimate.trained_share(asked)
@@ -242,7 +242,7 @@ def lines(
     flops: Mapping[str, float | None],
     host_bytes: int = 0,
 ) -> list[FormulaLine]:
-    """Returns each quantity of a report with its value by formula.
+    """Returns the quantities of a report, each with the compiler's value and the formula's value.
 
     peak_bytes, breakdown, host_bytes: values of the report. flops: `model_flops` and `hardware_flops` of one call.
     Quantities that most models do not have are left out if both values are 0.

@@ -142,7 +142,7 @@ AROUND_KERNEL = ("q_rot", "k_rot", "v", "context", "lse")
 
 
 class RematWalk(NamedTuple):
-    """What one layer under jax.checkpoint keeps and recomputes.
+    """The tensors that one layer under jax.checkpoint keeps, and the tensors that it recomputes.
 
     kept: names of tensors that live until the backward pass. recomputed: names of tensors and kernels that are
     recomputed.
@@ -156,8 +156,8 @@ def walk(model: ModelShape, attention: str, save: Collection[str]) -> RematWalk:
     """Returns the tensors that one layer under jax.checkpoint keeps for the backward pass and the tensors that it
     recomputes.
 
-    save: the names that the policy saves. The input of the block is always kept, because the loop over the layers
-    carries it. attention: "naive" or "flash".
+    save: the tensor names that the remat policy saves. The input of the block is always kept, because the loop over
+    the layers carries it. attention: "naive" or "flash".
     """
     sources = {name: row for name, row in _table(model, attention).items() if _exists(name, model)}
     kept, recomputed, todo = set(), set(), ["block_in", *(name for name in sources if _is_read(name, model))]
@@ -211,14 +211,14 @@ def product_flops(model: ModelShape, sequence: int) -> dict[str, float]:
 
 
 def recomputed_flops(model: ModelShape, attention: str, names: Collection[str], sequence: int) -> float:
-    """Returns the FLOPs per token and layer that it takes to compute these tensors once more."""
+    """Returns the FLOPs per token and layer of recomputing the tensors with these names once."""
     table, flops = _table(model, attention), product_flops(model, sequence)
     return sum(flops.get(table[name].product, 0.0) for name in names)
 
 
 def tiles_flops(model: ModelShape, sequence: int) -> float:
-    """Returns the FLOPs per token and layer that are recomputed if the MLP is computed in tiles of tokens. All its
-    matrix products are recomputed; the last one only if a norm reads its result."""
+    """Returns the FLOPs per token and layer that are recomputed if the MLP is computed in tiles of tokens. All matrix
+    products of the MLP are recomputed, except that the last is recomputed only if a norm reads its result."""
     names = ["up"]
     if model.gated:
         names.append("gate")
@@ -265,7 +265,7 @@ def _exists(name: str, model: ModelShape) -> bool:
 
 
 class RecomputedLayers(NamedTuple):
-    """The residuals and recomputation of those layers of a segment that are of one kind, dense or with experts.
+    """The residuals and recomputation of a segment's layers of one kind, which are either dense or have experts.
 
     Fields:
         device, host: bytes of their residuals on the device and in host memory.

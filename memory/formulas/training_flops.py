@@ -20,7 +20,8 @@ def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:
     half of the scores is counted. Norms, softmax, activation functions, the embedding look-up and the optimizer are
     not.
 
-    A frozen matrix has no weight gradient, so it takes 4 FLOPs per parameter and token. An adapter takes 6.
+    A frozen matrix has no weight gradient, so it takes 4 FLOPs per parameter and token. An adapter takes 6 FLOPs per
+    parameter and token.
     """
     tokens, head = sequences * sequence, model.width * model.vocabulary
     forward = _layers_forward(model, sequence, sequences) + 2.0 * head * tokens
@@ -31,11 +32,11 @@ def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:
 
 
 def hardware_flops(model: ModelShape, sequence: int, sequences: float, recompute: str, tiled: bool = False) -> float:
-    """Returns the model FLOPs plus the FLOPs of recomputation. These are the attention core's 4 B L s^2 h for
-    `selective`, and a forward pass of all layers for `full`.
+    """Returns the model FLOPs plus the FLOPs of recomputation. Recomputation takes the attention core's 4 B L s^2 h
+    FLOPs for `selective`, and a forward pass of all layers for `full`.
 
-    tiled: whether the MLP is computed in tiles of tokens. All its matrix products except the last are then recomputed
-    under any policy. Layers with experts have no tiles.
+    tiled: whether the MLP is computed in tiles of tokens. All matrix products of the MLP except the last are then
+    recomputed under any policy. Layers with experts have no tiles.
 
     Not modelled: the last product of a layer need not be recomputed, and FlashAttention recomputes scores in its
     gradient.

@@ -81,8 +81,8 @@ def state_bytes_per_parameter(
 ) -> dict[str, float]:
     """Returns the bytes per parameter on a device of `params`, `gradients` and `optimizer` (master copy and moments).
 
-    routed: the fraction of the parameters that are in routed experts. Tensor and pipeline parallelism shard all
-    parameters; that norms are replicated is neglected.
+    routed: the fraction of the parameters that are in routed experts. Tensor and pipeline parallelism are assumed to
+    shard all parameters, although norms are replicated.
     """
     each = parts_per_parameter(precision, optimizer, layout, routed)
     return {role: sum(each[part] for part in parts) for role, parts in ROLES.items()}

@@ -57,8 +57,8 @@ class LayerTensor(NamedTuple):
             parallelism, "" if they never shard it.
         itemsize: bytes per element; 0 means the size of an activation's element.
         core: whether the tensor is part of the attention core.
-        only: name of the ModelShape field that must be set for the tensor to exist, "" if it always exists.
-        operand: whether the tensor is kept only as an operand of matrix products, in their dtype.
+        only: name of the ModelShape field that must be set for the tensor to exist. "" if the tensor always exists.
+        operand: whether the tensor is kept only as an operand of matrix products, in the dtype of the operands.
         tiled: whether only one tile of its tokens exists at a time, if the MLP is computed in tiles.
         weights: the matrices whose gradients are the only readers of the tensor, () if it has other readers.
     """
@@ -141,8 +141,8 @@ BY_ROW = ("routed", "routed_mlp")
 
 
 def token_sizes(model: ModelShape, sequence: int) -> dict[str, int]:
-    """Returns the number of elements per token for each tensor size (`LayerTensor.size`). For the sizes in BY_ROW it
-    is the number of elements per row of the routed experts' buffers."""
+    """Returns the number of elements per token for each tensor size (`LayerTensor.size`). For the sizes in BY_ROW, the
+    number is per row of the routed experts' buffers instead."""
     experts, latent = model.experts, model.latent
     return {
         "width": model.width,
@@ -206,8 +206,8 @@ def exists(tensor: LayerTensor, model: ModelShape) -> bool:
 
 
 def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False) -> tuple[LayerTensor, ...]:
-    """Returns the tensors that a layer keeps for its backward pass. With `flash` attention there is no core to
-    recompute, so `selective` equals `none`.
+    """Returns the tensors that a layer keeps for its backward pass. With `flash` attention there is no attention core
+    to recompute, so `recompute="selective"` gives the same tensors as "none".
 
     tiled: whether the MLP is computed in tiles, which keep only their input under any policy (Bekman et al. 2025,
     arXiv 2506.13996).
@@ -256,9 +256,10 @@ def layers_in_flight(layers: int, layout: StepLayout) -> float:
     """Returns the number of layers whose activations the first pipeline stage holds. A layer counts once for each
     micro-batch.
 
-    The 1F1B schedule holds p micro-batches of L/p layers, which is L for any p. Interleaving multiplies this by 1 +
-    (p-1)/(pm) (Korthikanti et al. 2022, section 4.2.3). Later stages hold less. If one program runs on all stages,
-    `layout.stash` determines the number.
+    With the 1F1B schedule, the stage holds p micro-batches of L/p layers, where p is the number of stages and L the
+    number of layers. The result is L for any p. With m interleaved chunks, it is L (1 + (p-1)/(pm)) (Korthikanti et
+    al. 2022, section 4.2.3). Later stages hold less. If one program runs on all stages, `layout.stash` determines the
+    number.
     """
     if layout.stash:
         return layers * layout.stash
@@ -303,8 +304,8 @@ def recomputed_bytes(
     operand: float = 0.0,
     tile: float = 0.0,
 ) -> float:
-    """Returns the additional bytes on a device while one layer is recomputed. These are the tensors kept under `none`,
-    minus the tensors kept under `recompute`, plus one tile of the MLP.
+    """Returns the additional bytes on a device while one layer is recomputed. These are the bytes of the tensors kept
+    under "none", minus the tensors kept under `recompute`, plus one tile of the MLP.
 
     The papers do not include these bytes, because they count the tensors that are live at the end of the forward pass.
     """

@@ -61,7 +61,8 @@ def _inner(equation: Any) -> list[Any]:
 
 
 class _CallbackRewriter:
-    """Replaces the callbacks of one program. A jaxpr that several equations share stays shared."""
+    """Replaces the Python callbacks in one program's jaxprs. If several equations share a jaxpr, they share its
+    replacement."""
 
     def __init__(self, platform: str):
         self.platform = platform
@@ -124,8 +125,8 @@ def _replace(equation: Any, function: Callable[..., Any]) -> Any:
 
 
 def _without_callbacks(effects: Any) -> Any:
-    """Replaces the effects of callbacks in a set of jaxpr effects by the effects of a custom call. Without any effect,
-    jax would drop the jaxprs that contain the calls."""
+    """Returns a set of jaxpr effects in which the effects of a custom call replace the effects of callbacks. Without
+    effects, jax would drop the calls."""
     left = {each for each in effects if type(each).__name__ not in _EFFECTS}
     return type(effects)(left | _side_effects() if len(left) < len(effects) else left)
 

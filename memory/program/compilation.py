@@ -110,8 +110,8 @@ def compilation_of(program: Any) -> Compilation:
 
 
 def takes_arguments(program: Any) -> bool:
-    """Returns whether `compiled_for` must be called with the program's arguments. It must for functions, but not for
-    jax stages, even if they are callable."""
+    """Returns whether `compiled_for` needs the program's arguments. True for functions, False for jax stages, even if
+    they are callable."""
     return callable(program) and not is_stage(program)
 
 
@@ -137,8 +137,8 @@ def _dump(program: str | Path | bytes | bytearray | memoryview) -> dumps.Dump:
 
 
 def _compilation_of_dump(dump: dumps.Dump, target: Target | None) -> tuple[Compilation, Target | None]:
-    """Returns a dumped program as a compilation, with a note on its platform, and the target. The target is None if it
-    has another platform than the dump."""
+    """Returns (compilation, target) for a dumped program. The compilation has a note on the dump's platform. The
+    target is None if its platform differs from the dump's platform."""
     platform = dumps.platform_of(dump.proto)
     if not platform:
         return Compilation(proto=dump.proto, notes=dump.notes), target

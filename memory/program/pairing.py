@@ -23,7 +23,8 @@ Keys = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ResultPair:
-    """An argument of the program and the result that is its updated value, or its gradient if `gradient`.
+    """An argument of a program, paired with the result that is its updated value. If `gradient` is set, the result is
+    the argument's gradient instead.
 
     argument, result: positions in the lists of arguments and results.
     """
@@ -110,8 +111,8 @@ class _Pairing:
         return _array(self.arguments[argument]) == _array(self.results[result])
 
     def whole_arguments(self) -> Iterator[tuple[int, int]]:
-        """Yields (result, argument) pairs for each argument whose whole pytree is among the results, under one path.
-        Updated values come before gradients."""
+        """Yields (result, argument) pairs of leaves for each argument of the function whose whole pytree is returned
+        under one path. Updated values come before gradients."""
         roots: dict[str, list[int]] = {}
         for place, leaf in enumerate(self.arguments):
             roots.setdefault(root_of(leaf.path), []).append(place)
@@ -132,8 +133,8 @@ class _Pairing:
                 yield from matched
 
     def by_keys(self) -> Iterator[tuple[int, int]]:
-        """Yields (result, argument) pairs of leaves whose paths end in equal keys, of which at least one is a name.
-        Pairs with more equal keys come first."""
+        """Yields (result, argument) pairs of leaves whose paths end in equal keys. At least one of these keys must be
+        a name, not a number. Pairs with more equal keys come first."""
         matches = []
         for argument, leaf in enumerate(self.arguments):
             for result in self.by_array.get(_array(leaf), ()):
@@ -162,8 +163,8 @@ class _Pairing:
     def _is_update(self, how: str, update: Update, result: SignatureLeaf) -> bool:
         """Returns whether the data flow proves that a result is the updated value of an argument.
 
-        how: the way in which the result depends on the argument. ELEMENTWISE is proof only in a step with a backward
-        pass and outside of its forward and backward pass, because sums of activations depend on arguments too.
+        how: the way in which the result depends on the argument. ELEMENTWISE is proof only for values that the
+        optimizer computes, because sums of activations depend on arguments too.
         """
         if how == ELEMENTWISE:
             return self.trained and update.phase == "" and (bool(result.shape) or "int" in result.dtype)

@@ -105,8 +105,8 @@ class _Reading:
         self.reads = [state.reads(leaf.parameter) for leaf in self.leaves]
 
     def _arguments(self, signature: Signature | None) -> list[SignatureLeaf]:
-        """Returns the argument leaves that the program uses, by number. Names and shapes that the signature lacks are
-        taken from the HLO module."""
+        """Returns the argument leaves that the program uses, in the order of their numbers. Names and shapes that the
+        signature lacks are taken from the HLO module."""
         known = signature.by_parameter if signature is not None else {}
         aliased = {number for _, number, _ in self.module.aliases}
         leaves = []
@@ -120,8 +120,8 @@ class _Reading:
         return leaves
 
     def _results(self, signature: Signature | None) -> list[SignatureLeaf]:
-        """Returns the leaves of the results. The HLO module may return tokens before them, which the signature lacks;
-        each token gets a leaf too."""
+        """Returns the leaves of the results. If the HLO module also returns tokens, which the signature lacks, each
+        token gets a leaf before the results."""
         known = signature.results if signature is not None else ()
         if known and len(known) <= len(self.values):
             return [SignatureLeaf("", (), "token")] * (len(self.values) - len(known)) + list(known)
@@ -195,8 +195,8 @@ class _Reading:
 
     @functools.cached_property
     def _batch_dims(self) -> frozenset[tuple[int, ...]]:
-        """Returns the first dimensions that are likely batch dimensions: those of results that are not state, and of
-        integer arguments that are not returned."""
+        """Returns the dimensions that are likely batch dimensions. These are the first dimensions of results that are
+        not state, and of integer arguments that are not returned."""
         paired = {pair.result for pair in self.pairs.values()}
         batched = [leaf for place, leaf in enumerate(self.results) if place not in paired and leaf.dtype != "token"]
         for place, leaf in enumerate(self.leaves):
@@ -220,7 +220,7 @@ class _Reading:
 
     def _values(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
         """Maps each HLO value from which a parameter's update or gradient is computed to the path of the parameter. A
-        value that leads to several updates is assigned to the update with the fewest values."""
+        value that is used in several updates is assigned to the update with the fewest values."""
         out: dict[Value, str] = {}
         for place, update in sorted(enumerate(self.updates), key=lambda item: len(item[1].values)):
             path = gradients.get(place) or _updated_path(update, arguments)
@@ -231,8 +231,8 @@ class _Reading:
 
 
 def _updated_path(update: Update, arguments: Mapping[int, Argument]) -> str:
-    """Returns the path of the parameter to which an update belongs: the only parameter among its arguments, otherwise
-    the only owner of moments among them. Returns "" if there is no single one."""
+    """Returns the path of the model parameter to which an update belongs. It is the only parameter among the update's
+    arguments, otherwise the only parameter whose moments are among them. Returns "" if several parameters qualify."""
     sources = [arguments[number] for number in update.arguments if number in arguments]
     params = [argument.path for argument in sources if argument.role == "params"]
     owners = {argument.owner for argument in sources if argument.owner}
@@ -242,8 +242,8 @@ def _updated_path(update: Update, arguments: Mapping[int, Argument]) -> str:
 
 
 def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
-    """Groups the float leaves that are not state by the argument they belong to. Arguments with a single leaf are left
-    out."""
+    """Groups the float arrays that are not training state by the function argument that contains them. Arguments with
+    a single array are left out."""
     leaves: dict[str, list[Evidence]] = {}
     for one in evidence:
         if one.floats and not one.state:
@@ -252,7 +252,7 @@ def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
 
 
 def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
-    """Returns the names of the arguments in which more than half of the elements belong to weights."""
+    """Returns the names of the function arguments in which more than half of the elements belong to weights."""
     roots = set()
     for root, group in _by_root(evidence).items():
         weights = sum(math.prod(one.shape) for one in group if one.weight)
@@ -262,8 +262,8 @@ def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
 
 
 def _shaped(evidence: Sequence[Evidence], decided: Sequence[str]) -> frozenset[str]:
-    """Returns the names of the arguments that look like weights by their shapes: more than half of their elements, or
-    of their leaves, have only dimensions that also occur in trained parameters.
+    """Returns the names of the function arguments that look like weights by their shapes. In these, more than half of
+    the elements, or of the arrays, have only dimensions that also occur in trained parameters.
 
     A dimension divided by 2 or 64 counts too, because 4-bit codes are packed two per byte and have one scale per block
     of 64. Data, in contrast, have a batch dimension.

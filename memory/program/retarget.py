@@ -158,7 +158,7 @@ def _is_abstract(mesh: Any) -> bool:
 
 
 class TargetPlacement:
-    """Replaces the devices in meshes, shardings, types, contexts and jaxprs by a target's devices."""
+    """Replaces the devices in meshes, shardings, array types, contexts and jaxprs by a target's devices."""
 
     def __init__(self, target: Target):
         import jax
@@ -173,8 +173,8 @@ class TargetPlacement:
 
     @property
     def has_mesh(self) -> bool:
-        """True if any converted sharding has a mesh. The mesh then determines the devices, and jax places the values
-        that have no sharding."""
+        """True if any sharding that was moved to the target has a mesh. The mesh then determines the devices, and jax
+        places the values without a sharding."""
         return bool(self._meshes)
 
     # ---- meshes and shardings
@@ -313,8 +313,7 @@ class TargetPlacement:
         return moved
 
     def literal(self, literal: Any) -> Any:
-        """Returns a jaxpr literal whose type has the target's device kind. The type stored in its value is replaced
-        too."""
+        """Returns a jaxpr literal with the target's device kind in its type, and in the type that its value stores."""
         aval = self.type(literal.aval)
         if aval is literal.aval:
             return literal

@@ -28,7 +28,7 @@ UNKNOWN = "batch"
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What is known about an array among the program's arguments. Its role, such as "params", is decided from this.
+    """The evidence from which the role of an array among the program's arguments, such as "params", is decided.
 
     Fields:
         path, shape, dtype: as in the caller's arguments.
@@ -37,15 +37,15 @@ class Evidence:
         returned: whether a result has the array's shape and dtype.
         gradient: whether the array's gradient is among the results.
         learns: whether the array's updated value depends on gradients.
-        read: whether the forward or backward pass reads the array.
+        read: whether the forward or backward pass reads the array, not only the optimizer update.
         forward: whether the forward pass reads the array.
         products: whether a matrix product, a convolution or a lookup reads the array.
         random: whether the array is a random key from which random bits are generated.
         mirrors: whether the array has the shape and the last keys of a parameter, as optimizer moments have.
         batch_dim: whether the array's first dimension is also the first dimension of integer data, or of a result
             that is not state.
-        weights: whether most elements of the argument that contains the array belong to weights.
-        shaped: whether most elements of this argument have the dimensions of trained parameters.
+        weights: whether most elements of the function argument that contains the array belong to weights.
+        shaped: whether most elements of this function argument have the dimensions of trained parameters.
         no_params: whether no parameter was recognized. This happens with a linear loss, where only the optimizer
             reads the parameters.
     """
@@ -198,10 +198,10 @@ def decide(evidence: Sequence[Evidence]) -> list[str]:
 
 
 def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[str]) -> list[str]:
-    """Returns the roles with "params" replaced by "frozen" for parameters that a training step never updates.
+    """Returns the roles, with "frozen" instead of "params" for parameters that a training step never updates.
 
-    decided: the role of each array. If at least one parameter is updated from gradients, every parameter is frozen of
-    which neither the updated value nor the gradient is among the results.
+    decided: the role of each array. A parameter is frozen if other parameters are updated from gradients, but neither
+    its updated value nor its gradient is among the results.
     """
     learn = any(role == "params" and (one.learns or one.gradient) for one, role in zip(evidence, decided))
     return [
@@ -211,8 +211,8 @@ def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[str]) -> list[st
 
 
 def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:
-    """Returns the role that a pytree path alone suggests, such as "params" for `state.params['blocks']['wq']`. Returns
-    UNKNOWN if no word in the path is known.
+    """Returns the role of an array according to its pytree path, such as "params" for `state.params['blocks']['wq']`.
+    Returns UNKNOWN if no word in the path is known.
 
     extra: the caller's (regular expression, role) pairs, which take precedence. Raises ReportError for an invalid
     pair.
@@ -249,7 +249,9 @@ def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ..
         try:
             _compiled(pattern)
         except (re.error, TypeError) as error:
-            raise ReportError(f"roles: {pattern!r} is not a regular expression: {error}") from error
+            raise ReportError(
+                f"roles: {pattern!r} is not a regular expression: {error}; give one that re.compile accepts"
+            ) from error
     return pairs
 
 

@@ -226,14 +226,13 @@ class StateFlow:
         return Update(arguments, tuple(seen), phase or "", changed)
 
     def _keeps(self, instruction: Instruction, operand: Instruction, along: frozenset[int]) -> bool:
-        """Returns whether an operation leaves unchanged at least one dimension of its operand whose size is in
-        `along`."""
+        """Returns whether the operand has a dimension with a size in `along` that the operation leaves unchanged."""
         before, after = self.module.shape(operand).dims, self.module.shape(instruction).dims
         return len(before) == len(after) and any(a == b and a in along for a, b in zip(before, after))
 
     def _written(self, instruction: Instruction, summed: bool) -> list[tuple[Instruction, Index, str, bool, bool]]:
-        """Returns the operand of which an operation overwrites a part, and for a dynamic-update-slice also the operand
-        that is written into it.
+        """Returns the operand that an operation overwrites in part. For a dynamic-update-slice, also returns the
+        operand whose values are written.
 
         summed: whether the value is later summed over devices. Each item is (instruction, tuple index, kind of
         dependence, whether it is the written part, summed).
@@ -340,8 +339,8 @@ class StateFlow:
         return Reads(frozenset(phases), products, unnamed, random)
 
     def readers(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the operations that read a value. If a tuple, loop or call passes the value on, its next form is
-        yielded instead."""
+        """Yields the operations that read a value, as (instruction, tuple index). For a tuple, loop or call that only
+        passes the value on, yields the passed value instead."""
         for user in self.flow.users.get(instruction.id, ()):
             if user.opcode in _HANDING:
                 yield from self._onward(instruction, index, user)
@@ -350,7 +349,7 @@ class StateFlow:
         yield from self._returned(instruction, index)
 
     def _onward(self, instruction: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the forms that a value takes inside or after one of its users, such as the parameter of a called
+        """Yields the HLO values that hold a value inside or after one of its users, such as the parameter of a called
         computation."""
         if user.opcode == "get-tuple-element":
             if index[:1] == (user.tuple_index,):

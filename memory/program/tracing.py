@@ -131,8 +131,7 @@ def _trace_wrapper(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `fun`. If `fun` is an argument of the traced function, the arrays bound to it are arguments of the
-    program."""
+    """Calls `fun`. When this function is traced, arrays that are bound to `fun` become arguments of the program."""
     return fun(*args, **kwargs)
 
 
@@ -211,8 +210,7 @@ def _is_static(leaf: Any) -> bool:
 
 @functools.cache
 def _static() -> type:
-    """Returns the class of static leaves. It is a pytree node without children; jax recompiles if the object
-    changes."""
+    """Returns the pytree class that wraps static leaves. jax recompiles if the wrapped object changes."""
     import jax
 
     class Static:

@@ -270,7 +270,9 @@ def _call(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: A
 
     if not callable(function) or is_stage(function):
         if overrides:
-            raise ReportError(f"{name} is not a function, so it takes no {', '.join(overrides)}: leave --grid out")
+            raise ReportError(
+                f"{name} is not a function, so it has no parameters {', '.join(overrides)}: leave --grid out"
+            )
         return function
     parameters = parameters_of(function)
     given: dict[str, Any] = {}
@@ -289,8 +291,8 @@ def _call(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: A
     ]
     if needed:
         raise ReportError(
-            f"{name} takes {', '.join(needed)}: name a function without arguments that returns the step with its "
-            "arguments, (step, (state, batch))"
+            f"{name} cannot be called, because it needs the arguments {', '.join(needed)}: name a function without "
+            "required arguments that returns the step with its arguments, (step, (state, batch))"
         )
     with one_line_errors(f"{name}() fails"):
         try:
@@ -299,8 +301,8 @@ def _call(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: A
             if isinstance(error, ReportError) or not _FEW_DEVICES.search(message_of(error)):
                 raise
             raise ReportError(
-                f"{name}() fails: {describe_user_error(error)}: name a target with as many devices, such as h100:8 or "
-                "cpu:8"
+                f"{name}() fails, because the target has too few devices: {describe_user_error(error)}: name a "
+                "target with as many devices as the function needs, such as h100:8 or cpu:8"
             ) from error
 
 
@@ -316,7 +318,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 def _read_result(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:
     """Reads the result of a user's function as a program.
 
-    within: whether the function is already the one named by a config.
+    within: whether a config already named this function, so that its result must be a program and not another config.
     """
     from bytescope.memory.program.compilation import is_stage, takes_arguments
 
@@ -373,18 +375,19 @@ def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
         if key not in (*OPTIONS, *OWN_OPTIONS):
             near = did_you_mean(str(key), (*OPTIONS, *OWN_OPTIONS))
             raise ReportError(
-                f"{name} returns the option {key!r}: {near or 'this option does not exist.'} Keyword "
-                "arguments of the step go into {'kwargs': {...}}"
+                f"{name} returns the unknown option {key!r}: {near or 'remove it.'} Keyword arguments of the step "
+                "go into {'kwargs': {...}}"
             )
     if not isinstance(options.get("kwargs", {}), Mapping):
         raise ReportError(
-            f"{name} returns the option 'kwargs' as {_kind(options['kwargs'])}, which is not a dict: return a dict"
+            f"{name} returns the option 'kwargs' as {_kind(options['kwargs'])}, which is not a dict: return a dict of "
+            "keyword arguments"
         )
     return options
 
 
 def _kind(value: Any) -> str:
-    """Returns how error messages call a value: the name of a function, otherwise the type of the object."""
+    """Returns the name of a value for error messages: the name of a function, the type of any other object."""
     if value is None:
         return "None"
     kind = type(value).__name__
