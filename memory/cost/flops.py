@@ -186,15 +186,17 @@ def _unit(equation: Any) -> str:
 
 
 def _dot(equation: Any) -> tuple[int, int]:
-    """Returns the FLOPs of a matrix product, 2 x output elements x contracted elements, and 0 recomputed FLOPs."""
+    """Returns (FLOPs of a matrix product, 0 for recomputed FLOPs). The FLOPs are 2 x output elements x contracted
+    elements.
+    """
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
     return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted), 0
 
 
 def _ragged_dot(equation: Any) -> tuple[int, int]:
-    """Returns the FLOPs of a grouped matrix product, in which each row is multiplied by the matrix of its group: 2 x
-    rows x contracted size x columns.
+    """Returns (FLOPs of a grouped matrix product, 0 for recomputed FLOPs). Each row is multiplied by the matrix of its
+    group, which takes 2 x rows x contracted size x columns.
 
     The left operand has the batch, the rows and the contracted dimensions.
     """
@@ -207,8 +209,8 @@ def _ragged_dot(equation: Any) -> tuple[int, int]:
 
 
 def _convolution(equation: Any) -> tuple[int, int]:
-    """Returns the FLOPs of a convolution: 2 x output elements x input features of a group x window elements. Padding
-    and dilation are not subtracted.
+    """Returns (FLOPs of a convolution, 0 for recomputed FLOPs). The FLOPs are 2 x output elements x input features of
+    a group x window elements. Padding and dilation are not subtracted.
     """
     shape = equation.invars[1].aval.shape
     features_out = equation.params["dimension_numbers"].rhs_spec[0]
@@ -227,13 +229,13 @@ def _attention(equation: Any) -> int:
 
 
 def _attention_forward(equation: Any) -> tuple[int, int]:
-    """Returns the FLOPs of the products Q K^T and P V, which are 4 B L S H K, and 0 recomputed FLOPs."""
+    """Returns (FLOPs of the attention products Q K^T and P V, 0 for recomputed FLOPs). The FLOPs are 4 B L S H K."""
     return 4 * _attention(equation), 0
 
 
 def _attention_backward(equation: Any) -> tuple[int, int]:
-    """Returns (FLOPs of the attention gradient, recomputed FLOPs). The products for dP, dV, dQ and dK take 8 B L S H
-    K, and recomputing Q K^T takes 2 B L S H K (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
+    """Returns (FLOPs of the attention gradient, recomputed FLOPs among them). The products for dP, dV, dQ and dK take
+    8 B L S H K, and recomputing Q K^T takes 2 B L S H K (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
     """
     return 10 * _attention(equation), 2 * _attention(equation)
 

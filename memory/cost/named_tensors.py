@@ -18,7 +18,7 @@ _FORMS = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy", "s
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensor:
-    """A tensor that the program names with `checkpoint_name`. All figures are over all devices.
+    """A tensor that the program names with `checkpoint_name`. Bytes and FLOPs are sums over all devices.
 
     Fields:
         name: the argument of `checkpoint_name`.
@@ -164,7 +164,7 @@ def _cost(variable: Any, makers: dict[Any, Any]) -> int:
     """Returns the FLOPs of the equations that compute `variable` from the nearest named tensors or from the inputs of
     the body.
 
-    The results of a loop or call that contains names count as available, because its names are saved.
+    The results of a loop or call that contains named tensors cost nothing, because its named tensors are saved.
     """
     needed: dict[int, tuple[Any, set]] = {}
     todo = [variable]

@@ -55,7 +55,8 @@ class CompiledSchedule:
 
     Fields:
         steps: the kernels, collectives and copies in order; () if unknown.
-        order: the same schedule with a record for each instruction, before `settle` was applied.
+        order: the schedule as one record per instruction, without the FLOPs that `settle` adds; loop bodies occur
+            once.
         settle: function that adds FLOPs to the kernels whose work the compiled module does not contain.
     """
 
@@ -88,11 +89,14 @@ def read_schedule(
     too many records.
 
     Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, and a conditional
-    counts as its most expensive branch. Library kernels of unknown work (FOREIGN) compute the FLOPs that `flops`
-    counts in their phase and that the module's other kernels do not compute. If the products that their arrays suggest
-    add up to this number, they are these products (TILED if their operands have 8 bits); otherwise they share it in
-    proportion to their bytes. Products of experts (GROUPED) get the part of their rows' FLOPs that `flops` counts,
-    because tiles without rows cost nothing.
+    counts as its most expensive branch.
+
+    FLOPs that the compiled module does not contain are added as follows:
+    - Library kernels of unknown work (FOREIGN) share the FLOPs that `flops` counts in their phase and that no other
+      kernel computes. If the products that the shapes of their arrays suggest add up to these FLOPs, they are these
+      products (TILED if their operands have 8 bits). Otherwise, each kernel gets a share in proportion to its bytes.
+    - Products of experts (GROUPED) get only the part of their rows' FLOPs that `flops` counts, because tiles without
+      rows cost nothing.
 
     Args:
         mesh: names and sizes of the mesh axes (unused, because the module lists groups).

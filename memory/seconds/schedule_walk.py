@@ -104,7 +104,8 @@ def start_seconds(
     the seconds of all iterations.
 
     Args:
-        order: the schedule of one device and one call, with a record for each instruction, before `settle` is applied.
+        order: the schedule of one device and one call as one record per instruction, without the FLOPs that `settle`
+            adds.
         settle: function that adds FLOPs to the kernels whose work the module does not contain
             (`reading.CompiledSchedule`).
     """
