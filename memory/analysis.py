@@ -209,7 +209,9 @@ def _read_program(
             schedule=reading.read_schedule(attribution, placed.mesh, per_host, counted, source.module.devices),
         )
     except RecursionError as error:
-        raise ReportError("the program is nested too deeply to be read: the dump is damaged, write it again") from error
+        raise ReportError(
+            "the program is nested too deeply to be read: the dump is damaged; dump the program again"
+        ) from error
 
 
 def _formula_rows(account: PeakAccount, read: ReadProgram) -> FormulaRows:

@@ -146,7 +146,7 @@ def _assignment(data: bytes, span: Span, program: HloProgram) -> None:
 def _size(value: wire.Value) -> int:
     size = wire.signed(wire.number(value))
     if size < 0:
-        raise WireError(f"the buffer assignment is damaged: a buffer has {size} bytes, but 0 or more are expected")
+        raise WireError(f"the buffer assignment is damaged: a buffer has {size} bytes; dump the program again")
     return size
 
 

@@ -154,7 +154,9 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
         elif field == 93:
             groups = _mesh_axes(data, wire.message(value))
     if not groups and devices > _MAX_DEVICES:
-        raise wire.WireError(f"the program uses {devices} devices, but bytescope supports at most {_MAX_DEVICES}")
+        raise wire.WireError(
+            f"the program uses {devices} devices, but bytescope supports at most {_MAX_DEVICES}: use fewer"
+        )
     return groups or [list(range(devices))]
 
 
@@ -208,7 +210,7 @@ def _iota(data: bytes, span: Span) -> Groups:
     if count * size != len(order):
         raise wire.WireError(
             f"the replica groups of a collective are damaged: {count} groups of {size} devices do not contain "
-            f"{len(order)} devices"
+            f"{len(order)} devices; dump the program again"
         )
     return [order[i * size : (i + 1) * size] for i in range(count)]
 
@@ -237,7 +239,7 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
             if index >= len(sizes):
                 raise wire.WireError(
                     f"the replica groups of a collective are damaged: they use mesh axis {index}, "
-                    f"but the mesh has only {len(sizes)} axes"
+                    f"but the mesh has only {len(sizes)} axes; dump the program again"
                 )
             inner = sizes[index] // (before * size) if size else 0  # a sub-axis varies in the middle of its axis
             place[index] -= place[index] // inner % size * inner if inner else place[index]
@@ -263,7 +265,7 @@ def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
     if count > _MAX_DEVICES or (ids and len(ids) != count):
         raise wire.WireError(
             f"the mesh of a collective is damaged: its {count} devices do not match its device list, "
-            f"or are more than {_MAX_DEVICES}"
+            f"or are more than {_MAX_DEVICES}; dump the program again"
         )
     return sizes, ids or list(range(count))
 
@@ -273,7 +275,8 @@ def _transposed(dims: list[int], order: list[int]) -> list[int]:
     order = order or list(range(len(dims)))
     if math.prod(dims) > _MAX_DEVICES or sorted(order) != list(range(len(dims))):
         raise wire.WireError(
-            f"the device list of a collective is damaged: dimensions {dims} cannot be transposed in the order {order}"
+            f"the device list of a collective is damaged: dimensions {dims} cannot be transposed in the order {order}; "
+            "dump the program again"
         )
     steps = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     out = [0]

@@ -86,7 +86,9 @@ class HloShape:
 def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
     """Parses the ShapeProto at `span` of `data`. Raises WireError if it is damaged."""
     if depth > _MAX_NESTING:
-        raise wire.WireError(f"the program is damaged: a tuple shape is nested more than {_MAX_NESTING} levels deep")
+        raise wire.WireError(
+            f"the program is damaged: a tuple shape is nested more than {_MAX_NESTING} levels deep; dump it again"
+        )
     element, space = 0, 0
     dims: tuple[int, ...] = ()
     parts: list[HloShape] = []
@@ -101,7 +103,7 @@ def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
             space = wire.plain(data, wire.message(value)).get(8, 0)
     if len(dims) > _MAX_RANK:
         raise wire.WireError(
-            f"the program is damaged: an array has {len(dims)} dimensions, but at most {_MAX_RANK} are allowed"
+            f"the program is damaged: an array has {len(dims)} dimensions, the maximum is {_MAX_RANK}; dump it again"
         )
     if element == _TUPLE:
         return HloShape(parts=tuple(parts))

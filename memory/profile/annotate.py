@@ -56,7 +56,7 @@ def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
     out = []
     for field, value in wire.fields(data, (0, len(data))):
         if isinstance(value, int):  # all fields of an XSpace are messages and strings
-            raise WireError("the file is not a profiler trace (an XSpace proto)")
+            raise WireError("the file is not a profiler trace (an XSpace proto): give a *.xplane.pb file")
         body = data[value[0] : value[1]]
         out.append(_field(field, _plane(data, value, body, names) if field == 1 else body))
     return b"".join(out)

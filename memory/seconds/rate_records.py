@@ -255,13 +255,13 @@ def _curve(points: Any) -> Curve:
 
 def _whole(value: Any) -> int:
     if not is_count(value):
-        raise ValueError(f"{value!r:.40} is not a whole number")
+        raise ValueError(f"the rates need a whole number, but have {value!r:.30}")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} is not a string")
+        raise ValueError(f"the rates need a string, but have {value!r:.40}")
     return in_one_line(value)
 
 
