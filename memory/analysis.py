@@ -128,7 +128,7 @@ def report_of(
 
 @dataclasses.dataclass(frozen=True)
 class ReadProgram:
-    """What was read from a compiled module. A report is this with XLA's totals, the target and the formulas added.
+    """The content of a compiled module. A report adds XLA's totals, the target and the formulas to it.
 
     Fields:
         placed: the parsed module with its device mesh.

@@ -70,7 +70,9 @@ class Frame(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata:
-    """JAX's metadata of an instruction: the op_name, and the stack frames of the traced call, innermost first."""
+    """JAX's metadata of an instruction: its op_name, and the stack frames of the Python code that created it,
+    innermost first.
+    """
 
     op_name: str = ""
     frames: tuple[Frame, ...] = ()

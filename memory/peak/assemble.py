@@ -390,8 +390,8 @@ def memory_curve(program: HloProgram, order: Mapping[int, int], color: int = MAI
 
 
 def _trace_color(trace: HeapTrace, program: HloProgram) -> int:
-    """Returns the number of the memory space of a heap trace. It is read from the trace's buffers, because allocations
-    are renumbered after the trace was written.
+    """Returns the number of the memory space that a heap trace simulates. It is taken from the trace's buffers,
+    because allocations are renumbered after the trace was written.
     """
     for _, buffer, _, _ in trace.events:
         if buffer in program.buffers:

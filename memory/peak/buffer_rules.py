@@ -435,8 +435,8 @@ class Logits:
         return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
 
     def _vocabulary(self) -> frozenset[int]:
-        """Returns the sizes of the vocabulary, globally and in one shard, according to the embedding tables and heads
-        among the parameters.
+        """Returns the possible sizes of the vocabulary dimension, of the whole array and of one shard, from the
+        embedding tables and heads among the parameters.
         """
         sizes: set[int] = set()
         arguments, parameters = self.attribution.arguments.by_number, self.module.parameters

@@ -208,9 +208,7 @@ class _Plane:
         return name, stat_value
 
     def programs(self) -> Iterator[tuple[int, tuple[str, bytes]]]:
-        """Yields (program id, (name of the module, serialized HloProto)) of the compiled programs that the plane
-        contains.
-        """
+        """Yields (program id, (module name, serialized HloProto)) for each compiled program in the plane."""
         for key in self.kinds:
             name, _, stats = self.kind(key)
             blob = next((value for value in stats.values() if isinstance(value, tuple)), None)

@@ -218,7 +218,7 @@ class XlaStats:
 
 @dataclasses.dataclass(frozen=True)
 class JudgedProgram(PeakAccount):
-    """The memory of a program with its collectives, its work and the verdict on whether it fits. The rules that find
+    """The memory, the collectives and the work of a program, and the verdict on whether it fits. The rules that find
     problems read this record.
 
     Each field is the JSON key of the same name, which the module's docstring explains.

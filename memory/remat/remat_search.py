@@ -43,7 +43,7 @@ WHOLE = (False, False)
 
 @dataclasses.dataclass
 class _BudgetState:
-    """The progress of the search for one memory budget.
+    """The progress of the search for the best plan within one memory budget.
 
     Fields:
         asked: plans that were compiled for the budget.
@@ -347,8 +347,8 @@ class RematSearch:
         return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
     def _worth_a_check(self, best: CompiledPlan, budget: float) -> bool:
-        """Returns whether it is worth compiling a plan that keeps one tensor more than `best`, because bytes of the
-        budget are left or the prediction has only one point.
+        """Returns whether a plan that keeps one tensor more than `best` should be compiled: if bytes of the budget are
+        left, or if the prediction is based on a single compiled plan.
         """
         return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
 

@@ -157,15 +157,16 @@ def _cells(name: str) -> dict[tuple[str, int], Curve]:
 
 
 def _pair(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tuple[Curve, Curve]:
-    """Returns the rate curves of two ways of attention at the same head dimension, from the first table that has both.
-    Forward ways replace backward ways, because a mask has the same effect on both.
+    """Returns the rate curves of two ways of attention (such as forward with and without mask) at the same head
+    dimension, from the first table that has both. If a table lacks the backward ways, the forward ways are used,
+    because a mask has the same effect on both.
     """
     for table in tables:
         for one, other in ((way, like), (way.replace("backward", "forward"), like.replace("backward", "forward"))):
             for width in (128, 64, 256):
                 if one != other and (one, width) in table and (other, width) in table:
                     return table[one, width], table[other, width]
-    raise KeyError(f"{way} beside {like}")
+    raise KeyError(f"no head dimension has measured attention for both {way} and {like}: add it to achieved.MEASURED")
 
 
 def _of_16_bits(chip: Chip) -> float:

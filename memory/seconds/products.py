@@ -251,8 +251,8 @@ _INTEGERS = ("int", "uint", "bool")
 def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int, int] | None:
     """Returns (m, n, k) of a product of experts; None if the arrays have other shapes.
 
-    It is either the product of rows [m, k] with a matrix for each expert, [e, k, n] or its transpose, to [m, n], or
-    the product of two arrays of rows to [e, m, n].
+    The product is either rows [m, k] times one matrix per expert, [e, k, n] or its transpose, to [m, n], or two arrays
+    of rows that are multiplied to [e, m, n].
     """
     if (len(left), len(right), len(result)) == (2, 3, 2) and left[0] == result[0]:
         return (result[0], result[1], left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None

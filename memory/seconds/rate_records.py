@@ -208,8 +208,8 @@ def _is_curve(points: Any) -> bool:
 
 
 def at(curve: Curve, size: float) -> float:
-    """Returns the rate of a curve at a size. Between points, the interpolation is linear on logarithmic axes. Before
-    the first and after the last point, the rate is constant.
+    """Returns the rate that a curve gives for a size. Between points, the interpolation is linear on logarithmic axes.
+    Outside of the points, the rate is that of the first or the last point.
     """
     place = bisect.bisect_left(curve, (size, 0.0))
     if place == 0:

@@ -168,8 +168,8 @@ def list_cases(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationS
 
 
 def count_links(work: float, rate: float) -> int:
-    """Returns the number of kernel runs in one call for `work` FLOPs or bytes at a rate per second. It is a multiple
-    of `UNROLLED` if it is at least that large.
+    """Returns the number of kernel runs that make one call take about `CALL_SECONDS`. From `UNROLLED` on, it is a
+    multiple of `UNROLLED`. `work` is FLOPs or bytes of a run, and `rate` is FLOPs or bytes per second.
     """
     wanted = min(max(int(CALL_SECONDS * rate / work), MIN_LINKS), MAX_LINKS)
     return wanted if wanted < UNROLLED else wanted - wanted % UNROLLED
