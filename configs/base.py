@@ -24,8 +24,8 @@ def _model() -> ConfigDict:
     """Returns the config group `model`: the architecture.
 
     If `experts` is above 0, the MLP of a block is a mixture of experts (model/experts); dense_layers and moe_every
-    choose the blocks that keep a dense MLP of width d_ff. The coefficients of the auxiliary losses are in the group
-    `loss`. If mlp_chunk is set, no remat policy saves the tensors mlp_norm, gate, up, act and mlp_out.
+    select the blocks that have a dense MLP of width d_ff instead. The coefficients of the auxiliary losses are in the
+    group `loss`. If mlp_chunk is set, no remat policy saves the tensors mlp_norm, gate, up, act and mlp_out.
     """
     model = ConfigDict()
     model.d_model = 256  # width of the residual stream
@@ -120,8 +120,8 @@ def _loss() -> ConfigDict:
 
 
 def _precision() -> ConfigDict:
-    """Returns the config group `precision`: a preset, and dtypes by role (model/precision.py). "" means the dtype of
-    the preset.
+    """Returns the config group `precision`: a preset, and dtypes by role (model/precision.py). An empty dtype means
+    the dtype of the preset.
 
     The presets: bf16 computes in bf16 with float32 master parameters. bf16_grads also stores gradients and a copy of
     the parameters in bf16, which takes 16 bytes per parameter with Adam. fp32_grads is bf16_grads with float32 sums
@@ -200,7 +200,7 @@ def _optimizer() -> ConfigDict:
 
     The best learning rate depends on the optimizer. Relative to adamw, lion needs about a tenth, adagrad ten times,
     and momentum a hundred times or more. muon, adafactor and the other adamw variants need the same as adamw. A fused
-    backward pass does not know the global norm when it updates a layer, so a fused backward pass needs clip_norm=0 or
+    backward pass updates a layer before the global gradient norm is known. It therefore needs clip_norm=0 or
     clip="layer".
     """
     optimizer = ConfigDict()
@@ -261,11 +261,11 @@ def _pipeline() -> ConfigDict:
 
 
 def _xla() -> ConfigDict:
-    """Returns the config group `xla`: options of XLA's GPU compiler (train/parallel/xla_options.py), for GPUs only. ""
-    is XLA's default.
+    """Returns the config group `xla`: options of XLA's GPU compiler (train/parallel/xla_options.py), for GPUs only. An
+    empty value selects XLA's default.
 
     At optimization level O1 and above XLA pipelines collectives and hides their latency. On several GPUs these levels
-    are an error with model.attention=chunked, because XLA (0.10 to 0.12) itself aborts.
+    cannot be combined with model.attention=chunked, because XLA (jaxlib 0.10 to 0.12) aborts.
     """
     xla = ConfigDict()
     xla.optimization_level = ""  # O0 | O1 | O2 | O3: effort that XLA spends on speed

@@ -51,11 +51,14 @@ class Lora:
 
     def __post_init__(self):
         if self.rank < 1:
-            raise ValueError(f"lora.rank={self.rank}: give 1 or more, or 0 for no adapters")
+            raise ValueError(f"lora.rank={self.rank} is out of range: give 1 or more, or 0 for no adapters")
         if not self.targets or set(self.targets) - set(TARGETS) or len(set(self.targets)) < len(self.targets):
-            raise ValueError(f"lora.targets={','.join(self.targets)}: choose some of {', '.join(TARGETS)}, each once")
+            raise ValueError(
+                f"lora.targets={','.join(self.targets)} has an unknown or repeated name: choose some of "
+                f"{', '.join(TARGETS)}, each once"
+            )
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"lora.dropout={self.dropout}: give a probability from 0 to below 1")
+            raise ValueError(f"lora.dropout={self.dropout} is out of range: give a probability from 0 to below 1")
 
     @property
     def scale(self) -> float:

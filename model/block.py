@@ -25,11 +25,11 @@ KINDS = {"gqa": Attention, "mla": LatentAttention}
 
 
 class Block(nnx.Module):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)). With `config.post_norms` each branch is normed again
-    before it is added.
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)). With `config.post_norms` the output of each branch is
+    normalized before it is added.
 
     `routed`: True to use experts instead of the MLP. Shared experts, which every token visits, are then one MLP,
-    `shared`. `pooled`: True to record `Load.shares`.
+    `shared`. `pooled`: True to record `Load.shares`, which a balance loss over all layers needs.
     """
 
     def __init__(

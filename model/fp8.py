@@ -136,9 +136,10 @@ class Linear:
       spec: the einsum of each product, "activation,weight->out". Contracted letters end the activation and begin the
         weight.
       weights: the logical axes of each weight.
-      kept, within, back: logical axes of the saved activation, of the multiplied activation, and of its gradient.
+      kept: logical axes of the activation as it is saved. within: its axes as it is multiplied. back: the axes of its
+        gradient.
       name: checkpoint name of the quantized activation. "" saves the activation unquantized, if it is saved anyway.
-      outs: names of the products.
+      outs: names of the products, one per weight.
       regather: True if weights are passed as stored. They are then gathered and cast in the forward and again in the
         backward pass.
       product: name of the fp8 product, a row of PRODUCTS.
@@ -188,8 +189,8 @@ def _keep(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _axes(how: Linear, kept: tuple[jax.Array, ...]) -> tuple[Axes, ...]:
-    """Returns the logical axes that the saved values have when they are multiplied, and those of their scales if there
-    are any."""
+    """Returns the logical axes of the saved activation when it is multiplied. If it is quantized, also returns the
+    logical axes of its scales."""
     return (how.within, how.within[:3])[: len(kept)]
 
 

@@ -354,6 +354,6 @@ def dropout(x: jax.Array, key_B: jax.Array | None, rate: float, mask_name: str) 
 
 
 def fold(key_B: jax.Array | None, salt: int | jax.Array) -> jax.Array | None:
-    """Derives dropout keys [B] for one layer, or one use in a layer, from the keys of the sequences. `salt` is its
-    number. Returns None if `key_B` is None."""
+    """Derives dropout keys [B] for one layer, or for one use in a layer, from the keys of the sequences. `salt`: the
+    number of the layer or use. Returns None if `key_B` is None."""
     return None if key_B is None else jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_B)

@@ -158,10 +158,10 @@ class ModelConfig(ModelKeys):
     def __post_init__(self):
         for name in POSITIVE:
             if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)}: give 1 or more")
+                raise ValueError(f"model.{name}={getattr(self, name)} is too small: give 1 or more")
         for name in NOT_NEGATIVE:
             if getattr(self, name) < 0:
-                raise ValueError(f"model.{name}={getattr(self, name)}: give 0 or more")
+                raise ValueError(f"model.{name}={getattr(self, name)} is too small: give 0 or more")
         if self.experts:
             self._check_experts()
         if self.attention_kind == "mla":
@@ -173,42 +173,46 @@ class ModelConfig(ModelKeys):
             )
         if self.unroll > 1 and not self.scan:
             raise ValueError(
-                f"model.unroll={self.unroll} with model.scan=false, which has no loop over layers: set "
-                "model.scan=true, or model.unroll=1"
+                f"model.unroll={self.unroll} cannot be combined with model.scan=false, which has no loop "
+                "over layers: set model.scan=true, or model.unroll=1"
             )
         if self.mlp_chunk < 0:
-            raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for no tiles")
+            raise ValueError(
+                f"model.mlp_chunk={self.mlp_chunk} is negative: give a number of positions, or 0 for no tiles"
+            )
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout={self.dropout}: give a probability from 0 to below 1")
+            raise ValueError(f"model.dropout={self.dropout} is out of range: give a probability from 0 to below 1")
         if self.position == "rope" and self.d_head % 2 and self.attention_kind != "mla":
             raise ValueError(
                 f"model.d_head={self.d_head} is odd: rotary positions rotate pairs of dimensions, give an even width"
             )
-        local = f"model.rope_local_theta={self.rope_local_theta} with"
+        local = f"model.rope_local_theta={self.rope_local_theta} cannot be combined with"
         if bool(self.rope_local_theta) != bool(self.global_every):
             raise ValueError(
-                f"{local} model.global_every={self.global_every}: rope_local_theta is the rotary base of local "
-                "layers, "
-                "and global_every selects the layers that are not local; set both, or 0 for both"
+                f"{local} model.global_every={self.global_every}, because rope_local_theta is the rotary base "
+                "of local layers, and global_every selects the layers that are not local: set both, or 0 for both"
             )
         if self.rope_local_theta and self.position != "rope":
             raise ValueError(
-                f"{local} model.position={self.position}: rope_local_theta is a base of rotary positions; set "
-                "model.position=rope, or model.rope_local_theta and model.global_every to 0"
+                f"{local} model.position={self.position}, because rope_local_theta is a base of rotary "
+                "positions: set model.position=rope, or model.rope_local_theta and model.global_every to 0"
             )
         numbers = [value for value in self.rope_scaling if isinstance(value, int | float) and 0 < value < math.inf]
         if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 1, 4, 5):
             raise ValueError(
-                f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, or positive numbers: "
+                f"model.rope_scaling={','.join(map(str, self.rope_scaling))} is not valid: give nothing, or "
+                "positive numbers in one of three forms: "
                 "factor (linear), factor,low_frequency_factor,high_frequency_factor,original_positions (Llama 3.1), or "
                 "factor,beta_fast,beta_slow,original_positions,attention_factor (YaRN)"
             )
         if len(numbers) == 5 and self.rope_theta <= 1:
-            raise ValueError(f"model.rope_theta={self.rope_theta} with YaRN's model.rope_scaling: give a base above 1")
+            raise ValueError(
+                f"model.rope_theta={self.rope_theta} is too small for YaRN's model.rope_scaling: give a base above 1"
+            )
         if self.rope_local_theta and len(numbers) == 5:
             raise ValueError(
-                f"{local} YaRN's model.rope_scaling: YaRN's attention factor is not applied in "
-                "local layers; set model.rope_scaling=n for linear scaling, or set model.rope_local_theta and "
+                f"{local} YaRN's model.rope_scaling, because YaRN's attention factor is not applied in "
+                "local layers: set model.rope_scaling=n for linear scaling, or set model.rope_local_theta and "
                 "model.global_every to 0"
             )
 
@@ -218,18 +222,18 @@ class ModelConfig(ModelKeys):
         for name in ("bias", "qkv_bias", "qk_norm"):
             if getattr(self, name):
                 raise ValueError(
-                    f"model.{name}=true with {kind}: queries and keys come from normed latents, without "
-                    f"biases; set model.{name}=false, or model.attention_kind=gqa"
+                    f"model.{name}=true cannot be combined with {kind}, whose queries and keys come from "
+                    f"normalized latents without biases: set model.{name}=false, or model.attention_kind=gqa"
                 )
         if self.n_kv_heads != self.n_heads:
             raise ValueError(
-                f"model.n_kv_heads={self.n_kv_heads} with {kind}: the latent gives every head its own "
-                f"keys; set model.n_kv_heads={self.n_heads}, the same number as model.n_heads"
+                f"model.n_kv_heads={self.n_kv_heads} cannot be combined with {kind}, whose heads each have their own "
+                f"keys: set model.n_kv_heads={self.n_heads}, the same number as model.n_heads"
             )
         if self.position != "rope":
             raise ValueError(
-                f"model.position={self.position} with {kind}: latent attention needs rotary "
-                "positions; set model.position=rope"
+                f"model.position={self.position} cannot be combined with {kind}, which needs rotary "
+                "positions: set model.position=rope"
             )
         if self.mla_d_rope % 2:
             raise ValueError(
@@ -246,14 +250,14 @@ class ModelConfig(ModelKeys):
             )
         if not self.expert_layers:
             raise ValueError(
-                f"model.experts={self.experts} with model.dense_layers={self.dense_layers} and "
-                f"model.moe_every={self.moe_every}: none of the {self.n_layers} layers (model.n_layers) has experts; "
-                "lower dense_layers or moe_every, or set model.experts=0"
+                f"model.experts={self.experts} cannot be combined with model.dense_layers={self.dense_layers} and "
+                f"model.moe_every={self.moe_every}, because none of the {self.n_layers} layers (model.n_layers) has "
+                "experts: lower dense_layers or moe_every, or set model.experts=0"
             )
         if self.bias:
             raise ValueError(
-                "model.bias=true with model.experts: experts have no biases; set model.bias=false, or "
-                "model.qkv_bias=true for biases of queries, keys and values only"
+                "model.bias=true cannot be combined with model.experts, because experts have no biases: set "
+                "model.bias=false, or model.qkv_bias=true for biases of queries, keys and values only"
             )
         if self.experts % self.router_groups:
             raise ValueError(
@@ -273,6 +277,7 @@ class ModelConfig(ModelKeys):
             )
         if self.mlp_chunk:
             raise ValueError(
-                f"model.mlp_chunk={self.mlp_chunk} with model.experts={self.experts}: experts process the "
-                "rows of a whole micro-batch; set model.mlp_chunk=0, and a smaller batch.micro to save memory"
+                f"model.mlp_chunk={self.mlp_chunk} cannot be combined with model.experts={self.experts}, because "
+                "experts process the rows of a whole micro-batch: set model.mlp_chunk=0, "
+                "and a smaller batch.micro to save memory"
             )

@@ -65,12 +65,11 @@ def _sum_others(place: Placement, axes: Axes, dy_D: jax.Array) -> jax.Array:
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) of the last dimension, computed in
-    `precision.norm`.
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last axis, computed in `precision.norm`.
 
     Args:
-      width: name of the `config` field with the size of the normed dimension. If it is not `d_model`, the norm is
-        always RMSNorm.
+      width: name of the `config` field with the size of the last axis. If it is not `d_model`, the norm is always
+        RMSNorm.
       axes: logical axes of the input.
       axis: logical axis of the scale; "" means the value of `width`.
     """
@@ -92,7 +91,7 @@ class Norm(nnx.Module):
         self.bias = param(None, (size,), (width,), precision.param) if self.center and config.bias else None
 
     def __call__(self, x_D: jax.Array) -> jax.Array:
-        """Returns the norm of `x_D` [..., D] in the compute dtype."""
+        """Returns `x_D` [..., D] normalized over its last axis, in the compute dtype."""
         with jax.named_scope("norm"):
             y_D = x_D.astype(self.precision.norm)
             if self.center:

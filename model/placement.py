@@ -98,7 +98,8 @@ class Placement:
     equally.
     """
 
-    # : Dtype in which gradients are summed over devices and stored; None for the dtype of each product.
+    # : Dtype in which gradients are summed over devices and stored; None for the dtype of the matrix product that
+    # : computes a gradient.
     reduce: DTypeLike | None = None
 
     @property

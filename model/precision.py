@@ -23,8 +23,8 @@ class Precision:
     Fields:
       param: parameters between steps. The optimizer updates them in float32 for any stored dtype.
       compute: matrix products and activations.
-      norm: norms.
-      logits: the stored logits, which are summed in float32.
+      norm: the computation of RMSNorm or LayerNorm.
+      logits: the stored logits. Sums over logits are float32.
       reduce: gradients between the backward pass and the update, and thus the dtype that devices send. None means the
         dtype of the matrix product that computes the gradient.
       accumulator: the sum of gradients over micro-batches.
@@ -65,7 +65,9 @@ class Precision:
         precision = dataclasses.replace(PRECISIONS[values["preset"]], **chosen)
         for wrong, remedy in CLASHES:
             if wrong(precision):
-                raise ValueError(f"precision.preset={values['preset']} with {precision.describe()}: {remedy}")
+                raise ValueError(
+                    f"precision.preset={values['preset']} cannot be combined with {precision.describe()}: {remedy}"
+                )
         return precision
 
     def describe(self) -> str:
@@ -113,7 +115,8 @@ def _bytes(dtype: DTypeLike) -> int:
 CLASHES = (
     (
         lambda p: p.rounding == "stochastic" and p.param != BF16,
-        "stochastic rounding is to bfloat16 only; set precision.param=bfloat16 or precision.rounding=nearest",
+        "stochastic rounding works only for bfloat16 parameters; set precision.param=bfloat16 or "
+        "precision.rounding=nearest",
     ),
     (lambda p: p.copied and p.param == p.compute, "param and compute are the same dtype; set precision.cast=layer"),
     (
@@ -126,7 +129,7 @@ CLASHES = (
 
 def _choose(role: str, value: Any, table: Mapping[str, Any]) -> Any:
     if value not in table:
-        raise ValueError(f"precision.{role}={value!r}: choose one of {', '.join(table)}")
+        raise ValueError(f"precision.{role}={value!r} is unknown: choose one of {', '.join(table)}")
     return table[value]
 
 

@@ -116,8 +116,8 @@ class Transformer(nnx.Module):
     def hidden(
         self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None, segments_BL: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the normed output of the last block, [B, L, D] in the compute dtype. Arguments and errors as for
-        `hidden_and_load`."""
+        """Returns the output of the last block after the final norm, [B, L, D] in the compute dtype. For arguments and
+        errors see `hidden_and_load`."""
         return self.hidden_and_load(tokens_BL, dropout_key_B, segments_BL)[0]
 
     def hidden_and_load(
@@ -127,8 +127,8 @@ class Transformer(nnx.Module):
         segments_BL: jax.Array | None = None,
         real_BL: jax.Array | None = None,
     ) -> tuple[jax.Array, Load | None]:
-        """Returns the normed output of the last block, [B, L, D] in the compute dtype, and the router statistics of
-        all layers.
+        """Returns the output of the last block after the final norm, [B, L, D] in the compute dtype, and the router
+        statistics of all layers.
 
         The router statistics are stacked over the layers that have experts; None for a model without experts.
 
@@ -165,7 +165,7 @@ class Transformer(nnx.Module):
         return Packed.from_ids(segments_BL, real_BL, self.place)
 
     def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
-        """Returns the input of the first block, [B, L, D] in the compute dtype. Arguments and errors as for
+        """Returns the input of the first block, [B, L, D] in the compute dtype. For arguments and errors see
         `hidden_and_load`."""
         config = self.config
         if tokens_BL.shape[1] > config.max_seq_len:
@@ -196,7 +196,7 @@ class Transformer(nnx.Module):
         return min(max(self.config.unroll, self.ahead), (segment.stop - segment.start) // segment.groups)
 
     def finish(self, x_BLD: jax.Array) -> jax.Array:
-        """Returns the normed output of the last block, [B, L, D] in the compute dtype."""
+        """Applies the final norm to the output of the last block, [B, L, D] in the compute dtype."""
         with jax.named_scope("final_norm"):
             x_BLD = self.place(self.final_norm(x_BLD), ("batch", "length", None))
             return tag(x_BLD, "final_norm")

@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         """Raises argparse.ArgumentError if a value is not one of the choices of its flag."""
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(
-                action, f"{value!r} is not a known value: {remedy_for(str(value), map(str, action.choices))}"
+                action, f"{value!r} is not an allowed value: {remedy_for(str(value), map(str, action.choices))}"
             )
 
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=SECONDS,
         help=f"approximate duration in seconds (default: {SECONDS:g}). On a busy machine the measurement may take "
-        "longer, by a quarter or by 30 s. A short duration measures only the rates that predictions require",
+        "up to 1.25 times S, or 30 s if that is more. A small S measures only the rates that predictions require",
     )
 
 

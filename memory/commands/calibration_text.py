@@ -103,7 +103,8 @@ def _thin(calibration: Calibration) -> Iterator[Any]:
 
 
 def _order(sample: Sample) -> tuple:
-    """Returns the key by which the table's rows are sorted: part of the calibration, then kernel, then size."""
+    """Returns the sort key of a sample's row in the table: first the part of the calibration, then the kernel, then
+    the size."""
     return (
         PARTS.index(sample.part),
         tuple((str(part), 0) if isinstance(part, str) else ("", part) for part in sample.key),
@@ -165,7 +166,8 @@ def _time(value: float) -> str:
 
 
 def _by_cubes(sample: Sample, rates: DeviceRates) -> str:
-    """Returns the time predicted for a pair of thin matrix products, using rates measured on square products."""
+    """Returns the predicted time of a pair of thin matrix products as text. The prediction uses the rates of square
+    products."""
     unit, m, k, n = sample.key
     dtype, operand_bytes = _OPERANDS[unit]
     pair = (

@@ -95,7 +95,9 @@ def compare(
     if interrupted:
         return INTERRUPTED
     if not any(row.ok for row in rows):
-        raise ReportError(f"no combination of the grid compiled; the first one failed: {rows[0].status}")
+        raise ReportError(
+            f"no combination of the grid could be compiled: fix the error of the first one: {rows[0].status}"
+        )
     return 0
 
 

@@ -13,7 +13,8 @@ from bytescope.memory.seconds import step_prediction
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `bytescope trace`: the trace, the report to compare with, and the output files."""
+    """Adds the arguments of `bytescope trace`: the trace, the report whose prediction is compared, and the output
+    files."""
     parser.add_argument(
         "trace",
         metavar="DIR",
@@ -28,18 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "writes as memory.json",
     )
     add_rates(parser)
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write where the time went as JSON")
+    parser.add_argument(
+        "--json", metavar="FILE", type=user_path, help="write the time of each operation category as JSON"
+    )
     parser.add_argument(
         "--html",
         metavar="FILE",
         type=user_path,
-        help="write where the time went as a page that opens offline: phases, components, host, longest operations",
+        help="write the traced times as a page that opens offline: phases, components, host, longest operations",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope trace`: prints where the traced time went, without starting jax, and writes the requested
-    files."""
+    """Runs `bytescope trace`: prints the traced time of each operation category and writes the requested files. jax is
+    not started."""
     check_files(args)
     measured = breakdown.find(xplane.read(xplane.find(args.trace)))
     report = report_record.load(args.report) if args.report else None
@@ -63,14 +66,15 @@ def _name(trace: str) -> str:
 
 
 def prediction(report: report_record.ReportRecord) -> dict | None:
-    """Returns the predicted time of one call of the step; None if there is neither a prediction nor a lower bound.
+    """Returns the predicted time of one call of the step as a dict; None if there is neither a prediction nor a lower
+    bound.
 
-    Keys, each None if unknown: `seconds`, `low` and `high`, the predicted seconds and the ends of their interval;
-    `rates`, the source of the device rates; `at_least`, a lower bound in seconds from the data sheet; `bound`, the
-    source of the bound.
+    The keys `seconds`, `low` and `high` are the predicted seconds and the ends of their interval. `rates` is the
+    source of the device rates. `at_least` is a lower bound in seconds from the data sheet, and `bound` is its source.
+    Unknown values are None.
 
-    The time is predicted again with the device rates in use. If no rates are known for the target, the prediction
-    stored in the report is returned.
+    The time is predicted again with the device rates that are in use now. If the target has no known rates, the
+    prediction stored in the report is returned.
     """
     predicted = step_prediction.predict_report(report) or step_prediction.StepPrediction.stated(report)
     bound = step_prediction.bound({"work": report.work, "target": report.target})
@@ -96,7 +100,7 @@ _PREDICTED = {
 
 
 def to_json(measured: breakdown.Breakdown, predicted: dict | None) -> dict:
-    """Returns where the traced time went as JSON values, with the predicted seconds per update, their interval and
-    their lower bound. Unknown values are null."""
+    """Returns the traced times as JSON values, with the predicted seconds per update, their interval and their lower
+    bound. Unknown values are null."""
     once = {key: (predicted or {}).get(name) for key, name in _PREDICTED.items()}
     return {**measured.to_json(), **{key: value and value * measured.calls for key, value in once.items()}}

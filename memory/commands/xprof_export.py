@@ -95,8 +95,8 @@ def _comments(report: ReportRecord) -> list[str]:
 
 
 class _Table:
-    """The strings, functions and stack frames of a pprof profile. Each is stored once; samples refer to it by
-    number."""
+    """The strings, functions and stack frames of a pprof profile. Each is stored once, and samples refer to it by its
+    index or id."""
 
     def __init__(self) -> None:
         self.strings: dict[str, int] = {"": 0}  # pprof requires the empty string first

@@ -39,7 +39,8 @@ def safe(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Makes a text safe to print, as `safe` does, and replaces its line ends with spaces. Used for names in tables."""
+    """Replaces the line ends of a text with spaces, and the characters that `safe` replaces. Returns the text, for a
+    cell of a table."""
     return safe(" ".join(text.splitlines()) if "\n" in text or "\r" in text else text)
 
 

@@ -84,8 +84,8 @@ class PageTable(NamedTuple):
 class BreakdownPart(NamedTuple):
     """A category of the memory breakdown, drawn as a part of a bar.
 
-    row: its key, such as "params". name: its display name. bytes: its size. share: percent of the total. width:
-    percent of the bar.
+    row: the key of the category, such as "params". name: its display name. bytes: its size. share: its percentage of
+    the total. width: the percentage of the bar's length that it takes.
     """
 
     row: str
@@ -128,8 +128,8 @@ def title(config: str, target: Mapping[str, Any], what: str) -> str:
 
 
 def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
-    """Returns the header lines of a page that compares programs: the batch and remat policy if all rows have the same,
-    and the command-line flags that set config keys."""
+    """Returns the header lines of a page that compares programs: the batch and the remat policy, if they are equal in
+    all rows, and the command-line flags that set config keys."""
     batches, policies = ({row.get(key) for row in rows if row.get(key)} for key in ("batch", "policy"))
     tokens = sorted({row["tokens_per_update"] for row in rows if row.get("tokens_per_update")})
     out = [f"batch: {batches.pop()}"] if len(batches) == 1 else []
@@ -259,7 +259,7 @@ def size(count: int | None) -> Cell:
 def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[BreakdownPart]:
     """Returns the categories of a memory breakdown that have bytes, in the order of `ROWS`.
 
-    total: bytes of all categories. scale: bytes that the whole bar stands for (default: the total).
+    total: bytes of all categories. scale: bytes that the full length of the bar represents (default: the total).
     """
     sizes = [(row, breakdown.get(row, 0)) for row in ROWS]
     total = max(total, 1)

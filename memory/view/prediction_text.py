@@ -52,8 +52,8 @@ def spent(report: ReportRecord) -> str:
 
 
 def unit(seconds: float) -> tuple[str, float]:
-    """Returns (name, seconds) of the unit in which a time is shown. Times below a tenth of a second get a smaller
-    unit."""
+    """Returns (name, seconds) of the unit in which a time is shown. Times below a tenth of a second are shown in a
+    unit smaller than seconds."""
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale / 10), _UNITS[-1])
 
 

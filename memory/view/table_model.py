@@ -34,7 +34,8 @@ class ValueKind(NamedTuple):
         css: CSS class of the cells on a page: "num" (right-aligned) or "text" (left-aligned).
         terminal, page: functions from (value, digits) to the text on a terminal and on a page.
         digits: number of digits for columns that set none.
-        in_unit: format of a value in the unit of its table, used for bytes on the terminal; "" for other kinds.
+        in_unit: number format for bytes on the terminal, where all bytes of a table have the same unit; "" for other
+          kinds.
     """
 
     column: str

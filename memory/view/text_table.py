@@ -192,8 +192,8 @@ class FigureTable:
         return [(block, under if block is blocks[-1] else []) for block in blocks]
 
     def _shrunk(self, natural: dict[int, int], width: int, gap: int) -> dict[int, int]:
-        """Returns column widths that make a line fit. First columns of sentences, then columns of names are made
-        narrower. The line may still be too long if no column can be made narrower."""
+        """Returns column widths with which a line fits. Columns of sentences are made narrower first, then columns of
+        names. The line stays too long if no column can be made narrower."""
         out, floors = dict(natural), {at: self._min_width(at) for at in natural}
         for sentences in (True, False):
             able = [at for at in out if self.columns[at].min_width is not None and self.columns[at].under is sentences]

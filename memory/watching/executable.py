@@ -26,7 +26,7 @@ StaticValues = tuple[tuple[tuple[int, Any], ...], tuple[tuple[str, Any], ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Statics:
-    """Which arguments of a step are static.
+    """The static arguments of a step, by index and by name.
 
     numbers: indices of positional arguments. names: names of keyword arguments.
     """
@@ -122,8 +122,8 @@ def compile(
     roles = checked_roles(roles)
     if not takes_arguments(step):
         raise ReportError(
-            f"{type_phrase(step)} is not a step: memory.compile(step, *arguments) takes a function, "
-            "plain or jitted; use memory.analyze for other programs"
+            f"{type_phrase(step)} is not a step: give memory.compile(step, *arguments) a function, plain or jitted, "
+            "or use memory.analyze for other programs"
         )
     compilation, judged, executable = compile_jitted(as_jitted(step, options), args, kwargs or {}, target)
     report = report_of(compilation, target=judged, config=config, facts=facts, roles=roles, names=names, seconds=True)
@@ -154,8 +154,8 @@ def compile_jitted(
     kwargs: Mapping[str, Any],
     target: Target | str | None = None,
 ) -> tuple[Compilation, Target | None, Executable]:
-    """Compiles a jitted step for its arguments. Returns (compilation, target, executable). The program is compared
-    with the target's memory."""
+    """Compiles a jitted step for its arguments. Returns (compilation, target whose memory limits the program,
+    executable)."""
     if target is not None and is_wrapper(jitted) and (args or kwargs):  # retargeted as in `memory.analyze`
         compilation, judged = compiled_for(jitted, args, kwargs, target=target)
         if not compilation.local:

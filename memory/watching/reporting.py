@@ -45,7 +45,7 @@ class StepReporter:
         self._before: live.LiveMemory | None = None
 
     def report_unwatched(self, error: Exception) -> None:
-        """Prints the reason why a step cannot be watched and is called as usual."""
+        """Prints the reason why a step cannot be watched. The step is called as usual."""
         why = in_one_line(str(error))
         more = "..." if len(why) > _MAX_ERROR else ""
         self._print_once(f"{self.name} is called without a watch: {type(error).__name__}: {why[:_MAX_ERROR]}{more}")

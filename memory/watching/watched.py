@@ -325,7 +325,7 @@ def watch(
     if step is None:
         return decorate
     if not callable(step):
-        raise ReportError(f"{type_phrase(step)} is not a step: memory.watch(step) takes a function, plain or jitted")
+        raise ReportError(f"{type_phrase(step)} is not a step: give memory.watch(step) a function, plain or jitted")
     return decorate(step)
 
 

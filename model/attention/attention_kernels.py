@@ -30,8 +30,8 @@ from bytescope.model.precision import Precision
 
 @jax.custom_vjp
 def causal_softmax(scores_BGRLS: jax.Array, like: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
-    """Returns the softmax over the last axis, computed in the scores' dtype and returned in `like`'s dtype. Keys after
-    the query and keys of another segment are masked.
+    """Returns the softmax over the last axis, computed in the dtype of the scores and cast to the dtype of `like`.
+    Keys after the query, and keys of another segment, get probability 0.
 
     Its only residual is the result, which is tagged `probs`. `jax.nn.softmax` has a residual inside its own function,
     which no remat policy can select by name.
@@ -182,8 +182,8 @@ CUDNN_FROM = (8, 0)
 
 
 def platform_of(device: jax.Device) -> str:
-    """Returns the platform name for `choose_kernel`: the GPU's name if the GPU is older than CUDNN_FROM, else the
-    platform of the device, such as "cuda"."""
+    """Returns the platform name for `choose_kernel`: the platform of the device, such as "cuda", or the name of the
+    GPU if it is too old to run cuDNN's FlashAttention."""
     nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if device.platform in ("gpu", "cuda") and nvidia and tuple(map(int, nvidia.groups())) < CUDNN_FROM:
         return device.device_kind
@@ -232,7 +232,9 @@ def choose_kernel(
     """
     if config.attention != "auto":
         if config.attention not in KERNELS:
-            raise ValueError(f"model.attention={config.attention!r}: choose one of auto, {', '.join(KERNELS)}")
+            raise ValueError(
+                f"model.attention={config.attention!r} is unknown: choose one of auto, {', '.join(KERNELS)}"
+            )
         if reason := KERNELS[config.attention].refuses(config, precision, platform):
             raise ValueError(f"model.attention={config.attention} cannot run here: {reason}")
         if config.attention == "cudnn" and packed and seq_len % 2:

@@ -41,7 +41,7 @@ class Scoring:
 
     Fields:
       scale: the factor; 0 means 1/sqrt(width of a head).
-      cap: bound of the absolute scores (soft cap of Gemma 2, arXiv 2408.00118), 0 means no bound.
+      cap: maximum absolute value of the scores (soft cap of Gemma 2, arXiv 2408.00118), 0 for no maximum.
     """
 
     scale: float = 0.0
@@ -97,8 +97,8 @@ def triangle(n: int) -> Pairs:
 
 
 def causal(chunk: int) -> Mask:
-    """Returns the causal mask for pairs of blocks of `chunk` positions. In a pair of a query block with an earlier key
-    block all scores count; in a block's pair with itself, the scores up to the diagonal."""
+    """Returns the causal mask for pairs of blocks of `chunk` positions. If the key block is before the query block, no
+    score is masked. If both blocks have the same positions, scores above the diagonal are masked."""
     return lambda i, j: jnp.tril(jnp.ones((chunk, chunk), bool)) | (j < i)
 
 
@@ -138,7 +138,7 @@ def _bound(q: jax.Array, pairs: Pairs, ids: Ids | None, sums: jax.Array) -> tupl
 def start(q: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the initial values of the online softmax for query blocks `q`, float32.
 
-    The results are the sums of weighted values [n, B, G, R, c, width], and the maximum scores and the denominators,
+    The results are the weighted sums of values [n, B, G, R, c, width], and the maximum scores and the denominators,
     both [n, B, G, R, c].
     """
     rows = q.shape[:-1]
@@ -188,8 +188,8 @@ def finish(sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
 
 
 def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Array:
-    """Returns for each query the sum of dP * P over the keys (P: probabilities), [B, L, H] float32. It is computed
-    from the attention output instead of the probabilities."""
+    """Returns for each query the sum of dP * P over the keys, [B, L, H] float32. P are the probabilities and dP their
+    gradient. It is computed from the attention output instead of the probabilities."""
     return jnp.einsum("blhk,blhk->blh", d_context_BLHK, context_BLHK, preferred_element_type=jnp.float32)
 
 
@@ -206,7 +206,7 @@ def add_gradients(
     ids: Ids | None = None,
     scoring: Scoring = PLAIN,
 ):
-    """Adds the gradients from block `pairs` to `sums`, the float32 gradients (dq, d_keys).
+    """Computes the gradients of the block pairs `pairs` and adds them to `sums`, the float32 gradients (dq, d_keys).
 
     Args:
       write: (d_keys, block index, (dk, dv)) -> d_keys with the gradients of that block added, [B, G, c, K] float32

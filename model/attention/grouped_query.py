@@ -104,8 +104,8 @@ class Attention(nnx.Module):
         return self.inputs(x_BTD, packed)
 
     def from_cache(self, context_BTHV: jax.Array) -> jax.Array:
-        """Converts the kernel's context over cached keys and values to the context of the heads. Here the two are the
-        same."""
+        """Returns the context of the heads, [B, T, H, V], from the kernel's context over the cache. With grouped-query
+        attention the two are equal."""
         return context_BTHV
 
     def _rotation(self, width: int) -> tuple[Callable[..., jax.Array], jax.Array]:

@@ -90,13 +90,14 @@ class _Rank:
 
     @property
     def own(self):
-        """Returns the block pairs and the mask for the rank's own keys: one causal triangle over its blocks in
-        order."""
+        """Returns the block pairs and the mask for the rank's own keys. The pairs are on or below the diagonal of the
+        rank's blocks."""
         return triangle(2 * self.m), self.mask(causal(self.c))
 
     def passing(self, hops):
         """Returns the block pairs and the mask for keys from the rank `hops` ranks back in the ring. They cover two
-        pairs of chunks: the late queries with the early keys, and one more, which depends on the ranks."""
+        pairs of chunks: the queries of the later chunk with the keys of the earlier chunk, and a second pair, which
+        depends on the two ranks."""
         i, j = (x.reshape(-1) for x in jnp.indices((self.m, self.m), jnp.int32))
         from_earlier = hops <= jax.lax.axis_index(self.ring.axis)
         shift = jnp.where(from_earlier, 0, self.m).astype(jnp.int32)

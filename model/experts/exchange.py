@@ -40,8 +40,8 @@ class Exchange:
 
 
 def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
-    """Returns the maximum number of expert rows of a device: `factor` times the mean. If factor is 0, all rows that
-    can arrive have room."""
+    """Returns the maximum number of expert rows of a device: `factor` times the mean. If `factor` is 0, it is the
+    number of rows that arrive if all tokens choose this device."""
     max_rows = tokens * peers.size * min(k, experts // peers.size)
     return min(int(factor * tokens * k), max_rows) if factor else max_rows
 

@@ -223,7 +223,7 @@ def choose_moe_kernel(config: ModelConfig, platform: str) -> tuple[str, str]:
     on_gpu = platform in ("gpu", "cuda")
     asked = config.moe_kernel
     if asked not in MOE_KERNELS:
-        raise ValueError(f"model.moe_kernel={asked!r}: choose one of {', '.join(MOE_KERNELS)}")
+        raise ValueError(f"model.moe_kernel={asked!r} is unknown: choose one of {', '.join(MOE_KERNELS)}")
     if asked == "auto":
         if on_gpu:
             return "grouped", "drops no row and needs the least memory"

@@ -32,7 +32,7 @@ class Load:
 
     Fields:
       counts: [E], the number of choices of each expert, dropped choices included.
-      dropped: the number of choices that found no slot or row.
+      dropped: the number of choices that were dropped because their expert had no free slot or row.
       entropy: the entropy of a token's scores over the experts, in nats, mean over tokens.
       balance: the load-balance loss of Switch (arXiv 2101.03961) with k choices: E times the sum over experts of
         (fraction of the choices x mean score). It is 1 if balanced, and at most E.
@@ -52,9 +52,9 @@ class Experts(nnx.Module):
     """Mixture of experts: a router chooses for each token the experts, each an MLP, whose outputs are summed. [B, L,
     D] to [B, L, D].
 
-    The table EXCHANGES has the ways to move tokens to the devices of their experts, and KERNELS the matrix products.
-    The router's weights multiply the input of the down projection, so that the gradient does not need the projection's
-    output. `pooled`: True to record `Load.shares`.
+    The table EXCHANGES lists the ways to move tokens to the devices of their experts, and the table KERNELS lists the
+    kernels for the matrix products. The router's weights multiply the input of the down projection, so that the
+    gradient does not need the projection's output. `pooled`: True to record `Load.shares`.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: ja
 
 def choice_shares(counts_NE: jax.Array) -> jax.Array:
     """Returns for each expert its fraction (0 to 1) of the choices of its layer, [..., E]. Fractions are 0 in layers
-    that saw no token."""
+    that received no token."""
     return counts_NE / jnp.maximum(counts_NE.sum(-1, keepdims=True), 1.0)
 
 

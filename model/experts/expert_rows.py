@@ -25,8 +25,8 @@ class Shape:
     Fields:
       experts: number of experts on the device.
       rows: X, the number of rows, padding included.
-      tile: rows of a tile.
-      slots: rows of each expert in the slot layout, 0 in the tile layout.
+      tile: number of rows of a tile.
+      slots: number of rows of each expert in the slot layout, 0 in the tile layout.
       filled: number of rows that hold tokens if the experts are balanced; 0 if all rows do.
     """
 
@@ -95,7 +95,7 @@ class Plan:
       place_TK: the row index of each choice of a token, X if the choice has no row on this device.
       source_X: the choice in each row, as t * K + k for choice k of token t; T * K for padding rows.
       tiles: the tiles of the rows.
-      dropped: [1], the number of choices of this device's experts that found no room.
+      dropped: [1], the number of choices that were dropped because an expert of this device had no free row.
     """
 
     place_TK: jax.Array
@@ -128,7 +128,7 @@ def first_rows(counts_E: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]
 
 
 def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
-    """Returns the row positions of all choices of tokens on a device.
+    """Returns which row of a device holds which choice (pair of token and expert).
 
     `expert_TK`: the experts that each token chose, numbered from 0 on this device. The value `shape.experts` marks
     experts of other devices.

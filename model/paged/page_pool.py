@@ -26,7 +26,8 @@ class View:
 
     Fields:
       positions_BT: int32, the position of each token in its sequence, -1 for padding.
-      table_BP: int32, for each run of PAGE positions of a sequence the index of its page, NOBODY if it has none.
+      table_BP: int32, for each run of PAGE positions of a sequence the index of its page. The index is NOBODY, the
+        scratch page, if the run has no page.
     """
 
     positions_BT: Any  # jax.Array in a step, np.ndarray before it, ShapeDtypeStruct if a step is only compiled

@@ -36,8 +36,8 @@ def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTyp
 def step(
     model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[PagePool], kernel: str
 ) -> tuple[jax.Array, list[PagePool]]:
-    """Returns the normed output of the last block, [B, T, D], and the page pools with the keys and values of the
-    tokens added.
+    """Returns the output of the last block after the final norm, [B, T, D], and the page pools with the keys and
+    values of the tokens added.
 
     Layers are unrolled, because a loop over stacked layers would copy the pages of a layer out of the stack and back.
     `tokens_BT`: int32. `kernel`: a row of `KERNELS`.

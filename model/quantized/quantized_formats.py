@@ -208,7 +208,8 @@ def format_of(name: str) -> Format:
     """Returns the storage format `name`, a row of FORMATS. Raises ValueError if the format is unquantized."""
     row = FORMATS[name]
     if row is None:
-        raise ValueError(f"{name} stores weights unquantized: choose one of {', '.join(filter(FORMATS.get, FORMATS))}")
+        formats = ", ".join(filter(FORMATS.get, FORMATS))
+        raise ValueError(f"the format {name} stores weights unquantized: choose a quantized format, one of {formats}")
     return row
 
 
@@ -239,7 +240,7 @@ def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[st
     """
     row = BASES[base]
     if row is None:
-        raise ValueError(f"lora.base={base} stores weights unquantized: there is nothing to quantize")
+        raise ValueError(f"lora.base={base} stores weights unquantized: choose a quantized format")
     done: list[tuple[np.ndarray, np.ndarray]] = []
     at_once = max(CHUNK // matrix.sizes[0], 1)
     with ThreadPoolExecutor() as pool:  # NumPy's loops release the interpreter lock and run in parallel

@@ -26,10 +26,10 @@ def order_offloads(layer: Callable[..., Result]) -> Callable[..., Result]:
     """Wraps `layer(x, state, *rest)` so that the layer's offloaded residuals reach host memory before its result is
     read.
 
-    It also makes all gradients of the layer be computed together. Frozen parameters in `state` get no gradient.
-    Unrolled layers need the wrapper, because XLA otherwise starts each copy to the host only just before it is fetched
-    back, and delays weight gradients, whose operands then stay alive. Two barriers enforce the order. Values that are
-    differentiated (`x` and `state`) must be arguments, not closed over.
+    The wrapper also makes XLA compute all gradients of the layer together. Frozen parameters in `state` get no
+    gradient. Unrolled layers need the wrapper, because without it XLA starts each copy to the host only just before it
+    is fetched back, and delays weight gradients, whose operands then stay alive. Two barriers enforce the order.
+    Values that are differentiated (`x` and `state`) must be arguments, not closed over.
     """
 
     @jax.custom_vjp

@@ -159,10 +159,10 @@ def _core_products(primitive: object, *inputs: object, **params: object) -> bool
 
 
 def _saving(name: str, saveable: Callable[..., object] | None) -> CheckpointPolicy:
-    """Returns the policy `name` of POLICIES with another `jax.checkpoint` policy, `saveable`."""
+    """Returns the policy `name` of POLICIES with its `jax.checkpoint` policy replaced by `saveable`."""
     row = POLICIES[name]
     if row is None:
-        raise ValueError(f"remat.policy={name} is not a row of the table POLICIES: choose another policy")
+        raise ValueError(f"remat.policy={name} has no fixed set of saved tensors: choose another row of POLICIES")
     return dataclasses.replace(row, saveable=saveable)
 
 
@@ -254,12 +254,14 @@ class LayerPolicies:
         if bool(self.save or self.offload) != ("custom" in used):
             raise ValueError(
                 "remat.save and remat.offload belong to remat.policy=custom: set that policy and at "
-                "least one name, or neither"
+                "least one checkpoint name, or leave both keys empty"
             )
         for name in used:
             self._check(name)
         if self.granularity not in GRANULARITIES:
-            raise ValueError(f"remat.granularity={self.granularity!r}: choose one of {', '.join(GRANULARITIES)}")
+            raise ValueError(
+                f"remat.granularity={self.granularity!r} is unknown: choose one of {', '.join(GRANULARITIES)}"
+            )
 
     @property
     def asked(self) -> set[str]:
@@ -277,7 +279,7 @@ class LayerPolicies:
             return
         words = [word.removesuffix(ON_HOST) for word in name.split("+")]
         if len(words) == 1 and words[0] not in NAMES:
-            raise ValueError(f"remat.policy={name!r}: choose one of {', '.join((*POLICIES, AUTO))}")
+            raise ValueError(f"remat.policy={name!r} is unknown: choose one of {', '.join((*POLICIES, AUTO))}")
         for word in words:
             if word not in NAMES:
                 raise ValueError(f"remat.layers has the unknown name {word!r}: choose from {', '.join(NAMES)}")
@@ -287,7 +289,9 @@ class LayerPolicies:
     def _range(self, text: str) -> tuple[int, int, str]:
         match = re.fullmatch(r"(\d+)-(\d+):([\w+@]+)", str(text))
         if not match or int(match[1]) >= int(match[2]):
-            raise ValueError(f"remat.layers={text!r}: write FIRST-END:POLICY, such as 0-8:none for the first 8")
+            raise ValueError(
+                f"remat.layers={text!r} is not valid: write FIRST-END:POLICY, such as 0-8:none for the first 8 layers"
+            )
         return int(match[1]), int(match[2]), match[3]
 
     def row(self, name: str) -> CheckpointPolicy:

@@ -121,7 +121,7 @@ def _cut(x_BLD: jax.Array, place: Placement, tiles: int) -> jax.Array:
 
 
 def _pick(x: jax.Array, i: jax.Array) -> jax.Array:
-    """Returns tile `i` of the array `x` that `_cut` returned: [B, its positions on all devices, D]."""
+    """Returns tile `i` of the array `x` that `_cut` returned: [B, positions of the tile on all devices, D]."""
     B, _, _, _, D = x.shape
     return jax.lax.dynamic_index_in_dim(x, i, 2, keepdims=False).reshape(B, -1, D)
 

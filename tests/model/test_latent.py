@@ -212,7 +212,7 @@ def test_a_small_deepseek_on_its_mesh_has_the_losses_of_one_device():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qk_norm": True}, "model.qk_norm=true with model.attention_kind=mla"),
+        ({"qk_norm": True}, "model.qk_norm=true cannot be combined with model.attention_kind=mla"),
         ({"mla_d_rope": 5}, "is odd"),
         ({"n_kv_heads": 2}, "set model.n_kv_heads=4"),
         ({"position": "learned"}, "set model.position=rope"),
@@ -228,7 +228,7 @@ def test_what_cannot_be_built(changes, message):
     ("changes", "message"),
     [
         ({"mesh.context": 2}, "mesh.context=2: ring attention"),
-        ({"lora.rank": 4}, "lora.rank=4 with model.attention_kind"),
+        ({"lora.rank": 4}, "lora.rank=4 cannot be combined with model.attention_kind"),
         ({"model.attention_kind": "mha"}, "model.attention_kind='mha'"),
     ],
     ids=str,

@@ -290,7 +290,7 @@ def test_ranges_cover_all_layers_in_order():
     [
         ({"remat.policy": "ful"}, "choose one of none, full"),
         ({"remat.save": "up"}, "belong to remat.policy=custom"),
-        ({"remat.policy": "custom"}, "at least one name"),
+        ({"remat.policy": "custom"}, "at least one checkpoint name"),
         ({"remat.policy": "custom", "remat.save": "upp"}, "remat.save='upp': did you mean up?"),
         ({"remat.policy": "custom", "remat.save": "up", "remat.offload": "up"}, "both contain 'up'"),
         ({"remat.layers": "0-9:none"}, "extends past the 3 layers"),

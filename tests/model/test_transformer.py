@@ -181,8 +181,14 @@ def test_bf16_compute_keeps_fp32_masters_norms_and_logits():
         ({"rope_scaling": (1, 2)}, "rope_scaling"),
         ({"rope_scaling": (4.0, 32.0, 1.0, 16.0, 1.0), "rope_theta": 1.0}, "give a base above 1"),
         ({"rope_scaling": (4.0, 32.0, 1.0, 16.0, 1.0), "rope_local_theta": 100.0, "global_every": 6}, "with YaRN's"),
-        ({"rope_local_theta": 100.0}, "rope_local_theta=100.0 with model.global_every=0: rope_local_theta is"),
-        ({"global_every": 6}, "rope_local_theta=0.0 with model.global_every=6: rope_local_theta is"),
+        (
+            {"rope_local_theta": 100.0},
+            "rope_local_theta=100.0 cannot be combined with model.global_every=0, because rope_local_theta is",
+        ),
+        (
+            {"global_every": 6},
+            "rope_local_theta=0.0 cannot be combined with model.global_every=6, because rope_local_theta is",
+        ),
         ({"rope_local_theta": 100.0, "global_every": 6, "position": "learned"}, "with model.position=learned"),
     ],
 )

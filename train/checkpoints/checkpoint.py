@@ -55,8 +55,8 @@ _PIECE_BYTES = 64 * 2**20  # maximum bytes of an array that are read at once
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """Returns the checksum of an array, a uint32: the sum modulo 2**32 of the elements' bit patterns, each times an
-    odd number that depends on the element's position."""
+    """Returns the checksum of an array, a uint32: the sum modulo 2**32 of the elements' bit patterns, each multiplied
+    by an odd number that depends on the element's position."""
     bits = jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
@@ -281,8 +281,8 @@ class Checkpoints:
         ):
             return
         raise UserError(
-            f"{self.root} was deleted or moved during the run: nothing more is saved. Move the run "
-            "directory back and run the same command again, or choose another --workdir"
+            f"{self.root} was deleted or moved during the run: nothing more can be saved. Move the run directory back "
+            "and run the same command again, or choose another --workdir"
         ) from cause
 
     @contextlib.contextmanager
@@ -345,9 +345,9 @@ class Checkpoints:
             aside = self._processes.from_first(str(self._set_aside(step) if self._processes.first else ""))
             self._manager.reload()
             raise UserError(
-                f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}). The run "
-                f"stopped and nothing is saved; the damaged checkpoint is in {aside}. Choose another --workdir, on "
-                "another disk if there is one"
+                f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}). The run stopped, "
+                f"and no checkpoint was saved. The damaged one is in {aside}. Choose another --workdir, if possible "
+                "on another disk"
             )
         self._was_read = True
 
@@ -376,7 +376,8 @@ class Checkpoints:
         return None
 
     def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
-        """Describes the damage that `restore` would find in a checkpoint; "" if there is none. No files are moved."""
+        """Describes the damage that `restore` would find in a checkpoint, without moving files. Returns "" for an
+        undamaged checkpoint."""
         read = self._read(step, portable(abstract), order)
         return read if isinstance(read, str) else ""
 

@@ -70,7 +70,7 @@ class SavedRun:
 
     @classmethod
     def open(cls, workdir: Path, step: int | None = None) -> SavedRun:
-        """Opens the checkpoint of `step`, by default the newest one, of the run in `workdir`.
+        """Opens a checkpoint of the run in `workdir`: the one of `step`, or the newest one if `step` is None.
 
         Raises:
           UserError: there is no run or no such checkpoint, a file is damaged, or the path is not valid UTF-8.
@@ -83,7 +83,8 @@ class SavedRun:
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
             raise UserError(
-                f"--step={step}: {workdir} has checkpoints of {', '.join(map(str, steps))}: give one of these"
+                f"--step={step} does not exist: {workdir} has checkpoints of the steps {', '.join(map(str, steps))}; "
+                "give one of these"
             )
         run = cls(workdir, identity, config, chosen, {})
         with run.reporting_damage():
@@ -174,8 +175,8 @@ def _steps(workdir: Path) -> list[int]:
     steps = sorted(int(name) for name in names if name.isascii() and name.isdecimal())
     if not steps:
         raise UserError(
-            f"{workdir} has no checkpoint yet: bytescope train saves one each train.checkpoint_every "
-            "updates and at its end"
+            f"{workdir} has no checkpoint yet: wait until bytescope train has saved one, which it does every "
+            "train.checkpoint_every updates and at its end"
         )
     return steps
 
@@ -188,7 +189,10 @@ def _parameters(arrays: Mapping[str, str], sums: list[int], orders: Mapping[str,
         if path.startswith(".params["):
             keys = tuple(_KEY.findall(path))
             if (match := _DESCRIBED.fullmatch(described)) is None:
-                raise ValueError(f"the dtype and shape of {path} cannot be read from its description {described!r}")
+                raise ValueError(
+                    f"the description of {path} is {described!r} where a dtype and a shape such as float32[4,8] are "
+                    "expected"
+                )
             dtype, shape = match.groups()
             sizes, order = tuple(map(int, filter(None, shape.split(",")))), tuple(orders.get(keys[0], ()))
             if order:

@@ -58,8 +58,8 @@ class StoredArray:
         self.shape, self.dtype = tuple(shape), self._store.dtype.numpy_dtype
         if (self._store.shape, self.dtype.name) != (on_disk, dtype):
             raise ValueError(
-                f"the array {name} is {self.dtype.name}{list(self._store.shape)} where {dtype}{list(on_disk)} is "
-                "expected"
+                f"the stored array {name} is {self.dtype.name}{list(self._store.shape)}, but the checkpoint lists it "
+                f"as {dtype}{list(on_disk)}: one of the two files is damaged"
             )
         self._name, self._checksum, self._sum, self._left = name, checksum, 0, math.prod(on_disk)
         layers = sorted((layer, row) for row, layer in enumerate(order) if layer >= 0)
@@ -85,7 +85,7 @@ class StoredArray:
             for row in self._blank:
                 self._piece([(row, row + 1), *((0, size) for size in self.shape[1:])])
         if not self._left and self._sum != self._checksum:
-            raise ValueError(f"the array {self._name} does not match its checksum")
+            raise ValueError(f"the array {self._name} does not match its checksum: its values are damaged")
         return piece
 
     def _piece(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -111,7 +111,7 @@ def require_utf8(folder: Path) -> None:
     try:
         path.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the path {path} is not valid UTF-8: rename the folder, or choose another") from error
+        raise UserError(f"the path {path} is not valid UTF-8: rename the folder, or choose another folder") from error
 
 
 def interrupted_note(workdir: Path) -> str:
@@ -146,7 +146,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What identifies a run: its config, data and initial weights.
+    """The identity of a run: its config, data and initial weights.
 
     Fields:
       config: the config by dotted key.
@@ -269,8 +269,8 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
 
 
 def _same_batch(old: Identity, new: Identity) -> str:
-    """Returns a remedy for a message: the accumulation with which the new devices have the old global batch; "" if
-    there is none."""
+    """Returns a remedy for a message: the value of `batch.accumulation` with which the new devices have the old global
+    batch. Returns "" if there is no such value."""
     if new.config.get("batch.tokens") or new.config.get("batch.accumulation_schedule"):  # these set the accumulation
         return ""
     ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
@@ -288,9 +288,11 @@ def recorded(path: Path) -> Identity:
         old = Identity(**json.loads(path.read_text()))
         numbers = [old.global_rows, *(old.config[key] for key in ("train.steps", "batch.accumulation"))]
         if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(old.data, str):
-            raise ValueError("some values have the wrong type")
+            raise ValueError(
+                "global_rows, train.steps and batch.accumulation must be positive integers, and data must be text"
+            )
     except KeyError as error:
-        raise _damaged(path, f"the key {error} is missing") from error
+        raise _damaged(path, f"the required key {error} is missing") from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, one_line(error)) from error
     # A key that the run's version did not have yet has today's default.
@@ -356,7 +358,7 @@ def take_lock(workdir: Path) -> Lock:
     file = open(workdir / LOCK, "a+")  # noqa: SIM115  (closed by Lock.close)
     try:
         if fcntl is None:
-            raise OSError(errno.ENOSYS, "this system has no file locks (flock)")
+            raise OSError(errno.ENOSYS, "this system does not support file locks (flock)")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = _holder(file)

@@ -86,10 +86,12 @@ def _check_program(args: argparse.Namespace) -> None:
     """Raises ReportError if --program is given together with arguments that need a config."""
     user_program.split(args.program)
     if args.config:
-        raise ReportError("give either a config or --program, not both")
+        raise ReportError("a config and --program cannot be combined: give one of the two")
     if args.overrides:
         key, text = args.overrides[0]
-        raise ReportError(f"--config.{key} with --program: it needs a config; write --grid={key}={text}")
-    for flag, remedy in (("remat", "write --grid=KEY=V1,V2"), ("formulas", "it needs a config; leave it out")):
+        raise ReportError(
+            f"--config.{key} cannot be used with --program, because it needs a config: write --grid={key}={text}"
+        )
+    for flag, remedy in (("remat", "write --grid=KEY=V1,V2"), ("formulas", "leave it out")):
         if getattr(args, flag):
-            raise ReportError(f"--{flag} with --program: {remedy}")
+            raise ReportError(f"--{flag} cannot be used with --program, because it needs a config: {remedy}")

@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     notes: tuple[str, ...] = ()
     check_files(args)
     if args.params is not None and args.config:
-        raise ReportError("give either a config or --params, not both")
+        raise ReportError("a config and --params cannot be combined: give one of the two")
     if args.params is None and not args.config:
         raise ReportError(f"{configs.NO_CONFIG}, or --params=7e9")
     recompute = "none"
@@ -164,8 +164,8 @@ def run(args: argparse.Namespace) -> int:
         question, notes = _configured(args, config), _notes_on(args, config)
     elif args.overrides:
         raise ReportError(
-            f"--config.{args.overrides[0][0]} with --params: it needs a config; leave it out, or give a config "
-            "instead of --params"
+            f"--config.{args.overrides[0][0]} cannot be used with --params, because it needs a config: leave it out, "
+            "or give a config instead of --params"
         )
     else:
         question = question_from_flags(vars(args))
@@ -184,10 +184,10 @@ def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question
     """
     for flag, (key, _) in SHAPE.items():
         if getattr(args, flag.replace("-", "_")) is not None:
-            raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
+            raise ReportError(f"--{flag} is only valid with --params: with a config write --config.{key}=...")
     for flag, (_, _, key, _) in SWITCHES.items():
         if getattr(args, flag.replace("-", "_")):
-            raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
+            raise ReportError(f"--{flag} is only valid with --params: with a config write --config.{key}=...")
     for flag, part in (EXPERTS | LATENT).items():
         if getattr(args, flag.replace("-", "_")) is not None:
             raise ReportError(f"--{flag} is only valid with --params: with a config write --config.{part.key}=...")
@@ -244,8 +244,9 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
 
 
 def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | None:
-    """Returns the LoRA adapters to estimate; None if there are none. Values without a flag are those of `given`, the
-    adapters of the config.
+    """Returns the LoRA adapters to estimate; None if there are none.
+
+    A value that no flag sets is taken from `given`, the adapters of the config.
 
     Raises ReportError if --lora-targets or --lora-base is given but there are no adapters.
     """
@@ -254,7 +255,8 @@ def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | No
         for flag in ("lora_targets", "lora_base"):
             if getattr(args, flag) is not None:
                 raise ReportError(
-                    f"--{flag.replace('_', '-')}={getattr(args, flag)} without adapters: give --lora-rank=16 too"
+                    f"--{flag.replace('_', '-')}={getattr(args, flag)} has no effect without adapters: give "
+                    "--lora-rank=16 too"
                 )
         return None
     start = given or Adapters(rank or 0)
@@ -353,7 +355,7 @@ def _write(args: argparse.Namespace, estimated: Estimate, recompute: str) -> Non
 
 
 def _recompute_of(config: Mapping[str, Any]) -> str:
-    """Returns the remat policy with formulas, a key of `RECOMPUTE`, that is closest to the config's policy."""
+    """Returns the key of `RECOMPUTE`, the remat policies with formulas, that is closest to the config's policy."""
     policy = config["remat.policy"]
     return policy if policy in RECOMPUTE else "none"
 

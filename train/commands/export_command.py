@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     except ReportError as error:
         raise UserError(f"--shard-size: {error}") from None
     if args.shard_bytes < 1:
-        raise UserError(f"--shard-size={args.shard_size}: give 1 byte or more")
+        raise UserError(f"--shard-size={args.shard_size} is too small: give 1 byte or more")
     return args
 
 
@@ -139,7 +139,7 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     raw = config_json(run.config.model.to_dict(), folder.config if folder else None)
     model = ModelConfig.from_dict(run.config.model)
     if merge and not run.config.lora.rank:
-        raise UserError(f"--merge: {run.workdir} has no adapters (lora.rank=0): leave it out")
+        raise UserError(f"--merge needs a run with adapters, but {run.workdir} has none (lora.rank=0): leave it out")
     if run.config.lora.rank and not merge:
         return peft.write_adapters(run, out, model, FAMILIES[raw["model_type"]], folder, dtype)
     text = tokenizer_files.text_of(run.config)

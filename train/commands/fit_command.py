@@ -90,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     flat = configs.load_flat(args.config, overrides)
     check_config(args.config, overrides)
     if args.measure and target.is_described and args.target != "local":
-        raise ReportError(f"--measure on {target.name}, which is not this machine: leave the target out to run here")
+        raise ReportError(
+            f"--measure cannot run on {target.name}, which is not this machine: leave the target out to run here"
+        )
     budget = budget_of(args.budget or "", target.limit_bytes, "--budget")
     space = fit_space.space_of(
         flat,
@@ -132,11 +134,11 @@ def _show_step(bar: ProgressBar, lines: fit_progress.Lines, step: Step) -> None:
 
 def _check_numbers(args: argparse.Namespace) -> None:
     if args.budget == "":
-        raise ReportError("--budget=: give a size such as 72GiB, or leave it out")
+        raise ReportError("--budget= has no value: give a size such as 72GiB, or leave it out")
     for flag, minimum in (("batch_tokens", 1), ("max_compiles", 1), ("max_seconds", 0.001)):
         value = getattr(args, flag)
         if value is not None and not value >= minimum:
-            raise ReportError(f"--{flag.replace('_', '-')}={value}: give {minimum:g} or more")
+            raise ReportError(f"--{flag.replace('_', '-')}={value} is too small: give {minimum:g} or more")
 
 
 def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) -> Mapping[str, Any] | None:

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=10,
-        help="number of memory budgets, evenly spaced from --from to --to (default: 10)",
+        help="number of memory budgets, evenly spaced between --from and --to (default: 10)",
     )
     parser.add_argument(
         "--from",
@@ -120,12 +120,12 @@ def _checked(args: argparse.Namespace) -> tuple[str, tuple[int | None, int | Non
     """
     require_config(args)
     if args.points < 2:
-        raise ReportError(f"--points={args.points}: give 2 or more")
+        raise ReportError(f"--points={args.points} is too small: give 2 or more")
     for key, text in args.overrides:
         if key in OWN:
             raise ReportError(
-                f"--config.{key}={text}: this command chooses the remat plan itself, so leave it out (--cost "
-                "sets what to minimize, --auto-offload allows tensors in host memory)"
+                f"--config.{key}={text} cannot be set, because this command chooses the remat plan: leave it out "
+                "(--cost sets what to minimize, --auto-offload allows tensors in host memory)"
             )
     target = args.target.strip().lower()
     check(args, [target])
@@ -143,7 +143,7 @@ def _size(flag: str, text: str | None) -> int | None:
     except ReportError as error:
         raise ReportError(f"{flag}: {error}") from error
     if size <= 0:
-        raise ReportError(f"{flag}={text}: give more than 0")
+        raise ReportError(f"{flag}={text} is too small: give more than 0")
     return size
 
 

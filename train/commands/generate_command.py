@@ -75,9 +75,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = make_parser().parse_args(argv)
     generate_flags.check(args)
     if args.prompt is not None and args.prompts is not None:
-        raise UserError("give either --prompt or --prompts, not both")
+        raise UserError("--prompt and --prompts cannot be combined: give one of the two")
     if args.out is not None and args.prompts is None:
-        raise UserError(f"--out={args.out} belongs to --prompts=FILE: give both")
+        raise UserError(f"--out={args.out} is only valid with --prompts=FILE: give both")
     return args
 
 
@@ -197,9 +197,9 @@ def _answer_file(args: argparse.Namespace, source: Source, prompts: Prompts) -> 
         needed = len(longest.request.tokens) + longest.request.most
         if needed > source.length:
             raise UserError(
-                f"{args.prompts} row {longest.number}: {len(longest.request.tokens)} tokens and "
+                f"{args.prompts} row {longest.number}: its {len(longest.request.tokens)} tokens and "
                 f"--max-tokens={longest.request.most} are more than the model's {source.length} positions: "
-                "shorten one of them"
+                "shorten the prompt, or give a smaller --max-tokens"
             )
         engine = open_engine(args, source, needed, len(left), args.temperature > 0)
         return _answer_rows(engine, source, left, len(rows), out)

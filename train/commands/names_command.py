@@ -64,7 +64,7 @@ def row(tensor: NamedTensor, sharding: str, shards: int) -> dict[str, Any]:
     """Returns the table row of a tensor as JSON values: its global shape, and its bytes and recomputation FLOPs on one
     device.
 
-    `sharding` and `shards` are the two values that `sharding_of` returns.
+    `sharding` and `shards` are the values that `sharding_of` returns.
     """
     return {
         **dataclasses.asdict(tensor),

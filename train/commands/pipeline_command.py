@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     from bytescope.train.plan.schedule_drawing import comparison, view
 
     if missing := [flag for flag in ("stages", "micro-batches") if getattr(args, flag.replace("-", "_")) is None]:
-        raise ReportError(f"give --{missing[0]}=N, as in bytescope pipeline --stages=8 --micro-batches=32")
+        raise ReportError(
+            f"--{missing[0]} is missing: give --{missing[0]}=N, as in bytescope pipeline --stages=8 --micro-batches=32"
+        )
     check_files(args)
     if args.stages * args.micro_batches * (args.virtual or 2) > MAX_UNITS:
         raise ReportError(
@@ -72,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.virtual and args.schedule == ALL:
         raise ReportError(
-            f"--virtual={args.virtual} with all schedules: most schedules have a fixed number of chunks; choose one "
-            "with --schedule, such as --schedule=interleaved"
+            f"--virtual={args.virtual} cannot be used with all schedules, because most have a fixed number of chunks: "
+            "choose one schedule, such as --schedule=interleaved"
         )
     schedules, refused = [], []
     for name in SCHEDULES if args.schedule == ALL else [args.schedule]:
@@ -100,8 +102,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _paper(name: str, like: Schedule) -> dict[str, Any]:
-    """Returns the figures that a paper gives for its schedule, as JSON values, with as many stages and micro-batches
-    as `like`.
+    """Returns the bubble and the stash that a paper gives for the schedule `name`, as JSON values.
+
+    `like` is a schedule with the numbers of stages and micro-batches to use.
 
     The bubble is the idle fraction of the step, 0 to 1. The stash is the memory of stored activations; 1 is what all
     layers store for one micro-batch.

@@ -144,16 +144,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             if (value := getattr(args, flag)) is not None:
                 argument = "OUT" if flag == "out" else f"--{flag.replace('_', '-')}"
                 raise UserError(
-                    f"{argument}={value} with the target {args.target}: a target shows only the memory and writes "
-                    "nothing; leave one of them out"
+                    f"{argument}={value} cannot be used with the target {args.target}, because a target only shows the "
+                    "memory and writes nothing: leave one of them out"
                 )
     elif args.out is None:
-        raise UserError("give OUT, a new or empty folder to write, or a target to show only the memory")
+        raise UserError("OUT or a target is missing: give OUT, a folder to write, or a target to show only the memory")
     if args.bits != BITS:
-        raise UserError(f"--bits={args.bits}: only {BITS} bits are supported; leave it out")
+        raise UserError(f"--bits={args.bits} is not supported: give --bits={BITS}, or leave it out")
     for name, minimum in (("samples", 1), ("length", 2)):
         if (value := getattr(args, name)) < minimum:
-            raise UserError(f"--{name}={value}: give {minimum} or more")
+            raise UserError(f"--{name}={value} is too small: give {minimum} or more")
     for flag in ("shard_size", "limit"):
         if (text := getattr(args, flag)) is not None:
             try:
@@ -161,7 +161,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             except ReportError as error:
                 raise UserError(f"--{flag.replace('_', '-')}: {error}") from None
             if size < 1:
-                raise UserError(f"--{flag.replace('_', '-')}={text}: give 1 byte or more")
+                raise UserError(f"--{flag.replace('_', '-')}={text} is too small: give 1 byte or more")
     args.shard_bytes = parse_bytes(args.shard_size)
     for flag in ("html", "json"):
         if (path := getattr(args, flag)) is not None and not path.absolute().parent.is_dir():
@@ -170,9 +170,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _target(text: str) -> str:
-    """Returns `text`, the second positional argument of a command without --calibrate, if it is a target such as h100.
+    """Returns `text` if it is a target such as h100. It is the second positional argument, given without --calibrate.
 
-    Raises UserError if it is not a target, since an output folder needs --calibrate.
+    Raises UserError if it is not a target, because writing a folder needs --calibrate.
     """
     from bytescope.memory.devices.targets import names
 
@@ -186,7 +186,7 @@ def _target(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantizes a model, or shows only the memory that this needs if a target is given; returns the exit code."""
+    """Quantizes a model; if a target is given, only prints the memory that this needs. Returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.train.export.model_folder import disk_errors_explained
 

@@ -36,8 +36,8 @@ class Subcommand:
         group: the group of the overview `bytescope --help` that lists the command.
         summary: what the command does, in one line.
         examples: arguments of example calls, used if the module has no parser of its own.
-        reads: for a command without a config, what it reads instead, such as "reads a trace", for the error about
-          --config.KEY; otherwise "".
+        reads: what a command without a config reads, such as "reads a trace"; "" for a command with a config. It is
+          part of the error message about --config.KEY.
     """
 
     module: str
@@ -259,5 +259,5 @@ def _parse(name: str, argv: list[str]) -> argparse.Namespace:
 def _unknown(name: str) -> str:
     """Returns the start of the error message for a command that does not exist."""
     if not name or name.startswith("-"):
-        return f"no command: give one of {', '.join(COMMANDS)}"
+        return f"no command is given: give one of {', '.join(COMMANDS)}"
     return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'of ' + ', '.join(COMMANDS)}"

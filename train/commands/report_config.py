@@ -70,23 +70,30 @@ def _check(args: argparse.Namespace) -> None:
     check_files(args)
     given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
     if given and args.config:
-        raise ReportError(f"give either a config or --{given[0]}, not both")
+        raise ReportError(f"a config and --{given[0]} cannot be combined: give one of the two")
     if len(given) > 1:
-        raise ReportError("give either --program or --hlo, not both")
+        raise ReportError("--program and --hlo cannot be combined: give one of the two")
     if not given and not args.config:
-        raise ReportError(f"{configs.NO_CONFIG}, or a program as --program=MODULE:FUNCTION or --hlo=FILE")
+        raise ReportError(f"{configs.NO_CONFIG}; or give a program with --program=MODULE:FUNCTION or --hlo=FILE")
     if given and args.overrides:
-        raise ReportError(f"--config.{args.overrides[0][0]} with --{given[0]}: it needs a config; leave it out")
+        raise ReportError(
+            f"--config.{args.overrides[0][0]} cannot be used with --{given[0]}, because it needs a config: leave it out"
+        )
     generate_flags.check_pool(args)
     for flag, value in generate_flags.given_pool_flags(args):
         if not args.generate:
-            raise ReportError(f"--{flag}={value} belongs to --generate: give both, or leave it out")
+            raise ReportError(f"--{flag}={value} is only valid with --generate: give both, or leave it out")
     for flag in ("formulas", "run", "github", "export"):
         if args.generate and getattr(args, flag):
-            raise ReportError(f"--{flag} with --generate: it belongs to a training step; leave one of them out")
+            raise ReportError(
+                f"--{flag} cannot be used with --generate, because it belongs to a training step: leave one of them out"
+            )
     for flag in ("formulas", "run", "generate"):
         if given and getattr(args, flag):
-            raise ReportError(f"--{flag} with --{given[0]}: it needs a config; give a config instead of --{given[0]}")
+            raise ReportError(
+                f"--{flag} cannot be used with --{given[0]}, because it needs a config: give a config instead of "
+                f"--{given[0]}"
+            )
     if args.program is not None:
         user_program.split(args.program)
 

@@ -65,7 +65,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = make_parser().parse_args(argv)
     generate_flags.check(args)
     if (args.text is None) == (args.texts is None):
-        raise UserError("give either --text=TEXT or --texts=FILE")
+        raise UserError("score needs exactly one of --text and --texts: give --text=TEXT or --texts=FILE")
     check_files(args, ("out",))
     return args
 
@@ -89,7 +89,9 @@ def score(args: argparse.Namespace) -> int:
 
     source = open_source(args.source, args.step)
     if args.length is not None and args.length > source.length:
-        raise UserError(f"--length={args.length}: the model has {source.length} positions; give at most that number")
+        raise UserError(
+            f"--length={args.length} is more than the model's {source.length} positions: give at most {source.length}"
+        )
     texts = _texts(args, source)
     length = args.length or source.length
     windows = [

@@ -64,7 +64,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--profile",
         metavar="STEPS",
-        help="updates to profile: a count (3) or a range (100-103)",
+        help="number of updates (3) or range of updates (100-103) to profile",
     )
     add_rates(parser)
     parser.add_argument(
@@ -95,10 +95,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(rest)
     settle_subject(args)
     if args.budget == "":
-        raise UserError("--budget=: give a size such as 72GiB, or leave it out")
+        raise UserError("--budget= has no value: give a size such as 72GiB, or leave it out")
     if args.budget and not args.fit:
         raise UserError(
-            f"--budget={args.budget} belongs to --fit: give both, or --config.remat.policy=auto "
+            f"--budget={args.budget} is only valid with --fit: give both, or --config.remat.policy=auto "
             f"--config.remat.budget={args.budget}"
         )
     args.config, args.overrides = DEFAULT if args.config is None else args.config, overrides
@@ -129,8 +129,8 @@ def _train(args: argparse.Namespace) -> int:
 
         if find(args) is not None:
             raise UserError(
-                "--fit with several processes: it works in one process; run bytescope fit once, and give the flags "
-                "that it prints to all processes"
+                "--fit cannot be used with several processes: run bytescope fit once, and give the flags that it "
+                "prints to all processes"
             )
         load(args.config, args.overrides)  # reports mistakes in the config before anything is compiled
         args.overrides = _fitted(args)

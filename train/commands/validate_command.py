@@ -86,10 +86,12 @@ def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
     """
     if args.overrides:
         key, text = args.overrides[0]
-        raise ReportError(f"--config.{key}={text}: each measured run has its own config; leave it out")
+        raise ReportError(
+            f"--config.{key}={text} cannot be set, because each measured run has its own config: leave it out"
+        )
     check_files(args)
     if args.jobs is not None and args.jobs < 1:
-        raise ReportError(f"--jobs={args.jobs}: give 1 or more")
+        raise ReportError(f"--jobs={args.jobs} is too small: give 1 or more")
     folder = args.folder or row_cache.folder().parent / "validate"
     if folder.exists() and not folder.is_dir():
         raise ReportError(f"--folder={folder} is a file: give a folder")
@@ -105,8 +107,8 @@ def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
 
 
 def _mark_other_chips(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
-    """Returns the measured runs. A run on another chip than the file of --rates was measured on is marked as not
-    predicted, with that reason.
+    """Returns the measured runs. If the rates file was measured on another chip than a run, the run gets a `reason`,
+    so that it is not predicted.
 
     Raises ReportError if no run remains to predict.
     """
@@ -121,7 +123,9 @@ def _mark_other_chips(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> 
         if row.reason or row.target not in why:
             out.append(row)
         else:
-            out.append(dataclasses.replace(row, reason=f"--rates is of another chip than {row.chip}"))
+            out.append(
+                dataclasses.replace(row, reason=f"the --rates file was measured on another chip than {row.chip}")
+            )
     if why and all(row.reason for row in out):
         raise next(iter(why.values()))
     return out
@@ -134,9 +138,9 @@ def _counts(text: str | None) -> frozenset[int]:
     try:
         counts = frozenset(int(word) for word in text.split(","))
     except ValueError as error:
-        raise ReportError(f"--gpus={text}: give whole numbers separated by commas, such as 8,32") from error
+        raise ReportError(f"--gpus={text} is not a list of GPU counts: give whole numbers such as 8,32") from error
     if min(counts) < 1:
-        raise ReportError(f"--gpus={text}: give 1 or more")
+        raise ReportError(f"--gpus={text} has a count that is too small: give 1 or more")
     return counts
 
 

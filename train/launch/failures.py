@@ -79,8 +79,8 @@ def _disk_failure(error: BaseException) -> tuple[int | None, str]:
 def explain(error: BaseException, report: ReportRecord | None, device: Any, advice: Advice = tuple) -> UserError | None:
     """Converts an error that the user can fix to a one-line UserError. Returns None for other errors.
 
-    report: the memory report of the running step. device: the device whose memory use is shown. advice: a function
-    that returns lines of advice; it is called if the device is out of memory.
+    `report` is the memory report of the running step, and `device` is the device whose memory use is shown. If the
+    device is out of memory, `advice` is called for lines of advice.
     """
     # Checked first, since Orbax also reports a full disk or too many open files as RESOURCE_EXHAUSTED.
     if disk := explain_disk(error):

@@ -46,8 +46,8 @@ class Stalls:
 
     Args:
       index: number of this process, from 0.
-      timeout: seconds without progress after which a line is printed, or 0 for never. If a process sends no messages,
-        the time is SILENT_SHARE x timeout.
+      timeout: seconds without progress after which a line is printed, or 0 for never. For a process that sends no
+        messages, the time is SILENT_SHARE x timeout.
       tell: a function that prints a line.
     """
 

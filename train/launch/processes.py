@@ -77,7 +77,9 @@ def find(args: argparse.Namespace) -> Address | None:
       UserError: flags that cannot be combined, or a launcher's environment that cannot be read.
     """
     if not 0 < args.timeout <= LONGEST_S:  # nor nan
-        raise UserError(f"--timeout={args.timeout:g}: give a positive number of seconds, at most {LONGEST_S}")
+        raise UserError(
+            f"--timeout={args.timeout:g} is out of range: give a positive number of seconds, at most {LONGEST_S}"
+        )
     given = {name: getattr(args, name) for name in FLAGS}
     if given == {"coordinator": None, "process": None, "processes": 1}:
         return None
@@ -91,8 +93,8 @@ def find(args: argparse.Namespace) -> Address | None:
     host, port = _host_port(args.coordinator)
     if args.processes < 1 or not 0 <= args.process < args.processes:
         raise UserError(
-            f"--process={args.process} --processes={args.processes}: give process numbers from 0 to one less than "
-            "--processes"
+            f"--process={args.process} is not valid with --processes={args.processes}: give process numbers from 0 to "
+            "one less than --processes"
         )
     return Address(host, port, args.process, args.processes, False) if args.processes > 1 else None
 
@@ -100,7 +102,7 @@ def find(args: argparse.Namespace) -> Address | None:
 def _host_port(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"--coordinator={text}: give HOST:PORT, such as node1:4567")
+        raise UserError(f"--coordinator={text} is not an address: give HOST:PORT, such as node1:4567")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -191,11 +193,11 @@ ALONE = Processes()
 
 
 def start(address: Address | None, args: argparse.Namespace, stall_timeout: float) -> Processes:
-    """Joins the processes of the run. Call it before jax starts a backend.
+    """Connects this process with the other processes of the run. Call it before jax starts a backend.
 
     address: the result of `find(args)`. stall_timeout: seconds without progress after which a line names the
-    straggler, or 0 for never. If a process sends no messages, a quarter of that time. A process that is only suspended
-    does not end the run.
+    straggler, or 0 for never. A process that sends no messages is named after a quarter of that time. A process that
+    is only suspended does not end the run.
 
     Raises:
       UserError: the port is already in use.
@@ -248,5 +250,5 @@ def _await_port(address: Address, timeout: float) -> None:
             return
         time.sleep(0.02)
     raise Lost(
-        f"process 0 connected, but its jax coordinator does not listen at {address}: look at the output of process 0"
+        f"process 0 connected, but its jax coordinator does not listen at {address}: the output of process 0 says why"
     )

@@ -258,7 +258,8 @@ class _Door:
         peer.close()
 
     def _hear(self, peer: Peer, selector: selectors.BaseSelector) -> None:
-        """Reads the messages of one connection. If the connection is closed, removes it from the selector."""
+        """Reads the messages that arrived on one connection. If the connection is closed, removes it from the
+        selector."""
         messages = peer.receive()
         if peer in self._unknown:
             if messages is None:
@@ -291,7 +292,8 @@ class _Door:
             raise UserError(text)
         if theirs != count:
             raise UserError(
-                f"process {index} has --processes={theirs}, process 0 has {count}: give all processes the same number"
+                f"process {index} was started with --processes={theirs}, but process 0 with --processes={count}: give "
+                "all processes the same number"
             )
 
 

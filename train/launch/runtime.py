@@ -54,12 +54,12 @@ def check_limits() -> None:
     """
     files = raise_file_limit()
     if files is not None and files < MIN_FILES:
-        raise UserError(f"this process may open {files} files and needs {MIN_FILES} or more: {RAISE_FILES}")
+        raise UserError(f"this process may open only {files} files, but needs {MIN_FILES} or more: {RAISE_FILES}")
     room = cgroup_room()
     if room is not None and room < START_BYTES:
         raise DoesNotFit(
-            f"{human(max(room, 0))} are left under the memory limit of this process's cgroup, and a start "
-            f"needs {human(START_BYTES)} in addition to the step: raise the limit of the container or job"
+            f"only {human(max(room, 0))} are left under the memory limit of this process's cgroup, but starting needs "
+            f"{human(START_BYTES)} in addition to the step: raise the limit of the container or job"
         )
     limit = address_space_limit()
     if limit is not None and not _starts():

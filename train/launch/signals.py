@@ -21,7 +21,7 @@ class Stop:
     """A context manager that records SIGTERM, SIGINT and SIGHUP in `names` once `watch` was called, so that the run
     can save and end.
 
-    A SIGINT after any of these signals calls `at_once()`, which ends the process. After SIGHUP nothing more is
+    If SIGINT follows one of these signals, `at_once()` is called, which ends the process. After SIGHUP nothing more is
     printed. Signals that were already ignored at the start, such as SIGHUP under nohup, stay ignored.
     """
 

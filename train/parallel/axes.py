@@ -76,7 +76,8 @@ class Strategy:
     Fields:
       summary: one line that describes the strategy to the user.
       stored: True if master parameters and optimizer state are sharded.
-      gradients: True if gradients are sharded too: the backward pass reduces each to the device that stores it.
+      gradients: True if gradients are sharded too. The backward pass then sums each gradient over the devices, and
+        each device stores only its shard of the sum.
       by_layer: True if a layer's parameters are gathered when the layer runs, and again in its backward pass. False if
         a step gathers a copy of all parameters at its start.
       reduce_once: True if gradients may be reduced once per step, after the accumulation over micro-batches.
@@ -106,14 +107,15 @@ STREAM_LETTERS = {**LETTERS, "L": "stream"}
 
 
 def activation_axes(suffix: str) -> tuple[str | None, ...]:
-    """Returns the logical axes of a block's activation from the shape suffix of its name. BLD gives (batch, stream,
-    None)."""
+    """Returns the logical axes of a block's activation, given the shape suffix of its name: "BLD" -> ("batch",
+    "stream", None)."""
     letters = STREAM_LETTERS if {"D", "c"} & set(suffix) else LETTERS
     return tuple(letters.get(letter) for letter in suffix)
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """Returns the mesh of `sizes` (one per axis of AXES, at most one of them -1) of `devices`.
+    """Returns a mesh over `devices`. `sizes`: the number of devices on each axis of AXES. At most one size may be -1,
+    which means all remaining devices.
 
     Raises:
       ValueError: the product of the sizes is not the number of devices. The message names the wrong size.

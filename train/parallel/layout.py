@@ -34,8 +34,9 @@ class Layout(Placement):
       strategy: the ZeRO strategy.
       sequence_parallel: True if norms and the residual stream are sharded along the sequence in the tensor group.
       manual: mesh axes of an enclosing `jax.shard_map`, along which arrays are already local.
-      reduce: dtype in which gradients are summed over devices and stored; None for the dtype of each product.
-      dispatch: how rows reach the devices of their experts, `mesh.dispatch` of the config.
+      reduce: dtype in which gradients are summed over devices and stored; None for the dtype of the matrix product
+        that computes a gradient.
+      dispatch: how tokens are sent to the devices of their experts, the config key `mesh.dispatch`.
     """
 
     mesh: Mesh
@@ -71,8 +72,8 @@ class Layout(Placement):
         return Peers("expert", self.mesh.shape["expert"], emulated)
 
     def exchange(self, slots: bool) -> str:
-        """Returns the name of the way rows are moved to their experts, a row of EXCHANGES. `slots`: True if each
-        expert has a fixed number of slots."""
+        """Returns the row of EXCHANGES (model/experts/exchange.py) by which tokens are sent to their experts. `slots`:
+        True if each expert has a fixed maximum number of tokens."""
         if self.peers.size == 1:
             return super().exchange(slots)
         if self.dispatch != "auto":
@@ -82,7 +83,7 @@ class Layout(Placement):
         return "allgather" if self.peers.emulated else "ragged_all_to_all"
 
     def _used(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns those of the mesh axes `axes` along which there is more than one device."""
+        """Returns the mesh axes among `axes` that have more than one device."""
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     @property
@@ -217,7 +218,8 @@ class Layout(Placement):
         return jax.shard_map(row_major, mesh=self.mesh, in_specs=spec, out_specs=spec)(x_BLD)
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns a parameter as a layer multiplies it. It is gathered if the strategy gathers layer by layer."""
+        """Returns the parameter `w` as a layer multiplies it: gathered over the devices if the strategy gathers
+        parameters layer by layer, else unchanged."""
         return self.gather(w, axes) if self.strategy.by_layer else self._constrain(w, self.spec(axes))
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
@@ -291,8 +293,8 @@ class Layout(Placement):
         return {} if self.manual else {"mesh": self.mesh}
 
     def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
-        """Returns a kernel with its own partitioner in a form that can be called on sharded arrays. Inside a
-        `jax.shard_map` it is applied to each device's shards."""
+        """Returns `function`, a kernel that has its own partitioner, wrapped so that it can be called on sharded
+        arrays. Inside a `jax.shard_map` the kernel is applied to each device's shards."""
         # A partitioner (`custom_partitioning`) needs the mesh of its arguments. JAX does not provide it if some axes
         # of the mesh are manual, and the compilation fails. If all axes are manual, there is nothing left to
         # partition.
@@ -305,7 +307,8 @@ class Layout(Placement):
             if size % self._size(over):
                 sizes = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in self._used(over))
                 raise ValueError(
-                    f"parameter {name}: {axis}={size} is not divisible by {sizes}: change the mesh or the size"
+                    f"parameter {name}: {axis}={size} is not divisible by {sizes}: "
+                    "change the mesh, or the size to a multiple"
                 )
 
 
@@ -324,8 +327,9 @@ def match_parameters(state, params, shardings, default: NamedSharding):
     """Returns shardings for the tree `state`, such as optimizer state, from the shardings of the parameters.
 
     A leaf belongs to the parameter whose path is the end of the leaf's path. If it has the parameter's shape, it is
-    sharded like the parameter. If its dimensions divide the parameter's dimensions, as scales of blocks do, it is
-    sharded like the parameter along the dimensions that the mesh axes divide. Every other leaf gets `default`.
+    sharded like the parameter. If it is smaller and its dimensions divide the parameter's dimensions, as the scales of
+    quantized blocks do, it is sharded like the parameter along the dimensions that the mesh axes divide. Every other
+    leaf gets `default`.
     """
     known = {
         path: (leaf.shape, sharding)

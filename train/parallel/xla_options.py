@@ -72,7 +72,9 @@ def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Op
         if value == "":
             continue
         if value not in rows:
-            raise ValueError(f"xla.{key}={value!r}: {remedy_for(value, rows)}, or leave it empty for XLA's default")
+            raise ValueError(
+                f"xla.{key}={value!r} is unknown: {remedy_for(value, rows)}, or leave it empty for XLA's default"
+            )
         if platform not in GPUS:
             raise ValueError(
                 f"xla.{key}={value} is for XLA's GPU compiler, but the platform is {platform}: leave it empty"

@@ -22,7 +22,8 @@ class PipelineForward:
     Fields:
       graph: the graph definition of the model without the layers in the stages.
       schedule: which micro-batch each stage computes at which time.
-      units: the stacks of layers in a chunk, which is the part of a stage's layers that runs without interruption.
+      units: the layers of a chunk, one entry per parameter stack. A chunk is a group of layers that a stage runs
+        without interruption.
     """
 
     graph: nnx.GraphDef
@@ -37,9 +38,9 @@ class PipelineForward:
         segments_BL: jax.Array | None = None,
         real_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the normed output of the last block, [B, L, D] in the compute dtype.
+        """Returns the output of the last block after the final norm, [B, L, D] in the compute dtype.
 
-        Arguments as for `Transformer.hidden_and_load`.
+        The arguments are explained in `Transformer.hidden_and_load`.
         """
         model = nnx.merge(self.graph, merge_parameters(params, frozen))
         packed = model.packed(segments_BL, real_BL)

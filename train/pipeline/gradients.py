@@ -38,11 +38,12 @@ class Ticks:
     """A pipeline schedule as int32 arrays, one row per tick (iteration of the loop). -1 means no work.
 
     Fields:
-      forward, backward: [ticks, stages, 3], the micro-batch, chunk and slot for saved residuals of each stage.
+      forward, backward: [ticks, stages, 3], for each stage the micro-batch, the chunk, and the slot for saved
+        residuals.
       enter: micro-batch whose embedding the first stage reads.
       end: [ticks, 2], micro-batch whose loss is computed, and the slot of its output.
       leave: micro-batch whose gradient leaves the first stage.
-      keep: slot in which the output of the last stage is stored.
+      keep: slot in which the output of the last stage in this tick is stored.
     """
 
     forward: jax.Array
@@ -76,16 +77,17 @@ jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineGradients:
-    """Computes loss sums and gradients of all micro-batches in a pipeline: (weights, batch [A, B, L], keys [A, B],
-    factor, frozen) -> (tally, gradients).
+    """Computes the loss sums (tally) and gradients of all A micro-batches in a pipeline: (weights, batch [A, B, L],
+    keys [A, B], factor, frozen) -> (tally, gradients).
 
     Fields:
       graph: the graph definition of the Transformer without the layers in the stages.
       cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
       schedule: which micro-batch each stage computes at which time.
-      units: the stacks of layers in a chunk, which is the part of a stage's layers that runs without interruption.
+      units: the layers of a chunk, one entry per parameter stack. A chunk is a group of layers that a stage runs
+        without interruption.
       weights: casts and shards gradients.
-      accumulator: dtype of sums of gradients.
+      accumulator: dtype of the gradient sums.
       dropout: True if the model uses dropout keys.
       coefficients: coefficients of the balance and z losses of a layer, per unmasked target.
       experts: number of experts in a layer, 0 for none.
@@ -118,8 +120,8 @@ class PipelineGradients:
         return run.result(carry)
 
     def in_rows(self, load_NE: jax.Array) -> jax.Array:
-        """Reorders router statistics from layer order to the order in which the stages store the layers. Rows without
-        a layer are 0."""
+        """Reorders router statistics [layers, experts] from layer order to the order in which the stages store their
+        layers. Unused rows are 0."""
         rows = next(unit.rows for unit in self.units if unit.routed)
         return jnp.take(load_NE, jnp.asarray(rows.numbers), axis=0, mode="fill", fill_value=0)
 
@@ -162,7 +164,7 @@ class _Run:
 
     @property
     def _once(self) -> str:
-        """The named scope of a loop that has one iteration per micro-batch, summed over all ticks."""
+        """The scope name of a loop that has one iteration per micro-batch, summed over all ticks."""
         return turns_scope(1, self.whole.schedule.micro_batches, self.whole.schedule.ticks)
 
     def start(self) -> dict[str, Any]:
@@ -194,7 +196,7 @@ class _Run:
 
     @cached_property
     def _stream(self) -> tuple[tuple[int, ...], Any]:
-        """Shape and dtype of the residual stream of a micro-batch."""
+        """The shape and dtype of one micro-batch's residual stream."""
         x_BLD = jax.eval_shape(lambda: self._begin(self.rest, jnp.int32(0)))
         return x_BLD.shape, x_BLD.dtype
 
@@ -334,7 +336,7 @@ class _Run:
         return d_BLD
 
     def _of_stage(self, x_PBLD: jax.Array, stage: int) -> jax.Array:
-        """Sends the part [B, L, D] of one stage to all stages."""
+        """Returns the array [B, L, D] of one stage, copied to all stages."""
 
         def pick(x_1BLD):
             return broadcast_from(self.layout, x_1BLD[0], jax.lax.axis_index(STAGE) == stage)
@@ -393,13 +395,13 @@ class _Run:
         return self._shard_stream(d_PBLD)
 
     def _pooled(self, carry: dict[str, Any]) -> jax.Array:
-        """Returns each expert's fraction of the choices and mean score, averaged over all layers with experts, for
-        each micro-batch: [A, 2, E]."""
+        """Returns [A, 2, E] for A micro-batches: each expert's fraction of the choices and its mean score, averaged
+        over all layers with experts."""
         layers = sum(len(unit.rows.places) for unit in self.whole.units if unit.routed)
         return carry["pool"].sum(0) / layers
 
     def _leave(self, carry: dict[str, Any], table: Ticks, d_PBLD: jax.Array) -> None:
-        """Adds the embedding's gradient for the micro-batch whose backward pass ends in this tick to `carry`."""
+        """Adds to `carry` the embedding gradient of the micro-batch whose backward pass ends in this tick."""
         stage, _ = self.whole.schedule.place_of(0)
 
         def leave(sums):

@@ -40,10 +40,12 @@ class Published:
     Fields:
       source: the publication.
       bubble: (stages, pass times) -> time that a stage is idle in a step, in the unit of the pass times.
-      held: (stages, micro-batches) -> number of micro-batches whose activations the fullest stage stores.
-      parameters: number of copies of its layers that a stage stores.
+      held: (stages, micro-batches) -> number of micro-batches whose activations are stored on the stage that stores
+        most.
+      parameters: number of copies of its layers' parameters that a stage stores.
       ours: the most similar schedule of this package, a row of SCHEDULES; "" if there is none.
-      differs: how the schedule of this package differs, because all its stages run one program.
+      differs: how the schedule `ours` differs from the published one, because in this package all stages run one
+        program.
     """
 
     source: str
@@ -54,8 +56,8 @@ class Published:
     differs: str = ""
 
     def stash(self, stages: int, micro_batches: int) -> Fraction:
-        """Returns the bytes of activations on the fullest stage, relative to the residuals of all layers for one
-        micro-batch."""
+        """Returns the bytes of activations on the stage that stores most, as a multiple of the residuals of all layers
+        for one micro-batch."""
         return Fraction(self.held(stages, micro_batches)) / stages
 
     def share(self, stages: int, micro_batches: int, work: PassTimes = EQUAL) -> Fraction:

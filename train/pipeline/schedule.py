@@ -61,8 +61,8 @@ class Schedule:
             weights = times_of(self, self.weights)
             if early := next((unit for unit in weights if weights[unit] < backward[unit]), None):
                 raise ReportError(
-                    f"the pipeline schedule {self.name} is invalid: weight gradients of micro-batch {early[0]} run "
-                    "before its backward pass"
+                    f"the pipeline schedule {self.name} has a bug, report it as an issue: "
+                    f"weight gradients of micro-batch {early[0]} run before its backward pass"
                 )
         _check_slots(self)
         _check_ends(self, forward, backward)
@@ -101,7 +101,7 @@ class Schedule:
 
     @property
     def bends(self) -> bool:
-        """True if consecutive virtual stages go to the last stage and back, as in the V placement."""
+        """True if consecutive virtual stages go from the first stage to the last and back, as in the V placement."""
         return any(
             held != tuple(range(stage, self.virtual_stages, self.stages)) for stage, held in enumerate(self.placement)
         )
@@ -111,7 +111,8 @@ def _check_placement(schedule: Schedule) -> None:
     held = sorted(k for row in schedule.placement for k in row)
     if len(schedule.placement) != schedule.stages or held != list(range(schedule.virtual_stages)):
         raise ReportError(
-            f"the pipeline schedule {schedule.name} is invalid: placement {schedule.placement} does not place each of "
+            f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+            f"placement {schedule.placement} does not place each of "
             f"{schedule.virtual_stages} virtual stages once on {schedule.stages} stages"
         )
 
@@ -127,16 +128,15 @@ def times_of(schedule: Schedule, table: np.ndarray) -> Times:
         unit = int(m), schedule.placement[stage][chunk]
         if unit in times:
             raise ReportError(
-                f"the pipeline schedule {schedule.name} is invalid: micro-batch {m} runs twice on virtual stage "
-                f"{unit[1]}"
+                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+                f"micro-batch {m} runs twice on virtual stage {unit[1]}"
             )
         times[unit] = int(tick)
     wanted = schedule.micro_batches * schedule.virtual_stages
     if len(times) != wanted:
         raise ReportError(
-            f"the pipeline schedule {schedule.name} is invalid: it has {len(times)} pairs of micro-batch and virtual "
-            "stage "
-            f"where {wanted} are expected"
+            f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+            f"it has {len(times)} pairs of micro-batch and virtual stage where {wanted} are expected"
         )
     return times
 
@@ -148,26 +148,26 @@ def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
     for (m, k), tick in forward.items():
         if k and forward[m, k - 1] + 1 != tick:
             raise ReportError(
-                f"the pipeline schedule {schedule.name} is invalid: micro-batch {m} reaches virtual stage {k} in "
-                f"tick {tick}, "
-                f"not in the tick after {forward[m, k - 1]}"
+                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+                f"micro-batch {m} reaches virtual stage {k} in tick {tick}, not in the tick after {forward[m, k - 1]}"
             )
         if k < last and backward[m, k + 1] + 1 != backward[m, k]:
             raise ReportError(
-                f"the pipeline schedule {schedule.name} is invalid: the gradient of micro-batch {m} reaches virtual "
-                f"stage {k} in "
+                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+                f"the gradient of micro-batch {m} reaches virtual stage {k} in "
                 f"tick {backward[m, k]}, not in the tick after {backward[m, k + 1]}"
             )
         if backward[m, k] < tick:
             raise ReportError(
-                f"the pipeline schedule {schedule.name} is invalid: micro-batch {m} runs backward before forward"
+                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+                f"micro-batch {m} runs backward before forward"
             )
     for stages in zip(range(last), range(1, last + 1)):
         one, other = (schedule.place_of(stage)[0] for stage in stages)
         if abs(one - other) not in (0, 1, schedule.stages - 1):
             raise ReportError(
-                f"the pipeline schedule {schedule.name} is invalid: stages {one} and {other} exchange data but are "
-                "not neighbors"
+                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+                f"stages {one} and {other} exchange data but are not neighbors"
             )
 
 
@@ -182,17 +182,16 @@ def _check_slots(schedule: Schedule) -> None:
             if m != IDLE:
                 if slot < 0 or slot in used:
                     raise ReportError(
-                        f"the pipeline schedule {schedule.name} is invalid: stash slot {slot} of stage {stage} is "
-                        f"already in use in tick {tick}"
+                        f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+                        f"stash slot {slot} of stage {stage} is already in use in tick {tick}"
                     )
                 used[slot] = m, chunk
             for table in (schedule.backward, last_table):
                 m, chunk, slot = map(int, table[tick, stage])
                 if m != IDLE and used.get(slot) != (m, chunk):
                     raise ReportError(
-                        f"the pipeline schedule {schedule.name} is invalid: stash slot {slot} of stage {stage} does "
-                        "not hold "
-                        f"micro-batch {m} in tick {tick}"
+                        f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+                        f"stash slot {slot} of stage {stage} does not hold micro-batch {m} in tick {tick}"
                     )
             if (m := int(last_table[tick, stage, 0])) != IDLE:
                 del used[int(last_table[tick, stage, 2])]
@@ -210,19 +209,19 @@ def _check_ends(schedule: Schedule, forward: Times, backward: Times) -> None:
             continue
         if not forward[m, last] <= tick <= backward[m, last]:
             raise ReportError(
-                f"the pipeline schedule {schedule.name} is invalid: the loss of micro-batch {m} is in tick {tick}, "
-                "not between its forward and "
-                "backward pass"
+                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+                f"the loss of micro-batch {m} is in tick {tick}, not between its forward and backward pass"
             )
         available = forward[m, last] == tick if slot == IDLE else waiting.get(int(slot)) == m
         if not available:
             raise ReportError(
-                f"the pipeline schedule {schedule.name} is invalid: the output of micro-batch {m} is not available "
-                f"in tick {tick}"
+                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+                f"the output of micro-batch {m} is not available in tick {tick}"
             )
     if sorted(schedule.ends[schedule.ends[:, 0] != IDLE, 0]) != list(range(schedule.micro_batches)):
         raise ReportError(
-            f"the pipeline schedule {schedule.name} is invalid: it must compute one loss for each micro-batch"
+            f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+            "it must compute one loss for each micro-batch"
         )
 
 
@@ -238,8 +237,7 @@ def divide_layers(layers: int, virtual_stages: int) -> tuple[int, ...]:
     if layers < virtual_stages:
         raise ReportError(
             f"{layers} layers cannot be divided among {virtual_stages} virtual stages of a pipeline: give at most "
-            f"{layers} virtual "
-            "stages (mesh.stage times pipeline.virtual)"
+            f"{layers} virtual stages (mesh.stage times pipeline.virtual)"
         )
     fewest, remainder = divmod(layers, virtual_stages)
     # Stages near the middle get the remaining layers first, because the stages at the ends wait longest.

@@ -56,13 +56,14 @@ def held_share(schedule: Schedule, layers: int) -> Fraction:
 
 
 def stash_by_stage(schedule: Schedule) -> tuple[Fraction, ...]:
-    """Returns for each stage its maximum residuals, relative to the residuals of all layers for one micro-batch."""
+    """Returns for each stage the maximum residuals that it stores at once, relative to the residuals of all layers for
+    one micro-batch."""
     return tuple(Fraction(slots, schedule.virtual_stages) for slots in schedule.stash_slots)
 
 
 def published_stash(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Fraction | None:
-    """Returns the published residuals of the fullest stage, relative to the residuals of all layers for one
-    micro-batch.
+    """Returns the published amount of residuals on the stage that stores most, relative to the residuals of all layers
+    for one micro-batch.
 
     Publications assume a separate program per stage. Returns None for schedules without a published number. gpipe: all
     micro-batches. 1f1b: P micro-batches of L/P layers each. interleaved: 1 + (P - 1)/(Pv) (Korthikanti et al. 2022,
@@ -86,8 +87,8 @@ class Simulated:
     Fields:
       seconds: time of all ticks, in the unit of the costs.
       idle: fraction (0 to 1) of `seconds` that each stage waits.
-      bubble: fraction (0 to 1) of `seconds` beyond the minimum, the time a stage would need without waiting and
-        without separate weight gradients.
+      bubble: fraction (0 to 1) of `seconds` in excess of the minimum. The minimum is the time that a stage needs
+        without waiting and without separate weight gradients.
     """
 
     seconds: float
@@ -122,7 +123,7 @@ def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = Fa
 
 
 def full_ticks(schedule: Schedule) -> int:
-    """Returns the time of a schedule as a number of full ticks, each one forward and one backward pass. Ticks with
-    only one of the two count partly."""
+    """Returns the time of a schedule as a number of full ticks, each one forward and one backward pass. A tick with
+    only one of the two passes counts as a fraction."""
     whole = (TOGETHER[True].forward + TOGETHER[True].backward) / schedule.virtual
     return round(simulate(schedule).seconds / whole)

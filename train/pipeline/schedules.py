@@ -16,7 +16,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) 
       ReportError: the schedule does not exist, or not for these sizes. The message has the remedy.
     """
     if name not in SCHEDULES:
-        raise ReportError(f"pipeline.schedule={name!r}: {remedy_for(name, SCHEDULES)}")
+        raise ReportError(f"pipeline.schedule={name!r} is unknown: {remedy_for(name, SCHEDULES)}")
     for what, count in (("stages", stages), ("micro-batches", micro_batches), ("chunks of a stage", virtual)):
         if count < 1:
             raise ReportError(f"a pipeline cannot have {count} {what}: give 1 or more")
@@ -34,8 +34,8 @@ def _v_shape(stages: int) -> tuple[tuple[int, ...], ...]:
 def _one_chunk(name: str, virtual: int) -> None:
     if virtual != 1:
         raise ReportError(
-            f"pipeline.schedule={name} with pipeline.virtual={virtual}: this schedule has one chunk per stage; set "
-            "pipeline.virtual=1, or pipeline.schedule=interleaved"
+            f"pipeline.schedule={name} cannot be combined with pipeline.virtual={virtual}, because "
+            "this schedule has one chunk per stage: set pipeline.virtual=1, or pipeline.schedule=interleaved"
         )
 
 
@@ -52,8 +52,8 @@ def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
 
 
 def _one_f_one_b(name: str, P: int, M: int, v: int) -> Schedule:
-    """Returns PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503), with a forward and a backward pass in one
-    tick."""
+    """Returns the 1F1B schedule, PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503). A tick has a forward and a
+    backward pass."""
     _one_chunk(name, v)
     return _interleaved(name, P, M, 1)
 
@@ -65,8 +65,9 @@ def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
     """
     if v > 1 and M % P:
         raise ReportError(
-            f"pipeline.schedule={name} with {M} micro-batches over {P} stages: with pipeline.virtual={v} "
-            f"the number of micro-batches must be a multiple of the stages; set batch.accumulation={-(-M // P) * P}"
+            f"pipeline.schedule={name} cannot run {M} micro-batches over {P} stages, because "
+            f"with pipeline.virtual={v} "
+            f"the number of micro-batches must be a multiple of the stages: set batch.accumulation={-(-M // P) * P}"
         )
 
     def item(m: int, chunk: int) -> int:
@@ -90,8 +91,8 @@ def _v(name: str, P: int, M: int, v: int) -> Schedule:
     """
     if v not in (1, 2):
         raise ReportError(
-            f"pipeline.schedule={name} with pipeline.virtual={v}: this schedule has two chunks per stage; set "
-            "pipeline.virtual=2"
+            f"pipeline.schedule={name} cannot be combined with pipeline.virtual={v}, because "
+            "this schedule has two chunks per stage: set pipeline.virtual=2"
         )
     # Units of chunk 0 are in ticks of one parity, units of chunk 1 in ticks of the other, so a stage never has two at
     # once.
@@ -103,7 +104,7 @@ def _v(name: str, P: int, M: int, v: int) -> Schedule:
 def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
     """Returns 1F1B with separate weight gradients (Qi et al. 2023, arXiv 2401.10241).
 
-    A stage computes them in its first ticks without a backward pass, or at the end of the schedule.
+    A stage computes weight gradients in its first ticks that have no backward pass, or at the end of the schedule.
     """
     _one_chunk(name, v)
     one = _interleaved("1f1b", P, M, 1)
@@ -192,11 +193,8 @@ def _table(
 
 
 def _slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
-    """Assigns a slot to each live range (first tick, last tick, (micro-batch, virtual stage)). They are in order of
-    first ticks.
-
-    Uses the minimum number of slots.
-    """
+    """Assigns a slot to each live range, using the minimum number of slots. A live range is (first tick, last tick,
+    (micro-batch, virtual stage)); `lives` is sorted by first tick."""
     free_from: list[int] = []  # the last tick of each slot
     slots = {}
     for start, end, unit in lives:

@@ -55,16 +55,16 @@ jax.tree_util.register_dataclass(Micro, ["keys", "packed", "tokens", "coefficien
 
 @dataclasses.dataclass(frozen=True)
 class StackUnit:
-    """The layers of one parameter stack in a chunk, which is the part of a stage's layers that runs without
+    """The layers of a chunk that belong to one parameter stack. A chunk is a group of layers that a stage runs without
     interruption.
 
     Fields:
-      rows: the rows of the stack.
+      rows: which layers of the stack each stage stores.
       block: (x_BLD, parameters of a layer, layer index, key_B, packed) -> (x_BLD, load), under the remat policy.
       weights: casts and shards the gradients of these parameters.
       routed: True if the layers have experts.
       turns: the named scope that gives the iteration counts of the loops over a chunk's layers (memory/hlo/loops.py).
-      recipe, dtypes: how residuals are saved, and their dtypes; filled when the forward pass is traced.
+      recipe, dtypes: which residuals are saved, and their dtypes. Both are filled when the forward pass is traced.
     """
 
     rows: StackRows
@@ -147,8 +147,8 @@ class StackUnit:
     def run(
         self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any, micro: Micro
     ) -> jax.Array:
-        """Returns the output of the first `count` layers of a chunk, without saving residuals. Arguments as for
-        `forward`."""
+        """Returns the output of the first `count` layers of a chunk, without saving residuals. The arguments are
+        explained in `forward`."""
 
         def turn(index, x_BLD):
             weights = merge_parameters(*row_of((own, fixed), chunk * self.rows.rows + index))
@@ -171,8 +171,8 @@ class StackUnit:
     ) -> tuple[jax.Array, Any]:
         """Returns the gradient of the chunk's input, and `sums` with the gradients of its layers added.
 
-        Arguments as for `forward`. `busy_AE`: each expert's fraction (0 to 1) of a micro-batch's choices, averaged
-        over all layers; None unless the balance loss is pooled.
+        The arguments are explained in `forward`. `busy_AE`: each expert's fraction (0 to 1) of a micro-batch's
+        choices, averaged over all layers; None unless the balance loss is pooled.
         """
         number, chunk, slot = unit
         d_losses = micro.coefficients
@@ -239,7 +239,7 @@ def turns_scope(max_turns: int, total: int, times: int) -> str:
 def stack_units(
     model: Transformer, stacks: Sequence[StackRows], weights: Weights, schedule: Schedule
 ) -> list[StackUnit]:
-    """Returns one unit for each parameter stack, in the order in which a chunk runs the stacks.
+    """Returns one `StackUnit` for each parameter stack, in the order in which a chunk runs the stacks.
 
     `model` and `weights` must have the layout that is used inside the stages (`Layout.staged`).
     """
@@ -261,7 +261,8 @@ def inside(layout: Layout, function: Callable, inputs: Any, outputs: Any) -> Cal
 
 
 def broadcast_from(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
-    """Sends `x` from the stage on which `mine` is true to all stages. Call it inside the stages."""
+    """Sends `x` from the stage on which `mine` is true to all stages. Call it in a function that `inside` runs on the
+    stages."""
     x = jnp.where(mine, x, 0)
     # XLA's CPU compiler (0.10 to 0.12) aborts on 16-bit sums at this point. With one nonzero summand float32 is
     # as exact.

@@ -36,7 +36,8 @@ class StackRows:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """For each row the index of its layer within the stack. Unused rows have the number of layers."""
+        """For each row of the stack, the index of its layer within the stack. For an unused row the value is the
+        number of layers."""
         layers = sorted(layer for layer in self.order if layer >= 0)
         return tuple(layers.index(layer) if layer >= 0 else len(layers) for layer in self.order)
 

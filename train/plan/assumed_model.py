@@ -1,5 +1,5 @@
-"""Describes a model by numbers instead of a config: the flags of `bytescope estimate --params`, and the question they
-form."""
+"""Describes a model by its number of parameters instead of a config: the flags of `bytescope estimate --params`, and
+the input of the memory calculator that they describe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Describes a program for the search for the least recomputation: the graph of one block, and the remat policies to
-try."""
+"""Describes a program for the remat search, which looks for the least recomputation that fits: the graph of one block,
+and the remat policies to try."""
 
 import dataclasses
 import math

@@ -89,10 +89,10 @@ class Case:
 
     @property
     def routing(self) -> tuple[ExpertShape, int, int] | None:
-        """The arguments of the formulas that count the token rows of experts; None if the experts have no such rows.
+        """The arguments of the formulas that count the tokens that are sent to experts; None if no tokens are sent.
 
         They are the shape of the experts, the number of tokens per device and micro-batch, and the number of devices
-        that share the experts. A model without experts, or with `model.moe_kernel=dense`, has no token rows.
+        that share the experts. A model without experts, or with `model.moe_kernel=dense`, sends no tokens.
         """
         if "model.moe_every" not in self.flat or self.flat["model.moe_kernel"] == "dense":
             return None

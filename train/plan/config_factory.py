@@ -250,8 +250,7 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
 
 
 def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram, model_flops: int) -> Subject:
-    """Returns what a report says about the config that it describes: the name, the changed keys, the batch and the
-    remat policy.
+    """Returns the description of a config for its report: the name, the changed keys, the batch and the remat policy.
 
     Args:
         name: the config as the command line names it.

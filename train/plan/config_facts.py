@@ -430,8 +430,8 @@ def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
 
 
 def _host_memory_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the config keys that move tensors to host memory. "the policy" stands for a remat policy that does
-    so."""
+    """Returns the config keys that move tensors to host memory, and "the policy" if the remat policy moves tensors
+    there."""
     keys = [key for key in ("offload.optimizer", "offload.params") if config.get(key) is True]
     words: list[Any] = []
     for key, value in config.items():

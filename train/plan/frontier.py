@@ -52,7 +52,7 @@ COSTS = {"time": "predicted_seconds", "flops": "recompute_flops_fraction"}
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """One remat policy that is the same for all layers, as a compiled program.
+    """A remat policy that is used for all layers, with the figures of its compiled program.
 
     Attributes:
         policy: the name of the policy, or the tensors that it saves.
@@ -198,7 +198,8 @@ def choose_plans(search: RematSearch, budgets: Sequence[float]) -> list[Compiled
     """Returns the compiled plan of lowest cost for each memory budget; None for a budget that no plan fits.
 
     If the plan of a smaller budget costs less than the plan that was found for a larger budget, it is used for both.
-    So no plan costs more than the plan of a smaller budget, or than the best policy for all layers that fits.
+    As a result, no plan costs more than the plan of a smaller budget, or than the best policy for all layers that
+    fits.
 
     budgets: bytes on one device, smallest first.
     """
@@ -275,7 +276,9 @@ def saved_fractions(points: Sequence[Point]) -> dict[str, float | None]:
 
 
 def cheapest(points: Sequence[Point], cost: str) -> Point | None:
-    """Returns the point with the plan of lowest cost that fits the target; None if no plan fits.
+    """Returns the point whose plan has the lowest cost of those that fit the target; None if no plan fits.
+
+    A point is a memory budget with its remat plan.
 
     If costs are equal, or predicted seconds tie, the plan that recomputes the fewest FLOPs is preferred, then the plan
     with the fewest allocated bytes, then a named policy, then the smallest budget.
@@ -294,8 +297,7 @@ def cheapest(points: Sequence[Point], cost: str) -> Point | None:
 
 
 def plans_of(points: Sequence[Point]) -> list[Point]:
-    """Returns the first point of each different plan, smallest budget first. Neighbouring budgets often have the same
-    plan."""
+    """Returns one point for each different plan, the one with the smallest budget. They are sorted by budget."""
     first: dict[str, Point] = {}
     for point in points:
         first.setdefault(point.plan, point)

@@ -158,7 +158,8 @@ POLICY_COLUMNS = (
 def plans_of(points: Sequence[Record]) -> list[dict[str, Any]]:
     """Returns one record for each different plan, smallest budget first.
 
-    A record has the figures of the plan's first point, and under `points` all points with this plan.
+    A point is a memory budget with its plan. A record has the figures of the plan's first point, and its key `points`
+    lists all points with this plan.
     """
     plans: dict[str, dict[str, Any]] = {}
     for point in points:

@@ -64,7 +64,7 @@ MAX_LIMITS, MAX_SHORTEST = 5, 12
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A config with one memory saving (a stage) and all stages before it.
+    """A config to which one memory saving (a stage) and all earlier savings are applied.
 
     Attributes:
         stage: a key of STAGES.
@@ -156,9 +156,9 @@ def changed_flags(keys: Mapping[str, str], values: Mapping[str, Any], config: Ma
 
 
 def byte_changes(levels: Sequence[Level]) -> list[int | None]:
-    """Returns the change of the allocated bytes from each level to the next.
+    """Returns for each level its allocated bytes minus those of the level before it.
 
-    The change of the first level is None, and so is a change from or to an unknown number of bytes.
+    The difference is None for the first level, and if the bytes of one of the two levels are unknown.
     """
     sizes = [level.row.allocated_bytes for level in levels]
     out: list[int | None] = []
@@ -217,8 +217,8 @@ def to_json(
 def flags_of(level: Level) -> str:
     """Returns the command-line flags that the memory saving of this level adds.
 
-    Values of "false" and keys that neither its own saving nor a default saving sets are left out, so that the first
-    level does not list all of BASELINE.
+    The first level also sets the keys of BASELINE. To keep its flags short, keys with the value "false" are left out,
+    and keys that neither the level's own saving nor a default saving sets.
     """
     changed = set(STAGES[level.stage].keys)
     for stage in DEFAULT:

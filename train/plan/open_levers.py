@@ -181,7 +181,7 @@ def _full(case: Case) -> Lever | None:
 
 
 def _expert_room(case: Case) -> Lever | None:
-    """Returns the lever that lowers the capacity factor, so that fewer token rows are allocated for experts."""
+    """Returns the lever that lowers `model.capacity_factor`, so that each expert has memory for fewer tokens."""
     routing = case.routing
     smaller = smaller_room(*routing) if routing else None
     if routing is None or smaller is None:

@@ -1,5 +1,4 @@
-"""Refuses a run whose step does not fit in memory. The error has advice for which variants of the program are
-compiled.
+"""Refuses a run whose step does not fit in memory. For its advice, variants of the program are compiled.
 
 The memory savings and the words are in `advice.py`, which compiles nothing.
 """
@@ -35,8 +34,8 @@ def refuse(
     """Raises DoesNotFit for a step that needs more memory than a device has, before anything is allocated.
 
     The error has advice on how to make the step fit. If the program runs in one process and the host has COMPILE_BYTES
-    free, variants are compiled to find the cheapest change that fits. Several processes would have to compile
-    together.
+    free, variants are compiled to find the cheapest change that fits. In a run of several processes nothing is
+    compiled, because all processes would have to take part.
 
     Args:
         report: the report of the step.
@@ -67,7 +66,7 @@ def advice_without_compiling(report: ReportRecord, command: Command) -> list[str
 
 
 def report_without_compiling(program: Program) -> ReportRecord:
-    """Returns a report that contains only the config and the devices, for a compiler that itself ran out of memory."""
+    """Returns a report that contains only the config and the devices. It is used if compiling ran out of memory."""
     # All processes of a run count all devices, so that they print the same advice.
     target = dataclasses.replace(targets.parse("local"), n_devices=program.mesh.size)
     return ReportRecord(

@@ -87,8 +87,8 @@ def _first_lever_keys(case: Case, key: str) -> Keys | None:
 def _chunked_loss(case: Case, finding: Finding) -> Remedy | None:
     """Returns the remedy for large logits: a loss that is computed in chunks, or smaller chunks.
 
-    The chunks are so small that the logits are no longer a finding. Returns None if the chunks are small enough
-    already.
+    The chunks are so small that the report no longer warns about the logits. Returns None if the chunks are small
+    enough already.
     """
     if case.flat["loss.kind"] == "full":
         return Remedy("compute the loss in chunks", {"loss.kind": "chunked"})
@@ -237,7 +237,7 @@ class _Keeping(NamedTuple):
 def _keep_more(case: Case, finding: Finding) -> Remedy | None:
     """Returns the remedy for unused memory: the remat policy that should fit and avoids the most recomputation.
 
-    The policy is used for all layers, or for as many first layers as fit.
+    The policy is used for all layers, or only for the first layers if not all fit.
     """
     spare = spare_memory.measure_spare(case.report)
     if spare is None:
@@ -285,8 +285,10 @@ def _all_layers(case: Case, policy: str, recomputed: float) -> _Keeping | None:
 
 
 def _some_layers(case: Case, plan: _Keeping, free: int) -> _Keeping | None:
-    """Returns the change that applies the policy of `plan` to as many first layers as fit in `free` bytes; None if not
-    even one layer fits."""
+    """Returns the change that applies the policy of `plan` to the first layers, as many as fit in `free` bytes.
+
+    Returns None if not even one layer fits, or if `remat.layers` is set already or cannot be set.
+    """
     flat, layers = case.flat, case.flat["model.n_layers"]
     if flat["remat.layers"] or flat["remat.policy"] not in _KEEPING or case.axes["stage"] > 1:
         return None

@@ -18,22 +18,21 @@ from bytescope.train.step.optimizer.host_offload import device_bytes, device_siz
 def loop_overhead(program: Program) -> LoopOverhead:
     """Returns the bytes that the training loop keeps on a device in addition to the arguments of one call of the step.
 
-    While the last call of an update runs, the device still has the other batches of this update, and already the
-    batches of the next update (train/run/feed.py). The metrics of the previous update are also still there, because
-    they have not been read. The call's own batch is one of its arguments and is not counted.
+    While the last call of an update runs, the device also holds the other batches of this update, the batches of the
+    next update (train/run/feed.py), and the metrics of the previous update, which have not been read yet. The batch of
+    the call itself is one of its arguments and is not counted.
     """
     batch = tuple(device_sizes(program.batch_shapes))
     return LoopOverhead(waiting=batch * (2 * program.calls_per_update - 1), results=1)
 
 
 def peaks(program: Program) -> dict[str, int]:
-    """Returns the peak bytes on one device of each program of a run except the step: program -> bytes, including the
-    training state.
+    """Returns name -> peak bytes on one device for each program of a run except the training step.
 
-    The program "init" makes the state. "evaluation" evaluates one held-out micro-batch while the next one is on the
-    device. "sample" writes text at the end of a run, if the config asks for it. They are compiled for the program's
-    devices, which may be described devices without hardware. The peak of a run is the maximum of these peaks and the
-    peak of the step.
+    The bytes include the training state. The program "init" makes the state. "evaluation" evaluates one held-out
+    micro-batch while the next one is on the device. "sample" generates text at the end of a run, if the config asks
+    for it. The devices may be described devices without hardware. The peak of a run is the maximum of these peaks and
+    the peak of the step.
     """
     state = device_bytes(program.state)
     batch = device_bytes(program.eval_shapes)

@@ -76,8 +76,8 @@ class Trials:
         rates = ranking.large(self.target)
         if rates is None:
             raise ReportError(
-                f"target {self.target.name}: no time can be predicted, because the FLOP/s and bytes/s of its devices "
-                "are unknown: give the rates file of bytescope calibrate with --rates=FILE"
+                f"the time on target {self.target.name} cannot be predicted, because the FLOP/s and bytes/s of its "
+                "devices are unknown: give the rates file of bytescope calibrate with --rates=FILE"
             )
         self.rates = rates
 
@@ -231,7 +231,7 @@ class Trials:
                 step_prediction.missing(bool(answer.get("schedule")), self.target.to_json())
                 or "nothing in this program takes time"
             )
-            raise ReportError(f"target {self.target.name}: no time can be predicted: {why}")
+            raise ReportError(f"the time on target {self.target.name} cannot be predicted: {why}")
         return prediction
 
     @property

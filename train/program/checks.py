@@ -35,11 +35,11 @@ from bytescope.train.step.optimizer.trainable import check_quantized, frozen_nam
 
 
 def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
-    """Checks settings against devices and against each other. Returns what they determine: mesh, kernels, batch, remat
-    policies, frozen parameters.
+    """Checks the settings against the devices and against each other. Returns the choices that follow from the
+    settings: mesh, kernels, batch sizes, remat policies and frozen parameters.
 
     Raises:
-      ValueError: a setting cannot run on these devices. The message has the value and the remedy.
+      ValueError: a setting cannot be used on these devices. The message names the setting and the remedy.
     """
     if settings.remat.policy == AUTO:
         raise ValueError(
@@ -88,28 +88,28 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
 
 
 def check_without_devices(settings: Settings) -> None:
-    """Raises ValueError if a remat policy does not exist. Unlike `check`, it needs no devices."""
+    """Checks the settings that can be checked without devices. Raises ValueError if a remat policy does not exist."""
     if settings.remat.policy != AUTO:
         settings.layer_policies(fp8=False)
 
 
 def _check_ring_and_length(settings: Settings, layout: Layout) -> None:
-    """Raises ValueError if ring attention does not support the model, or if the devices of a mesh axis cannot divide
-    the sequence length."""
+    """Raises ValueError if ring attention does not support the model, or if the sequence length is not divisible by
+    the number of devices that share a sequence."""
     model, context, tensor = settings.model, layout.context, layout.mesh.shape["tensor"]
     if context > 1 and model.dropout:
         raise ValueError(
-            f"model.dropout={model.dropout} with mesh.context={context}: ring attention has no "
+            f"model.dropout={model.dropout} cannot be combined with mesh.context={context}: ring attention has no "
             "dropout; set model.dropout=0 or mesh.context=1"
         )
     if context > 1 and model.attention not in ("auto", "chunked"):
         raise ValueError(
-            f"model.attention={model.attention} with mesh.context={context}: ring attention "
-            "runs the chunked kernel only; set model.attention=auto"
+            f"model.attention={model.attention} cannot be combined with mesh.context={context}: ring attention "
+            "supports only the chunked kernel; set model.attention=auto"
         )
     if context > 1 and model.attention_kind != "gqa":
         raise ValueError(
-            f"model.attention_kind={model.attention_kind} with mesh.context={context}: ring "
+            f"model.attention_kind={model.attention_kind} cannot be combined with mesh.context={context}: ring "
             "attention needs keys and values of the same width; set mesh.context=1"
         )
     parts, divisors = 1, []
@@ -118,7 +118,7 @@ def _check_ring_and_length(settings: Settings, layout: Layout) -> None:
         divisors.append(f"2 x mesh.context {context}")
     if settings.mesh.sequence_parallel:
         parts = math.lcm(parts, context * tensor)
-        divisors.append(f"tensor {tensor}")
+        divisors.append(f"mesh.tensor {tensor}")
     if settings.seq_len % parts:
         raise ValueError(
             f"data.seq_len={settings.seq_len} is not divisible by {' and '.join(divisors)}: make it a "
@@ -127,8 +127,8 @@ def _check_ring_and_length(settings: Settings, layout: Layout) -> None:
 
 
 def _check_tiles(settings: Settings, layout: Layout) -> None:
-    """Raises ValueError if `model.mlp_chunk` does not divide a device's positions, or if `remat.policy=custom` saves a
-    tensor that the tiled MLP recomputes."""
+    """Raises ValueError if the number of sequence positions per device is not divisible by `model.mlp_chunk`, or if
+    `remat.policy=custom` saves a tensor that the tiled MLP recomputes."""
     chunk, positions = settings.model.mlp_chunk, settings.seq_len // layout.stream_parts
     if not chunk:
         return
@@ -141,51 +141,53 @@ def _check_tiles(settings: Settings, layout: Layout) -> None:
     hidden = {*settings.remat.save, *settings.remat.offload}.intersection(TILED)
     if hidden:
         raise ValueError(
-            f"checkpoint name {min(hidden)!r} cannot be saved with model.mlp_chunk={chunk}, which recomputes "
-            "the MLP: leave the name out, or set model.mlp_chunk=0"
+            f"checkpoint name {min(hidden)!r} cannot be saved with model.mlp_chunk={chunk}, which recomputes the MLP: "
+            "remove the name from remat.save and remat.offload, or set model.mlp_chunk=0"
         )
 
 
 def _check_experts(settings: Settings, layout: Layout) -> None:
-    """Raises ValueError if `mesh.expert` does not divide the experts, or if another setting does not support
-    experts."""
+    """Raises ValueError if the number of experts is not divisible by `mesh.expert`, or if another setting does not
+    support experts."""
     model, parts, dispatch = settings.model, layout.mesh.shape["expert"], settings.mesh.dispatch
     asked = f"model.experts={model.experts}"
     if not model.experts:
         if parts > 1:
             raise ValueError(
-                f"mesh.expert={parts} with model.experts=0: there are no experts to shard; set "
-                "mesh.expert=1, and mesh.fsdp for these devices"
+                f"mesh.expert={parts} cannot be combined with model.experts=0: there are no experts to shard; set "
+                "mesh.expert=1, and use mesh.fsdp for these devices"
             )
         return
     if model.experts % parts:
         near = math.gcd(model.experts, parts)
         raise ValueError(
             f"{asked} is not divisible by mesh.expert={parts}, but every device holds the same number of experts; set "
-            f"mesh.expert={near}, and mesh.fsdp for the other devices"
+            f"mesh.expert={near}, and use mesh.fsdp for the other devices"
         )
     slots = model.moe_kernel == "capacity"
     if parts > 1 and dispatch != "auto" and slots != (dispatch == "all_to_all"):
         remedy = "mesh.dispatch=all_to_all" if slots else "model.moe_kernel=capacity"
         raise ValueError(
-            f"mesh.dispatch={dispatch} with model.moe_kernel={model.moe_kernel}: kernels with a fixed number of "
-            f"slots need all_to_all, and kernels with a varying number of rows another value; set {remedy}, or "
-            "mesh.dispatch=auto"
+            f"mesh.dispatch={dispatch} cannot be combined with model.moe_kernel={model.moe_kernel}: the kernel "
+            "capacity works only with mesh.dispatch=all_to_all, and the other kernels do not support all_to_all; set "
+            f"{remedy}, or mesh.dispatch=auto"
         )
     if settings.precision.preset == "fp8":
         raise ValueError(
-            f"precision.preset=fp8 with {asked}: expert matmuls cannot run in fp8; choose precision.preset=bf16"
+            f"precision.preset=fp8 cannot be combined with {asked}: expert matmuls cannot run in fp8; choose "
+            "precision.preset=bf16"
         )
     if settings.lora.base != "bf16":
         raise ValueError(
-            f"lora.base={settings.lora.base} with {asked}: expert weights have no quantized format; set lora.base=bf16"
+            f"lora.base={settings.lora.base} cannot be combined with {asked}: expert weights have no quantized "
+            "format; set lora.base=bf16"
         )
 
 
 def _choose_kernels(
     settings: Settings, precision: Precision, layout: Layout
 ) -> tuple[ModelConfig, tuple[str, str], tuple[str, str]]:
-    """Returns (model config with the kernels chosen, (attention kernel, reason), (expert kernel, reason))."""
+    """Returns (model config with the chosen kernels, (attention kernel, reason), (expert kernel, reason))."""
     model, platform = ModelConfig.from_keys(settings.model), platform_of(layout.mesh.devices.flat[0])
     if settings.seq_len > model.max_seq_len:
         raise ValueError(
@@ -204,8 +206,9 @@ def _choose_kernels(
     if level not in ("", "O0") and kernel[0] == "chunked" and layout.mesh.size > 1:
         # XLA's compiler (0.10 to 0.12) would abort the process.
         raise ValueError(
-            f"xla.optimization_level={level}: XLA aborts on chunked attention over several devices at "
-            "this level; set model.attention=cudnn or naive, or leave xla.optimization_level empty"
+            f"xla.optimization_level={level} cannot be used here: at this level XLA aborts when it compiles chunked "
+            "attention for several devices; set model.attention=cudnn or naive, or leave xla.optimization_level "
+            "empty"
         )
     moe_kernel = choose_moe_kernel(model, platform)
     return dataclasses.replace(model, attention=kernel[0], moe_kernel=moe_kernel[0]), kernel, moe_kernel
@@ -217,25 +220,27 @@ def _check_offload(settings: Settings, layout: Layout, batch: BatchAlgebra) -> N
     device = layout.mesh.devices.flat[0]
     asked = "offload.params=true" if settings.offload.params else "offload.optimizer=true"
     if (settings.offload.params or settings.offload.optimizer) and not has_host_memory(device):
-        raise ValueError(f"{asked}: {device.device_kind} has no pinned host memory; set the key to false")
+        raise ValueError(
+            f"{asked} needs pinned host memory, which {device.device_kind} does not have: set the key to false"
+        )
     if not settings.offload.params:
         return
     if batch.accumulation > 1:
         raise ValueError(
-            f"{asked} with {batch.accumulation} micro-steps per update (batch.accumulation): gradients of "
-            "parameters in host memory are moved to host memory too, and cannot be summed there; raise batch.micro, "
-            "with a remat policy, or set offload.params=false"
+            f"{asked} cannot be combined with {batch.accumulation} micro-steps per update (batch.accumulation): "
+            "gradients of parameters in host memory are moved to host memory too, and cannot be summed there; raise "
+            "batch.micro instead (a remat policy makes room for it), or set offload.params=false"
         )
     if layout.strategy.stored and not layout.strategy.by_layer:
         raise ValueError(
-            f"{asked} with mesh.strategy={settings.mesh.strategy}: that strategy copies all parameters to "
-            "the device at once; choose zero3 or ddp, or set offload.params=false"
+            f"{asked} cannot be combined with mesh.strategy={settings.mesh.strategy}: this strategy copies all "
+            "parameters to the device at once; choose zero3 or ddp, or set offload.params=false"
         )
 
 
 def _check_unroll(model: ModelConfig, remat: LayerPolicies) -> None:
-    """Raises ValueError if ranges of layers do not fit the model, or if `model.unroll` does not divide the layers of a
-    loop."""
+    """Raises ValueError if the layer ranges of `remat.layers` do not fit the model, or if the number of layers in a
+    loop is not divisible by `model.unroll`."""
     for segment in remat.segments(model.n_layers):
         count = (segment.stop - segment.start) // segment.groups
         if model.unroll < count and count % model.unroll:
@@ -249,29 +254,29 @@ def _check_unroll(model: ModelConfig, remat: LayerPolicies) -> None:
 def _choose_stages(
     settings: Settings, layout: Layout, model: ModelConfig, remat: LayerPolicies, batch: BatchAlgebra
 ) -> tuple[Schedule, Stages] | tuple[None, None]:
-    """Returns the pipeline's schedule and the division of the layers among its stages. Returns (None, None) without a
+    """Returns (pipeline schedule, layers of each pipeline stage). Returns (None, None) for a program without a
     pipeline."""
     stages, tensor, virtual = layout.mesh.shape["stage"], layout.mesh.shape["tensor"], settings.pipeline.virtual
     asked = f"mesh.stage={stages}"
     if stages == 1:
         if virtual > 1:
             raise ValueError(
-                f"pipeline.virtual={virtual} with mesh.stage=1: there is only one stage; set "
-                "mesh.stage, or pipeline.virtual=1"
+                f"pipeline.virtual={virtual} cannot be combined with mesh.stage=1: there is only one stage; raise "
+                "mesh.stage, or set pipeline.virtual=1"
             )
         return None, None
     for is_asked, key, why in _refused_with_stages(settings, model, remat):
         if is_asked:
-            raise ValueError(f"{asked} with {key}: {why}")
+            raise ValueError(f"{asked} cannot be combined with {key}: {why}")
     schedule = make_schedule(settings.pipeline.schedule, stages, batch.accumulation, virtual)
     if model.n_layers < schedule.virtual_stages:
         raise ValueError(
-            f"{asked} with model.n_layers={model.n_layers}: {schedule.virtual_stages} virtual stages need "
-            "a layer each; set fewer stages, or a smaller pipeline.virtual"
+            f"{asked} needs model.n_layers={schedule.virtual_stages} or more, but model.n_layers={model.n_layers}: "
+            "every virtual stage needs a layer; lower mesh.stage or pipeline.virtual"
         )
     if model.padded_vocab % (stages * tensor):
         raise ValueError(
-            f"{asked} with {model.padded_vocab} rows of the token table, which do not divide over the stages: set "
+            f"{asked} cannot divide the {model.padded_vocab} rows of the token embedding evenly over the stages: set "
             f"model.vocab_multiple={stages * tensor}"
         )
     return schedule, Stages.divide(model, schedule)
@@ -293,22 +298,22 @@ def _refused_with_stages(
         (
             model.experts > 0 and model.moe_every > 1,
             f"model.moe_every={model.moe_every}",
-            "a chunk runs its dense layers first; set model.moe_every=1",
+            "a pipeline stage runs its dense layers before its layers with experts; set model.moe_every=1",
         ),
         (
             len(segments) > 1,
             f"remat.layers={','.join(settings.remat.layers)}",
-            "all stages run one program; set one remat.policy for all layers",
+            "all stages run the same program; set one remat.policy for all layers",
         ),
         (
             any(segment.groups > 1 for segment in segments),
             f"remat.policy={settings.remat.policy}",
-            "a chunk saves the inputs of its blocks; set remat.policy=full",
+            "a pipeline stage saves the input of every block, not of groups of blocks; set remat.policy=full",
         ),
         (
             any(segment.policy.offloads for segment in segments),
             f"remat.policy={settings.remat.policy}",
-            "the stash is in device memory; set remat.policy=full",
+            "a pipeline keeps the saved block inputs in device memory; set remat.policy=full",
         ),
         (
             settings.optimizer.fused_backward,
@@ -323,12 +328,12 @@ def _refused_with_stages(
         (
             mesh.context > 1,
             f"mesh.context={mesh.context}",
-            "sends of a ring wait for all devices, whose stages are at different layers; set mesh.context=1",
+            "ring attention waits for all devices, but stages compute different layers; set mesh.context=1",
         ),
         (
             settings.pipeline.schedule == "zero_bubble",
             "pipeline.schedule=zero_bubble",
-            "with recomputation its weight gradients recompute each block once more; set pipeline.schedule=v",
+            "its separate weight gradients would recompute each block a second time; set pipeline.schedule=v",
         ),
     )
 
@@ -341,31 +346,32 @@ def _choose_adapters(settings: Settings, layout: Layout, model: ModelConfig) -> 
     asked = f"lora.rank={keys.rank}"
     if model.attention_kind != "gqa":
         raise ValueError(
-            f"{asked} with model.attention_kind={model.attention_kind}: adapters are available only for the "
-            "matrices of gqa; set lora.rank=0"
+            f"{asked} cannot be combined with model.attention_kind={model.attention_kind}: adapters are available "
+            "only for the matrices of gqa; set lora.rank=0"
         )
     shards = math.prod(layout.mesh.shape[axis] for axis in SHARDS)
     lora = Lora(keys.rank, keys.alpha, keys.targets, keys.dropout, shared=keys.rank % shards == 0)
     if settings.optimizer.freeze:
         raise ValueError(
-            f"optimizer.freeze={','.join(settings.optimizer.freeze)} with {asked}, which already freezes everything "
-            "but the adapters: leave optimizer.freeze empty"
+            f"optimizer.freeze={','.join(settings.optimizer.freeze)} cannot be combined with {asked}, which already "
+            "freezes everything but the adapters: leave optimizer.freeze empty"
         )
     if not MLPS[model.mlp][0] and set(lora.targets) == {"gate"}:
         raise ValueError(
-            f"lora.targets=gate with model.mlp={model.mlp}, which has no gate: choose from {', '.join(TARGETS)}"
+            f"lora.targets=gate cannot be combined with model.mlp={model.mlp}, which has no gate: choose from "
+            f"{', '.join(TARGETS)}"
         )
     dense = model.shared_experts or model.expert_layers < model.n_layers
     if not dense and set(lora.targets) <= {"gate", "up", "down"}:
         raise ValueError(
-            f"lora.targets={','.join(lora.targets)} with a model in which every MLP is a mixture of experts: routed "
-            "experts have no adapters; choose some of q, k, v, o"
+            f"lora.targets={','.join(lora.targets)} cannot be combined with a model in which every MLP is a mixture "
+            "of experts: routed experts have no adapters; choose some of q, k, v, o"
         )
     for key, is_asked in (("model.mlp_chunk", model.mlp_chunk > 0), ("mesh.context", settings.mesh.context > 1)):
         if lora.dropout and is_asked:
             raise ValueError(
-                f"lora.dropout={lora.dropout} with {key}: dropout masks are generated for whole sequences on one "
-                f"device; set lora.dropout=0, or leave {key} at its default"
+                f"lora.dropout={lora.dropout} cannot be combined with {key}: dropout masks are generated for whole "
+                f"sequences on one device; set lora.dropout=0, or leave {key} at its default"
             )
     return lora
 
@@ -394,12 +400,12 @@ def _check_frozen(settings: Settings, frozen: Collection[str], precision: Precis
         why = f"lora.rank={settings.lora.rank}"
     if settings.offload.params:
         raise ValueError(
-            f"offload.params=true with {why}: frozen parameters stay on the device, and there are few trained "
-            "parameters to offload; set offload.params=false"
+            f"offload.params=true cannot be combined with {why}: frozen parameters stay on the device, and there are "
+            "few trained parameters to offload; set offload.params=false"
         )
     products = sorted(name for name in frozen if fnmatchcase(name, "blocks.*.w_*"))
     if precision.matmul != "wide" and products:
         raise ValueError(
-            f"precision.preset=fp8 with {why}: fp8 matmuls compute the gradient of every weight, also of the frozen "
-            f"{products[0]}; choose precision.preset=bf16"
+            f"precision.preset=fp8 cannot be combined with {why}: fp8 matmuls compute the gradient of every weight, "
+            f"also of the frozen {products[0]}; choose precision.preset=bf16"
         )

@@ -20,7 +20,7 @@ from bytescope.train.step.optimizer.rules import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What a config determines on given devices, after all checks (the result of `checks.check`).
+    """The settings of a training program on given devices, after all checks (the result of `checks.check`).
 
     Fields:
       settings: the config's values, as typed records.
@@ -72,8 +72,8 @@ class Choices:
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Stack name -> the layer index of each row of the stack. It contains only the stacks whose rows a pipeline
-        stores in another order than the model's."""
+        """Name of a stack of layers -> the layer index of each row of the stack. Only the stacks that a pipeline
+        stores in another order than the model are included."""
         return self.stages.order if self.stages else {}
 
     def transformer(

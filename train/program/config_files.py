@@ -191,8 +191,8 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
 
 
 def _nearest(key: str, valid: dict[str, Any]) -> str:
-    """Returns the end of a message about an unknown key: the valid keys that are most similar, or the command that
-    lists all keys."""
+    """Returns the last words of a message about an unknown key: the most similar valid keys or, if there are none, the
+    command that lists all keys."""
     near = _near_keys(key, valid)
     return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope keys lists the keys"
 
@@ -235,12 +235,14 @@ def override(config: ConfigDict, key: str, text: str) -> None:
         group = [name for name in flat if name.startswith(key + ".")]
         if group:
             raise UserError(f"--config.{key} is a group of keys: set one of its keys, such as --config.{group[0]}=...")
-        raise UserError(f"unknown key --config.{key}{_nearest(key, flat)}")
+        raise UserError(f"--config.{key} is an unknown key{_nearest(key, flat)}")
     kind = type(flat[key])
     try:
         value = PARSERS[kind](text)
     except (ValueError, KeyError):
-        raise UserError(f"--config.{key}={text}: give a value of type {kind.__name__}, such as {flat[key]!r}") from None
+        raise UserError(
+            f"--config.{key}={text} has the wrong type: give a value of type {kind.__name__}, such as {flat[key]!r}"
+        ) from None
     *path, leaf = key.split(".")
     node = config
     for name in path:

@@ -67,7 +67,7 @@ class Program(Choices):
 
     @property
     def scanned(self) -> bool:
-        """True if one call of the step takes the global batch of an update, [A, B, L]."""
+        """True if one call of the step takes the global batch of an update: A micro-batches in arrays [A, B, L]."""
         return self.settings.batch.mode == "scan"
 
     @property
@@ -109,7 +109,8 @@ class Program(Choices):
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted evaluation (params, batch [B, L], frozen) -> Tally, the loss sum and the number of targets."""
+        """The jitted evaluation (params, batch [B, L], frozen parameters) -> Tally, which is the sum of the losses and
+        the number of target tokens."""
         return jax.jit(partial(eval_step, self.parts))
 
     @property
@@ -271,7 +272,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     A config with `remat.policy=auto` must first be resolved by `train.plan.remat_auto.settled_program`.
 
     Raises:
-      ValueError: a setting cannot run on the devices. The message has the value and the remedy.
+      ValueError: a setting cannot be used on the devices. The message names the setting and the remedy.
     """
     return assemble(check(read_settings(config), jax.devices() if devices is None else list(devices)))
 
@@ -328,10 +329,10 @@ def assemble(choices: Choices, decided: str = "") -> Program:
 
 
 def _micro_steps(choices: Choices) -> int | Callable[[jax.Array], jax.Array]:
-    """Returns the number of calls of the optimizer per update. It is 1 unless `optax.MultiSteps` accumulates
-    gradients.
+    """Returns the number of micro-steps per update whose gradients `optax.MultiSteps` accumulates; 1 if it is not
+    used.
 
-    If the accumulation has a schedule, returns a function from the update's index to the number.
+    With `batch.accumulation_schedule`, returns a function from the update's index to this number.
     """
     batch = choices.batch
     wrapped = ACCUMULATION[choices.settings.batch.mode][1]
@@ -366,7 +367,8 @@ def _make_loss(choices: Choices, graph: nnx.GraphDef, layout: Layout) -> Loss:
 
 
 def _make_local_loss(choices: Choices) -> Loss | None:
-    """Returns the loss over one rank's sequences. Returns None if gradients are not reduced once per call of the step.
+    """Returns the loss function of one data-parallel rank's sequences, for steps that reduce gradients once at their
+    end. Returns None for other steps.
 
     One reduction at the end of the step sends fewer bytes than one per micro-batch. It is not used under ddp with a
     single micro-batch, where the reduction can overlap with the backward pass; with ring attention; or with experts,

@@ -58,13 +58,14 @@ def _check_layerwise(choices: Choices) -> None:
     settings = choices.settings
     if choices.precision.loss_scale == "dynamic":
         raise ValueError(
-            f"{settings.layerwise_key} with precision.preset={settings.precision.preset}: an overflow in one layer "
-            "would have to undo the update of all layers; choose precision.preset=bf16, which needs no loss scale"
+            f"{settings.layerwise_key} cannot be combined with precision.preset={settings.precision.preset}: an "
+            "overflow in one layer would have to undo the update of all layers; choose precision.preset=bf16, which "
+            "needs no loss scale"
         )
     if settings.batch.accumulation_schedule:
         raise ValueError(
-            f"{settings.layerwise_key} with batch.accumulation_schedule: an update layer by layer needs a constant "
-            "number of micro-batches; set batch.accumulation"
+            f"{settings.layerwise_key} cannot be combined with batch.accumulation_schedule: an update layer by layer "
+            "needs a constant number of micro-batches; set batch.accumulation instead"
         )
 
 
@@ -74,33 +75,36 @@ def _check_fused(choices: Choices, state: TrainState) -> None:
     asked = "optimizer.fused_backward=true"
     if model.experts:
         raise ValueError(
-            f"{asked} with model.experts={model.experts}: the auxiliary losses of experts are known only "
-            "after all layers; set optimizer.fused_backward=false"
+            f"{asked} cannot be combined with model.experts={model.experts}: the auxiliary losses of experts are "
+            "known only after all layers; set optimizer.fused_backward=false"
         )
     if "blocks" not in state.params:
         raise ValueError(
-            f"{asked} with all blocks frozen (optimizer.freeze): no layer has an update; set "
+            f"{asked} cannot be used when all blocks are frozen (optimizer.freeze): no layer has an update; set "
             "optimizer.fused_backward=false"
         )
     if choices.batch.accumulation > 1:
         raise ValueError(
-            f"{asked} with {choices.batch.accumulation} micro-steps per update (batch.accumulation): a layer is "
-            "updated before the next micro-batch is read; raise batch.micro instead"
+            f"{asked} cannot be combined with {choices.batch.accumulation} micro-steps per update "
+            "(batch.accumulation), because a layer is updated before the next micro-batch is read: raise batch.micro "
+            "instead"
         )
     if settings.optimizer.clip_norm and settings.optimizer.clip == "global":
         raise ValueError(
-            f"{asked} with optimizer.clip_norm={settings.optimizer.clip_norm}: the norm of all gradients is "
-            "known only after all layers are updated; set optimizer.clip=layer, or optimizer.clip_norm=0"
+            f"{asked} cannot be combined with optimizer.clip_norm={settings.optimizer.clip_norm}: the norm of all "
+            "gradients is known only after all layers are updated; set optimizer.clip=layer, or "
+            "optimizer.clip_norm=0"
         )
     if not model.scan:
         raise ValueError(
-            f"{asked} with model.scan=false: the update is part of the loop over layers; set model.scan=true"
+            f"{asked} cannot be combined with model.scan=false: the update is part of the loop over layers; set "
+            "model.scan=true"
         )
     for segment in choices.remat.segments(model.n_layers):
         if segment.groups > 1:
             raise ValueError(
-                f"{asked} with remat.policy={segment.name}: groups of layers are recomputed together; "
-                "set remat.policy=full, or another policy without groups"
+                f"{asked} cannot be combined with remat.policy={segment.name}: groups of layers are recomputed "
+                "together; set remat.policy=full, or another policy without groups"
             )
 
 
@@ -124,7 +128,7 @@ def _check_offloaded(choices: Choices, compilation: Compilation) -> None:
     if offloading and not on_cpu and compilation.stats and not compilation.stats.host_temp_bytes:
         raise ValueError(
             f"remat.policy={offloading[0]} moves nothing to host memory in this program: choose other names from "
-            f"{', '.join(NAMES)}, or use full"
+            f"{', '.join(NAMES)}, or set remat.policy=full"
         )
 
 

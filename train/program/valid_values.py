@@ -121,20 +121,22 @@ def check_values(values: Mapping[str, Any]) -> None:
         _check_text_or_number(key, value)
     for key, minimum in MIN_VALUES.items():
         if values[key] < minimum:
-            raise ValueError(f"{key}={values[key]}: give {minimum} or more")
+            raise ValueError(f"{key}={values[key]} is too small: give {minimum} or more")
     _check_vocabulary(values["model.vocab_size"], values["model.vocab_multiple"])
     for key in POSITIVE:
         if values[key] <= 0:
-            raise ValueError(f"{key}={values[key]}: give a number above 0")
+            raise ValueError(f"{key}={values[key]} is not positive: give a number above 0")
     for key in DECAYS:
         if not 0 <= values[key] < 1:
-            raise ValueError(f"{key}={values[key]}: give a number from 0 to below 1, such as 0.9")
+            raise ValueError(f"{key}={values[key]} is out of range: give a number from 0 to below 1, such as 0.9")
     for key, table in CHOICES.items():
         if values[key] not in table:
             raise ValueError(f"{key}={values[key]!r}: {remedy_for(values[key], table)}")
     _check_names_of_the_model(values)
     if values["precision.loss_scale_init"] > MAX_SCALE:
-        raise ValueError(f"precision.loss_scale_init={values['precision.loss_scale_init']}: give at most {MAX_SCALE:g}")
+        raise ValueError(
+            f"precision.loss_scale_init={values['precision.loss_scale_init']} is too large: give at most {MAX_SCALE:g}"
+        )
     if values["remat.budget"]:
         try:
             parse_bytes(values["remat.budget"])
@@ -144,12 +146,12 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 def _check_text_or_number(key: str, value: Any) -> None:
     if isinstance(value, str) and not key.startswith(PATHS) and _LONE_SURROGATE.search(value):
-        raise ValueError(f"{key}={value!r} is not UTF-8: give text in UTF-8")
+        raise ValueError(f"{key}={value!r} is not valid UTF-8: write this value in UTF-8")
     if isinstance(value, float) and (math.isnan(value) or abs(value) > MAX_FLOAT):
-        raise ValueError(f"{key}={value}: give a finite number that fits float32")
+        raise ValueError(f"{key}={value} is not finite in float32: give a finite number that float32 can represent")
     max_int = MAX_TOKENS if key in TOKENS else MAX_INT
     if isinstance(value, int) and abs(value) > max_int:
-        raise ValueError(f"{key}={value}: give at most {max_int}")
+        raise ValueError(f"{key}={value} is too large: give at most {max_int}")
 
 
 def _check_vocabulary(vocab_size: int, multiple: int) -> None:

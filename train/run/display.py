@@ -119,7 +119,7 @@ class Display:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Shows another activity, `what`, in the progress bar while the context lasts."""
+        """A context manager in which the progress bar shows the activity `what`, such as an evaluation."""
         if self._progress is not None:
             self._progress.update(self._task, description=what)
         yield
@@ -127,7 +127,7 @@ class Display:
             self._progress.update(self._task, description="step")
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """Prints a row of metrics or of an evaluation."""
+        """Prints a row of training metrics or of evaluation results."""
         step = f"step {row['step']:>6}/{self._steps}  "
         if self._progress is None:
             self.note(f"{step}{describe(row)}  {self.left(row['step'])}")

@@ -65,8 +65,8 @@ class EvalPrompts:
             self.texts.append(row["text"])
         if not config.sample_tokens:
             raise UserError(
-                f"train.eval_prompts={config.eval_prompts} with train.sample_tokens=0: set train.sample_tokens to "
-                "the number of tokens of an answer"
+                f"train.eval_prompts={config.eval_prompts} cannot be combined with train.sample_tokens=0: set "
+                "train.sample_tokens to the number of tokens per answer"
             )
         self._prompts = [data.encode(text) for text in self.texts]
         self._sampler: Sampler | None = None

@@ -58,7 +58,7 @@ def _put_array(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
     """Transfers a host batch to the devices. Returns the device batches, one for each call of the step. The host batch
-    is an update or a part of one."""
+    contains the sequences of one update, or a part of them."""
     micro_steps = program.batch.read_steps
     split = {name: array.reshape(micro_steps, -1, array.shape[-1]) for name, array in host.items()}
     if program.scanned:

@@ -27,8 +27,8 @@ from bytescope.train.weights.load import load_leaves, load_params
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[TrainState, Position]:
     """Returns the state and position of the newest undamaged checkpoint, or the initial state if there is none.
 
-    Frozen parameters are not in checkpoints and are loaded again from their original source. The exception is router
-    biases, which updates change.
+    Frozen parameters are not in checkpoints and are loaded again from their original source. Only router biases are
+    restored from the checkpoint, because updates change them.
     """
     restored = checkpoints.restore(
         program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True), program.order

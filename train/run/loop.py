@@ -78,9 +78,9 @@ class Run:
       peak_flops: peak FLOPs per second of one device; None if unknown.
       predicted_bytes: predicted bytes in use per device, shown beside the measured bytes.
       stop: names of signals that this process received.
-      prompts: answers prompts at each evaluation.
+      prompts: generates the answers to the evaluation prompts.
       answers: the file of answers.
-      agreed: names of signals, of any process, that all processes act on.
+      agreed: names of the signals, received by any process, that all processes have agreed to act on.
       evaluated: (step, held-out loss) of this start's last evaluation.
     """
 

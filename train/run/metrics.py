@@ -94,8 +94,8 @@ def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[s
 
     Each matrix parameter that a token is multiplied with takes 6 FLOPs (Kaplan et al. 2020, arXiv 2001.08361). A
     frozen parameter takes 4, because its own gradient is not computed. Attention scores and context take 12 N H K L
-    for N layers (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), masked scores included. Norms, activations,
-    softmax and the optimizer are not counted.
+    for N layers with H heads of width K and sequences of L tokens (Chowdhery et al. 2022, arXiv 2204.02311, appendix
+    B), masked scores included. Norms, activations, softmax and the optimizer are not counted.
 
     Args:
       frozen: dotted paths of frozen parameters.

@@ -36,8 +36,8 @@ _HELP = "--profile=3 traces three updates after the first two, and --profile=100
 
 @dataclasses.dataclass(frozen=True)
 class ProfiledUpdates:
-    """The updates that --profile traces. It is either a number of updates, `count`, which begin after the first two of
-    a start, or the range `first` to `last`.
+    """The updates that --profile traces: either `count` updates, beginning after the first two updates of this start
+    of the run, or the updates `first` to `last`.
 
     `text`: the value of the flag; "" if nothing is traced.
     """
@@ -53,11 +53,13 @@ class ProfiledUpdates:
         as 100-103."""
         match = _STEPS.fullmatch(text)
         if not match:
-            raise UserError(f"--profile={text} is neither a number nor a range of updates: {_HELP}")
+            raise UserError(f"--profile={text} is neither a number of updates nor a range such as 100-103: {_HELP}")
         if match[2] is None:
             return cls(text, count=int(text))
         if int(match[2]) < int(match[1]):
-            raise UserError(f"--profile={text} is a range that ends before it begins: {_HELP}")
+            raise UserError(
+                f"--profile={text} is a range that ends before it begins: give the smaller update first; {_HELP}"
+            )
         return cls(text, first=int(match[1]), last=int(match[2]))
 
     def updates(self, start: int, steps: int) -> range:
@@ -100,8 +102,8 @@ def update(step: int) -> StepTraceAnnotation:
 
 
 class Profile:
-    """Traces the range `updates` with the JAX profiler, if it is not empty. A context manager, which ends a running
-    trace.
+    """Traces the updates in the range `updates` with the JAX profiler. An empty range traces nothing. As a context
+    manager, it ends a running trace on exit.
 
     `report`: the report of the compiled step, whose predicted seconds are shown beside the measured ones.
     """
@@ -129,7 +131,8 @@ class Profile:
         return self._running and step == self.updates[-1]
 
     def turn(self, state: Any) -> None:
-        """Starts the trace, or ends it and prints where the time went. First waits until `state` is computed."""
+        """Waits until `state` is computed. Then starts the trace or, if the trace is running, ends it and prints the
+        traced time of each operation category."""
         jax.block_until_ready(state)
         if self._running:
             self.end()
@@ -138,7 +141,7 @@ class Profile:
         self._running = True
 
     def end(self) -> None:
-        """Ends a running trace and prints where the time of the traced updates went."""
+        """Ends a running trace and prints the traced time of each operation category."""
         if not self._running:
             return
         self._running = False

@@ -51,8 +51,8 @@ class Recorders:
                 stack.callback(recorder.close, failed=kind is not None)
 
     def write(self, row: Mapping[str, Any], loads: Mapping[int, Any] = {}) -> None:
-        """Records a row of metrics or of an evaluation. `loads`: layer index -> load of each expert, which only
-        TensorBoard records."""
+        """Records a row of training metrics or of evaluation results. `loads`: layer index -> load of each expert,
+        which only TensorBoard records."""
         values = scalars(row)
         for recorder in self._recorders:
             recorder.write(row["step"], values)

@@ -55,8 +55,9 @@ class RunDirectory:
       rows: the rows of metrics.jsonl, {"step": ..., "loss": ...}, with finite numbers; nested objects have dotted
         names such as "memory.in_use_bytes".
       evaluations: the rows with a held-out loss.
-      report: the memory report of the step, None if there is none.
-      breakdown: the content of profile.json (where the traced time went), None if there is none.
+      report: the memory report of the step, None if there is no report.
+      breakdown: the content of profile.json (the traced time of each operation category), None if there is no such
+        file.
       problems: one sentence for each missing or damaged file.
       files: the names of the files and folders in the directory.
     """
@@ -91,11 +92,13 @@ def read(place: str | Path) -> RunDirectory:
         raise ReportError(f"cannot read {place}: {error.strerror}: give the --workdir of a run") from error
     if not is_run(place):
         why = (
-            f"its {CONFIG} is not one of a run"
+            f"its {CONFIG} was not written by bytescope train"
             if CONFIG in files
             else f"it has none of {CONFIG}, {METRICS} and {MEMORY}"
         )
-        raise ReportError(f"{place} is not a run directory: {why}; {_newest(place)}")
+        raise ReportError(
+            f"{place} is not a run directory ({why}): give the --workdir of bytescope train{_newest(place)}"
+        )
     problems: list[str] = []
 
     def part(name: str, reader: Callable[[Path], Any], missing: str) -> Any:
@@ -126,12 +129,13 @@ def read(place: str | Path) -> RunDirectory:
 
 
 def _newest(place: Path) -> str:
-    """Returns text that suggests the newest run directory near `place`, which is not a run directory itself."""
+    """Returns text that suggests the newest run directory in the folder `place`; "" if the folder contains no run
+    directory."""
     runs = [path.parent for path in place.glob(f"*/{CONFIG}") if is_run(path.parent)]
     if not runs:
-        return "give the --workdir of bytescope train"
+        return ""
     newest = max(runs, key=lambda path: (path / CONFIG).stat().st_mtime)
-    return f"it contains {len(runs)} run{'s' if len(runs) > 1 else ''}, the newest is {newest}: give that"
+    return f"; it contains {len(runs)} run{'s' if len(runs) > 1 else ''}, the newest is {newest}"
 
 
 def _config(path: Path) -> Mapping[str, Any]:
@@ -139,7 +143,7 @@ def _config(path: Path) -> Mapping[str, Any]:
     value = json.loads(path.read_text(encoding="utf-8"))
     config = value["config"]
     if not isinstance(config, dict):
-        raise TypeError(f"the key config is {type(config).__name__}, not a JSON object")
+        raise TypeError(f"the key config has the type {type(config).__name__} where a JSON object is expected")
     return config
 
 
@@ -164,7 +168,7 @@ def _numbers(value: Any, prefix: str = "") -> dict[str, float]:
     """Returns the finite numbers in a JSON object. Numbers in nested objects have dotted names. Raises TypeError if
     `value` is not an object."""
     if not isinstance(value, dict):
-        raise TypeError("the line is not a JSON object")
+        raise TypeError("a line of metrics.jsonl must be a JSON object")
     numbers: dict[str, float] = {}
     for name, inner in value.items():
         if isinstance(inner, dict) and not prefix:
@@ -187,17 +191,20 @@ def _breakdown(path: Path) -> Mapping[str, Any]:
         if breakdown.get(key) is not None:
             _check(breakdown, {key: float})
     if breakdown["devices"] < 1:
-        raise TypeError(f"the key devices is {breakdown['devices']}: it must be 1 or more")
+        raise TypeError(
+            f"the key devices is {breakdown['devices']}, but a trace has 1 device or more: trace the run again with "
+            "--profile"
+        )
     return breakdown
 
 
 def _check(value: Any, fields: Mapping[str, type]) -> None:
     if not isinstance(value, dict):
-        raise TypeError(f"a JSON object is expected where there is {type(value).__name__}")
+        raise TypeError(f"a JSON object is expected where the file has a value of type {type(value).__name__}")
     for name, kind in fields.items():
         one = value[name]
         allowed = (int, float) if kind is float else kind
         if not isinstance(one, allowed) or isinstance(one, bool):
-            raise TypeError(f"the key {name} is {type(one).__name__}, not {kind.__name__}")
+            raise TypeError(f"the key {name} is {type(one).__name__} where {kind.__name__} is expected")
         if isinstance(one, int | float) and not 0 <= one < 1e15:  # rejects nan too
-            raise TypeError(f"the key {name} is {one}, not a number from 0 to 1e15")
+            raise TypeError(f"the key {name} is {one} where a number from 0 to 1e15 is expected")

@@ -141,7 +141,8 @@ def _held_out(run: RunDirectory) -> tuple[list[float], list[float]]:
 def curve(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> tuple[list[float], list[float]]:
     """Reduces a curve, a list of (step, value), to about `max_points` points. Returns (steps, values).
 
-    A longer curve keeps its first and last point, and the minimum and the maximum of each of its equal parts.
+    A longer curve is divided into equal parts. The result contains its first and last point, and the minimum and the
+    maximum of each part.
     """
     if len(points) > max_points:
         size, kept = len(points), {0, len(points) - 1}
@@ -178,7 +179,8 @@ def _limit(run: RunDirectory) -> float | None:
 
 
 def _state(run: RunDirectory) -> dict[str, str]:
-    """Returns the status of the run for the page header: finished, at which step, or unknown."""
+    """Returns the status of the run for the page header: whether it is finished and its last step, if they are
+    known."""
     if not run.step:
         return {"kind": "unknown", "words": "no update recorded"}
     if run.steps and run.step >= run.steps and run.evaluations and run.evaluations[-1]["step"] >= run.steps:

@@ -195,7 +195,7 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     --verbose the whole report is printed.
 
     Raises:
-      ValueError: `Program.compile_for_report` refuses the step.
+      ValueError: the step cannot run, for one of the reasons listed in `Program.compile_for_report`.
     """
     began = time.perf_counter()
     with console.status("compiling the step"):
@@ -246,7 +246,7 @@ def compile_or_refuse(
 
     Raises:
       DoesNotFit: the step needs more memory than the device has. The message has advice.
-      UserError: `Program.compile_for_report` refuses the step.
+      UserError: the step cannot run, for one of the reasons listed in `Program.compile_for_report`.
     """
 
     def advice() -> list[str]:

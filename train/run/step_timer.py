@@ -42,7 +42,7 @@ class Slow:
     Fields:
       seconds: duration of the update, in seconds.
       median: median duration of the last updates, in seconds.
-      doing: pairs (activity of the host, seconds), the longest first; () if unknown.
+      doing: what the host did meanwhile, as pairs (activity, seconds), the longest first; () if unknown.
     """
 
     seconds: float

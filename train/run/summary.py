@@ -82,7 +82,7 @@ def clock(seconds: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The data for the summary that is printed at the end of a start of a run.
+    """The data of the summary that is printed when one start of a run ends.
 
     Fields:
       first, last: numbers of the first and the last update of this start.

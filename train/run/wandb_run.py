@@ -33,19 +33,21 @@ def check(project: str) -> None:
         return
     if importlib.util.find_spec("wandb") is None:
         raise UserError(
-            f"train.wandb={project}: the package wandb is not installed: pip install 'bytescope[wandb]' "
-            "(or pip install wandb), or leave the key empty"
+            f"train.wandb={project} cannot be used: the package wandb is not installed: pip install "
+            "'bytescope[wandb]' (or pip install wandb), or leave train.wandb empty"
         )
     import wandb
 
     try:
         wandb.Settings(project=project)
     except wandb.errors.UsageError as error:
-        raise UserError(f"train.wandb={project}: {_line(error)}: give the name of a project") from error
+        raise UserError(
+            f"train.wandb={project} is not a valid project name ({_line(error)}): give the name of a wandb project"
+        ) from error
     if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
         raise UserError(
-            f"train.wandb={project}: not logged in to wandb: run wandb login, or set WANDB_MODE=offline "
-            "and send it later with wandb sync"
+            f"train.wandb={project} cannot be used: you are not logged in to wandb: run wandb login, or set "
+            "WANDB_MODE=offline and send the metrics later with wandb sync"
         )
 
 

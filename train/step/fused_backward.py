@@ -36,7 +36,7 @@ class FusedBackward:
       graph: the graph definition of the Transformer.
       cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
       weights: `train.step.step_weights.Weights`, which prepares parameters for the step and gradients for the update.
-      update: the optimizer update, which can be computed for some parameters at a time.
+      update: the optimizer update, which can be computed for one group of parameters at a time.
       dropout: True if the model uses dropout keys.
     """
 

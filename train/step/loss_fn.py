@@ -27,7 +27,8 @@ def make_cross_entropy(
     """Returns the function cross_entropy(x_BLD, w_head, targets_BL) -> float32 sum in nats over unmasked targets.
 
     Args:
-      micro: sequences per data-parallel rank. A chunk of `config.chunk` tokens has an equal part of each sequence.
+      micro: sequences per data-parallel rank. Each chunk of `config.chunk` tokens contains equally many tokens of
+        every sequence.
       frozen: dotted paths of the parameters that are not trained. A frozen head gets no gradient.
     """
     positions = min(max(config.chunk // micro, 1), seq_len // layout.context)
@@ -45,8 +46,8 @@ def make_cross_entropy(
 
 
 def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Array, ...]:
-    """Returns the inputs and targets of a batch in the order in which devices store tokens. It is the `zigzag` order
-    with ring attention."""
+    """Returns the inputs and targets of a batch in the order in which devices store tokens. With ring attention that
+    is the `zigzag` order; otherwise the order does not change."""
     both = batch["inputs"], batch["targets"]
     return tuple(zigzag(x_BL, layout.ring.size) for x_BL in both) if layout.ring else both
 

@@ -41,13 +41,13 @@ class LossSettings:
     Fields:
       layout: the sharding of the arrays.
       compute: dtype of the matrix products.
-      positions: number of positions of every sequence whose logits exist at once.
+      positions: number of positions per sequence for which logits exist at the same time.
       vocabulary: number of columns of the head that are tokens, None for all. Other columns are padding and get
         probability 0.
       logits: dtype in which logits are stored. Sums over them are float32.
       tied: True if the head is the token table.
       frozen: True if the head gets no gradient.
-      cap: bound of the absolute logits (`model.layers.soft_cap`), 0 for no bound.
+      cap: maximum absolute value of the logits (`model.layers.soft_cap`), 0 for no maximum.
     """
 
     layout: Layout
@@ -83,7 +83,7 @@ def _without_padding(logits_V: jax.Array, settings: LossSettings) -> jax.Array:
 
 
 def _nll(logits_V: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the negative log-likelihood and the log-denominator of each position, float32 [...].
+    """Returns the negative log-likelihood and the log of the softmax denominator of each position, float32 [...].
 
     The negative log-likelihood of masked targets is 0.
     """
@@ -156,7 +156,8 @@ def _chunk_logits(x_RBCD: jax.Array, w_head: jax.Array, settings: LossSettings) 
 
 
 def _times_slope(d_logits_RBCV: jax.Array, logits_RBCV: jax.Array, settings: LossSettings) -> jax.Array:
-    """Returns the gradient of the uncapped logits from the gradient of the capped logits; 0 for padding."""
+    """Returns the gradient with respect to the logits before the cap, given the gradient with respect to the capped
+    logits. It is 0 for padding columns."""
     if not settings.cap:
         return d_logits_RBCV
     # Padding logits are very large negative numbers: without the clamp their square would overflow.

@@ -219,8 +219,8 @@ def _sums_by_rank(
 def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     """Returns (new state, metrics) after one micro-batch. `batch`: arrays int32 [B, L] by name.
 
-    With `optax.MultiSteps` only every k-th call updates the parameters. The metrics of that call cover all k
-    micro-batches.
+    With `optax.MultiSteps` over k micro-batches, only every k-th call updates the parameters. The metrics of that call
+    cover all k micro-batches.
     """
     rows = batch["inputs"].shape[0]
     multi = isinstance(state.opt_state, optax.MultiStepsState)

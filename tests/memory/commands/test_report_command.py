@@ -179,7 +179,7 @@ def test_one_screen(step):
         (["reprot"], "did you mean report?"),
         (["report"], "no config"),
         (["report", "--hlo=missing.pb"], "no file missing.pb"),
-        (["report", "--hlo=x", "--config=tiny"], "either a config or --hlo"),
+        (["report", "--hlo=x", "--config=tiny"], "a config and --hlo cannot be combined"),
         (["report", "--hlo=x", "--config.model.n_layers=2"], "it needs a config"),
         (["report", "--hlo=x", "--target=h300"], "h300"),
         (["report", "--config=nothing"], "nothing"),

@@ -108,7 +108,7 @@ def test_the_report_command(capsys, tmp_path):
     assert line.split() == ["activations", "kept", "8.00", "KiB", "8.00", "KiB", "+0", "B", "+0.0", "%"]
     assert main(["report", "--hlo=x.pb", "--formulas"]) == 2
     error = capsys.readouterr().err
-    assert "--formulas with --hlo: it needs a config" in error and error.count("\n") == 1
+    assert "--formulas cannot be used with --hlo, because it needs a config" in error and error.count("\n") == 1
 
 
 def test_the_compare_command(tmp_path, monkeypatch, capsys):

@@ -220,7 +220,9 @@ def test_a_first_checkpoint_that_cannot_be_read_back_is_an_error(tmp_path, progr
     """Under a path with a wildcard Orbax writes no manifest, and says nothing."""
     folder = tmp_path / "[run1]"
     checkpoints = open_checkpoints(folder)
-    with pytest.raises(UserError, match="checkpoint 1 in .* cannot be read back .*nothing is saved; .* Choose another"):
+    with pytest.raises(
+        UserError, match="checkpoint 1 in .* cannot be read back .*no checkpoint was saved. .* Choose another"
+    ):
         checkpoints.save(first_state(program), Position(1, 8))
     assert checkpoints.steps() == [] and (folder / "damaged" / "1.1").is_dir()
     checkpoints.close()

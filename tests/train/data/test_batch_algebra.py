@@ -53,7 +53,7 @@ def test_the_program_accumulates_what_the_tokens_ask_for():
         ),
         ({"micro": 2, "tokens": 100}, "nearest multiples are 512$"),
         ({"micro": 2, "tokens": 2048, "accumulation": 4}, "batch.tokens=2048 and batch.accumulation=4: set only one"),
-        ({"micro": 2, "tokens": -1}, "batch.tokens=-1: give 0 or more"),
+        ({"micro": 2, "tokens": -1}, "batch.tokens=-1 is too small: give 0 or more"),
     ],
 )
 def test_a_batch_that_cannot_be(keys, message):

@@ -46,7 +46,10 @@ def test_those_who_came_hear_who_is_missing():
 
 @pytest.mark.parametrize(
     ("told", "message"),
-    [({2: (1, 3)}, "process 1 of 3 connected twice"), ({2: (2, 4)}, "has --processes=4, process 0 has 3")],
+    [
+        ({2: (1, 3)}, "process 1 of 3 connected twice"),
+        ({2: (2, 4)}, "with --processes=4, but process 0 with --processes=3"),
+    ],
 )
 def test_processes_that_disagree_are_refused(told, message):
     found = meet_all(3, told=told, timeout=2.0)

@@ -332,13 +332,13 @@ def test_the_place_of_a_process(no_launcher, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--processes=2"], "--coordinator and --process missing"),
-        (["--coordinator=a:1", "--process=0"], "--processes missing"),
+        (["--processes=2"], "--coordinator and --process are missing"),
+        (["--coordinator=a:1", "--process=0"], "--processes are missing"),
         (["--coordinator=a", "--process=0", "--processes=2"], "give HOST:PORT"),
         (["--coordinator=a:99999", "--process=0", "--processes=2"], "give HOST:PORT"),
         (["--coordinator=a:1", "--process=2", "--processes=2"], "give process numbers from 0"),
         (["--coordinator=a:1", "--process=-1", "--processes=2"], "give process numbers from 0"),
-        (["--timeout=0"], "--timeout=0: give a positive number"),
+        (["--timeout=0"], "--timeout=0 is out of range: give a positive number"),
     ],
 )
 def test_flags_that_make_no_sense_are_one_line(no_launcher, flags, message):

@@ -62,7 +62,7 @@ def test_the_soft_limit_of_open_files_is_raised(file_limit):
 
 def test_too_few_open_files_are_refused(monkeypatch):
     monkeypatch.setattr(runtime, "raise_file_limit", lambda: 20)
-    with pytest.raises(UserError, match="may open 20 files and needs 64 or more: raise the hard limit"):
+    with pytest.raises(UserError, match="may open only 20 files, but needs 64 or more: raise the hard limit"):
         runtime.check_limits()
 
 
@@ -76,7 +76,7 @@ def test_open_files_near_the_limit_are_a_warning(file_limit):
 
 def test_a_cgroup_without_memory_for_a_start_is_refused(monkeypatch):
     monkeypatch.setattr(runtime, "cgroup_room", lambda: 200 * 2**20)
-    with pytest.raises(DoesNotFit, match="200.00 MiB are left under the memory limit of this process's cgroup, and a"):
+    with pytest.raises(DoesNotFit, match="200.00 MiB are left under the memory limit of this process's cgroup, but"):
         runtime.check_limits()
     monkeypatch.setattr(runtime, "cgroup_room", lambda: None)
     runtime.check_limits()

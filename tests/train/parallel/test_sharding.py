@@ -363,7 +363,11 @@ def test_colliding_axes_are_refused_with_both_dimensions():
         ({"mesh.tensor": 8}, 8, "kv_heads=2 is not divisible by tensor 8"),
         ({"mesh.strategy": "zero4"}, 1, "choose one of ddp, zero1, zero2, zero3"),
         ({"mesh.context": 4, "data.seq_len": 36}, 4, "data.seq_len=36 is not divisible by 2 x mesh.context 4"),
-        ({"mesh.tensor": 2, "mesh.sequence_parallel": True, "data.seq_len": 31}, 2, "is not divisible by tensor 2"),
+        (
+            {"mesh.tensor": 2, "mesh.sequence_parallel": True, "data.seq_len": 31},
+            2,
+            "is not divisible by mesh.tensor 2",
+        ),
         ({"mesh.context": 2, "model.dropout": 0.1}, 2, "ring attention has no dropout"),
         ({"mesh.context": 2, "model.attention": "naive"}, 2, "set model.attention=auto"),
         ({"model.vocab_multiple": 0}, 1, "model.vocab_multiple=0"),

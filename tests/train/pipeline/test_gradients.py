@@ -237,9 +237,9 @@ def test_loads_and_biases_of_experts_are_in_the_order_of_layers():
         ({"model.scan": False}, "set model.scan=true"),
         ({"remat.layers": "0-2:none", "remat.policy": "full"}, "set one remat.policy for all layers"),
         ({"remat.policy": "sqrt"}, "remat.policy=sqrt"),
-        ({"remat.policy": "offload"}, "stash is in device memory"),
+        ({"remat.policy": "offload"}, "keeps the saved block inputs in device memory"),
         ({"mesh.stage": 1, "pipeline.virtual": 2}, "there is only one stage"),
-        ({"model.n_layers": 1}, "need a layer each"),
+        ({"model.n_layers": 1}, "every virtual stage needs a layer"),
         ({"pipeline.schedule": "1f1bb"}, "did you mean 1f1b"),
         ({"pipeline.schedule": "zero_bubble"}, "set pipeline.schedule=v"),
         (

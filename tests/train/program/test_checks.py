@@ -126,7 +126,7 @@ IN_ORDER = [
     ({"batch.micro": 0}, "batch.micro=0"),
     ({"remat.layers": "(0-9:full)"}, "remat.layers=0-9:full overlaps"),
     ({"xla.gemm": "triton"}, "xla.gemm=triton is for XLA's GPU compiler"),
-    ({"pipeline.virtual": 2}, "pipeline.virtual=2 with mesh.stage=1"),
+    ({"pipeline.virtual": 2}, "pipeline.virtual=2 cannot be combined with mesh.stage=1"),
     ({"lora.rank": 4, "lora.targets": "(x)"}, "lora.targets=x"),
 ]
 

@@ -66,8 +66,11 @@ def test_what_is_recomputed_stays_recomputed():
             {"model.unroll": 2, "remat.layers": "0-3:full"},
             "does not divide the 3 layers .*remat.policy=full.*: use 1, which does",
         ),
-        ({"model.unroll": 0}, "model.unroll=0: give 1 or more"),
-        ({"model.unroll": 2, "model.scan": False}, "model.unroll=2 with model.scan=false, which has no loop"),
+        ({"model.unroll": 0}, "model.unroll=0 is too small: give 1 or more"),
+        (
+            {"model.unroll": 2, "model.scan": False},
+            "model.unroll=2 cannot be combined with model.scan=false, which has no loop",
+        ),
         ({"xla.gemm": "cutlass"}, "did you mean cublas. Else choose one of cublas, triton, or leave it empty"),
         ({"xla.command_buffers": "off"}, "xla.command_buffers=off is for XLA's GPU compiler, but the platform is cpu"),
     ],

@@ -192,7 +192,7 @@ def test_updates_of_a_start(text, found):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *[(text, "is neither a number nor a range of updates") for text in ("", "0", "-3", "3-", "three", "1.5")],
+        *[(text, "is neither a number of updates nor a range") for text in ("", "0", "-3", "3-", "three", "1.5")],
         ("9-7", "ends before it begins"),
         ("399", "asks for update 401"),
         ("400-401", "asks for update 401"),

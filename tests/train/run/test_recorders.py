@@ -145,7 +145,7 @@ def test_other_processes_and_a_switched_off_tensorboard_write_nothing(tmp_path):
     ("missing", "project", "said"),
     [
         (True, "p", "the package wandb is not installed: pip install"),
-        (False, "a/b", "train.wandb=a/b: Invalid project name"),
+        (False, "a/b", "train.wandb=a/b is not a valid project name (Invalid project name)"),
         (False, "p", "not logged in to wandb: run wandb login, or set WANDB_MODE=off"),
     ],
 )
@@ -161,7 +161,7 @@ def test_what_wandb_lacks_is_told_before_anything_is_compiled(tmp_path, monkeypa
         monkeypatch.setitem(sys.modules, "wandb", Fake())
     with pytest.raises(UserError) as caught:
         loop.run(small_config({"train.wandb": project}), workdir=tmp_path / "run", extend=False, console=None)
-    assert said in str(caught.value) and str(caught.value).startswith(f"train.wandb={project}: ")
+    assert said in str(caught.value) and str(caught.value).startswith(f"train.wandb={project} ")
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 

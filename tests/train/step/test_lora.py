@@ -179,7 +179,7 @@ def test_dropout_is_of_the_adapters_and_does_not_depend_on_how_the_batch_is_cut(
     ("overrides", "message"),
     [
         ({"lora.rank": "-1"}, "lora.rank=-1"),
-        ({"lora.targets": "q_proj"}, "lora.targets=q_proj: choose some of q, k, v"),
+        ({"lora.targets": "q_proj"}, "lora.targets=q_proj has an unknown or repeated name: choose some of q, k, v"),
         ({"lora.dropout": "1"}, "lora.dropout=1.0"),
         ({"lora.dropout": "0.1", "model.mlp_chunk": "8"}, "model.mlp_chunk"),
         ({"optimizer.freeze": "w_head"}, "leave optimizer.freeze empty"),

@@ -181,7 +181,7 @@ def test_learning_rate_warms_up_and_ends_where_it_should():
         ({"remat.policy": "ful"}, 1, "choose one of none, full"),
         ({"loss.kind": "x"}, 1, "full, chunked"),
         ({"loss.chunk": 0}, 1, "loss.chunk=0"),
-        ({"train.log_every": 0}, 1, "log_every=0: give 1 or more"),
+        ({"train.log_every": 0}, 1, "log_every=0 is too small: give 1 or more"),
         ({"optimizer.clip_norm": -1.0}, 1, "clip_norm=-1.0"),
         ({"optimizer.learning_rate": "nan"}, 1, "learning_rate=nan"),
         ({"optimizer.name": "adam"}, 1, "adamw"),

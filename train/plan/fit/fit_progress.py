@@ -1,4 +1,4 @@
-"""Prints the search of a fit on the terminal while it runs. `fit_view` prints the result."""
+"""Prints the search of `bytescope fit` on the terminal while it runs. `fit_view` prints the result."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ OFFLOAD = "offload"
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """The largest sequence length or micro-batch that fits for adapters of one rank.
+    """The largest sequence length or micro-batch that fits when LoRA adapters of one rank are trained.
 
     If nothing fits, this is the smallest length or micro-batch that was tried.
 
@@ -71,7 +71,8 @@ class Reached:
 
     @property
     def verdict(self) -> str:
-        """The limit that was reached, such as "16,384 do not fit". If the variant does not fit, its missing bytes."""
+        """The limit that was reached, such as "16,384 do not fit". If the variant does not fit, the bytes by which it
+        exceeds a budget."""
         if not self.step.fits:
             return self.step.verdict
         if self.most == "micro":

@@ -1,4 +1,4 @@
-"""Writes the result of a fit as JSON values.
+"""Returns the result of `bytescope fit` as JSON values.
 
 The keys (sizes are bytes on ONE device):
 
@@ -90,8 +90,8 @@ class MeshResult:
         layout: a description of the mesh.
         step: the fastest variant that fits. If none fits, the variant with the fewest bytes. If none runs, a variant
             that cannot run.
-        lower_bound: a lower bound of the seconds per update of every variant of the mesh. 0 if the search tried less
-            than full recomputation on the mesh, because `step` then has the exact prediction.
+        lower_bound: a lower bound of the seconds per update of every variant of the mesh, if the search tried only
+            full recomputation on it. Otherwise 0; the prediction of `step` is used instead.
         slower: how much slower the mesh is than the chosen configuration, as a fraction of the chosen seconds. It is a
             lower bound if `lower_bound` is not 0. None if nothing was chosen.
     """

@@ -45,7 +45,7 @@ STAGES, CHUNKS = (2, 4, 8), 2
 
 @dataclasses.dataclass(frozen=True)
 class Squeeze:
-    """A set of memory savings that `bytescope fit` tries together if recomputation is not enough.
+    """A set of memory savings that `bytescope fit` tries together, in addition to recomputation.
 
     Attributes:
         what: a description of the savings.

@@ -1,4 +1,4 @@
-"""One variant of a config that a fit tried, and its figures."""
+"""One variant of a config that `bytescope fit` tried, with its bytes and predicted seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Step:
         answer: the worker's JSON record of bytes, FLOPs and schedule (`memory.compare.worker`). Its `status` is
             "ok", or the reason why the variant cannot run.
         fits: whether the variant is within the memory budgets of device and host.
-        verdict: "fits", or a text with the missing bytes or the reason why the variant cannot run.
+        verdict: "fits", or the bytes by which it exceeds a budget, or the reason why it cannot run.
         prediction: the predicted seconds per update; None if the variant cannot run.
     """
 
@@ -81,7 +81,7 @@ class Step:
         }
 
     def certificate(self, flags: str, budget: int, host_budget: float) -> dict[str, Any]:
-        """Returns the memory and the missing bytes of the variant, as JSON values.
+        """Returns the bytes of the variant, and by how much they exceed the budgets, as JSON values.
 
         They are the `certificate` in the JSON result of `bytescope fit` if nothing fits.
 

@@ -1,5 +1,4 @@
-"""Shows the result of a fit on the terminal and as an HTML page: the command to run or the missing bytes, and all
-variants.
+"""Shows the result of `bytescope fit` on the terminal and as an HTML page: the command to run, and all variants.
 
 Both show the JSON of a fit (`train.plan.fit.fit_result`). The page is one HTML file that opens offline;
 `static/fit.js` draws the picture of the search.
@@ -170,7 +169,7 @@ def show(out: Mapping[str, Any], config: str, console: Console | None = None) ->
 def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
     """Renders the result of `bytescope fit` for the terminal: the chosen configuration with its flags, and tables.
 
-    If nothing fits, renders the variant that misses the fewest bytes, with the missing bytes.
+    If nothing fits, renders the variant that is closest to fitting, and the bytes by which it exceeds the budget.
     """
     effort = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
     stopped = f"; stopped early: {out['stopped']}" if out["stopped"] else ""
@@ -183,7 +182,8 @@ def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
 
 
 def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
-    """Renders the variant that misses the fewest bytes: its memory breakdown, its flags and the missing bytes."""
+    """Renders the variant that is closest to fitting, if none fits: its memory breakdown, its flags, and the bytes by
+    which it exceeds the budget."""
     large = ", ".join(
         f"{row} {human(certificate['breakdown'][row])}"
         for row in ROWS
@@ -345,7 +345,7 @@ def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the data of the page's chart as JSON values: a point for each variant that could be compiled.
 
     `number` is the row of the variant in the table, from 1. `chosen` says whether the variant is the chosen one or, if
-    nothing fits, the one that misses the fewest bytes. `unit` is the unit of the axis as (name, number of bytes).
+    nothing fits, the one that is closest to fitting. `unit` is the unit of the axis as (name, number of bytes).
     """
     points = [
         {
@@ -435,7 +435,7 @@ def _speed(out: Mapping[str, Any], step: float | None) -> float | None:
 def _answer(out: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the command to run and the memory breakdown of the chosen configuration.
 
-    If nothing fits, returns them for the variant that misses the fewest bytes; None if no variant was compiled.
+    If nothing fits, returns them for the variant that is closest to fitting; None if no variant was compiled.
     `limit` is the position of the budget on the bar in percent; None if the variant is within the budget.
     """
     variant = out["best"] or out["certificate"]

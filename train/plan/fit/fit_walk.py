@@ -51,7 +51,7 @@ class Walk:
     Attributes:
         steps: the variants that were tried, in order.
         best: the fastest variant that fits; None if none fits.
-        tightest: the variant that misses the fewest bytes; None before any variant runs.
+        tightest: the variant that exceeds the budgets by the fewest bytes; None before any variant runs.
         stopped: why the search ended early; "" if it did not.
         seconds: the duration of the search.
     """
@@ -228,7 +228,8 @@ class Walk:
     def bound(self, step: Step) -> float:
         """Returns a lower bound of the seconds per update for all remat plans with the mesh and micro-batch of `step`.
 
-        `step` recomputes everything. The bound is its predicted time without the recomputation.
+        `step` recomputes everything. The bound is its predicted time minus the most recomputation time that a
+        plan can save.
         """
         return step.seconds - min(self._saved_fraction * ALIKE, 1.0) * self._recompute_seconds(step)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
 from bytescope.train.plan.validation.validation_score import WITHIN, ScoredRun
 
-# Name of a range -> minimum and maximum ratio of our bytes to the measured bytes.
+# Name of a range -> minimum and maximum ratio of our predicted bytes to the measured bytes.
 BYTES_WITHIN = {"within 10 %": (0.9, 1.1), "within 15 %": (0.85, 1.15)}
 
 
@@ -118,7 +118,7 @@ def weights(programs: Sequence[str]) -> list[float]:
 def share_within(pairs: Sequence[tuple[str, float]], within: tuple[float, float]) -> float | None:
     """Returns the fraction of programs whose ratio is in the range `within`, inclusive; None without pairs.
 
-    A program with several runs counts once, with equal parts for its runs.
+    Each program has weight 1, which its runs share equally.
 
     pairs: (program, ratio) of each run.
     """

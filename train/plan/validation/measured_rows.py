@@ -56,7 +56,7 @@ class MeasuredRow:
         network: a key of `seconds.achieved.NETWORKS` for the links between hosts; "" for the chip's default.
         differs: a description of known differences between the measured run and our program.
         bytes_are: what `measured_bytes` counts: "reserved" (an upper bound of the bytes needed), "allocated" or "".
-        bytes_reason: why our bytes are not compared with `measured_bytes`; "" if they are.
+        bytes_reason: why `measured_bytes` is not compared with our prediction; "" if it is.
         cohort: the name of a group of runs of all models that are scored together, for example of one quality and age;
             "" if the run is scored only with runs of its model and number of GPUs.
     """

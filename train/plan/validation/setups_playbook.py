@@ -62,7 +62,7 @@ _SLOW_FACTOR = 1.3
 _OUT_OF_MEMORY_ROWS = {"404", "450", "463", "464"}
 # The remat policy that saves the same tensors as nanotron's autograd.
 _POLICY = "selective"
-# Id of a row -> why its measured bytes are not compared.
+# Id of a row -> why its measured bytes are not compared with our prediction.
 _BYTES_DOUBTED = {
     "450": "25.6 GiB is less than the 60.7 GiB that nanotron needs by its source code (activations of 262,144 tokens "
     "48.0, logits 8.0, parameters and their state 4.6), and half of the bytes of half the micro-batch"
@@ -119,9 +119,9 @@ def _reason(fact: Fact) -> str:
 
 
 def _differs(number: int, fact: Fact) -> str:
-    """Returns a known problem of a run's memory or network; "" if none is known.
+    """Returns a problem of memory or network that made a run slow; "" if there is none.
 
-    It is known from other runs that did the same work in less time.
+    The problem is inferred from other runs that did the same work in less time.
     """
     if f"{number}" in _OUT_OF_MEMORY_ROWS:
         return (

@@ -1,4 +1,4 @@
-"""Builds the result of a validation, for the terminal, the page and JSON."""
+"""Compares measured runs with predictions, and builds the result for the terminal, the page and JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = "launches of the host"
 
 @dataclasses.dataclass(frozen=True)
 class ValidationResult:
-    """A set of published measurements, compared with predictions.
+    """The comparison of a set of published measurements with our predictions.
 
     Attributes:
         set: the name of the set.

@@ -1,5 +1,5 @@
-"""Compiles measured rows and stores each program's answer in a file, so that a run can be continued and new rates need
-no compile.
+"""Compiles the programs nearest to measured runs, and stores the compiler's record of each in a file. So a command can
+be continued, and new FLOP/s and bytes/s need no compile.
 
 Rows with the same config share a program and its file. The name of a file contains digests of the program and of the
 versions that compiled it. If this environment has no compiler for a chip (CUDA 13 dropped the V100), a file that
@@ -34,8 +34,8 @@ class Runs:
         left: ids of the rows that were not compiled before Ctrl-C.
         compiled: number of programs compiled in this call. The other records were read from files.
         programs: row id -> name of the file of its record. Rows with the same file have the same program.
-        elsewhere: ids of the rows whose program another environment compiled, because this one has no compiler for
-            their chip.
+        elsewhere: ids of the rows whose program was compiled with other library versions, because this environment
+            has no compiler for the chip.
     """
 
     answers: Mapping[str, Mapping[str, Any]]
@@ -152,7 +152,8 @@ def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
 
 
 def _elsewhere(folder: Path, name: str) -> Mapping[str, Any] | None:
-    """Returns the newest readable file of a program that other library versions compiled; None if there is none."""
+    """Returns the worker's newest record of a program that was compiled with other library versions; None if there
+    is none."""
     program = name.rpartition("-")[0]
     newest_first = sorted(folder.glob(f"{program}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for file in newest_first:

@@ -39,7 +39,7 @@ class ScoredRun:
         allocated_bytes: the bytes that our program allocates on one device.
         bound_by: the component of the prediction that takes longest, or `validation_result.HOST` for kernel launches.
         by_term: component of the prediction -> seconds.
-        program: name of the compiled program; "" for a program that no other run uses. Runs with equal names share it.
+        program: name of the compiled program. Runs with the same name share it; "" means that no other run uses it.
     """
 
     row: MeasuredRow
@@ -97,7 +97,8 @@ class Group:
         rows: number of runs.
         ratios: quantiles 0, 0.1, 0.5, 0.9 and 1 of predicted / measured seconds.
         within: fraction of the ratios in `WITHIN`.
-        free_median, free_rows: the median ratio and the number of the runs that are not bound by kernel launches.
+        free_median: the median ratio of the runs that are not bound by kernel launches.
+        free_rows: number of runs that are not bound by kernel launches.
         spearman, spearman_by_tensor: rank correlation of the measured seconds with the prediction, and with the size
             of the tensor-parallel group. None for fewer than three runs, or if all values are equal.
         pairs: the pairs of runs with equal numbers of stages.
@@ -132,7 +133,7 @@ class Group:
 
 
 def with_launches(seconds: float, row: MeasuredRow) -> float:
-    """Returns the seconds per update after the time of the measured framework's kernel launches is considered.
+    """Returns the predicted seconds per update, or the seconds of the framework's kernel launches if they are more.
 
     The host launches kernels while the device computes, so the slower of the two determines the time.
 

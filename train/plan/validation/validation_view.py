@@ -1,5 +1,5 @@
-"""Shows a validation on the terminal and as an HTML page: predictions against measurements, scores, and rows not
-compared.
+"""Shows predictions against published measurements on the terminal and as an HTML page, with scores, and with the
+measurements that are not compared.
 
 Both show the JSON of a validation (`validation_result.ValidationResult.to_json`). The terminal shows the scores, the
 worst rows and the reasons. The page shows a mark for each run and every table. The page is one HTML file that opens
@@ -328,7 +328,7 @@ def _bytes(validation: Mapping[str, Any]) -> RenderableType | None:
 
 
 def _doubted(validation: Mapping[str, Any]) -> list[Prose]:
-    """Returns the runs whose measured bytes are not compared with ours, one line for each reason."""
+    """Returns the runs whose measured bytes are not compared with our predictions, one line for each reason."""
     apart = _by(validation["rows"], lambda row: row["bytes_reason"])
     return [
         Prose(f"{len(rows)} not compared: {one_line(reason)} ({'; '.join(map(_named_bytes, rows))})")

@@ -49,8 +49,8 @@ class EightBitState(NamedTuple):
 
 
 def _through(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
-    """Evaluates the piecewise linear function through the points (xs, ys) at `x`, as a sum of ramps. Compilers can
-    fuse the sum, unlike a table look-up."""
+    """Evaluates the piecewise linear function through the points (xs, ys) at `x`, as a sum of ramps, because compilers
+    can fuse a sum but not a table look-up."""
     ramps = [(y1 - y0) / (x1 - x0) * jnp.clip(x - x0, 0.0, x1 - x0) for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:])]
     return sum(ramps[1:], ramps[0])
 

@@ -29,8 +29,8 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
 
 
 def has_host_memory(device: jax.Device) -> bool:
-    """Returns True if programs for this device can have arrays in pinned host memory. Devices that are only described,
-    not present, count as True."""
+    """Returns True if programs for this device can have arrays in pinned host memory. Also returns True for a device
+    of a topology description, which is not present."""
     try:
         memories = device.addressable_memories()
     except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):

@@ -127,7 +127,7 @@ def each_matrix(
 
     Args:
       inner: (number of elements of the matrix, without vocabulary padding) -> the transformation of the matrix.
-      vocabulary: number of tokens, None if no table is padded.
+      vocabulary: number of tokens in the vocabulary; None if the embedding table has no padding rows.
     """
 
     def rule(path, shape):
@@ -187,9 +187,9 @@ def adafactor(vocabulary: int | None = None) -> optax.GradientTransformation:
     """Returns Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum.
 
     The second moment is stored as row and column means for a matrix, and in full for a vector. Its decay is 1 -
-    t^-0.8. Each update is scaled to an RMS of at most 1, without the padding of a table of `vocabulary` tokens. The
-    paper's scaling by the parameter's own RMS is left out, so that the learning rate is absolute, as in all other
-    optimizers.
+    t^-0.8. Each update is scaled down to an RMS of at most 1. The RMS leaves out the padding rows of the embedding
+    table, which follow its `vocabulary` rows of tokens. The paper's scaling by the parameter's own RMS is left out, so
+    that the learning rate is absolute, as in all other optimizers.
     """
 
     def inner(elements):

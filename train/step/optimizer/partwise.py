@@ -115,8 +115,8 @@ def _part_path(path: tuple, stacked: bool) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class PartwiseUpdate:
-    """Computes the optimizer update part by part, which needs less memory than all at once. It equals
-    `optax.chain(mean_and_clip(max_norm), rule)`, in MultiSteps if `every` is above 1, and has the same state.
+    """Computes the optimizer update part by part, which needs less memory than all at once. The results and the state
+    equal those of `optax.chain(mean_and_clip(max_norm), rule)`, wrapped in `optax.MultiSteps` if `every` is above 1.
 
     Fields:
       rule: the transformation after clipping.
@@ -216,8 +216,8 @@ class PartwiseUpdate:
 
     @staticmethod
     def _after(own: Any, before: jax.Array | None) -> Any:
-        """Returns `own` behind an optimization barrier that waits for `before`. Without it the compiler fetches the
-        optimizer state of all parts at once."""
+        """Returns `own` behind an optimization barrier that waits for `before`. Without the barrier the compiler
+        fetches the optimizer state of all parts at once."""
         return own if before is None else jax.lax.optimization_barrier((own, before))[0]
 
     def scales(self, grads: Leaves, tokens: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
@@ -261,8 +261,8 @@ class PartwiseUpdate:
         return [kept[place] for place in self.parts[1]]
 
     def counted(self, shared: Leaves) -> Leaves:
-        """Returns the counters and other leaves of the state that belong to no parameter (`shared`) after the
-        update."""
+        """Returns `shared`, the leaves of the state that belong to no parameter, such as counters, as they are after
+        the update."""
         return self._rule(Part((), (), 0, False, ""), [], [], [], shared)[2]
 
     def _part(

@@ -136,7 +136,8 @@ def scale_by_batch(schedule: optax.Schedule, config: OptimizerConfig, batch: Bat
         return schedule
     if base < 1:
         raise ValueError(
-            f"optimizer.batch_scaling={config.batch_scaling} with optimizer.base_batch_tokens={base}: "
+            f"optimizer.batch_scaling={config.batch_scaling} needs a batch size to scale from, but "
+            f"optimizer.base_batch_tokens={base}: "
             "give the tokens of the batch that optimizer.learning_rate was tuned for"
         )
     unit = batch.rows * batch.seq_len / base
@@ -205,7 +206,8 @@ def make_rule(
 ) -> optax.GradientTransformation:
     """Returns the transformation from the mean, clipped gradient to the update of the parameters, in float32.
 
-    `config`: the group `optimizer`. `vocabulary`: number of tokens, None if no table is padded.
+    `config`: the group `optimizer`. `vocabulary`: number of tokens in the vocabulary; None if the embedding table has
+    no padding rows.
     """
     return in_float32(
         optax.chain(

@@ -18,8 +18,8 @@ def frozen_names(names: Collection[str], patterns: Sequence[str], scan: bool) ->
     """Returns the dotted paths among `names` that the patterns of `optimizer.freeze` match.
 
     A pattern is a shell pattern: `blocks.attention.w_q`, `w_token`, `blocks.*norm*`. If layers are unrolled, paths
-    contain the layer index; a pattern without it means all layers. `scan`: True if the layers are one stack, and so
-    frozen together.
+    contain the layer index. A pattern without a layer index then matches all layers. `scan`: True if the layers are
+    one stack, and so frozen together.
 
     Raises:
       ValueError: a pattern matches no parameter, or the patterns match all parameters.
@@ -51,9 +51,9 @@ def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> Name
     """Returns the sharding in which a frozen parameter is stored. It is the sharding in which a step computes with the
     parameter.
 
-    Under zero3 it is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2 a step
-    gathers trained parameters into a copy; a frozen parameter is stored only as this copy. The token table and
-    vectors, which are sharded under zero2, stay sharded.
+    Under zero3 it is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2, where a step
+    gathers trained parameters into a copy, a frozen parameter is stored gathered. Exceptions are the token table and
+    vectors, which stay sharded under zero2.
     """
     strategy = layout.strategy
     sharded = strategy.by_layer or (strategy.gradients and not contracted)
