@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 else:  # hidden from type checkers, which would accept any name of the module with it
 
     def __getattr__(name: str) -> Any:
-        """Imports a public name at its first use (PEP 562)."""
+        """Returns a public name, whose module is imported at the name's first use (PEP 562)."""
         package = sys.modules[__name__]
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=package)
@@ -107,5 +107,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, for completion in an editor or at a prompt."""
+    """Returns the public names of the package, which editors and prompts complete."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

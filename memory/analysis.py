@@ -128,15 +128,15 @@ def report_of(
 
 @dataclasses.dataclass(frozen=True)
 class ReadProgram:
-    """The results of reading the compiled module, before XLA's totals, the target and the formulas are added.
+    """The content of a compiled module. A report adds XLA's totals, the target and the formulas to it.
 
     Fields:
-        placed: the module with its mesh.
+        placed: the parsed module with its device mesh.
         roles: number of a parameter of the compiled program -> its role.
-        account: the bytes at the peak and the live range of every buffer.
+        account: the bytes in device memory at the peak, and the live range of every buffer.
         collectives: every collective of the step.
         kernel_bytes: phase -> bytes that kernels read and write in device memory (`cost.kernel_costs`).
-        counted: FLOPs of the jaxpr; None for a program that was not traced.
+        counted: FLOPs of the traced program; None if the program was not traced.
         schedule: the kernels, collectives and transfers that one device runs, in order.
     """
 
@@ -151,8 +151,8 @@ class ReadProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The memory limit of one device in bytes, whether the program fits, and the verdict as a word ("fits", "tight",
-    "exceeds" or "unknown").
+    """The memory limit of one device in bytes, whether the program fits into it, and a word for the outcome ("fits",
+    "tight", "exceeds" or "unknown").
     """
 
     limit_bytes: int | None = None
@@ -162,7 +162,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class FormulaRows:
-    """Parameter counts, and the collectives and the training state of the compiled program beside published
+    """Parameter counts, and tables that compare the compiled program's collectives and training state with published
     formulas.
     """
 
@@ -173,8 +173,8 @@ class FormulaRows:
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
-    """The minimum seconds of an update by the roofline model, and its predicted seconds, as JSON objects;
-    {} if unknown.
+    """The minimum seconds of an update by the roofline model, and its predicted seconds. Each is a JSON object, which
+    is {} if the seconds are unknown.
     """
 
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -209,7 +209,9 @@ def _read_program(
             schedule=reading.read_schedule(attribution, placed.mesh, per_host, counted, source.module.devices),
         )
     except RecursionError as error:
-        raise ReportError("the program is nested too deeply to be read: the dump is damaged, write it again") from error
+        raise ReportError(
+            "the program is nested too deeply to be read: the dump is damaged; dump the program again"
+        ) from error
 
 
 def _formula_rows(account: PeakAccount, read: ReadProgram) -> FormulaRows:
@@ -225,11 +227,11 @@ def _formula_rows(account: PeakAccount, read: ReadProgram) -> FormulaRows:
 
 
 def _work(read: ReadProgram, transfers: Iterable[Transfer], per_host: int) -> Mapping[str, Any]:
-    """Returns the inputs of the roofline model, phase -> FLOPs and bytes of one device; {} if the program was not
-    traced, because a compiled module does not contain the FLOPs of custom kernels.
+    """Returns the inputs of the roofline model: phase -> FLOPs and bytes of one device. Returns {} if the program was
+    not traced, because a compiled module does not contain the FLOPs of custom kernels.
 
-    The FLOPs are those of the compiled kernels. If the schedule is unknown, each device is assumed to compute an equal
-    share.
+    The FLOPs are counted in the compiled kernels. If the schedule is unknown, each device is assumed to compute an
+    equal share of the traced FLOPs.
     """
     if read.counted is None:
         return {}
@@ -247,8 +249,8 @@ def _runtime_facts(
     target: Target | None,
     loop: runtime_overheads.LoopOverhead | None,
 ) -> runtime_overheads.Facts:
-    """Returns the inputs of the formulas for memory that the runtime takes. Without a target, no allocator
-    is assumed.
+    """Returns the inputs of the formulas for the memory that the runtime takes. If the target is None, no allocator is
+    assumed.
     """
     module = read.placed.module
     arguments = [b.bytes for b in account.buffers if b.phase == "argument" and b.memory == "device"]
@@ -273,7 +275,9 @@ def _runtime_facts(
 
 
 def _untuned_product(module: Module) -> int:
-    """Returns the bytes of the operands of the largest matrix product; 0 if the program calls cuBLAS."""
+    """Returns the bytes of the operands of the largest matrix product. Returns 0 if the program calls cuBLAS, because
+    its products were then tuned when the program was compiled.
+    """
     if any("cublas" in instruction.target for instruction in module.instructions.values()):
         return 0
     products = (i for i in module.instructions.values() if i.opcode in kernel_costs.PRODUCTS)
@@ -292,8 +296,8 @@ def _untuned_product(module: Module) -> int:
 
 
 def judge(report: ReportRecord, limit: int | None) -> ReportRecord:
-    """Returns the report with a verdict on its predicted bytes: fits, tight (more than 95 % of the limit) or exceeds.
-    If the limit is None, returns the report unchanged.
+    """Returns the report with a verdict: "fits", "tight" (the predicted bytes are more than 95 % of the limit) or
+    "exceeds". If the limit is None, returns the report unchanged.
 
     `limit`: bytes that are available on one device.
     """
@@ -314,9 +318,9 @@ def _verdict(predicted: int, limit: int | None) -> Verdict:
 
 
 def with_seconds(report: ReportRecord, measure: bool = False) -> ReportRecord:
-    """Returns the report with the predicted seconds of an update and their lower bound by the roofline model. Each is
-    left out if the target or the program is not known well enough. The report's `subject` gives the calls and tokens
-    of an update.
+    """Returns the report with the predicted seconds of an update and their lower bound by the roofline model. A value
+    is left out if the target's rates or the program's schedule are unknown. The number of calls and tokens of an
+    update comes from the report's `subject`.
 
     `measure`: whether to measure the speed of this machine, if the target is a CPU. Measuring takes time, and the
     result differs between processes. If False, the seconds of a CPU are predicted only from a measured rates file of
@@ -346,11 +350,10 @@ def _seconds(
 
 
 def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Mapping[str, Any]) -> tuple[float, ...]:
-    """Returns the seconds from the start of the step at which each point of the memory timeline begins, and the
-    seconds of the whole step as the last item; () if the rates of the target are unknown.
+    """Returns the start time of each point of the memory timeline, in seconds from the start of the step, followed by
+    the seconds of the whole step. Returns () if the rates of the target are unknown.
 
-    If the instruction of a point takes no time or is not in the schedule, the point begins together with the point
-    before it.
+    A point whose instruction takes no time, or is not in the schedule, has the time of the point before it.
     """
     device_rates = rates.select(target)
     if device_rates is None:
@@ -373,8 +376,8 @@ def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:
 
 
 def _stats_from_allocations(program: hlo_buffers.HloProgram) -> XlaStats:
-    """Returns the memory statistics of a program from its buffer allocations, for an HloProto without an
-    executable.
+    """Computes the memory statistics of a program from its buffer allocations. Used for an HloProto, which has no
+    executable that could report them.
     """
     main = [a for a in program.allocations if not a.thread_local and a.color == 0]
     alias = sum(a.size for a in main if a.entry_parameter and a.live_out)
@@ -390,10 +393,11 @@ def _stats_from_allocations(program: hlo_buffers.HloProgram) -> XlaStats:
 
 
 def _with_xla_totals(account: PeakAccount, program: hlo_buffers.HloProgram, stats: XlaStats) -> PeakAccount:
-    """Returns the account of the peak with XLA's totals instead of the totals by derived live ranges.
+    """Returns the account of the peak in which XLA's own totals replace the totals that were computed from derived
+    live ranges.
 
-    If the derived peak is too low, the missing bytes become the row "unattributed". If it is too high, because XLA
-    lets several values share memory, the excess is subtracted from the rows in the order of `_DOUBTFUL`.
+    If the derived peak is lower than XLA's, the missing bytes become the row "unattributed". If it is higher, because
+    XLA lets several values share memory, the excess is subtracted from the rows in the order of `_DOUBTFUL`.
     """
     allocated = sum(a.size for a in program.allocations if not a.thread_local and a.color == 0)
     if not allocated and stats.argument_bytes is not None:

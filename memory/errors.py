@@ -54,8 +54,8 @@ class GuardError(ReportError, AssertionError):
 
 
 def _called_from(error: BaseException) -> list[str]:
-    """Returns the line of code that called bytescope, with its place, from the error's traceback; [] if the traceback
-    does not contain it.
+    """Returns the source line of the user's code that called bytescope, and its file and line number, from the error's
+    traceback. Returns [] if the traceback contains no such line.
     """
     import traceback
 
@@ -71,11 +71,11 @@ def _called_from(error: BaseException) -> list[str]:
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:
-    """Returns the valid `names` that a misspelt `word` may stand for, most similar first, at most `MAX_SUGGESTIONS`;
-    [] if no name is similar.
+    """Returns the valid `names` that are most similar to a misspelt `word`, the best first; at most `MAX_SUGGESTIONS`.
+    Returns [] if no name is similar.
 
-    If some names have the same letters and digits in any order, only these are returned. Otherwise, names that begin
-    with `word` are preferred to names with a similar spelling.
+    Names with the same letters and digits as `word`, in any order, are the best suggestions: if there are any, only
+    these are returned. Otherwise, names that begin with `word` come before names that are spelt similarly.
     """
     wanted, plain = _plain(word), {name: _plain(name) for name in names}
     if not wanted or len(wanted) > _MAX_WORD:
@@ -138,8 +138,8 @@ def check_readable(path: str | os.PathLike[str], pipes: bool = False) -> None:
 
 
 def disk_remedy(error: OSError) -> str:
-    """Returns the first words of a remedy for a file that cannot be written, such as "make room, or " for a full disk;
-    "" if the only remedy is another path.
+    """Returns the beginning of a remedy for a file that cannot be written, such as "make room, or " for a full disk.
+    Returns "" if the only remedy is another path.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room, or "
@@ -147,7 +147,9 @@ def disk_remedy(error: OSError) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Returns str(error); if that raises, returns the placeholder that Python shows in a traceback."""
+    """Returns str(error). If `__str__` raises an error itself, returns the placeholder that Python shows in
+    tracebacks.
+    """
     try:
         return str(error)
     except BaseException:  # a user's __str__ may raise anything

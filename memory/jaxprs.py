@@ -37,7 +37,9 @@ def inner_jaxpr(jaxpr: Any) -> Any:
 
 
 def parameters(equation: Any) -> Mapping[str, Any]:
-    """Returns the parameters of an equation, for equations with and without the flag `jax_remat3`."""
+    """Returns the parameters of an equation. The flag `jax_remat3` moves the parameters into another object, which is
+    also read.
+    """
     high = _high(equation)
     return equation.params if high is None else high.params
 

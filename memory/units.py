@@ -39,7 +39,7 @@ def human(count: float | None) -> str:
 def column_unit(figure: float, share: float = 0.1) -> tuple[str, int]:
     """Returns (name, bytes) of the unit in which a table column is shown.
 
-    This is the largest unit in which `figure`, a size in bytes, is at least `share`.
+    The unit is the largest in which `figure` (a number of bytes) has a value of at least `share`.
     """
     return next(((name, scale) for name, scale in COLUMN if figure >= scale * share), COLUMN[-1])
 
@@ -61,7 +61,7 @@ def parse_bytes(size: int | str) -> int:
         unit = match[2].lower()
         scaled = float(match[1]) * _SCALES[unit]
         if not scaled < MAX_BYTES:  # true for infinity too
-            raise ReportError(f"{match[0][:40]!r} is not a valid size: no memory has {MAX_BYTES // TIB:,} TiB")
+            raise ReportError(f"{match[0][:40]!r} is not a valid size: give less than {MAX_BYTES // TIB:,} TiB")
         count = int(scaled)
     if not unit and 0 < count < MIB:
         number = str(size).strip()
@@ -72,6 +72,6 @@ def parse_bytes(size: int | str) -> int:
 
 
 def reads_as_size(text: str) -> bool:
-    """Returns whether a text can only be a size above 0 (with or without a unit), and not the name of something."""
+    """Returns whether a text is a size above 0, with or without a unit, and cannot be a name."""
     match = _SIZE.match(text)
     return bool(match and match[2].lower() in _SCALES and float(match[1]) > 0)

@@ -55,8 +55,8 @@ def find(attribution: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) 
 def _collective(
     attribution: Attribution, mesh: hlo_mesh.Axes, per_host: int, instruction: Instruction, kind: str, times: int
 ) -> Iterator[Collective]:
-    """Yields the record of a collective instruction that runs `times` times in a step. Yields nothing if the
-    collective sends no bytes.
+    """Yields the record of a collective instruction that runs `times` times in a step; yields nothing if it sends no
+    bytes.
     """
     module = attribution.module
     groups = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
@@ -107,8 +107,8 @@ def arrays_of(module: Module, instruction: Instruction) -> list[HloShape]:
 
 
 def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]:
-    """Returns (bytes that a device sends per byte of payload, number of devices in a group). If the collective sends
-    nothing, the first number is 0.0.
+    """Returns (bytes that a device sends per byte of payload, number of devices in a group). The first value is 0.0 if
+    the collective sends nothing.
     """
     if kind == "collective-permute":
         moving = [pair for pair in groups if len(pair) == 2 and pair[0] != pair[1]]
@@ -133,10 +133,10 @@ def _dtype(arrays: Iterable[HloShape]) -> str:
 
 
 def rows(collectives: Iterable[Collective], expected: Iterable[Expected] = ()) -> tuple[Communication, ...]:
-    """Sums collectives of the same kind over the same mesh axes. Returns the sums in bytes per step and device, most
-    sent bytes first, beside the bytes that published formulas expect.
+    """Sums the collectives of each kind over the same mesh axes, in bytes per step and device, and compares the sums
+    with published formulas. The rows are sorted by sent bytes, largest first.
 
-    A formula gets a row of its own if the program has no such collective.
+    If the program has no collective for a formula, the formula gets a row with 0 sent bytes.
     """
     by_key: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for item in collectives:

@@ -44,8 +44,8 @@ class FlopCount:
         by: (phase, dtype) -> FLOPs. They add up to `total`, and are ignored by ==. Phases are forward, recompute,
             backward and optimizer. Dtypes are keys of `Target.peak_flops`. A float32 product whose operands may be
             rounded is "tf32", otherwise "fp32" (see `_PRECISIONS`).
-        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`, which are also in `by` and are ignored
-            by ==. XLA cannot partition such a kernel, so each device computes all of these FLOPs.
+        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`. XLA cannot partition these kernels, so
+            each device computes all of these FLOPs. They are also in `by`, and are ignored by ==.
     """
 
     total: int = 0
@@ -71,8 +71,8 @@ class FlopCount:
         )
 
     def times(self, trips: int | Fraction) -> FlopCount:
-        """Returns the count of a loop with `trips` iterations. `trips` may be a fraction, such as a mean; `count`
-        rounds the sums.
+        """Returns this count multiplied by `trips`, the number of iterations of a loop. It may be a fraction, such as
+        a mean; `count` rounds the sums.
         """
         runs = cast(int, trips)
         return FlopCount(
@@ -129,8 +129,8 @@ def count_equation(equation: Any) -> FlopCount:
 
 
 def _count(jaxpr: Any, stack: str) -> FlopCount:
-    """Counts the FLOPs of a jaxpr. `stack` is the name stack of the surrounding equation, which is a prefix of the
-    name stacks of the equations.
+    """Counts the FLOPs of a jaxpr. `stack` is the name stack of the equation that contains the jaxpr; it is put before
+    the name stacks of the inner equations.
     """
     total = FlopCount()
     for equation in jaxpr.eqns:
@@ -149,7 +149,7 @@ def _equation(equation: Any, stack: str) -> FlopCount:
 
 
 def _marked(flops: int, recomputed: int, stack: str, unit: str) -> FlopCount:
-    """Returns the count of a kernel. Its phase is derived from the transformations in its name stack.
+    """Returns the FLOP count of one kernel. Its phase is derived from the transformations in its name stack.
 
     `recomputed`: FLOPs that the kernel recomputes itself.
     """
@@ -170,8 +170,8 @@ _PRECISIONS = (("TF32", "tf32"), ("BF16", "bf16"), ("F16", "fp16"), ("HIGHEST", 
 
 
 def _unit(equation: Any) -> str:
-    """Returns the compute unit of a matrix product: the dtype of the operand with more bits, or in float32 the
-    precision of the product.
+    """Returns the compute unit of a matrix product: the larger dtype of its two operands, or, for float32 operands,
+    the precision in which they are multiplied.
     """
     names = [str(variable.aval.dtype) for variable in equation.invars[:2]]
     units = ["fp8" if name.startswith("float8") else _UNITS.get(name, "fp32") for name in names]
@@ -186,15 +186,17 @@ def _unit(equation: Any) -> str:
 
 
 def _dot(equation: Any) -> tuple[int, int]:
-    """Returns the FLOPs of a matrix product, 2 x output elements x contracted elements, and 0 recomputed FLOPs."""
+    """Returns (FLOPs of a matrix product, 0 for recomputed FLOPs). The FLOPs are 2 x output elements x contracted
+    elements.
+    """
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
     return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted), 0
 
 
 def _ragged_dot(equation: Any) -> tuple[int, int]:
-    """Returns the FLOPs of a grouped matrix product, in which each row is multiplied by the matrix of its group: 2 x
-    rows x contracted size x columns.
+    """Returns (FLOPs of a grouped matrix product, 0 for recomputed FLOPs). Each row is multiplied by the matrix of its
+    group, which takes 2 x rows x contracted size x columns.
 
     The left operand has the batch, the rows and the contracted dimensions.
     """
@@ -207,8 +209,8 @@ def _ragged_dot(equation: Any) -> tuple[int, int]:
 
 
 def _convolution(equation: Any) -> tuple[int, int]:
-    """Returns the FLOPs of a convolution: 2 x output elements x input features of a group x window elements. Padding
-    and dilation are not subtracted.
+    """Returns (FLOPs of a convolution, 0 for recomputed FLOPs). The FLOPs are 2 x output elements x input features of
+    a group x window elements. Padding and dilation are not subtracted.
     """
     shape = equation.invars[1].aval.shape
     features_out = equation.params["dimension_numbers"].rhs_spec[0]
@@ -218,8 +220,8 @@ def _convolution(equation: Any) -> tuple[int, int]:
 
 
 def _attention(equation: Any) -> int:
-    """Returns the product B L S H K (batch, queries, keys, heads, head dimension) of a cuDNN attention call. Masked
-    pairs of a causal mask are included, as in the literature.
+    """Returns the product B L S H K of a cuDNN attention call: batch x queries x keys x heads x head dimension.
+    Query-key pairs that a causal mask removes are included, as usual in the literature.
     """
     query, key = (variable.aval.shape for variable in equation.invars[:2])
     heads_first = equation.params["layout"] == 1  # jax's AttentionLayout: 0 is B L H K, 1 is B H L K
@@ -227,13 +229,13 @@ def _attention(equation: Any) -> int:
 
 
 def _attention_forward(equation: Any) -> tuple[int, int]:
-    """Returns the FLOPs of the products Q K^T and P V, 4 B L S H K."""
+    """Returns (FLOPs of the attention products Q K^T and P V, 0 for recomputed FLOPs). The FLOPs are 4 B L S H K."""
     return 4 * _attention(equation), 0
 
 
 def _attention_backward(equation: Any) -> tuple[int, int]:
-    """Returns the FLOPs of the products for dP, dV, dQ and dK, 8 B L S H K, plus 2 B L S H K for recomputing Q K^T
-    (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
+    """Returns (FLOPs of the attention gradient, recomputed FLOPs among them). The products for dP, dV, dQ and dK take
+    8 B L S H K, and recomputing Q K^T takes 2 B L S H K (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
     """
     return 10 * _attention(equation), 2 * _attention(equation)
 
@@ -279,7 +281,7 @@ def _cond(equation: Any, stack: str) -> FlopCount:
 
 
 def _linear_call(equation: Any, stack: str) -> FlopCount:
-    """Counts only the called function of a `linear_call`. Its other jaxpr is the transpose, which does not run."""
+    """Counts the forward function of a `linear_call`. Its transpose, which is its other jaxpr, does not run."""
     return _count(inner_jaxpr(equation.params["callee"]), stack)
 
 
@@ -290,12 +292,12 @@ def _shard_map(equation: Any, stack: str) -> FlopCount:
 
 
 def _partitioned(equation: Any, stack: str) -> FlopCount:
-    """Counts a `custom_partitioning` call, whose kernels are partitioned and so are not replicated."""
+    """Counts a `custom_partitioning` call. Its kernels are partitioned, so they do not count as replicated."""
     return dataclasses.replace(_call(equation, stack), replicated={})
 
 
 def _pallas(equation: Any, stack: str) -> FlopCount:
-    """Returns the FLOPs of a Pallas kernel according to its `cost_estimate`, in the dtype of most matrix products in
+    """Returns the FLOPs that a Pallas kernel states in its `cost_estimate`, in the dtype of most matrix products in
     its body.
 
     If the kernel has no estimate, its body counts once for every grid point, including parts that the kernel skips by

@@ -41,7 +41,7 @@ def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
 
 
 def uncounted(module: Module) -> set[int]:
-    """Returns the ids of the computations that run in loops with an unknown number of iterations."""
+    """Returns the ids of the computations that run in loops whose number of iterations is unknown."""
     pending: list[int] = []
     for instruction in module.instructions.values():
         if instruction.opcode == "while" and not loops.trip_count(module, instruction):

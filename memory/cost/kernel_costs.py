@@ -44,9 +44,7 @@ def find(attribution: Attribution) -> dict[str, dict[str, int]]:
 
 
 class _Walk:
-    """Sums the bytes of kernels in computations. The sums of a computation are cached for each phase in which it is
-    called.
-    """
+    """Sums the bytes that the kernels of computations move. The sums of a computation are cached per phase."""
 
     def __init__(self, attribution: Attribution):
         self.attribution, self.module = attribution, attribution.module
@@ -74,8 +72,8 @@ class _Walk:
         return self.known[id, around]
 
     def called(self, call: Instruction, phase: str) -> Sums:
-        """Returns the bytes of the computations that an instruction calls. A conditional counts as its largest branch,
-        and a loop as all of its iterations.
+        """Returns the bytes that the called computations of an instruction move. For a conditional, only the largest
+        branch counts; for a loop, all iterations count.
         """
         inner = [self.computation(id, phase) for id in call.called]
         if call.opcode == "conditional":
@@ -109,7 +107,7 @@ def _add(sums: Sums, other: Sums, times: int = 1) -> None:
 
 
 def is_product(module: Module, instruction: Instruction) -> bool:
-    """Returns whether an instruction is or contains a matrix product or a convolution: itself, in its fusion, or as a
+    """Returns whether an instruction computes a matrix product or a convolution, directly, inside its fusion, or by a
     library call.
     """
     if instruction.opcode == "custom-call":
@@ -125,8 +123,8 @@ def is_product(module: Module, instruction: Instruction) -> bool:
 
 
 def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
-    """Returns (result of `moved`, result of `is_product`) for an instruction, with a cache in the module; (0, False)
-    if the instruction is not a kernel.
+    """Returns (bytes moved, whether the instruction computes a matrix product) from a cache in the module. Returns (0,
+    False) if the instruction is not a kernel.
     """
     known = module.kernels.get(instruction.id)
     if known is None:
@@ -169,8 +167,8 @@ def _device_bytes(shape: HloShape) -> int:
 
 
 def _part(module: Module, user: Instruction, position: int, source: HloShape) -> int:
-    """Returns the bytes that an instruction reads of its operand at `position`. `source` is the shape of
-    the operand.
+    """Returns the bytes that an instruction reads from its operand number `position`. `source` is the shape of the
+    operand.
     """
     touched = None
     if position == 0 and user.opcode in _SLICING:
@@ -188,8 +186,8 @@ def _elements(module: Module, instruction: Instruction | None) -> int:
 
 
 def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]) -> int:
-    """Returns the bytes that a fusion reads and writes. Only the parts of an operand that the fused operations read
-    are counted.
+    """Returns the bytes that a fusion reads and writes. If the fused operations read only a slice of an operand, only
+    the slice counts.
     """
     inside = module.computations[fusion.called[0]]
     users: dict[int, list[Instruction]] = {}

@@ -18,7 +18,7 @@ _FORMS = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy", "s
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensor:
-    """A tensor that the program names with `checkpoint_name`. All figures are over all devices.
+    """A tensor that the program names with `checkpoint_name`. Bytes and FLOPs are sums over all devices.
 
     Fields:
         name: the argument of `checkpoint_name`.
@@ -53,7 +53,7 @@ class NamedTensor:
 
     @property
     def excess(self) -> int:
-        """Bytes that all copies would save if they were stored in the dtype `read_as`."""
+        """Bytes that would be saved over all copies if they were stored in the dtype `read_as`."""
         return self.bytes - math.prod(self.shape) * self.read_itemsize * self.copies if self.read_as else 0
 
 
@@ -75,8 +75,8 @@ def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
 
 
 def excess_warnings(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
-    """Returns a warning sentence for each checkpoint name whose tensor is saved in a larger dtype than the dtype in
-    which it is read.
+    """Returns a warning sentence for each checkpoint name whose tensor is saved in a larger dtype than its readers
+    need.
     """
     return tuple(
         f"{tensor.name} is kept in {tensor.dtype} and read in {tensor.read_as}: "
@@ -134,8 +134,8 @@ def _variables(atoms: Iterable[Any]) -> frozenset[Any]:
 
 
 def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset[Any], list[Any]]:
-    """Returns the variables that contain the elements of `variable` in another form, including `variable` itself, and
-    the equations that read any of them.
+    """Returns (`variable` with its copies, transposed and reshaped forms; the equations that read any of these
+    variables).
     """
     same, read, todo = {variable}, [], [variable]
     while todo:
@@ -164,7 +164,7 @@ def _cost(variable: Any, makers: dict[Any, Any]) -> int:
     """Returns the FLOPs of the equations that compute `variable` from the nearest named tensors or from the inputs of
     the body.
 
-    The results of a loop or call that contains names count as available, because its names are saved.
+    The results of a loop or call that contains named tensors cost nothing, because its named tensors are saved.
     """
     needed: dict[int, tuple[Any, set]] = {}
     todo = [variable]

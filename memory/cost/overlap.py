@@ -43,7 +43,7 @@ _MAX_UPDATES = 24
 
 
 class Overlap(NamedTuple):
-    """The computation that runs at the same time as a collective.
+    """The computation that can run on the device while a collective sends its data.
 
     Fields:
         asynchronous: whether the collective has separate start and done instructions and the runtime does not wait at
@@ -82,8 +82,8 @@ def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
 
 
 def _done(attribution: Attribution, start: Instruction) -> Instruction | None:
-    """Returns the done instruction of an asynchronous operation, or None if there is none. Update instructions between
-    start and done are followed.
+    """Returns the done instruction of an asynchronous operation, also if update instructions are between start and
+    done. Returns None if there is none.
     """
     for _ in range(_MAX_UPDATES):
         after = [user for user in attribution.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]

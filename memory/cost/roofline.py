@@ -59,7 +59,7 @@ class Figures:
         hbm_bytes_per_s: bandwidth of the device memory in bytes per second.
         host_link_bytes_per_s: bandwidth of the host link in each direction, in bytes per second.
         interconnect_bytes_per_s: kind of link to other devices (one of `LINKS`) -> bytes per second.
-        source: the source of the rates: DATA_SHEET, MEASURED, or a sentence.
+        source: where the rates come from: DATA_SHEET, MEASURED, or a sentence.
 
     Raises ReportError if a rate is not a positive number, or if `peak_flops` is empty.
     """
@@ -80,14 +80,15 @@ class Figures:
         wrong = [name for name, rate in rates.items() if not (is_number(rate) and rate > 0)]
         if wrong or not any(unit in self.peak_flops for unit in UNITS):
             raise ReportError(
-                f"the target has no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give a rate above 0 for each"
+                f"the target has no positive rate for {wrong[0] if wrong else 'any dtype'}: "
+                "give a positive rate for every dtype, the memory and every link"
             )
 
     def flops_per_s(self, dtype: str) -> float:
         """Returns the FLOP/s of matrix products in a dtype (one of `UNITS`).
 
-        If the device has no unit for the dtype, the rate is that of the next larger dtype that it has. If there is no
-        larger one, the largest smaller dtype computes the product in several passes.
+        If the device has no compute unit for the dtype, the rate of the next larger dtype is returned. If there is no
+        larger one, the rate is derived from the largest smaller dtype, which needs several passes per product.
         """
         for unit in UNITS[UNITS.index(dtype) :]:
             if unit in self.peak_flops:
@@ -176,7 +177,9 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
 
 
 def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
-    """Returns term -> seconds of one phase, without collectives and transfers."""
+    """Returns term -> seconds of one phase: matrix products, device memory, and the collectives that no computation
+    overlaps.
+    """
     flops = sum(count / figures.flops_per_s(dtype) for dtype, count in part.get("flops", {}).items())
     return {
         "products": max(flops, part.get("product_bytes", 0) / figures.hbm_bytes_per_s),
@@ -186,8 +189,8 @@ def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
 
 
 def _overlapped(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
-    """Returns term -> seconds of the collectives and host transfers of some phases, which overlap the computation of
-    these phases.
+    """Returns term -> seconds of the overlapped collectives and host transfers of some phases, which run at the same
+    time as the computation.
     """
     moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
     return {
@@ -204,8 +207,8 @@ def mfu(model_flops: float, work: Mapping[str, Mapping[str, Any]], figures: Figu
     """Returns the MFU: the fraction of the device's peak rate that the model's own FLOPs use (Chowdhery et al. 2022,
     arXiv 2204.02311).
 
-    The peak rate is for the dtypes in which the step multiplies. If `taken` is the minimum by the roofline model, the
-    result is the maximum MFU.
+    The peak rate is that of the dtypes in which the step multiplies. With the roofline's minimum seconds as `taken`,
+    the result is the maximum MFU.
 
     Args:
         model_flops: FLOPs of one device and one call, without recomputation.
@@ -261,7 +264,7 @@ def machine_rates() -> tuple[float, float]:
 
 
 def _best(run: Callable[[], Any]) -> float:
-    """Calls `run` several times (`_TIMES`) after a warm-up call, and returns the seconds of the fastest call."""
+    """Calls `run` once to warm up and then `_TIMES` times. Returns the seconds of the fastest call."""
     run()
     taken = []
     for _ in range(_TIMES):
@@ -305,7 +308,9 @@ _WORK = {
 
 
 def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Returns `work` unchanged. Raises ReportError unless all of its numbers, by phase and key, are 0 or more."""
+    """Checks the phases and FLOPs of a report's `work`, and returns it unchanged. Raises ReportError if a value is not
+    a number of 0 or more.
+    """
     for phase, part in work.items():
         if not isinstance(part, Mapping):
             raise ReportError(f"the report is damaged (work.{phase} is {part!r:.40}): write it again")

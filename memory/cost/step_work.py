@@ -60,9 +60,7 @@ def by_phase(
 
 
 def _phase(name: str) -> str:
-    """Returns the phase for an operation with the phase `name`. An operation without a phase counts to the forward
-    pass.
-    """
+    """Returns the name of the step phase to which an operation counts: its own phase, or "forward" if it has none."""
     return name if name in STEP_PHASES else "forward"
 
 
@@ -75,8 +73,8 @@ def _sent(item: Collective, hosts: int) -> float:
     """Returns the minimum bytes that a device sends over the slowest link of a collective: the network if the
     collective spans several hosts, or else the link within a host.
 
-    Between hosts, a ring of devices crosses the network only once per host, and the network cards of the host share
-    these bytes (NCCL runs one ring per card).
+    A ring of devices that spans several hosts leaves each host only once, and the network cards of the host share
+    these bytes, because NCCL runs one ring per card.
     """
     inside = max(item.group // hosts, 1)
     if hosts > 1 and item.kind in _SHARED:

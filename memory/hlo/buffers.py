@@ -54,7 +54,7 @@ class Allocation:
 
     @property
     def indefinite(self) -> bool:
-        """True if the allocation exists for the whole step because it is an argument, an output or a constant."""
+        """True if the allocation exists during the whole step, as arguments, outputs and constants do."""
         return self.entry_parameter or self.constant or self.live_out
 
 
@@ -146,7 +146,7 @@ def _assignment(data: bytes, span: Span, program: HloProgram) -> None:
 def _size(value: wire.Value) -> int:
     size = wire.signed(wire.number(value))
     if size < 0:
-        raise WireError(f"the size of a buffer, {size} bytes, is not valid")
+        raise WireError(f"the buffer assignment is damaged: a buffer has {size} bytes; dump the program again")
     return size
 
 

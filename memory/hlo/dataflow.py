@@ -46,16 +46,16 @@ COLLECTIVES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueOrigin:
-    """The place where a value was computed.
+    """The operation that computed a value, and how the value was passed on.
 
     Fields:
         instruction: the operation that computed the value, None if it is not known.
         chain: named instructions between the value and its origin, nearest to the value first.
         stack: the dynamic-update-slice that writes the value of each loop iteration into a stacked array; None if the
             value is not stacked.
-        looped: whether the value is carried from iteration to iteration of a loop.
-        carried: whether the stacked values are the carried values at the start of each iteration, which are the inputs
-            of the layers.
+        looped: whether a loop passes the value from one iteration to the next.
+        carried: whether the stacked values are the loop state at the start of each iteration, such as the inputs of
+            the layers.
     """
 
     instruction: Instruction | None
@@ -66,7 +66,7 @@ class ValueOrigin:
 
 
 class Flow:
-    """Follows values through the instructions of one module: to their origins, and to their readers. Results are
+    """Finds the origin and the readers of values by following them through the instructions of one module. Results are
     cached.
     """
 
@@ -136,7 +136,9 @@ class Flow:
     def _step(
         self, instruction: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        """Returns the (instruction, index) from which a value comes directly; None if the value was computed here."""
+        """Returns the (instruction, index) from which a value is passed on unchanged; None if the instruction computes
+        the value.
+        """
         module, opcode = self.module, instruction.opcode
         if opcode == "get-tuple-element":
             return module.operand(instruction, 0), (instruction.tuple_index, *index)
@@ -200,8 +202,8 @@ class Flow:
         return dependents
 
     def makers(self, instruction: Instruction | None, index: Index = ()) -> Iterator[Instruction]:
-        """Yields the instructions that computed or passed on a value. The one with the most specific name
-        comes first.
+        """Yields the instructions that computed a value or passed it on, beginning with the one that has the most
+        specific name.
         """
         if instruction is not None:
             origin = self.origin(instruction, index)
@@ -211,8 +213,8 @@ class Flow:
             yield instruction
 
     def ancestors(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
-        """Yields at most `limit` instructions from which a value is computed, nearest first. The search continues
-        outside of a fusion, but stays inside a loop body.
+        """Yields at most `limit` instructions that a value was computed from, nearest first. The search leaves
+        fusions, but it stays inside a loop body.
         """
         pending, seen = [instruction], {instruction.id}
         while pending and len(seen) < limit:
@@ -223,8 +225,8 @@ class Flow:
                     yield operand
 
     def _inputs(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the operands of an instruction. Returns [] for a tuple, because it is not known which element is
-        meant.
+        """Returns the operands of an instruction. Returns [] for a tuple, because the caller does not say which
+        element it reads.
         """
         if instruction.opcode in ("tuple", "while", "conditional"):
             return []

@@ -36,12 +36,13 @@ _MAX_TABLE = 65536
 
 @dataclasses.dataclass(frozen=True)
 class SkippedCollective:
-    """A collective that some devices may not execute, so that other devices wait for them forever.
+    """A collective that some devices may skip. The program then hangs, because the other devices wait for them
+    forever.
 
     Fields:
         control: the loop or conditional that contains the collective.
         links: the groups of devices that exchange data in the collective.
-        waits: devices that must all execute the collective, although some may not.
+        waits: the groups of devices that wait for each other in the collective.
         op_name: JAX's op_name of the collective.
     """
 
@@ -134,7 +135,7 @@ class _Value:
 
     Fields:
         labels: a number for each device. Devices with equal numbers hold equal values.
-        exact: whether the labels are the value itself, an integer.
+        exact: whether the value is an integer and the labels are its value on each device.
         table: the elements, if the value is a constant list of integers.
     """
 
@@ -157,7 +158,7 @@ class _Value:
 
 
 def _join(values: Sequence[_Value]) -> _Value:
-    """Returns what is known about the result of any function of these values."""
+    """Returns which devices agree on the result of a function of these values: devices that hold equal operands."""
     apart = [value.labels for value in values if not value.uniform]
     if not apart:
         return _Value(np.zeros(len(values[0].labels), np.int64))
@@ -171,7 +172,7 @@ def _numbered(labels: np.ndarray) -> np.ndarray:
 
 
 def _either(values: Sequence[_Value]) -> _Value:
-    """Returns what is known about a value that is one of `values`, chosen in the same way on all devices."""
+    """Returns which devices agree on a value that is one of `values`, if all devices make the same choice."""
     first = values[0]
     return first if all(value is first or value.same(first) for value in values) else _join(values)
 
@@ -216,7 +217,7 @@ _PASSING = frozenset(
 
 
 class _Agreement:
-    """Derives which devices hold equal values, for all values on which loop and branch conditions depend.
+    """Derives, for all values on which loop and branch conditions depend, which devices hold equal values.
 
     A value begins as unknown and is computed again whenever a value that it depends on changes, until nothing changes.
     """
@@ -263,8 +264,9 @@ class _Agreement:
         return self._module.operand(control, 0)
 
     def _get(self, instruction: Instruction | None, index: Index = ()) -> _Value | None:
-        """Returns what is known about a value so far; None if nothing is known. A new value is scheduled for
-        computation, and the value that is being computed now is registered as its reader.
+        """Returns what is known about a value so far; None if nothing is known. A value that is asked for the first
+        time is scheduled for computation. The value that is being computed now is registered as a reader of the
+        returned value.
         """
         if instruction is None:
             return self._uniform
@@ -315,8 +317,8 @@ class _Agreement:
         return self._arithmetic(instruction, operands) or _join(operands or [self._uniform])
 
     def _loop(self, loop: Instruction, index: Index) -> _Value | None:
-        """Returns what is known about a value that a loop carries. This is the initial value or the value after some
-        iteration, depending on the number of iterations.
+        """Returns which devices agree on a value of a loop's state. The value is the initial value or the value after
+        some iteration, so devices that run different numbers of iterations may disagree.
         """
         first, root = self._module.operand(loop, 0), self._module.root(loop.called[0]) if loop.called else None
         if index and root is not None and self._is_carried_unchanged(root, index[0]):
@@ -337,7 +339,7 @@ class _Agreement:
         return source is not None and source.opcode == "parameter"
 
     def _parameter(self, parameter: Instruction, index: Index) -> _Value | None:
-        """Returns what is known about a parameter, from the values that the callers pass.
+        """Returns which devices agree on a parameter of a computation, from the values that the callers pass.
 
         A parameter of the entry computation differs along the mesh axes over which it is sharded. If it has no
         sharding, all devices are assumed to hold the same value.
@@ -398,8 +400,8 @@ class _Agreement:
         return _Value(function(*(value.labels for value in operands)), exact=True)
 
     def _collective(self, kind: str, instruction: Instruction, operand: _Value) -> _Value:
-        """Returns what is known about the result of a collective. Devices of a group get the same result, or one part
-        each. The target of a permute gets the value of its source.
+        """Returns which devices agree on the result of a collective. The devices of a group get the same result, or
+        one part each. The target of a permute gets the value of its source.
         """
         groups = groups_of(self._module.data, instruction.span, self._module.devices)
         keys: list[object] = [None] * self._module.devices

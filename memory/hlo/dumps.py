@@ -18,7 +18,7 @@ from bytescope.memory.units import human
 _MAX_PROTO = 2**31
 _PIECE = 2**20  # Bytes to read from gzip at a time, because Python's reader allocates the full requested size.
 _GZIP = b"\x1f\x8b"
-_REMEDY = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' dumps the protos, *after_optimizations.hlo.pb"
+_REMEDY = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' writes the proto, *after_optimizations.hlo.pb"
 _ENDS = ("hlo.pb", "hlo.pb.gz")
 # Matches the first line of HLO or StableHLO text, after comments.
 _TEXT = re.compile(rb"\s*(//[^\n]*\n\s*)*(HloModule\s|module\b[^\n]*\{|module @|#\w+ = )")
@@ -32,7 +32,7 @@ _MARKS = (
 
 
 class Dump(NamedTuple):
-    """A serialized HloProto, with notes for the user about the file or folder that contained it."""
+    """A serialized HloProto, and notes to print about the file or folder from which it was read."""
 
     proto: bytes
     notes: tuple[str, ...] = ()
@@ -47,8 +47,8 @@ def read(path: Path) -> Dump:
     # The caller may pass the text of `Compiled.as_text` instead of a path.
     if _TEXT.match(str(path)[:4096].encode(errors="replace")):
         raise ReportError(
-            "the program is given as text, which does not contain buffers: give the Compiled or Lowered object; "
-            f"{_REMEDY}"
+            "the program is given as HLO text, which does not contain buffers: give the Compiled or Lowered object, "
+            f"or the path of a proto; {_REMEDY}"
         )
     return _read_largest(path) if path.is_dir() else Dump(_read_file(path))
 
@@ -66,9 +66,11 @@ def unpacked(data: bytes, name: str = "the program") -> bytes:
                     piece = packed.read(_PIECE)
                 data = bytes(content)
         except (OSError, EOFError, zlib.error) as error:
-            raise ReportError(f"{name} is damaged ({error}): dump it again; {_REMEDY}") from error
+            raise ReportError(
+                f"{name} is damaged and cannot be decompressed ({error}): dump it again; {_REMEDY}"
+            ) from error
     if len(data) >= _MAX_PROTO:
-        raise ReportError(f"{name} is larger than a proto can be: give a *after_optimizations.hlo.pb")
+        raise ReportError(f"{name} has 2 GiB or more, so it is not a proto: give a *after_optimizations.hlo.pb file")
     if _TEXT.match(data[:4096]):
         raise ReportError(f"{name} is HLO as text, which does not contain buffers: {_REMEDY}")
     return data
@@ -102,18 +104,20 @@ def _read_file(path: Path) -> bytes:
         )
     try:
         if path.stat().st_size >= _MAX_PROTO:
-            raise ReportError(f"{path} is larger than a proto can be: give a *after_optimizations.hlo.pb")
+            raise ReportError(
+                f"{path} has 2 GiB or more, so it is not a proto: give a *after_optimizations.hlo.pb file"
+            )
         return unpacked(path.read_bytes(), str(path))
     except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}") from error
+        raise ReportError(f"cannot read {path}: {error.strerror}; give another file of the XLA dump") from error
 
 
 def _read_largest(folder: Path) -> Dump:
-    """Returns the HloProto of a folder whose buffers take the most bytes."""
+    """Returns the HloProto with the most bytes of buffers in a folder."""
     try:
         paths = [path for path in sorted(folder.glob("*after_optimizations*")) if path.name.endswith(_ENDS)]
     except OSError as error:
-        raise ReportError(f"cannot read {folder}: {error.strerror}") from error
+        raise ReportError(f"cannot read {folder}: {error.strerror}; give another folder of XLA dumps") from error
     programs: list[tuple[int, Path]] = []
     refused: ReportError | None = None
     for path in paths:

@@ -88,15 +88,17 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 
 def full_turns(module: Module, loop: Instruction) -> int | None:
-    """Returns the number of full iterations that would take as long as the loop. It is the annotation FULL_TICKS of
-    the program, or else `trip_count`.
+    """Returns the duration of a loop as a number of full iterations, because iterations may differ in work. It is the
+    annotation FULL_TICKS of the program, or else `trip_count`.
     """
     annotated = FULL_TICKS.search(module.metadata(loop).op_name)
     return int(annotated[1]) if annotated else trip_count(module, loop)
 
 
 def _integer(module: Module, constant: Instruction) -> list[int]:
-    """Returns a list with the value of a scalar integer constant; [] if the constant is not an integer."""
+    """Returns the value of a scalar integer constant as a list of one item; [] if the constant is not a scalar
+    integer.
+    """
     shape = module.shape(constant)
     if shape.dims or "int" not in shape.dtype:
         return []

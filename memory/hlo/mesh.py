@@ -31,7 +31,7 @@ class ArgumentLayout:
         dims: dimensions of the global array.
         local: dimensions of one device's shard.
         spec: the names of the mesh axes that shard each dimension.
-        position: the argument's position among all arguments.
+        position: index of the argument among all arguments, counted from 0.
     """
 
     dims: tuple[int, ...]
@@ -52,7 +52,7 @@ class ArgumentLayout:
 
 
 def read_layouts(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ...]]:
-    """Returns (mesh axes, layouts of the used arguments in order) of an executable. Either is () if it is unknown."""
+    """Returns (mesh axes, layouts of the arguments that the executable uses, in order). Each is () if it is unknown."""
     import jax
 
     try:
@@ -154,7 +154,9 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
         elif field == 93:
             groups = _mesh_axes(data, wire.message(value))
     if not groups and devices > _MAX_DEVICES:
-        raise wire.WireError(f"the program is for {devices} devices, more than the maximum of {_MAX_DEVICES}")
+        raise wire.WireError(
+            f"the program uses {devices} devices, but bytescope supports at most {_MAX_DEVICES}: use fewer"
+        )
     return groups or [list(range(devices))]
 
 
@@ -163,8 +165,8 @@ _GROUP_FIELDS = frozenset((49, 52, 87, 92, 93))
 
 
 def groups_key(data: bytes, span: Span) -> tuple[tuple[int, bytes], ...]:
-    """Returns the serialized groups of a collective as a cache key: for equal keys, `groups_of` returns
-    equal groups.
+    """Returns the serialized device groups of a collective, as a cache key: `groups_of` returns equal groups for equal
+    keys.
     """
     return tuple(
         (field, data[value[0] : value[1]])
@@ -196,8 +198,8 @@ def _members(data: bytes, span: Span) -> list[int]:
 
 
 def _iota(data: bytes, span: Span) -> Groups:
-    """Returns the device groups of an IotaReplicaGroupListProto, written in HLO as [groups, size] <= [dims]
-    T(perm).
+    """Returns the device groups of an IotaReplicaGroupListProto, which are the device numbers reshaped and transposed.
+    HLO text writes it as `[groups, size] <= [dims] T(perm)`.
     """
     values: dict[int, list[int]] = {1: [], 2: [], 3: [], 4: []}
     for field, value in wire.fields(data, span):
@@ -206,7 +208,10 @@ def _iota(data: bytes, span: Span) -> Groups:
     count, size, dims = (values[1] or [1])[-1], (values[2] or [1])[-1], values[3]
     order = _transposed(dims or [count * size], values[4])
     if count * size != len(order):
-        raise wire.WireError(f"{count} replica groups of {size} devices do not contain {len(order)} devices in total")
+        raise wire.WireError(
+            f"the replica groups of a collective are damaged: {count} groups of {size} devices do not contain "
+            f"{len(order)} devices; dump the program again"
+        )
     return [order[i * size : (i + 1) * size] for i in range(count)]
 
 
@@ -233,7 +238,8 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
         for index, before, size in chosen:
             if index >= len(sizes):
                 raise wire.WireError(
-                    f"the replica groups are along mesh axis {index}, but the mesh has only {len(sizes)} axes"
+                    f"the replica groups of a collective are damaged: they use mesh axis {index}, "
+                    f"but the mesh has only {len(sizes)} axes; dump the program again"
                 )
             inner = sizes[index] // (before * size) if size else 0  # a sub-axis varies in the middle of its axis
             place[index] -= place[index] // inner % size * inner if inner else place[index]
@@ -258,7 +264,8 @@ def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
     count = math.prod(sizes)
     if count > _MAX_DEVICES or (ids and len(ids) != count):
         raise wire.WireError(
-            f"the mesh has {count} devices, which differs from its device list or is more than {_MAX_DEVICES}"
+            f"the mesh of a collective is damaged: its {count} devices do not match its device list, "
+            f"or are more than {_MAX_DEVICES}; dump the program again"
         )
     return sizes, ids or list(range(count))
 
@@ -267,7 +274,10 @@ def _transposed(dims: list[int], order: list[int]) -> list[int]:
     """Returns the numbers 0, 1, ... arranged as an array of shape `dims`, transposed by `order` and flattened."""
     order = order or list(range(len(dims)))
     if math.prod(dims) > _MAX_DEVICES or sorted(order) != list(range(len(dims))):
-        raise wire.WireError(f"the device dimensions {dims} cannot be transposed in the order {order}")
+        raise wire.WireError(
+            f"the device list of a collective is damaged: dimensions {dims} cannot be transposed in the order {order}; "
+            "dump the program again"
+        )
     steps = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     out = [0]
     for axis in order:

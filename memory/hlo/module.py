@@ -56,8 +56,8 @@ class Computation:
 
 
 class Frame(NamedTuple):
-    """An expression in a source file, with its start and end. Lines count from 1 and columns from 0. A value of 0 may
-    also mean unknown.
+    """The source position of an expression: file, start and end. Lines count from 1 and columns from 0; a value of 0
+    may also mean that the position is unknown.
     """
 
     file: str
@@ -70,7 +70,9 @@ class Frame(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata:
-    """JAX's metadata of an instruction: the op_name, and the stack frames of the traced call, innermost first."""
+    """JAX's metadata of an instruction: its op_name, and the stack frames of the Python code that created it,
+    innermost first.
+    """
 
     op_name: str = ""
     frames: tuple[Frame, ...] = ()
@@ -117,9 +119,9 @@ class Module:
         return self._metadata[instruction.id]
 
     def replicated(self, instruction: Instruction) -> bool:
-        """Returns whether the sharding of an instruction says that every device holds the whole value.
+        """Returns whether an instruction is annotated as replicated, so that every device holds the whole value.
 
-        Returns False if the instruction has no sharding. Recent compilers omit shardings.
+        Returns False if the instruction has no sharding annotation, which recent compilers leave out.
         """
         if instruction.sharding == (0, 0):
             return False
@@ -231,7 +233,7 @@ def _instruction(data: bytes, span: Span) -> Instruction:
 
 
 def _schedule(data: bytes, span: Span, sequences: dict[int, list[int]]) -> None:
-    """Reads an HloScheduleProto and adds computation id -> instruction ids in order of execution to `sequences`."""
+    """Adds the order of execution in an HloScheduleProto to `sequences`, as computation id -> instruction ids."""
     for _, entry in wire.fields(data, span):
         key, order = 0, []
         for field, value in wire.fields(data, wire.message(entry)):

@@ -135,7 +135,7 @@ LOSS_COMPONENTS = frozenset(("head", "loss"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """The parts of an op_name, which is JAX's name of an operation.
+    """The parts of an op_name, such as "jit(step)/jvp(Block)/mlp/dot_general", by which JAX names an operation.
 
     Fields:
         phase: phase of the step, such as forward or backward; "" if unknown.
@@ -151,8 +151,8 @@ class Scope:
 
 
 def is_operation(op_name: str) -> bool:
-    """Returns whether an op_name was given by JAX to an operation. The names that the compiler gives have no path, and
-    the names of arguments have keys.
+    """Returns whether an op_name is JAX's name of an operation. Names that the compiler gives contain no path, and
+    names of arguments contain keys.
     """
     return "/" in op_name and "['" not in op_name
 
@@ -183,8 +183,8 @@ def parse(op_name: str) -> Scope:
 
 
 def _phase(seen: set[str]) -> str:
-    """Returns the phase of an operation according to the names of the transformations around it; "" if they do not
-    show the phase.
+    """Returns the phase of a step to which an operation belongs, from the names of the transformations around it
+    (`seen`). Returns "" if the names do not show the phase.
     """
     if "rematted_computation" in seen:
         return "recompute"
@@ -200,12 +200,12 @@ def component(path: tuple[str, ...]) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def locate(path: tuple[str, ...]) -> tuple[str, int]:
-    """Returns the component of the model that the scopes `path` name, and the number of outer scopes that identify
-    this instance of it.
+    """Returns (component of the model that the scopes `path` name, number of outer scopes that identify this instance
+    of the component).
 
-    The component is the outermost scope with a known name. A loss that contains other components is passed over. If no
-    name is known, it is a norm, or else the innermost module; single layers and containers of blocks are the last
-    choice. A number at the end of a name is dropped, so that `Attention_0` of every block is one component.
+    The component is the outermost scope with a known name, except a loss that contains other components. If no name is
+    known, it is a norm, or else the innermost module, or else a single layer or a container of blocks. A number at the
+    end of a name is dropped, so that `Attention_0` of every block is one component.
     """
     words = [plain(word) for word in path]
     bare = [re.sub(r"[._]?\d+$", "", word).lower() for word in words]

@@ -86,7 +86,9 @@ class HloShape:
 def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
     """Parses the ShapeProto at `span` of `data`. Raises WireError if it is damaged."""
     if depth > _MAX_NESTING:
-        raise wire.WireError("the shape of a value is nested too deeply")
+        raise wire.WireError(
+            f"the program is damaged: a tuple shape is nested more than {_MAX_NESTING} levels deep; dump it again"
+        )
     element, space = 0, 0
     dims: tuple[int, ...] = ()
     parts: list[HloShape] = []
@@ -100,7 +102,9 @@ def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
         elif field == 5:
             space = wire.plain(data, wire.message(value)).get(8, 0)
     if len(dims) > _MAX_RANK:
-        raise wire.WireError(f"the shape of a value has {len(dims)} dimensions, which is too many")
+        raise wire.WireError(
+            f"the program is damaged: an array has {len(dims)} dimensions, the maximum is {_MAX_RANK}; dump it again"
+        )
     if element == _TUPLE:
         return HloShape(parts=tuple(parts))
     dtype, bits = DTYPES.get(element, ("", 0))

@@ -79,8 +79,8 @@ OWN, FRAMEWORK, PLUMBING, HIDDEN, OUTSIDE = "own", "framework", "plumbing", "hid
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(file: str) -> str:
-    """Returns who owns the code of a file: OWN, FRAMEWORK, PLUMBING, HIDDEN, or OUTSIDE for code that called the
-    compiler.
+    """Classifies the code of a file: OWN (the user's), FRAMEWORK (a library such as flax), PLUMBING (library code that
+    only forwards calls), HIDDEN (jax or Python itself), or OUTSIDE (the code that compiles the program for a report).
     """
     if not file or _HIDDEN.search(file):
         return HIDDEN

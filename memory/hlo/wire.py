@@ -35,7 +35,9 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
         wire = key & 7
         if wire == _BYTES:
             if at >= end:
-                raise WireError(f"the data is truncated at byte {at}")
+                raise WireError(
+                    f"the file is damaged or is not a protobuf: a message ends inside the field at byte {at}"
+                )
             size = data[at]
             at += 1
             if size > 127:
@@ -43,13 +45,15 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
             stop = at + size
             if stop > end:
                 raise WireError(
-                    f"the data is truncated at byte {at}: a field of {size} bytes does not fit into its message"
+                    f"the file is damaged or is not a protobuf: {size} bytes at byte {at} do not fit into a message"
                 )
             yield key >> 3, (at, stop)
             at = stop
         elif wire == _VARINT:
             if at >= end:
-                raise WireError(f"the data is truncated at byte {at}")
+                raise WireError(
+                    f"the file is damaged or is not a protobuf: a message ends inside the field at byte {at}"
+                )
             value = data[at]
             at += 1
             if value > 127:
@@ -58,15 +62,21 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
         elif wire in (_FIXED64, _FIXED32):
             stop = at + (8 if wire == _FIXED64 else 4)
             if stop > end:
-                raise WireError(f"the data is truncated at byte {at}")
+                raise WireError(
+                    f"the file is damaged or is not a protobuf: a message ends inside the field at byte {at}"
+                )
             yield key >> 3, int.from_bytes(data[at:stop], "little")
             at = stop
         else:
-            raise WireError(f"byte {at - 1} does not begin a protobuf field (its wire type is {wire})")
+            raise WireError(
+                f"the file is damaged or is not a protobuf: the field at byte {at - 1} has the unknown wire type {wire}"
+            )
 
 
 def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
-    """Reads the rest of a varint, whose first seven bits are `value`. Returns (number, offset after the varint)."""
+    """Reads the bytes of a varint after the first, whose seven value bits are `value`. Returns (the number, offset
+    after the varint).
+    """
     shift = 7
     while at < end:
         byte = data[at]
@@ -77,7 +87,7 @@ def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             break
-    raise WireError(f"the varint at byte {at} has no end")
+    raise WireError(f"the file is damaged or is not a protobuf: the varint that contains byte {at} does not end")
 
 
 def signed(value: int) -> int:
@@ -92,21 +102,25 @@ def text(data: bytes, value: Value) -> str:
     number.
     """
     if isinstance(value, int):
-        raise WireError("a field contains a number where a string is expected")
+        raise WireError(
+            "the file is damaged or is not a protobuf: a field contains a number where a string is expected"
+        )
     return data[value[0] : value[1]].decode("utf-8", "replace")
 
 
 def message(value: Value) -> Span:
     """Returns the span of the message that a field contains. Raises WireError if the field contains a number."""
     if isinstance(value, int):
-        raise WireError("a field contains a number where a message is expected")
+        raise WireError(
+            "the file is damaged or is not a protobuf: a field contains a number where a message is expected"
+        )
     return value
 
 
 def number(value: Value) -> int:
     """Returns the number that a field contains. Raises WireError if the field contains bytes."""
     if not isinstance(value, int):
-        raise WireError("a field contains bytes where a number is expected")
+        raise WireError("the file is damaged or is not a protobuf: a field contains bytes where a number is expected")
     return value
 
 

@@ -54,8 +54,8 @@ class LiveValue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Life:
-    """A range of memory: its size in bytes, its live range (inclusive timeline points), and the values that it holds
-    one after another.
+    """A range of memory: its size in bytes, the points of the memory timeline during which it is alive (inclusive),
+    and the values that it holds one after another.
     """
 
     bytes: int
@@ -98,8 +98,8 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class _Stretch:
-    """A buffer's size, live range and memory space. `held` is "output" or "constant" if the allocation that contains
-    the buffer is one.
+    """A buffer's size, live range and memory space. `held` is "output" or "constant" if the buffer is part of such an
+    allocation, otherwise "".
     """
 
     name: str
@@ -125,7 +125,7 @@ class _CountedBuffer:
 def attribute_program(
     program: HloProgram, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
 ) -> Attribution:
-    """Returns an object that classifies the buffers and operations of a program.
+    """Prepares the attribution of a program, which classifies its buffers and operations.
 
     Args:
         known: the program's arguments, if they have been read already.
@@ -138,8 +138,8 @@ def attribute_program(
 
 
 def build_account(attribution: Attribution, method: str = "heap_trace", notes: tuple[str, ...] = ()) -> PeakAccount:
-    """Returns what device memory holds at the program's peak, and the memory timeline. The rows of the breakdown add
-    up to the allocated bytes.
+    """Returns the content of device memory at the program's peak, and the memory timeline. The rows of the breakdown
+    add up to the allocated bytes.
 
     Args:
         method: how the live ranges were determined, a key of `records.METHODS`.
@@ -281,8 +281,8 @@ def _argument_buffer(attribution: Attribution, allocation: Allocation, last: int
 def _temporary_buffer(
     attribution: Attribution, life: Life, peak_index: int, timeline: tuple[TimelinePoint, ...]
 ) -> _CountedBuffer:
-    """Returns the buffer of a range of temporary memory. Its description is that of the value that it holds at the
-    peak.
+    """Returns the report's buffer for a range of temporary memory. The buffer describes the value that the memory
+    holds at the peak.
     """
     at_peak = life.start <= peak_index <= life.end
     value = life.value_at(peak_index if at_peak else None)
@@ -313,7 +313,7 @@ def _described_buffer(
 ) -> _CountedBuffer:
     """Returns the buffer of a range of memory, described by the value at `index` of an instruction's result.
 
-    `nearby`: the phase of the step at the time of the live range. It is used if the value has no name.
+    `nearby`: the phase of the step during the live range, which is used if the value has no name of its own.
     """
     fact = attribution.fact(instruction, index)
     named, metadata, scope = attribution.best_named(instruction, index)
@@ -390,8 +390,8 @@ def memory_curve(program: HloProgram, order: Mapping[int, int], color: int = MAI
 
 
 def _trace_color(trace: HeapTrace, program: HloProgram) -> int:
-    """Returns the number of the memory space of a heap trace. It is read from the trace's buffers, because allocations
-    are renumbered after the trace was written.
+    """Returns the number of the memory space that a heap trace simulates. It is taken from the trace's buffers,
+    because allocations are renumbered after the trace was written.
     """
     for _, buffer, _, _ in trace.events:
         if buffer in program.buffers:

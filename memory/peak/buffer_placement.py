@@ -191,7 +191,9 @@ def _moved(labels: Labels, by: int) -> Labels:
 
 
 def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels of the dimensions whose position and size are the same in an operand and the result."""
+    """Returns the labels (dimension -> mesh axes) of a result, for the dimensions that have the same index and size in
+    an operand.
+    """
     out: Labels = {}
     for variable, own in zip(equation.invars, labels):
         dims = tuple(getattr(variable.aval, "shape", ()))
@@ -201,8 +203,8 @@ def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels
 
 
 def _dot(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels of the result of a matrix product. Its dimensions are the batch dimensions, then the free
-    dimensions of the left operand, then those of the right operand.
+    """Returns the labels (dimension -> mesh axes) of a matrix product. Its dimensions are the batch dimensions, then
+    the free dimensions of the left operand, then the free dimensions of the right operand.
     """
     contracted, batch = equation.params["dimension_numbers"]
     out: Labels = {}
@@ -234,8 +236,8 @@ def _reduce(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labe
 
 
 def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels of a reshaped array. If dimensions are merged or split, the label goes to the first of the
-    resulting dimensions.
+    """Returns the labels (dimension -> mesh axes) of a reshaped array. If dimensions are merged or split, the label
+    goes to the first of the resulting dimensions.
     """
     out: Labels = {}
     dims = equation.invars[0].aval.shape
@@ -248,8 +250,8 @@ def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Lab
 
 
 def _gather(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels of the result of a gather. Its dimensions that are not part of a slice have the labels of the
-    dimensions of the indices, except the last.
+    """Returns the labels (dimension -> mesh axes) of a gather. The dimensions of its result that index slices have the
+    labels of the dimensions of the index array, whose last dimension is left out.
     """
     offsets = equation.params["dimension_numbers"].offset_dims
     free = [dim for dim in range(len(shape)) if dim not in offsets]

@@ -64,18 +64,18 @@ _MAX_READERS = 3000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known about one value, from which its category is derived.
+    """The properties of a value from which its category, a row of the memory breakdown, is derived.
 
     Fields:
         shape: the shape of the value.
-        scope: the parsed op_name of the instruction whose name describes the value best.
+        scope: the parsed op_name that describes the value best.
         phase: the phase of the instruction that computed the value.
         origin: the instruction that computed the value, and the instructions that passed it on.
         opcode: the opcode of the instruction that computed the value, "" if unknown.
         read_later: whether the backward pass reads the value.
         weight_like: whether the value has the dimensions of a parameter, of a gathered parameter or of one layer of a
             parameter.
-        feeds_update: whether the value reaches the optimizer with these dimensions.
+        feeds_update: whether the value reaches the optimizer without a change of its dimensions.
         of_parameter: whether the value is a parameter that was cast, moved or sliced.
         known: whether an instruction has a name that describes the value.
         logits: whether the value is computed from logits and one of its dimensions is the vocabulary.
@@ -238,8 +238,8 @@ class Attribution:
         index: Index,
         onward: Callable[[Instruction, Index, Instruction], Iterable[tuple[Instruction, Index]]],
     ) -> Iterator[Instruction]:
-        """Yields the instructions that a value reaches, beginning with the instruction that computes it. `onward`
-        returns the results of a reader from which the search continues.
+        """Yields the instructions that read a value, directly or through other results, beginning with the instruction
+        that computes it. `onward` returns the results of a reader from which the search continues.
         """
         pending = [(instruction, index)]
         seen: set[tuple[int, Index]] = set()
@@ -258,8 +258,8 @@ class Attribution:
     def _onward(
         self, instruction: Instruction, index: Index, user: Instruction, any_shape: bool = False
     ) -> Iterable[tuple[Instruction, Index]]:
-        """Returns the results of a reader that still contain the value. Unless `any_shape` is True, they must have the
-        shape of a weight.
+        """Returns the results of the reader `user` that still contain the value. Unless `any_shape` is True, only
+        results with the shape of a weight are returned.
         """
         if user.opcode == "get-tuple-element":
             return [(user, index[1:])] if index[:1] == (user.tuple_index,) else []
@@ -280,7 +280,7 @@ class Attribution:
         return [(user, at) for at, leaf in results if without_ones(leaf.dims) in self.weights]
 
     def _uses(self, user: Instruction, operand: Instruction) -> bool:
-        """Returns whether an operation multiplies an operand by another operand, gathers from it, or sums it over a
+        """Returns whether an operation multiplies the operand by another one, gathers rows from it, or sums it over a
         dimension.
 
         If the operand is the gradient of an activation, the result of such an operation is the gradient of a weight or
@@ -294,8 +294,8 @@ class Attribution:
         return _first_array(self.module.shape(instruction)).elements
 
     def _results_from(self, fusion: Instruction, operand: Instruction) -> frozenset[Index]:
-        """Returns the indices of the results of a fusion that depend on an operand but are no product, gather or sum
-        of it.
+        """Returns the indices of the results of a fusion that depend on an operand, except results that are a product,
+        gather or sum of it.
         """
         inside = self.module.computations.get(fusion.called[0]) if fusion.called else None
         if inside is None:
@@ -317,9 +317,7 @@ class Attribution:
         return frozenset()
 
     def gradient_of(self, instruction: Instruction, index: Index) -> str:
-        """Returns the path of the parameter of which a value is the gradient, or whose update uses the value; "" if
-        there is none.
-        """
+        """Returns the path of the parameter to which a gradient or an update value belongs; "" for other values."""
         owners, origin = self.arguments.owners, self.flow.origin(instruction, index)
         if (instruction.id, index) in owners:
             return owners[instruction.id, index]
@@ -329,7 +327,7 @@ class Attribution:
         return ""
 
     def argument_of(self, origin: ValueOrigin) -> str:
-        """Returns the path of the argument of which a value is a copy; "" for a computed value."""
+        """Returns the path of the argument that a value is a copy of; "" for a computed value."""
         maker = origin.instruction
         if maker is None or maker.opcode != "parameter" or maker.computation != self.module.entry:
             return ""
@@ -382,8 +380,8 @@ def categorize(fact: Fact) -> str:
 
 
 def without_ones(dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the sorted dimensions other than 1. The result is the same for a weight and its transposed or squeezed
-    forms.
+    """Returns the dimensions without those of size 1, sorted, so that a weight and its transposed or squeezed forms
+    give the same result.
     """
     return tuple(sorted(dim for dim in dims if dim != 1))
 
@@ -404,12 +402,12 @@ def buffer_of(program: HloProgram, id: int) -> tuple[LogicalBuffer | None, Instr
 
 
 class Logits:
-    """Finds the logits of a program: results, with the vocabulary as a dimension, of the last matrix product with a
-    weight.
+    """Finds the logits of a program. Logits are the result of the last matrix product with a weight, and one of their
+    dimensions is the vocabulary.
 
-    The size of the vocabulary is the number of rows of a token embedding table, or the output dimension of the head.
-    The product is a head only if no other product with a weight uses its result. So an MLP whose width equals the
-    vocabulary size does not count as a head.
+    The size of the vocabulary is the number of rows of a token embedding table, or the output dimension of the head. A
+    product counts as a head only if no other product with a weight uses its result, so an MLP whose width equals the
+    vocabulary size is not a head.
     """
 
     def __init__(self, attribution: Attribution):
@@ -437,8 +435,8 @@ class Logits:
         return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
 
     def _vocabulary(self) -> frozenset[int]:
-        """Returns the sizes of the vocabulary, globally and in one shard, according to the embedding tables and heads
-        among the parameters.
+        """Returns the possible sizes of the vocabulary dimension, of the whole array and of one shard, from the
+        embedding tables and heads among the parameters.
         """
         sizes: set[int] = set()
         arguments, parameters = self.attribution.arguments.by_number, self.module.parameters
@@ -473,7 +471,9 @@ class Logits:
         return 0 if products and all(local[0] in dims and local[-1] not in dims for dims in products) else -1
 
     def _parameter(self, instruction: Instruction | None) -> int:
-        """Returns the number of the parameter that a value is, possibly cast or gathered; -1 if it is no parameter."""
+        """Returns the number of the parameter that a value is a copy of, possibly cast or gathered; -1 if it is no
+        parameter.
+        """
         origin = self.attribution.flow.origin(instruction)
         if not self.attribution.is_parameter(origin):
             return -1
@@ -509,8 +509,8 @@ class Logits:
         return scopes.parse(self.module.metadata(instruction).op_name).phase
 
     def _only_weight(self, instruction: Instruction) -> int:
-        """Returns the number of the parameter if exactly one operand of a product is a parameter; otherwise returns
-        -1.
+        """Returns the number of the parameter that a product multiplies, if exactly one operand is a parameter;
+        otherwise -1.
         """
         operands = [self.module.instructions.get(id) for id in instruction.operands[:2]]
         weights = [number for number in map(self._parameter, operands) if number >= 0]

@@ -53,8 +53,8 @@ class NamedPlace(NamedTuple):
         end: (line, column) at which the expression of the innermost frame ends.
         suffix: the last part of the op_name of the compiled instruction.
         name: the checkpoint name, "" for none.
-        elements: number of elements of a saved value that jax marks at another source position than its own; 0 for all
-            other equations.
+        elements: number of elements of the value, if jax marks it as saved at another source position than its own; 0
+            for all other equations.
     """
 
     chain: Chain
@@ -65,8 +65,8 @@ class NamedPlace(NamedTuple):
 
 
 class Names:
-    """Looks up the checkpoint names of values, by the source positions in a jaxpr (`named_places`), or without a jaxpr
-    by reading the source files.
+    """Looks up the checkpoint names of values by their source positions. The names come from a jaxpr (`named_places`),
+    or from the source files if there is no jaxpr.
     """
 
     def __init__(self, vocabulary: Iterable[str] = (), places: Iterable[NamedPlace] | None = None):
@@ -176,7 +176,7 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
 
 
 def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPlace]:
-    """Yields the places of values that jax saves and marks at another source position than that of the value.
+    """Yields the source positions of saved values that jax marks at another position than their own.
 
     With the flag `jax_remat3`, jax before 0.12 gives every mark the position of the `jax.checkpoint`. The number of
     elements distinguishes these marks.
@@ -205,7 +205,9 @@ def _keeps_all_bits(equation: Any) -> bool:
 
 
 def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
-    """Returns the equations that compute the named value, beyond equations that only change its form."""
+    """Returns the equations that compute the named value. Equations that only change the form of the value are
+    skipped.
+    """
     out: list[Any] = []
     variable = equation.invars[0]
     for _ in range(8):
@@ -220,9 +222,7 @@ def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
 
 
 def _same_elements(equation: Any, result: Any) -> Any:
-    """Returns the operand of an equation that has the same elements as its result in another form; None if the result
-    is computed.
-    """
+    """Returns the operand whose elements an equation only rearranges; None if the equation computes new elements."""
     if equation.primitive.name in _FORMS:
         return equation.invars[0]
     body = getattr(equation.params.get("call_jaxpr"), "jaxpr", None)  # a function with a custom gradient

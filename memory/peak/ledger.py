@@ -73,8 +73,8 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Temporary:
-    """A temporary buffer that belongs to the training state, with its number of elements. `start` is the timeline
-    point from which it exists. If it was cast from another buffer, `start` is that of the other buffer.
+    """A temporary buffer that is part of the training state, with its number of elements. `start` is the timeline
+    point from which it exists, or the start of the buffer from which it was cast.
     """
 
     buffer: Buffer
@@ -101,10 +101,11 @@ def _temporary_role(buffer: Buffer) -> str:
 
 
 def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], int]) -> list[_Temporary]:
-    """Returns the buffers that are alive at the last timeline point at which most parameters have a buffer.
+    """Returns the buffers that are alive together at one timeline point: the last of the points at which the most
+    parameters have a buffer.
 
-    A cast buffer is counted instead of the buffer from which it was cast. If more elements of a shape are alive than
-    are in `stored`, one buffer was made from another, and only the buffers with fewer bytes per element are counted.
+    A cast buffer replaces the buffer that was cast. If more elements of a shape are alive than `stored` has, one
+    buffer was made from another, and only the buffers with fewer bytes per element are counted.
     """
     items, best, most = _without_cast_sources(items), [], 0
     by_width = sorted(items, key=lambda item: item.buffer.bytes / max(item.count, 1))
@@ -122,8 +123,8 @@ def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], in
 
 
 def _without_cast_sources(items: list[_Temporary]) -> list[_Temporary]:
-    """Returns `items` without each buffer that was cast to a buffer of fewer bytes per element. The smaller buffer
-    takes over its start.
+    """Returns `items` without the buffers that were cast to a smaller dtype. The smaller buffer takes over the start
+    of the buffer that was cast.
     """
     left = sorted(items, key=lambda item: item.start)
     for narrow in list(left):
@@ -277,7 +278,9 @@ def zero_rows(report: PeakAccount, state: State) -> tuple[ZeroRow, ...]:
 
 
 def _reason(role: str, report: PeakAccount, state: State) -> str:
-    """Returns the reason why a role takes another number of bytes than the ZeRO paper predicts."""
+    """Returns the reason why the arrays of a role (such as gradients) take another number of bytes than the ZeRO paper
+    predicts.
+    """
     dtypes = " and ".join(sorted({row.dtype for row in report.ledger if row.role == role and "float" in row.dtype}))
     stored = sum(row.elements for row in report.ledger if row.role == "params")
     part = f", 1/{state.degree} on each device" if state.degree > 1 and stored < state.parameters else ""

@@ -50,7 +50,7 @@ def derive(module: Module) -> HloProgram:
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """The values that share one range of memory, with its live range as positions in the schedule."""
+    """The values that share one range of memory, and the live range of this memory as positions in the schedule."""
 
     nodes: list[Node]
     size: int = 0
@@ -213,7 +213,9 @@ class _Derivation:
         return groups
 
     def _overwrite(self, instructions: list[Instruction], groups: dict[Node, _Group]) -> None:
-        """Lets a result reuse the memory of an operand of the same size that no later instruction reads."""
+        """Lets an instruction's result reuse the memory of its operand, if the two have the same size and no later
+        instruction reads the operand.
+        """
         for instruction in instructions:
             if instruction.opcode not in _OVERWRITING:
                 continue
@@ -259,8 +261,8 @@ class _Derivation:
         return program
 
     def _preference(self, node: Node) -> tuple[bool, bool, int]:
-        """Returns the sort key by which one value is chosen to describe a range of memory: the state of a loop first,
-        then an operation, then the earliest value.
+        """Returns a sort key of the values that share a range of memory. The first value describes the range: the
+        state of a loop, or else an operation, or else the earliest value.
         """
         instruction = self.module.instructions[node[0]]
         passing = instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast")

@@ -78,10 +78,10 @@ class Naming:
         """Returns the instruction whose name describes a value best, with its metadata and parsed op_name; None if
         there is no such instruction.
 
-        This is the nearest instruction that computed or passed on the value and that names a part of the model. If all
-        of these have no name, the values from which it was copied or computed are tried, then its readers. Names of
-        loop bookkeeping are a last choice. A copy that a loop or the compiler made outside of a known component gets
-        the scopes and the source line of the value that it copies.
+        The best name is that of the nearest instruction that computed or passed on the value and that names a part of
+        the model. If there is none, the sources of the value are tried, then its readers. Names of loop bookkeeping
+        are a last choice. A copy that a loop or the compiler made outside of a known component gets the scopes and the
+        source line of the value that it copies.
         """
         key = instruction.id, index
         if key not in self._best:
@@ -124,8 +124,8 @@ class Naming:
         return named, metadata, scope
 
     def marked(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named instruction that computed a saved value which jax marks at another source position; None
-        for other values.
+        """Returns the named instruction that computed a value, if jax marks the value as saved at another source
+        position; None for other values.
         """
         mark = self.flow.origin(instruction, index).instruction
         if mark is None or mark.opcode != "reduce-precision":
@@ -139,8 +139,8 @@ class Naming:
         """Returns (rank, instruction) of the candidate with the best name, the first one of equal rank; (3, None) if
         no candidate has a name.
 
-        A name of rank 0 describes a computation, rank 1 control flow, and rank 2 the stacked arrays of a loop. If
-        `first` is True, returns the first candidate with a name of any rank.
+        Rank 0 is the name of a computation, rank 1 of control flow, and rank 2 of the stacked arrays of a loop. If
+        `first` is True, returns the first candidate that has any name.
         """
         best: tuple[int, Instruction | None] = 3, None
         for candidate in candidates:
@@ -176,8 +176,8 @@ class Naming:
         return None
 
     def _filled(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named instruction that computed the values which a loop writes over an initial array, such as
-        zeros; None if there is none.
+        """Returns the named instruction that computed the values that a loop writes into an initial array of, for
+        example, zeros. Returns None if there is none.
         """
         maker = self.flow.origin(instruction, index).instruction
         if maker is None or maker.opcode not in _FILLERS:
@@ -201,8 +201,8 @@ class Naming:
         return None
 
     def _frames(self, instruction: Instruction, index: Index) -> tuple[Frame, ...]:
-        """Returns the stack frames of the nearest related instruction that has a source line, for a value whose own
-        name has none.
+        """Returns the stack frames of the nearest related instruction that has a source line. Used for a value without
+        a source line of its own.
         """
         for near in (*self.flow.makers(instruction, index), *self._near(instruction, index)):
             metadata = self.module.metadata(near)
@@ -222,7 +222,8 @@ class Naming:
 
 
 def label(buffer: Buffer, modules: int = 1) -> str:
-    """Returns the name of a buffer in `residuals_by_name` if it is a residual, or else in `workspace_by_scope`.
+    """Returns the key of a buffer in the report's `residuals_by_name`, if it is a residual, or in
+    `workspace_by_scope`.
 
     `modules`: number of modules that share the name. It is appended if it is more than one.
     """
@@ -236,8 +237,7 @@ def label(buffer: Buffer, modules: int = 1) -> str:
 
 
 def fold_labels(buffers: Iterable[Buffer]) -> dict[str, str]:
-    """Returns name -> the same name with the number of modules that share it, such as "backward/CausalAttn x 6", for
-    the names that several modules share.
+    """Returns name -> name with a count, such as "backward/CausalAttn x 6", for the names that several modules share.
 
     The modules are counted by the module paths of the buffers at the peak, for example `Attention_0` in six blocks, or
     `attn_0` to `attn_5`. Names whose paths contain no numbers, such as class names, are left out.

@@ -44,7 +44,8 @@ class LoopOverhead:
     """The arrays that the training loop keeps on the device while the program runs.
 
     Fields:
-        waiting: bytes on one device of each array in the batches of the next and of the last update.
+        waiting: sizes, in bytes on one device, of the batch arrays of the running and of the next update that are in
+            memory without being an argument of the running call.
         results: number of earlier calls whose results are still in memory because nobody has read them yet.
     """
 
@@ -98,8 +99,8 @@ class Item:
 
 
 def rounded(size: int, platform: str) -> int:
-    """Returns the bytes that the allocator of a `platform` counts for a request of `size` bytes, because it
-    rounds up.
+    """Returns the bytes that the allocator of a `platform` reserves for a request of `size` bytes. Allocators round
+    up.
     """
     unit = ROUNDING.get(platform, 1)
     return -(-size // unit) * unit

@@ -43,7 +43,9 @@ def name(path: Path, trace: ProfilerTrace) -> None:
         if perfetto.is_file():
             _perfetto(perfetto, named, op_scopes.main)
     except (OSError, WireError, ValueError) as error:
-        raise ReportError(f"cannot write the trace with scope names to {path.parent}: {error}") from error
+        raise ReportError(
+            f"cannot add scope names to the trace in {path.parent}: {error}; write the trace again"
+        ) from error
 
 
 def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
@@ -54,15 +56,15 @@ def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
     out = []
     for field, value in wire.fields(data, (0, len(data))):
         if isinstance(value, int):  # all fields of an XSpace are messages and strings
-            raise WireError("the bytes are not an XSpace, the format of a profiler trace")
+            raise WireError("the file is not a profiler trace (an XSpace proto): give a *.xplane.pb file")
         body = data[value[0] : value[1]]
         out.append(_field(field, _plane(data, value, body, names) if field == 1 else body))
     return b"".join(out)
 
 
 def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> bytes:
-    """Returns a serialized plane with additional entries in its maps. If a map has several entries with one key,
-    readers use the last entry.
+    """Returns a serialized plane of a profiler trace with additional map entries. A map may then contain a key twice,
+    of which readers use the last entry.
     """
     title, added = "", []
     for field, value in wire.fields(data, span):

@@ -46,7 +46,7 @@ _NO_KEY: Key = (None, ""), "", ""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instructions:
-    """All runs of one instruction: their time in picoseconds and their number, both summed over devices."""
+    """The runs of one instruction: their total time in picoseconds and their number, both summed over devices."""
 
     name: str
     scope: OpScope
@@ -61,7 +61,7 @@ class HostRow:
     Fields:
         name: the annotation of the work.
         taken: time of the work, without nested annotated work.
-        idle: part of this time in which the devices were idle, averaged over devices.
+        idle: part of `taken` during which the devices were idle, averaged over devices.
         count: number of annotated intervals.
     """
 
@@ -73,7 +73,7 @@ class HostRow:
 
 @dataclasses.dataclass(frozen=True)
 class Breakdown:
-    """Where the time of the traced updates went. All times are in picoseconds.
+    """The time of the traced updates by phase, component and instruction, in picoseconds.
 
     Fields:
         program: the name of the main program.
@@ -81,7 +81,7 @@ class Breakdown:
         devices: number of devices that ran the program.
         wall: time from the start of the first update to the end of the last update.
         cells: (phase, component of the model) -> time, summed over the devices.
-        hidden: component -> time in which other work ran at the same time, summed over the devices.
+        hidden: component -> time of its operations during which other work ran too, summed over the devices.
         instructions: the instructions, those with the most time first.
         host: the host's annotated work.
         calls: number of calls of the program per update.
@@ -101,7 +101,7 @@ class Breakdown:
 
     @property
     def measured(self) -> float:
-        """Seconds of one update, without the time of evaluations and checkpoints between updates."""
+        """Measured seconds of one update. The time of evaluations and checkpoints between updates is subtracted."""
         return (self.wall - self.paused) * PICO / self.updates
 
     @property
@@ -163,7 +163,9 @@ class Breakdown:
 
 
 def find(trace: ProfilerTrace) -> Breakdown:
-    """Returns where the time of the traced updates went. Raises ReportError if no device ran anything in the trace."""
+    """Divides the time of the traced updates among phases, components and instructions. Raises ReportError if no
+    device ran anything in the trace.
+    """
     op_scopes = OpScopes(trace)
     steps = [span for span in trace.spans if span.step is not None]
     start = min((span.start for span in steps), default=min((op.start for op in trace.operations), default=0))
@@ -174,8 +176,8 @@ def find(trace: ProfilerTrace) -> Breakdown:
             by_device[operation.device].append(dataclasses.replace(operation, start=max(operation.start, start)))
     if not by_device:
         raise ReportError(
-            "the trace contains no operations of a device: trace some updates, on a machine whose driver lets the "
-            "profiler read the device's counters"
+            "the trace contains no device operations: trace at least one update, and allow the profiler to read the "
+            "GPU's performance counters (a setting of the driver)"
         )
     taken: Counter[Key] = Counter()
     counts: Counter[Key] = Counter()
@@ -209,7 +211,7 @@ def find(trace: ProfilerTrace) -> Breakdown:
 
 
 def updates_text(steps: Sequence[int]) -> str:
-    """Returns the numbers of the traced updates as text, such as a range."""
+    """Returns the numbers of the traced updates as text, such as "updates 100-103"."""
     if not steps:
         return "the whole trace as one update"
     return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
@@ -220,8 +222,8 @@ def divide(
 ) -> tuple[Counter[Key], list[tuple[int, int]], Counter[str]]:
     """Divides the time of one device from `start` to `stop`, in picoseconds, among the instructions that ran.
 
-    Returns (instruction -> time, intervals in which nothing ran, component -> time in which other work ran at the same
-    time). The times of the instructions and the intervals add up to `stop - start` exactly.
+    Returns (instruction -> time, intervals in which nothing ran, component -> time during which other work ran too).
+    The times of the instructions and the intervals add up to `stop - start` exactly.
     """
     edges: list[tuple[int, int, int, int, Key]] = []
     for number, operation in enumerate(operations):
@@ -265,8 +267,8 @@ def _share(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
 
 
 def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], start: int, stop: int) -> list[HostRow]:
-    """Returns the host's annotated work between `start` and `stop` (picoseconds), longest first, and a last row for
-    the time without annotation.
+    """Returns the annotated work of the host between `start` and `stop` (picoseconds), longest first. The last row is
+    the time without an annotation.
 
     `idle`: for each device, the intervals in which it ran nothing.
     """
@@ -295,8 +297,8 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
 
 
 def innermost_spans(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
-    """Yields (name, start, stop) of each interval in which a span is the innermost one of its thread. The spans of a
-    thread are nested.
+    """Yields (name, start, stop) for each interval of time in which one span is the innermost of its thread. Spans of
+    a thread are nested.
     """
     open_spans: list[Span] = []
     at = 0

@@ -59,8 +59,8 @@ def key_of(operation: Operation) -> Key:
 
 
 class OpScopes:
-    """Looks up the phase and the component of traced instructions. `main` is the program that ran longest, outside of
-    evaluations and checkpoints.
+    """Looks up the phase and the component of traced instructions. `main` is the program with the longest total run
+    time, evaluations and checkpoints excluded.
     """
 
     def __init__(self, trace: ProfilerTrace):
@@ -77,8 +77,8 @@ class OpScopes:
         self.main = named[0] if named else ""
 
     def scope(self, key: Key) -> OpScope:
-        """Returns the place of an instruction in the program. If no module in the trace contains the instruction, the
-        place is derived from its op_name or kernel name.
+        """Returns the phase, component and scopes of an instruction. If no module in the trace contains the
+        instruction, they are derived from its op_name or kernel name.
         """
         if key not in self._known:
             self._known[key] = self._find(key)
@@ -146,8 +146,8 @@ class _Module:
         self._kernels = {_plain(name): instruction for name, instruction in self._named.items()}
 
     def instruction(self, name: str) -> Instruction | None:
-        """Returns the instruction with a name, or with a kernel of this name. Kernel names have underscores instead of
-        dots and dashes.
+        """Returns the instruction with this name, or the instruction whose kernel has this name. Kernel names have
+        underscores instead of dots and dashes.
         """
         return self._named.get(name) or self._kernels.get(_plain(name))
 
@@ -181,8 +181,8 @@ class _Module:
 
 
 def priority(scope: OpScope) -> int:
-    """Returns the rank of an instruction among those that run at the same moment. The time goes to computation first,
-    then to collectives, transfers and loops.
+    """Returns the rank by which simultaneous instructions compete for time: the time of a moment goes to computation
+    first, then to collectives, transfers and loops.
     """
     if scope.opcode in _ENCLOSING:
         return ENCLOSING

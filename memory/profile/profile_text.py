@@ -27,15 +27,15 @@ _LEGEND = {
 
 
 def show(breakdown: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
-    """Prints where the traced time went to a console, which is stdout by default. `predicted` is passed to
-    `prediction`.
+    """Prints the traced time by phase, component and instruction to a console (default: stdout). `predicted` is passed
+    to `prediction`.
     """
     put(render(breakdown, predicted), console)
 
 
 def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
-    """Returns where the traced time went as a rich renderable: tables of phases and components, of the host's work and
-    of the longest instructions, then the predicted time.
+    """Returns the traced time as a rich renderable: tables of phases and components, of the host's work and of the
+    longest instructions, then a line with the predicted time.
     """
     unit, scale = next(
         ((name, size) for name, size in _UNITS if breakdown.wall * PICO / breakdown.updates >= size), _UNITS[-1]
@@ -82,8 +82,8 @@ def _head(breakdown: Breakdown, unit: str) -> RenderableType:
 
 
 def _cells(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> FigureTable:
-    """Returns a table with a row per component and a column per phase. The component rows add up to the row "busy",
-    and busy and idle to the total.
+    """Returns a table of seconds with a row per component and a column per phase. The rows of the components add up to
+    "busy", and "busy" and "idle" add up to the total.
     """
     phases = [phase for phase in PHASES if any(phase == other for other, _ in breakdown.cells)]
     heads = (figure(Text(phase, style=PHASE_STYLE.get(phase, ""))) for phase in phases)

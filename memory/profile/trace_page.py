@@ -30,7 +30,7 @@ _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
 def render(breakdown: Mapping[str, Any], name: str = "", report: ReportRecord | None = None) -> str:
-    """Returns the HTML page that shows where the traced time went.
+    """Returns the HTML page that shows the traced time by phase, component and instruction.
 
     Args:
         breakdown: the JSON of `Breakdown.to_json`.
@@ -143,7 +143,7 @@ def where_text(breakdown: Mapping[str, Any]) -> str:
 
 
 def figures(breakdown: Mapping[str, Any]) -> list[HeaderFigure]:
-    """Returns the figures about an update at the top of the page."""
+    """Returns the figures at the top of the page, which describe one update."""
     whole, alone = breakdown["total"], breakdown["without_pauses"]
     waits = next((row["device_idle_seconds"] for row in breakdown["host"] if row["name"] == "wait_for_data"), None)
     pause = f"and {written(whole - alone)} of evaluation and checkpoint"

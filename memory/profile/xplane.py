@@ -118,7 +118,7 @@ def read(path: str | Path) -> ProfilerTrace:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}") from error
+        raise ReportError(f"cannot read {path}: {error.strerror}; give another *{SUFFIX} file") from error
     try:
         return parse(data)
     except WireError as error:
@@ -126,8 +126,8 @@ def read(path: str | Path) -> ProfilerTrace:
 
 
 def is_host(plane: str) -> bool:
-    """Returns whether the plane with this name contains the events of the host. The operations of a CPU device are
-    host events too.
+    """Returns whether a trace plane with this name contains events of the host. If the device is a CPU, these include
+    the operations of the device.
     """
     return plane != _METADATA and plane.startswith(_HOST_PLANE)
 
@@ -208,9 +208,7 @@ class _Plane:
         return name, stat_value
 
     def programs(self) -> Iterator[tuple[int, tuple[str, bytes]]]:
-        """Yields (program id, (name of the module, serialized HloProto)) of the compiled programs that the plane
-        contains.
-        """
+        """Yields (program id, (module name, serialized HloProto)) for each compiled program in the plane."""
         for key in self.kinds:
             name, _, stats = self.kind(key)
             blob = next((value for value in stats.values() if isinstance(value, tuple)), None)
@@ -218,7 +216,7 @@ class _Plane:
                 yield stats.get("program_id", key), (name.rsplit("(", 1)[0], self.data[blob[0] : blob[1]])
 
     def events(self, line: Bytes) -> Iterator[tuple[int, int, int, list[Bytes]]]:
-        """Yields (kind, start, stop, stats) of the events of a line. Times are in picoseconds."""
+        """Yields (key of the event's kind, start, stop, stats) for each event of a line. Times are in picoseconds."""
         fields = list(wire.fields(self.data, line))
         began = 1000 * next((wire.number(value) for field, value in fields if field == 3), 0)
         for field, value in fields:
@@ -253,7 +251,7 @@ class _Plane:
         return out
 
     def host_events(self) -> tuple[list[Operation], list[Span]]:
-        """Returns (operations that ran on the CPU as a device, annotated work of the host)."""
+        """Returns (operations of the CPU as a device, annotated work of the host)."""
         spans: list[Span] = []
         ends: dict[Any, int] = {}  # flow -> time at which its result is complete
         begun: list[tuple[str, int, int, dict[str, Any]]] = []

@@ -138,8 +138,8 @@ class RuntimeOverhead:
 
 
 def overhead_bytes(rows: Iterable[RuntimeOverhead], where: str) -> int:
-    """Returns the sum in bytes of the runtime overheads in one place: `POOL` (in the allocator's pool) or `CARD` (on
-    the GPU outside of the pool).
+    """Sums the bytes of the runtime overheads in one place: `POOL` (in the allocator's pool) or `CARD` (on the GPU
+    outside of the pool).
     """
     return sum(row.bytes for row in rows if row.where == where)
 
@@ -169,7 +169,9 @@ class PeakAccount:
 
     @property
     def unplaced_bytes(self) -> int:
-        """Bytes at the peak of buffers, other than arguments, whose source line and module path are both unknown."""
+        """Bytes at the peak in buffers whose origin is unknown: they have no source line and no module path. Arguments
+        do not count.
+        """
         live = self.alive_at(self.peak_index)
         return sum(b.bytes for b in live if b.phase != "argument" and not (b.source or b.module))
 

@@ -80,7 +80,7 @@ class Communication:
         times: number of executions.
         bytes: payload in bytes.
         wire_bytes: bytes that the device sends.
-        exposed_bytes: the part of `wire_bytes` in collectives that no computation overlaps.
+        exposed_bytes: the part of `wire_bytes` that is sent by collectives without overlapping computation.
         formula_bytes: wire bytes that a published formula expects, None without a formula.
         formula: the formula in words.
         hosts: maximum number of hosts that one group of devices spans, 1 if unknown.

@@ -85,11 +85,11 @@ class Measure:
 
 
 def measures(before: ReportRecord, after: ReportRecord) -> tuple[Measure, ...]:
-    """Returns the seconds, FLOPs and sent bytes that both reports have and that are not 0 in both.
+    """Returns the seconds, FLOPs and sent bytes of two reports. A quantity is left out if one report lacks it or if it
+    is 0 in both.
 
-    The seconds are the predicted seconds of an update, in total and by term. The FLOPs and the bytes are those of one
-    device in one call of the step. FLOPs include recomputed ones. Bytes are summed by kind of collective and mesh
-    axes.
+    The seconds are those predicted for an update, in total and by term. The FLOPs (including recomputed ones) and the
+    bytes are for one device in one call of the step. The bytes are summed by kind of collective and mesh axes.
     """
     rows: list[tuple[str, str, float, float]] = []
     if before.prediction and after.prediction:
@@ -122,7 +122,7 @@ def _flops(report: ReportRecord, phase: str = "") -> float:
 
 
 def _sent(report: ReportRecord) -> dict[str, int]:
-    """Returns "kind over mesh axes" of the collectives -> bytes that one device sends in a call."""
+    """Returns text such as "all-gather over data" -> bytes that one device sends in a call by these collectives."""
     out: dict[str, int] = {}
     for row in report.communication:
         name = f"sent by {row.kind} over {' x '.join(row.axes) or f'groups of {row.group}'}"
@@ -131,7 +131,7 @@ def _sent(report: ReportRecord) -> dict[str, int]:
 
 
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
-    """Returns the changes of the peak and of the allocated bytes that exceed `percent` per cent."""
+    """Returns the changes of the peak and of the allocated bytes that are larger than `percent` per cent."""
     return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
 
 
@@ -175,7 +175,9 @@ def grown_buffers(changes: Iterable[Change]) -> list[Change]:
 
 
 def sources(report: ReportRecord) -> dict[str, str]:
-    """Returns the name of each buffer change -> "file.py:line" of the largest buffer with this name at the peak."""
+    """Returns name of a buffer change -> source line ("file.py:line") of the largest buffer with this name at the
+    peak.
+    """
     lines: dict[str, str] = {}
     for b in report.alive_at(report.peak_index):  # the largest first
         if b.source:
@@ -189,8 +191,8 @@ def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], nam
 
 
 def _matched_buffers(before: ReportRecord, after: ReportRecord) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns name -> bytes at the peak for each of the two reports. If a buffer is in both reports, both use its name
-    in the second report.
+    """Returns (name -> bytes at the peak in the first report, the same for the second report). A buffer that is in
+    both reports has its name from the second one.
     """
     (old, old_roles), (new, new_roles) = _by_identity(before), _by_identity(after)
     only_new: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}

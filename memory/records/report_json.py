@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+from bytescope.memory.errors import type_phrase
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -18,8 +20,8 @@ LARGEST = 2**80
 
 
 def is_count(value: Any) -> bool:
-    """Returns whether a JSON value is an integer, possibly negative, within the range of byte, FLOP and element
-    counts.
+    """Returns whether a JSON value is an integer that is small enough to be a count of bytes, FLOPs or elements.
+    Negative integers are allowed.
     """
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
 
@@ -60,7 +62,7 @@ def parse(text: str | bytes) -> Any:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is not a valid number in JSON")
+        raise ValueError(f"{text} is not a valid JSON number: use only finite numbers")
     return value
 
 
@@ -92,7 +94,7 @@ def read_item(record: type[Record], value: Any) -> Record:
           the field and the value.
     """
     if not isinstance(value, dict):
-        raise TypeError(f"{record.__name__} is of type {type(value).__name__}, but must be a JSON object")
+        raise TypeError(f"the value of a {record.__name__} must be a JSON object, but it is {type_phrase(value)}")
     known = {f.name: f for f in dataclasses.fields(record)}
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items() if name in known}
     for name, v in fields.items():

@@ -64,7 +64,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.errors import ReportError, check_readable, one_line
+from bytescope.memory.errors import ReportError, check_readable, one_line, type_phrase
 from bytescope.memory.records.buffer_records import (
     CARD,
     CATEGORIES,
@@ -210,15 +210,15 @@ class XlaStats:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that the step allocates besides its arguments: temporaries, and results that do not reuse the memory
-        of an argument.
+        """Bytes that the step allocates in addition to its arguments: temporaries, and results that do not reuse the
+        memory of an argument.
         """
         return (self.temp_bytes or 0) + (self.output_bytes or 0) - (self.alias_bytes or 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgedProgram(PeakAccount):
-    """The memory of a program with its collectives, its work and the verdict on whether it fits. The rules that find
+    """The memory, the collectives and the work of a program, and the verdict on whether it fits. The rules that find
     problems read this record.
 
     Each field is the JSON key of the same name, which the module's docstring explains.
@@ -234,8 +234,8 @@ class JudgedProgram(PeakAccount):
 
     @property
     def predicted_bytes(self) -> int:
-        """Highest number of bytes that the allocator is predicted to count: XLA's allocations and the runtime's memory
-        in the allocator's pool.
+        """The most bytes that the allocator is predicted to reserve: XLA's allocations plus the runtime's memory in
+        the allocator's pool.
         """
         return self.allocated_bytes + self.overhead(POOL)
 
@@ -417,9 +417,9 @@ def _read(key: str, value: Any) -> Any:
     if key == "notes":
         return tuple(str(note) for note in value)
     if key in _OBJECTS and not isinstance(value, dict):
-        raise TypeError(f"{key} is of type {type(value).__name__}, but must be a JSON object")
+        raise TypeError(f"the value of {key} must be a JSON object, but it is {type_phrase(value)}")
     if key in _VALUES and not _VALUES[key](value):
-        raise TypeError(f"the value {key}={value!r:.60} is not valid")
+        raise TypeError(f"the value {key}={value!r:.60} does not have the type that a report needs")
     return value
 
 

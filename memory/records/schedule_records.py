@@ -42,7 +42,7 @@ class ScheduledKernel:
         flops: FLOPs of one run; causal attention counts only FLOPs below the diagonal.
         dtype: dtype of the operands of a matrix product, as in HLO ("bfloat16", "float8_e4m3fn"). It is "tf32" for a
             float32 product whose operands may be rounded.
-        size: (batch, m, n, k) of a matrix product, (batch x heads, queries, keys, head dimension) of attention, () for
+        size: (batch, m, n, k) of a matrix product; (batch x heads, queries, keys, head dimension) of attention; () for
             all other kernels.
         causal: whether the kernel is causal attention.
         times: number of consecutive runs.
@@ -64,7 +64,7 @@ class Start:
 
     Fields:
         name: the name of the instruction, to which a `Wait` refers; "" if the computation waits immediately.
-        kind: a key of `cost.collectives.WIRE`, TO_HOST or TO_DEVICE.
+        kind: the kind of collective (a key of `cost.collectives.WIRE`), or TO_HOST or TO_DEVICE for a copy.
         phase: one of `records.STEP_PHASES`.
         bytes: for a collective, the payload (`Collective.bytes`); for a copy, the bytes copied.
         group: number of devices that exchange data with each other.
@@ -83,14 +83,16 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """The position in the schedule at which the computation waits for the `Start` with this name."""
+    """The point of the schedule where the computation waits until the transfer of the `Start` with this name has
+    ended.
+    """
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop that runs the list `steps` `trips` times."""
+    """A loop of `trips` iterations, each of which runs the steps `steps`."""
 
     trips: int
     steps: Steps
@@ -139,26 +141,34 @@ def _row(step: Step) -> list[Any]:
 def from_json(rows: Any, depth: int = 0) -> Steps:
     """Returns the schedule steps from the lists of `to_json`. Raises ValueError for any other value."""
     if not isinstance(rows, (list, tuple)) or depth > _MAX_DEPTH:
-        raise ValueError(f"the schedule {rows!s:.40} is not a list of steps, or its loops are nested too deeply")
+        raise ValueError(
+            f"the schedule {rows!s:.40} must be a list of steps, with loops nested at most {_MAX_DEPTH} levels deep"
+        )
     return tuple(_step(row, depth) for row in rows)
 
 
 def _step(row: Any, depth: int) -> Step:
     kind = _LETTERS.get(row[0]) if isinstance(row, (list, tuple)) and row and isinstance(row[0], str) else None
     if kind is None:
-        raise ValueError(f"the step {row!s:.40} of the schedule is not valid")
+        raise ValueError(f"the schedule contains {row!s:.40}, which is not a kernel, a transfer, a wait or a loop")
     if kind is Loop:
         if len(row) != 3 or not (is_count(row[1]) and row[1] >= 0):
-            raise ValueError(f"the loop {row!s:.40} of the schedule is not valid")
+            raise ValueError(
+                f"the schedule contains the loop {row!s:.40}, which needs an iteration count and a list of steps"
+            )
         return Loop(row[1], from_json(row[2], depth + 1))
     fields = dataclasses.fields(kind)
     values = [tuple(value) if isinstance(value, list) else value for value in row[1:]]
     if len(values) > len(fields) or not all(_fits(row[0], field, value) for field, value in zip(fields, values)):
-        raise ValueError(f"the step {row!s:.60} of the schedule is not valid")
+        raise ValueError(
+            f"the schedule contains the step {row!s:.60}, which has a missing field or a field of a wrong type"
+        )
     try:
         return kind(*values)
     except TypeError as error:
-        raise ValueError(f"the step {row!s:.60} of the schedule is not valid") from error
+        raise ValueError(
+            f"the schedule contains the step {row!s:.60}, which has a missing field or a field of a wrong type"
+        ) from error
 
 
 # Annotation -> function that checks a value.

@@ -85,7 +85,7 @@ class JaxprSharding:
         return _whole(atom.aval) if hasattr(atom, "val") else self._known.get(atom, _whole(atom.aval))
 
     def _possible(self, spec: Spec, aval: Any) -> Spec:
-        """Returns the spec without the mesh axes whose size does not divide the dimension that they would shard."""
+        """Returns the spec without the mesh axes whose size does not divide the dimension that they shard."""
         shape = getattr(aval, "shape", ())
         return tuple(axes if size % self._devices(axes) == 0 else () for axes, size in zip(spec, shape))
 
@@ -137,9 +137,7 @@ def _padded(spec: Any, rank: int) -> Spec:
 
 
 def _stated(aval: Any) -> Spec:
-    """Returns the spec that is part of the type of a value if the mesh has explicit axes; () if the type has
-    no spec.
-    """
+    """Returns the spec in the type of a value, which exists if the mesh has explicit axes; () if there is none."""
     spec = _padded(getattr(getattr(aval, "sharding", None), "spec", ()), len(getattr(aval, "shape", ())))
     return spec if any(spec) else ()
 
@@ -219,7 +217,7 @@ def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
 
 
 def _gather(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Returns the spec of gathered rows. They are sharded like the indices."""
+    """Returns the spec of gathered rows, which are sharded like the indices of the gather."""
     inside = equation.params["dimension_numbers"].offset_dims
     rows = iter(ins[1][:-1])
     return tuple(() if number in inside else next(rows, ()) for number in range(len(out.shape)))

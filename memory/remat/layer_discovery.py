@@ -33,13 +33,13 @@ class Layer:
         body: the ClosedJaxpr of the layer.
         times: number of runs in one evaluation of the loss.
         active: for each input of the layer, whether it depends on an input by which the loss is differentiated.
-        mark: a text that is equal for all layers of the same kind.
+        mark: text by which layers are grouped; layers of one kind have equal texts.
         how: CHECKPOINT if the layer is under `jax.checkpoint`; otherwise LOOP or CALL.
         name: the name of the layer's function.
         where: "file:line" of the call, or of the function if a library calls it.
         policy: the remat policy of the layer's checkpoint.
-        constants: number of inputs that are the same for all layers, for a LOOP.
-        carried: number of the next inputs, which are carried from layer to layer, for a LOOP.
+        constants: number of inputs that are the same for all layers; used only for a LOOP.
+        carried: number of inputs, after the constants, that one layer passes to the next; used only for a LOOP.
     """
 
     body: Any
@@ -62,7 +62,7 @@ class Layer:
 def find_layers(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) -> list[Layer]:
     """Finds the layers of a loss function and returns their kinds, the kind with the most FLOPs first.
 
-    Kinds whose remat policy differs from that of the first kind are left out.
+    Only kinds with the same remat policy as the first kind are returned.
 
     Args:
         jaxpr: the loss as a ClosedJaxpr.
@@ -79,7 +79,8 @@ def find_layers(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) 
         layers = [layer for layer in layers if layer.name in only]
         if not layers:
             raise ReportError(
-                f"no layer is named {', '.join(only)}: the loss has {', '.join(names) or 'no named layers'}"
+                f"no layer is named {', '.join(only)}: the loss has {', '.join(names) or 'no named layers'}; "
+                "give one of these names, or leave out the names"
             )
     if not layers:
         raise ReportError(
@@ -120,7 +121,7 @@ def _names_a_value(jaxpr: Any) -> bool:
 
 @dataclasses.dataclass
 class _Finder:
-    """Searches a loss function for layers, and collects the candidates in `seen` with the inputs by which they are
+    """Searches a loss function for layers. `seen` collects the candidates, each with the inputs by which it is
     differentiated.
 
     If `by_names` is True, every loop whose body names values with `checkpoint_name` is a layer.
@@ -130,8 +131,8 @@ class _Finder:
     seen: list[Layer] = dataclasses.field(default_factory=list)
 
     def layers(self) -> list[Layer]:
-        """Returns the kinds of layers: the checkpointed functions; if there are none, the largest loop; if there are
-        no loops, the largest repeated call.
+        """Returns the kinds of layers. Layers are the checkpointed functions; if there are none, the body of the
+        largest loop; if there are no loops, the largest repeated call.
         """
         groups: dict[tuple[str, str], list[Layer]] = {}
         for one in self.seen:
@@ -233,7 +234,7 @@ def count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 
 def mark(body: Any) -> str:
-    """Returns the text of a jaxpr without memory addresses. It is equal for jaxprs that compute the same."""
+    """Returns the text of a jaxpr without memory addresses, so that jaxprs that compute the same have equal texts."""
     return _ADDRESS.sub("", str(getattr(body, "jaxpr", body)))
 
 

@@ -26,7 +26,7 @@ MAX_RESULTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class GraphStep:
-    """One equation in the forward pass of a layer. The values of the layer are numbered.
+    """One equation in the forward pass of a layer. The values of the layer are identified by numbers.
 
     Fields:
         name: the name that the equation gives with `checkpoint_name`, "" for none.
@@ -57,9 +57,9 @@ class LayerGraph:
         steps: the equations in order.
         read: numbers of the values that the backward pass reads.
         carry_bytes: bytes of the layer's input, on one device.
-        none_bytes: bytes on one device of all values that are kept without a remat policy.
-        bound: name -> other names that must be kept on the device if this one is. This applies to results of a kernel
-            outside of the checkpoint, whose unnamed residuals are kept together with the result.
+        none_bytes: bytes on one device of all values that a layer keeps if it is not under a checkpoint.
+        bound: name -> other names that must be kept on the device if this one is kept. An example is a kernel outside
+            of the checkpoint, whose unnamed residuals are kept together with its result.
     """
 
     layers: int
@@ -82,7 +82,7 @@ class LayerGraph:
 
     @functools.cached_property
     def keepers(self) -> tuple[str, ...]:
-        """For each step, the name that must be kept so that the results of the step are kept; "" if there is none."""
+        """For each step, the name of the value to keep so that the step need not be recomputed; "" if there is none."""
         kernels: dict[tuple[int, ...], str] = {}
         for tag in self.steps:
             if tag.name in self.bound:
@@ -104,7 +104,7 @@ class LayerGraph:
         return sum(tag.bytes) + sum(others)
 
     def scaled(self, times: float) -> LayerGraph:
-        """Returns the graph of the same layer for `times` as many tokens."""
+        """Returns the graph of this layer for a batch with `times` as many tokens."""
         steps = []
         for step in self.steps:
             steps.append(
@@ -163,7 +163,7 @@ def build_step(
 
 
 def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
-    """Returns (FLOPs of each result, FLOPs that several results share), as in the fields `flops` and `shared` of
+    """Returns (FLOPs of each result, FLOPs that several results share). They are the fields `flops` and `shared` of
     `GraphStep`.
 
     If there are more than MAX_RESULTS results, each is assumed to need all FLOPs of the equation.

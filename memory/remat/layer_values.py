@@ -37,7 +37,7 @@ class LayerValues:
 
     Fields:
         graph: one layer that represents all layers of all kinds.
-        values: text that identifies the value in a plan -> value.
+        values: label, by which a plan refers to a value -> the value.
         order, known: the fields of `Wanted` with these names.
     """
 
@@ -47,7 +47,7 @@ class LayerValues:
     known: frozenset[str]
 
     def wanted(self, labels: Iterable[str]) -> Wanted:
-        """Returns what a remat policy must recognize to keep the values with these labels."""
+        """Returns the names and equations by which a remat policy recognizes the values with these labels."""
         kept = [self.values[label] for label in labels]
         places = []
         for kind in range(len(self.order)):
@@ -63,7 +63,7 @@ class LayerValues:
 
 @dataclasses.dataclass
 class _CountedValue:
-    """A `Value` that is being built: its kinds of layers, count and bytes are added up."""
+    """A `Value` under construction, to which the kinds of layers, the count and the bytes are added one by one."""
 
     label: str
     name: str
@@ -100,8 +100,8 @@ def find_values(layers: Sequence[Layer], shards: JaxprSharding | None = None, or
 
     Args:
         shards: the shardings in the program that contains the layers; None for one device.
-        ordered: whether a policy may distinguish equations with the same key by their order. This is possible if jax
-            visits the equations of a layer in the program in the same order as those of the layer alone.
+        ordered: whether a policy may distinguish equations with equal keys by their order. This requires that jax
+            visits the equations of a layer in the same order in the program and in the layer alone.
     """
     forwards = [LayerForward(layer, shards) for layer in layers]
     # A policy sees only the equation, not the kind of its layer. So a key that is ambiguous in one kind is ambiguous
@@ -156,11 +156,8 @@ def with_names(graph: LayerGraph, names: Collection[str]) -> LayerGraph:
 def worth_deciding(graph: LayerGraph) -> set[str]:
     """Returns the labels of the values that the plan with the least recomputation may have to keep.
 
-    Elementwise work is assumed to cost nothing to recompute. So a value is left out if another choice is never worse:
-    a smaller value from which it is recomputed for free, the smaller result of the only step that reads it, or
-    recomputing it for free from a value that is always needed together with it. The best plan is not lost by this. A
-    label of several values that a policy cannot distinguish is also left out if none of them is a product, or is
-    smaller than a product from which only this value is made.
+    Elementwise work is assumed to cost nothing to recompute. So a value is left out if keeping another value, or
+    recomputing it for free, is never worse. The plan with the least recomputation is never lost.
     """
     users, together = _users_and_needed_together(graph)
     size: dict[int, int] = {}
@@ -179,6 +176,8 @@ def worth_deciding(graph: LayerGraph) -> set[str]:
             product = count if _is_product(flops, count) else 0
             if product or inherited:
                 product_size[value] = product or inherited
+            # A policy cannot distinguish the values of one label. Keeping them is worth it only if one of them is a
+            # product, or takes fewer bytes than the product from which only this value is made.
             if value in together and members[step.name] > 1 and (product or count < inherited):
                 shared.add(step.name)
     free_from = _free_from(graph, shared)
@@ -207,8 +206,8 @@ def _is_product(flops: int, size: int) -> bool:
 
 
 def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphStep]], dict[int, set[int]]]:
-    """Returns (value -> the steps that read it, value -> the other values that are needed whenever it is needed). Both
-    include the values that are needed if nothing is kept.
+    """Returns (value -> the steps that read it, value -> the other values that are needed whenever it is needed). The
+    values that are needed even if nothing is kept are included in both.
     """
     users: dict[int, list[GraphStep]] = {value: [] for value in graph.read}
     together = {value: set(graph.read) - {value} for value in graph.read}
@@ -225,10 +224,11 @@ def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphS
 
 
 def _free_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]]:
-    """Returns value -> the values from each of which it can be recomputed without a matrix product. Values that need
-    no product at all are left out.
+    """Returns value -> the values from each of which it can be recomputed without a matrix product. A value that needs
+    no matrix product at all is not in the mapping.
 
-    A value with one of the labels `shared` may be kept because of another value, so it does not count as free.
+    A value with one of the labels `shared` is its own only source, because it may be kept for the sake of another
+    value.
     """
     free_from: dict[int, set[int]] = {}
     for step in graph.steps:
@@ -310,8 +310,8 @@ class LayerForward:
 
 
 class _Operand(NamedTuple):
-    """An operand of an equation: the number of the value (None for a literal or an input of the layer), and whether
-    the value differs between layers.
+    """An operand of an equation: the number of its value (None for a literal or an input of the layer), and whether
+    the value differs from layer to layer.
     """
 
     number: int | None
@@ -355,8 +355,8 @@ def _named(jaxpr: Any) -> Iterator[Any]:
 
 
 def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
-    """Returns the result of a layer and its derivative by the active inputs. If `policy` is not None, the layer is
-    under a checkpoint with this policy.
+    """Returns the result of a layer and the gradient function of its active inputs (`jax.vjp`). If `policy` is not
+    None, the layer is under a checkpoint with this policy.
     """
     import jax
     from jax.extend import core
@@ -396,8 +396,8 @@ def _key_of(equation: Any) -> str:
 
 
 def _keys(jaxpr: Any) -> Iterator[str]:
-    """Yields the keys of the equations in a forward pass, and of those in functions that have a derivative rule of
-    their own.
+    """Yields the keys of the equations in a forward pass, including the equations in functions with a custom
+    derivative rule.
     """
     for equation in jaxpr.eqns:
         body = _body(equation) if equation.primitive.name.startswith("custom_") else None

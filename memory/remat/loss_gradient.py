@@ -30,10 +30,11 @@ class Loss:
         import jax
 
         if not callable(loss):
-            raise ReportError(f"{type_phrase(loss)} is not a loss: {_CALLED}")
+            raise ReportError(f"{type_phrase(loss)} is not a loss function: give a function, as in {_CALLED}")
         if not isinstance(args, tuple | list) or not args:
             raise ReportError(
-                f"the arguments of the loss must be a tuple whose first item is differentiated: call {_CALLED}"
+                "the arguments of the loss must be a tuple whose first item is differentiated: "
+                f"give them as in {_CALLED}"
             )
         _check_leaves(args)
         traced = (loss if hasattr(loss, "trace") else jax.jit(loss)).trace(*args, **kwargs)
@@ -42,7 +43,7 @@ class Loss:
         avals = self.jaxpr.out_avals
         params = self.jaxpr.in_avals[: sum(self.active)]
         if len(avals) > 1 and [aval.shape for aval in avals[1:]] == [aval.shape for aval in params]:
-            raise ReportError(f"this function returns a gradient: give the loss itself, {_CALLED}")
+            raise ReportError(f"this function returns a gradient: give the loss function itself, as in {_CALLED}")
         if not avals or avals[0].shape or (len(avals) > 1 and not self.has_aux):
             raise ReportError(
                 "the loss must return a scalar or (scalar, auxiliary result), but it returns "
@@ -57,7 +58,7 @@ class Loss:
 
     @property
     def active(self) -> list[bool]:
-        """For each leaf of the arguments, whether the loss is differentiated by it."""
+        """One bool per leaf of the arguments, which is True if the loss is differentiated by the leaf."""
         import jax
 
         count = len(jax.tree.leaves(self.args[0]))
@@ -146,7 +147,7 @@ def _optimizer_state(optimizer: Any, params: Any) -> Any:
 
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise ReportError(
-            f"optimizer={optimizer!r:.60}: give an object with init and update, such as optax.adamw(1e-3)"
+            f"optimizer={optimizer!r:.60} needs the methods init and update: give one such as optax.adamw(1e-3)"
         )
     like = {
         tuple(leaf.shape): leaf.sharding

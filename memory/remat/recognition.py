@@ -41,7 +41,7 @@ def _plain(value: Any) -> bool:
 
 
 def type_of(aval: Any) -> str:
-    """Returns a type as short text, such as "float32[8,32]"."""
+    """Returns the dtype and shape of a value as short text, such as "float32[8,32]"."""
     shape = ",".join(map(str, getattr(aval, "shape", ())))
     return f"{getattr(aval, 'dtype', type(aval).__name__)}[{shape}]"
 
@@ -54,7 +54,7 @@ class Wanted:
         names: names of values (`checkpoint_name`).
         keys: keys of the equations that are recognized only by their keys.
         order: for each kind of layer, the keys of the equations that are distinguished by their order.
-        places: for each kind of layer, the indices in `order` of the values to keep.
+        places: for each kind of layer, the indices in `order` of the equations whose results are kept.
         known: the keys of all equations of the layers.
     """
 
@@ -88,8 +88,8 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value that a layer can keep for the backward pass, or several such values that a remat policy cannot
-    distinguish.
+    """One value that a layer can keep for the backward pass. Values that a remat policy cannot distinguish are one
+    record.
 
     Fields:
         label: the text that identifies the value in a plan.
@@ -115,7 +115,7 @@ class Value:
 
 
 def asks_any_policy() -> bool:
-    """Returns whether `jax.checkpoint` calls a policy that is a function of the user.
+    """Returns whether `jax.checkpoint` calls a remat policy that is a user-defined function.
 
     With the flag `jax_remat3`, jax before 0.12 ignores all policies except its own.
     """
@@ -177,9 +177,9 @@ class RematPolicy:
     """A remat policy for `jax.checkpoint`, `flax.linen.remat` and similar functions, which keeps the values that
     `memory.plan_remat` chose.
 
-    It recognizes these values in the layers and shapes for which it was planned. In other layers it warns, and unknown
-    values are recomputed, so the results of the program are always the same. After a trace, `check()` raises an error
-    if a value to keep was missing.
+    The policy recognizes these values only in the layers and shapes for which it was planned. It warns in other
+    layers. Values that it does not recognize are recomputed, so the results of the program are always the same. After
+    a trace, `check()` raises an error if a value to keep was missing.
 
     Attributes:
         wanted: the values that the policy keeps.
@@ -209,8 +209,8 @@ class RematPolicy:
         return self._keep(key) if key in self.wanted.keys else False
 
     def _in_order(self, key: str) -> bool:
-        """Returns whether to keep the result of the next equation that jax asks about, for equations that are
-        recognized by their order.
+        """Returns whether to keep the result of the next equation that jax asks about. Used for layers whose equations
+        are recognized by their order.
         """
         order = self.wanted.order
         after = [(kind, at + 1) for kind, at in self._at if at < len(order[kind]) and order[kind][at] == key]

@@ -42,7 +42,7 @@ class PassSeconds:
 
     Fields:
         forward, backward: seconds of the two passes.
-        host_link: bytes per second of copies between device and host, 0 if there is no such link.
+        host_link: rate of copies between device and host in bytes per second; 0 if the device has no such link.
     """
 
     forward: float = 0.0
@@ -80,8 +80,8 @@ class KeepPattern:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """The values that all layers keep: (choice for one layer, number of consecutive layers) from the first
-    layer on.
+    """The values that all layers keep, as a list of ranges of layers from the first on: (values that a layer keeps,
+    number of consecutive layers).
     """
 
     ranges: tuple[tuple[KeepPattern, int], ...]
@@ -161,9 +161,10 @@ class RematProblem:
 
         Args:
             by_phase: phase -> seconds of `micro_steps` micro-batches, for the program that recomputes everything.
-            figures: rates of large matrix products and copies, by which plans are compared before they are compiled.
-                Compiled plans are compared by their own predicted seconds.
-            ranges: must be 1 if all stages of a pipeline run the same program.
+            figures: rates of large matrix products and copies. Plans are compared by these rates before they are
+                compiled, and by their own predicted seconds afterwards.
+            ranges: maximum number of ranges of layers that keep different values; 1 if all stages of a pipeline run
+                the same program.
         """
         rates = RecomputeRates(
             {unit: figures.flops_per_s(unit) for unit in roofline.UNITS}, figures.hbm_bytes_per_s, target.n_devices

@@ -43,7 +43,7 @@ WHOLE = (False, False)
 
 @dataclasses.dataclass
 class _BudgetState:
-    """The progress of the search for one memory budget.
+    """The progress of the search for the best plan within one memory budget.
 
     Fields:
         asked: plans that were compiled for the budget.
@@ -62,7 +62,7 @@ class RematSearch:
     Args:
         problem: the problem to solve.
         compile: function that compiles several plans and returns the memory, seconds and FLOPs of each.
-        tell: function that is called with each compiled plan.
+        tell: function that is called with every compiled plan, to report progress.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class RematSearch:
     # ---- predicting --------------------------------------------------------------------------------------------
 
     def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
-        """Returns the points (bytes kept, bytes allocated) of the compiled plans of a kind.
+        """Returns (bytes kept, bytes allocated) of the compiled plans of a kind, which `_kind` describes.
 
-        If there are none, returns the points of the plans that agree in whether they transfer tensors to the host,
-        because transfers allocate more memory. If there are none of these either, returns the points of all plans.
+        If there are none, returns those of the plans that agree with the kind in whether they transfer tensors to the
+        host, because transfers allocate more memory. If there are none of these, returns those of all plans.
         """
         done = self._done()
         alike = [tried for tried in done if _kind(tried.plan)[1] == kind[1]]
         return allocation_points([tried for tried in alike if _kind(tried.plan) == kind] or alike or done)
 
     def _done(self) -> list[CompiledPlan]:
-        """Returns the compiled plans of which it is known which tensors they keep."""
+        """Returns the compiled plans whose kept tensors are known."""
         return [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
 
     def predict(self, plan: LayerPlan) -> int:
@@ -153,7 +153,9 @@ class RematSearch:
         return round(allocated_at(points, plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
-        """Returns how many bytes the layers may keep so that a plan of this kind is predicted to fit the budget."""
+        """Returns the number of bytes that the layers may keep if a plan of this kind is to fit the budget, according
+        to the prediction.
+        """
         points = self._points(kind)
         if not points:
             return math.inf
@@ -189,10 +191,10 @@ class RematSearch:
         return self.problem.host_budget - max(others, default=0)
 
     def candidates(self, budget: float, above: float = 0.0) -> list[LayerPlan]:
-        """Returns plans that are predicted to fit a budget, cheapest first: with the same kept values in
-        all layers, with different kept values in different ranges of layers, and jax policies of about the same cost.
+        """Returns plans that are predicted to fit a budget, cheapest first. They are plans with the same kept values
+        in all layers, plans with different ranges of layers, and jax policies of about the same cost.
 
-        `above`: bytes by which each plan may exceed the budget according to the prediction.
+        `above`: number of bytes by which the predicted bytes of a plan may exceed the budget.
         """
         problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
         moves = (False, True) if problem.offload else (False,)
@@ -339,14 +341,14 @@ class RematSearch:
         return better
 
     def _known(self, plan: LayerPlan) -> bool:
-        """Returns whether it is known which tensors the layers keep. It is not known without a remat policy and for
+        """Returns whether the tensors that the layers keep are known. They are unknown without a remat policy, and for
         policies that do not select names.
         """
         return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
     def _worth_a_check(self, best: CompiledPlan, budget: float) -> bool:
-        """Returns whether it is worth compiling a plan that keeps one tensor more than `best`, because bytes of the
-        budget are left or the prediction has only one point.
+        """Returns whether a plan that keeps one tensor more than `best` should be compiled: if bytes of the budget are
+        left, or if the prediction is based on a single compiled plan.
         """
         return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
 
@@ -359,7 +361,7 @@ class RematSearch:
 def _kind(plan: LayerPlan) -> tuple[bool, bool]:
     """Returns the kind of a plan: (whether it has several ranges of layers, whether it transfers tensors to the host).
 
-    Plans of the same kind allocate about the same bytes for the rest of the step. Several ranges need slices of the
+    Plans of one kind allocate about the same bytes in addition to the kept tensors. Several ranges need slices of the
     parameters, and transfers need buffers.
     """
     return len(plan.ranges) > 1, plan.host_bytes > 0
@@ -421,9 +423,9 @@ def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
 
 
 def kept_after_bend(points: Sequence[tuple[float, float]], budget: float) -> float:
-    """Returns the kept bytes at which the budget is reached, if the allocated bytes are first constant and then rise
-    by one byte per kept byte to the first plan above the budget. Returns 0 if the points (bytes kept, bytes allocated)
-    do not have this form.
+    """Returns the kept bytes at which the budget is reached. The allocated bytes are assumed to be constant first, and
+    then to rise by one byte per kept byte up to the first plan above the budget. Returns 0 if the points (bytes kept,
+    bytes allocated) do not have this form.
     """
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:]):
         if y1 <= budget < y2 and (y1 - y0) / (x1 - x0) < FLAT * (y2 - y1) / (x2 - x1):

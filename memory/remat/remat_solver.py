@@ -40,8 +40,8 @@ ROUNDING = 1e-12
 def pareto_patterns(
     graph: LayerGraph, rates: RecomputeRates, *, offload: bool = False, cost: str = "seconds"
 ) -> list[KeepPattern]:
-    """Returns the Pareto-optimal choices of the values that a layer keeps, fewest bytes first. No other choice is at
-    least as good in bytes, cost and host bytes.
+    """Returns the Pareto-optimal choices of the values that a layer keeps, fewest bytes first. For each of them, every
+    other choice is worse in bytes, cost or host bytes.
 
     Args:
         offload: whether tensors may be offloaded to host memory.
@@ -85,8 +85,8 @@ def pattern_keeping_all(graph: LayerGraph, rates: RecomputeRates, policy: str) -
 
 
 class _Front(NamedTuple):
-    """Pareto-optimal choices for some of the names, one per row. The array `decisions` is int8 [choices, names + 1];
-    its last column is for the input of the layer.
+    """Pareto-optimal choices of kept names, one choice per row. The array `decisions` is int8 [choices, names + 1];
+    its last column is the decision for the input of the layer.
     """
 
     bytes: np.ndarray
@@ -103,9 +103,8 @@ class _TooManyStates(Exception):
 def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Sequence[int]], cost: str) -> _Front:
     """Returns the Pareto-optimal choices for the names in `allowed`. The values of all other names are recomputed.
 
-    The steps are visited one after the other. Choices that leave the same work and the same decisions for the
-    remaining steps are in one state. They cost the same from there on, so only the Pareto-optimal ones of each state
-    are kept.
+    The steps are visited in order. Choices that leave the same work and the same decisions for the remaining steps
+    form a state. All choices of a state have the same remaining cost, so only the Pareto-optimal ones are kept.
     """
     column = {name: number for number, name in enumerate(graph.names)}
     keepers = graph.keepers
@@ -156,7 +155,7 @@ def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Seq
 
 
 def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRates) -> _Front:
-    """Returns the choices with one more value kept, on the device or in host memory."""
+    """Returns the choices extended by one more kept value, which is on the device or in host memory."""
     decisions = front.decisions.copy()
     decisions[:, column] = option
     if option == KEEP:
@@ -218,8 +217,8 @@ def _rows(front: _Front, which: np.ndarray) -> _Front:
 
 
 def _undominated(costs: np.ndarray, host: np.ndarray, chunk: int = 256) -> np.ndarray:
-    """Returns a mask of the rows that no earlier row equals or beats in both columns, cost and host bytes. The rows
-    are sorted by bytes.
+    """Returns a mask of the rows for which no earlier row is at least as good in cost and host bytes. The rows are
+    sorted by bytes.
     """
     useful = np.zeros(len(costs), bool)
     kept_costs, kept_host = np.empty(0), np.empty(0)

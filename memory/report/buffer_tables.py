@@ -97,12 +97,12 @@ def _cells(alike: Alike) -> dict[str, Any]:
 
 
 class Alike(NamedTuple):
-    """A group of buffers that have the same text in every column of the table.
+    """Buffers that have the same text in every column of the table.
 
     Fields:
         name: the common name of the buffers.
         times: number of buffers.
-        one: any one of the buffers, from which the columns are read.
+        one: one of the buffers, from which the columns are read.
     """
 
     name: str
@@ -129,7 +129,7 @@ def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
 
 
 def _common(names: list[str]) -> str:
-    """Returns a common name for names that differ only in numbers. Each number that differs becomes "*"."""
+    """Returns a name for several names that differ only in numbers: each number that differs becomes "*"."""
     parts = zip(*(_NUMBER.split(name) for name in names))
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 

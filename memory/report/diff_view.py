@@ -40,7 +40,9 @@ NOTES = (
 
 
 def verdict_of_growth(growth: float) -> str:
-    """Returns the verdict ("exceeds", "fits" or "dim") in whose colour a change in bytes is shown."""
+    """Returns the verdict ("exceeds", "fits" or "dim") by whose colour a change in bytes is shown. `growth` is the
+    change in bytes.
+    """
     if growth > 0:
         return "exceeds"
     return "fits" if growth < 0 else "dim"
@@ -81,9 +83,7 @@ UNITS: Mapping[str, Callable[[float], str]] = {
 
 
 def measured_change(row: Measure) -> float:
-    """Returns the difference between the second and the first value; 0 if it is so small that it is only a rounding
-    error.
-    """
+    """Returns the second value minus the first; 0 if the difference is so small that it may be a rounding error."""
     change = row.after - row.before
     return 0 if abs(change) < _SAME * row.before else change
 
@@ -116,8 +116,8 @@ MEASURE_COLUMNS = (
 
 
 def differing(row: tuple[str, str, str]) -> str:
-    """Returns the verdict in whose colour a table row (name, first value, second value) is shown if the two values
-    differ.
+    """Returns the verdict by whose colour a table row (name, first value, second value) is shown: it stands out if the
+    two values differ.
     """
     return "tight" if row[1] != row[2] and row[0] != "report" else ""
 
@@ -136,8 +136,8 @@ PROGRAM_COLUMNS = (
 def render_text(
     before: ReportRecord, after: ReportRecord, changes: Iterable[Change], max_buffers: int = _SHOWN
 ) -> RenderableType:
-    """Returns the comparison of two reports as a rich renderable: warnings; totals, categories and residuals; seconds,
-    FLOPs and traffic; the `max_buffers` buffers with the largest changes; versions.
+    """Returns the comparison of two reports as a rich renderable. Its sections are warnings; totals, categories and
+    residuals; seconds, FLOPs and traffic; the `max_buffers` buffers with the largest changes; versions.
     """
     sizes = [change for change in changes if change.kind != "buffer"]
     buffers = [change for change in changes if change.kind == "buffer"]
@@ -205,8 +205,8 @@ def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -
 
 
 def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]]:
-    """Returns a thinned memory timeline: bytes, phase and instruction of the highest point in each of `places` equal
-    stretches. The lists are empty if there is no timeline.
+    """Returns a shortened memory timeline. It is cut into `places` equal parts, and the highest point of each part is
+    listed with its bytes, phase and instruction. The lists are empty if there is no timeline.
     """
     highest = (
         [

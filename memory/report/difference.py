@@ -22,8 +22,8 @@ class Difference:
 
     Fields:
         before, after: the two reports.
-        changes: changed sizes in bytes of one device: first the totals, then categories, residuals by name, workspace
-            by scope, and buffers. Within each of these kinds, the largest change comes first.
+        changes: changed sizes in bytes of one device, ordered by kind: totals, categories, residuals by name,
+            workspace by scope, buffers. In each kind, the largest change comes first.
     """
 
     before: ReportRecord

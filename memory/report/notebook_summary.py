@@ -34,7 +34,7 @@ _NEAR = 1.5
 
 
 def render(report: ReportRecord) -> str:
-    """Returns the HTML that a notebook shows for a report; less than 300 KB for any program."""
+    """Returns the HTML that a notebook shows for a report. It has less than 300 KB for any program."""
     groups = largest(report, BUFFERS)
     cells = [
         [
@@ -144,7 +144,9 @@ def timeline(report: ReportRecord) -> Timeline | None:
 
 
 def _stacked(series: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the cumulative sums of the series at each point, beginning with a series of zeros."""
+    """Returns the lower and upper edges of stacked areas: a series of zeros, then the running sums of the series at
+    each point.
+    """
     stacks = [[0] * len(series[0])]
     for sizes in series:
         stacks.append([below + size for below, size in zip(stacks[-1], sizes)])

@@ -56,8 +56,8 @@ def _head(post_mortem: PostMortem) -> RenderableType:
 
 
 def memory_sum(post_mortem: PostMortem) -> str:
-    """Returns one line with the bytes of the step and of the other arrays on the device, their sum, and the available
-    bytes.
+    """Returns one line that adds the bytes of the step to those of the other arrays on the device, and compares the
+    sum with the available bytes.
     """
     report, limit = post_mortem.report, post_mortem.limit_bytes
     parts = f"the step takes {human(report.predicted_bytes if report else None)}"

@@ -62,8 +62,8 @@ class PolicyFigures:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RematPlan:
-    """A choice of the values that the layers of a model keep for the backward pass, instead of recomputing them. At a
-    prompt and in a notebook, it is shown as a table.
+    """The values that the layers of a model keep for the backward pass instead of recomputing them. At a prompt and in
+    a notebook, the plan is shown as a table.
 
     Fields:
         policy: the value to pass to `jax.checkpoint` as `policy`. It is a RematPolicy, or one of
@@ -74,7 +74,7 @@ class RematPlan:
             listed.
         allocated_bytes: bytes that the compiled gradient takes on one device, at most `budget_bytes`.
         budget_bytes: the budget in bytes on one device.
-        recomputed_flops, model_flops: FLOPs of one step over all devices: the recomputed ones, and all others.
+        recomputed_flops, model_flops: recomputed FLOPs, and all other FLOPs, of one step over all devices.
         built_in: bytes and recomputed FLOPs under each of jax's own policies, for comparison.
         compiled: number of programs that were compiled to find the plan.
         layers: the kinds of layers to which the plan applies.
@@ -111,14 +111,14 @@ class RematPlan:
     def check(self) -> None:
         """Raises ReportError if a value that the policy should keep was missing in the programs traced with it so far.
 
-        A value is missing if jax has another version, or if the shapes or the layer's code changed since the plan was
-        made. There is nothing to check if the policy is one of jax's own.
+        A value can be missing if jax was updated, or if the shapes or the code of the layer changed since the plan was
+        made. If the policy is one of jax's own, the check always passes.
         """
         if isinstance(self.policy, RematPolicy):
             self.policy.check()
 
     def __repr__(self) -> str:
-        """Returns the plan as text. The width is the environment variable COLUMNS, or else 100 columns."""
+        """Returns the plan as text, as wide as the environment variable COLUMNS says (default: 100 columns)."""
         return plain_text(_account(self), columns())
 
     def _repr_html_(self) -> str:

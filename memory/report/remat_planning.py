@@ -160,7 +160,9 @@ def _nothing_fits(outcome: SearchOutcome, budget: int) -> ReportError:
 
 
 class PolicyCompiler:
-    """Compiles the gradient or the update of a loss under the remat policies that a search proposes."""
+    """Compiles a program (the gradient of a loss, or a whole update) once for each remat policy that a search
+    proposes.
+    """
 
     def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):
         self.loss, self.optimizer, self._target = loss, optimizer, target
@@ -177,7 +179,7 @@ class PolicyCompiler:
             self.values = find_values(self.layers, loss.shards, ordered=False)
 
     def policy(self, plan: LayerPlan) -> Any:
-        """Returns the jax policy of a search's plan: one of jax's own if the plan names it, or else a policy that
+        """Returns the remat policy of a plan: one of jax's own policies if the plan names it, or else a policy that
         keeps the plan's values.
         """
         import jax
@@ -225,7 +227,7 @@ class PolicyCompiler:
         return limits.budget_of(written(budget), limit, "budget")
 
     def problem(self) -> RematProblem:
-        """Returns the problem that the search solves: to recompute the fewest FLOPs."""
+        """Returns the problem that the search solves, which is to recompute as few FLOPs as possible."""
         rates = RecomputeRates(dict.fromkeys(roofline.UNITS, 1.0), 1.0)
         policies = {name: None for name in BUILT_IN if name not in (FULL, NONE)}
         return RematProblem(self.values.graph, rates, PassSeconds(), "flops", policies=policies)

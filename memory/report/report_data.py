@@ -40,7 +40,7 @@ class Strings:
 
 
 def page_data(report: ReportRecord) -> dict[str, Any]:
-    """Returns the JSON values that the script static/report.js draws on the page of a report."""
+    """Returns the data of a report's page as JSON values, from which the script static/report.js draws the charts."""
     strings = Strings()
     indices = thin(report.timeline, report.peak_index)
     device = [b for b in report.buffers if b.memory == "device"]
@@ -92,8 +92,8 @@ def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -
 
 
 def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]) -> dict[str, list[int]]:
-    """Returns category of buffers -> live bytes at each of the timeline points `indices`. Categories that are always
-    empty are left out.
+    """Returns category of buffers -> live bytes at each of the timeline points `indices`. A category without live
+    bytes at any point is left out.
     """
     steps = {category: [0] * (n_points + 1) for category in CATEGORIES}
     for buffer in buffers:
@@ -113,8 +113,8 @@ def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]
 def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> list[tuple[int, int, str]]:
     """Returns (first point, last point, phase) of each stretch of the timeline that belongs to one phase.
 
-    If there are more than `most` stretches, the timeline is cut into `most` equal stretches. Each gets the phase of
-    most of its points.
+    If there are more than `most` stretches, the timeline is cut into `most` equal stretches instead, each with the
+    phase of the majority of its points.
     """
     runs = _runs([p.phase for p in timeline])
     if len(runs) <= most:
@@ -180,10 +180,10 @@ def tiles(
     """Returns (id, parent, label, bytes, category, row) of each tile of the treemap of memory at the peak. Its levels
     are category, group and buffer.
 
-    Only tiles without children have bytes. Buffers beyond the `most` largest are merged into one tile per group. Bytes
-    of the memory breakdown that belong to no buffer are a tile too.
+    Only tiles without children have bytes. Only the `most` largest buffers have tiles of their own; the others of a
+    group share one tile. Bytes of the memory breakdown that belong to no buffer are also a tile.
 
-    `rows`: `id` of a buffer -> its row in the buffer table. Tiles of other things have row -1.
+    `rows`: Python's `id` of a buffer -> its row in the buffer table. All other tiles have row -1.
     """
     alive = sorted((b for b in buffers if b.at_peak and b.bytes), key=lambda b: -b.bytes)
     out: list[Tile] = []

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.analysis import judge, report_of
 from bytescope.memory.devices.limits import limit_share
-from bytescope.memory.errors import GuardError, ReportError
+from bytescope.memory.errors import GuardError, ReportError, disk_remedy
 from bytescope.memory.program.compilation import compiled_for, takes_arguments
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
@@ -118,7 +118,9 @@ class Report(report_record.ReportRecord):
         try:
             super().save(path)
         except OSError as error:
-            raise ReportError(f"cannot write {path}: {error.strerror}") from error
+            raise ReportError(
+                f"cannot write {path}: {error.strerror}; {disk_remedy(error)}give another path"
+            ) from error
 
     def diff(self, other: report_record.ReportRecord | str | Path) -> Difference:
         """Returns the changes from this report to `other`, which is a report or the path of a saved report."""
@@ -249,8 +251,8 @@ def _compile_and_report(
 
 
 def _largest_parts(report: Report) -> str:
-    """Returns the largest rows of the memory breakdown at the peak, and the runtime's additions in the allocator's
-    pool, as text.
+    """Returns a text with the largest rows of the memory breakdown at the peak, and the memory that the runtime adds
+    in the allocator's pool.
     """
     rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
     overheads = [(row.name, row.bytes) for row in report.runtime_overheads if row.where == report_record.POOL]

@@ -154,9 +154,9 @@ def figures(report: ReportRecord) -> list[HeaderFigure]:
 
 
 def _speed(report: ReportRecord) -> list[HeaderFigure]:
-    """Returns the speed figures at the top of the page: predicted seconds, tokens/s and MFU, then their bounds by
-    data-sheet rates. If there is no prediction, returns only the bounds; if the rates of the target are unknown,
-    returns [].
+    """Returns the speed figures at the top of the page: predicted seconds, tokens/s and MFU, then their best possible
+    values at data-sheet rates. Without a prediction, only the best possible values are returned; if the target's rates
+    are unknown, [].
     """
     best, prediction = at_best(report), StepPrediction.stated(report)
     per = "update" if report.subject.tokens else "call"
@@ -198,8 +198,8 @@ def _allowed(best: AtBest, per: str) -> list[HeaderFigure]:
 
 
 def _extra_lines(report: ReportRecord) -> list[str]:
-    """Returns the text lines below the page's figures: bytes in other memories, the runtime's memory, the parts of the
-    predicted seconds.
+    """Returns the text lines below the figures of the page: bytes in host and other memories, the memory of the
+    runtime, and the parts of the predicted seconds.
     """
     elsewhere = [
         f"{human(count)} {place}"
@@ -313,9 +313,10 @@ def _total(row: Any) -> str:
 
 
 def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[RankedBar]:
-    """Returns the bars of a chart of sizes in bytes, largest first. Entries beyond `MAX_BARS` are summed in one bar.
+    """Returns the bars of a chart of sizes in bytes, largest first. Sizes beyond the `MAX_BARS` largest are summed in
+    one bar.
 
-    `folded`: name -> the name to show, which includes the number of modules that share it.
+    `folded`: name -> text to show for it, which includes the number of modules that share the name.
     """
     entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])
     rest = entries[MAX_BARS:]

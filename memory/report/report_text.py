@@ -65,7 +65,7 @@ def render(report: ReportRecord, choices: str = "", verbose: bool = True) -> Ren
     """Returns the report as a rich renderable.
 
     Args:
-        choices: text lines about the settings that the trainer chose itself.
+        choices: lines of text that list the settings that the trainer chose automatically.
         verbose: whether to add the timeline, the largest buffers, the training state and the traffic after the
             verdict, the findings and the breakdown.
     """
@@ -206,8 +206,8 @@ def _names(title: str, sizes: Mapping[str, int], folded: Mapping[str, str]) -> R
 
 
 class _Curve:
-    """A text chart of the live bytes over the step. Each column shows the maximum of its timeline points, with the
-    colour and letter of their phase.
+    """A text chart of live bytes over the step. A column shows the highest of its timeline points, in the colour and
+    with the letter of its phase.
     """
 
     def __init__(self, timeline: tuple[TimelinePoint, ...]) -> None:
@@ -265,9 +265,7 @@ def _zero(report: ReportRecord) -> RenderableType | None:
 
 
 def _table(title: str, *columns: FigureColumn) -> FigureTable:
-    """Returns an empty table. The title of its first column is `title` in bold, and the titles of the other columns
-    are dim.
-    """
+    """Returns a table without rows. Its first column title is `title` in bold; the other column titles are dim."""
     return FigureTable(label(Text(title, style="bold")), *columns, heading="dim")
 
 
@@ -368,7 +366,7 @@ def overlapped_by(item: Collective) -> str:
 
 
 def findings(report: ReportRecord) -> RenderableType | None:
-    """Returns the report's first findings with their remedies; None if there are none."""
+    """Returns the report's first findings with their remedies as a rich renderable; None if it has no findings."""
     if not report.findings:
         return None
     out: list[RenderableType] = []
@@ -383,8 +381,8 @@ def findings(report: ReportRecord) -> RenderableType | None:
 
 
 def _remarks(report: ReportRecord) -> RenderableType | None:
-    """Returns a line on how live ranges were derived, unless they are exact, and the notes about inexact figures; None
-    if there is nothing to say.
+    """Returns a line that says how live ranges were derived (unless they are exact), and the notes about inexact
+    figures. Returns None if there is nothing to say.
     """
     lines = [f"note: {note}" for note in report.notes]
     if report.method != "heap_trace":

@@ -23,8 +23,8 @@ _KB, _MIB = 1000, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRate:
-    """A measured curve of points (size, rate) for one kind of work on a chip, with the publication that
-    contains it.
+    """A measured rate curve for one kind of work on a chip: points (size, rate), and the publication that contains
+    them.
     """
 
     points: Curve
@@ -36,7 +36,7 @@ def _tflops(source: str, *points: tuple[float, float]) -> PublishedRate:
 
 
 def _one(source: str, value: float) -> PublishedRate:
-    """Returns a rate curve that has the same value for all sizes."""
+    """Returns a rate curve with the same rate for all sizes."""
     return PublishedRate(((1.0, value),), source)
 
 

@@ -83,7 +83,7 @@ def _measured(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
     nearest = _nearest(chip, part)
     if nearest is None:
         raise KeyError(
-            f"there is no measured rate of {part} for {chip.name} or a chip like it: add one to achieved.MEASURED"
+            f"no measured rate of {part} is known for {chip.name} or a similar chip: add one to achieved.MEASURED"
         )
     return nearest
 
@@ -132,8 +132,8 @@ def _attention_table(chip: Chip) -> tuple[dict[str, dict[int, Curve]], str]:
     """Returns (way -> head dimension -> rate curve of attention, source), from the most similar chip with measured
     attention.
 
-    A way (forward or backward, with or without mask) that was not measured at a head dimension is derived from another
-    way, by their ratio at another head dimension or on another chip.
+    A way (forward or backward, with or without a causal mask) without measurements at a head dimension is derived from
+    another way. The ratio of the two ways is taken from another head dimension or another chip.
     """
     name = next(each for each in (chip.name, *NEAREST[chip.name], "h100") if _cells(each))
     cells, others = _cells(name), [_cells(other) for other in (*NEAREST[name], "h100")]
@@ -157,15 +157,16 @@ def _cells(name: str) -> dict[tuple[str, int], Curve]:
 
 
 def _pair(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tuple[Curve, Curve]:
-    """Returns the rate curves of two ways of attention at the same head dimension, from the first table that has both.
-    Forward ways replace backward ways, because a mask has the same effect on both.
+    """Returns the rate curves of two ways of attention (such as forward with and without mask) at the same head
+    dimension, from the first table that has both. If a table lacks the backward ways, the forward ways are used,
+    because a mask has the same effect on both.
     """
     for table in tables:
         for one, other in ((way, like), (way.replace("backward", "forward"), like.replace("backward", "forward"))):
             for width in (128, 64, 256):
                 if one != other and (one, width) in table and (other, width) in table:
                     return table[one, width], table[other, width]
-    raise KeyError(f"{way} beside {like}")
+    raise KeyError(f"no head dimension has measured attention for both {way} and {like}: add it to achieved.MEASURED")
 
 
 def _of_16_bits(chip: Chip) -> float:
@@ -189,15 +190,14 @@ def _times(curve: Curve, ratio: float) -> Curve:
 
 
 def _name_chip(source: str, measured: str, name: str) -> str:
-    """Returns the description of a source with the name of the chip added, if the measured chip is another one than
-    `name`.
-    """
+    """Returns the description of a source. The name of the measured chip is added if it is not the chip `name`."""
     return source if measured == name else "; ".join(f"efficiency of {measured}: {part}" for part in source.split("; "))
 
 
 def _collectives(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
-    """Returns (measured collectives of a chip, their sources). Each kind, within a host and between hosts, was
-    measured on the chip itself, or on the most similar chip and multiplied by the ratio of their link rates.
+    """Returns (rates of the collectives of a chip, their sources). A kind of collective that was not measured on the
+    chip gets the rates of the most similar chip, multiplied by the ratio of the link rates. This is decided separately
+    within a host and between hosts.
     """
     collectives: list[CollectiveRate] = []
     sources: dict[str, None] = {}

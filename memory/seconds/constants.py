@@ -47,7 +47,7 @@ SLOWDOWN = 0.13
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """How far predictions are from measurements: quantiles of predicted seconds divided by measured seconds.
+    """The accuracy of predictions: quantiles of predicted seconds divided by measured seconds.
 
     Fields:
         low, high: the quantiles at 10 % and 90 %.
@@ -79,7 +79,7 @@ CPU_SPREAD = Spread(0.5, 2.0, 0, "assumed, for a CPU")
 
 
 def spread_of(target: Mapping[str, Any]) -> Spread:
-    """Returns how far predictions for the chip of a target are from measurements.
+    """Returns the accuracy of predictions for the chip of a target.
 
     `target`: the JSON of the target.
     """

@@ -70,8 +70,8 @@ def _product(kernel: ScheduledKernel, rates: DeviceRates) -> float:
 
 
 def _tiled(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """Returns the seconds of a matrix product whose operands have a scale for each tile. The rate is `TILED_SHARE` of
-    the best rate of a library, but not more than the rate of the library at this size.
+    """Returns the seconds of a matrix product whose operands have one scale per tile (block-scaled fp8). Its rate is
+    `TILED_SHARE` of the library's best rate, but at most the library's rate at this size.
     """
     best = max(rate for _, rate in rates.products[rates.unit(unit_of(kernel.dtype))])
     reached = min(TILED_SHARE * best, product_flops_per_s(kernel, rates))
@@ -125,8 +125,8 @@ def _cube(side: float) -> tuple[int, int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def _at_full_waves(curve: Curve, cores: int) -> Curve:
-    """Returns a rate curve that was measured on square matrix products, divided by the fraction of the device's cores
-    that each of them uses.
+    """Returns the rate curve of square matrix products as if all cores were busy: each measured rate is divided by the
+    fraction of the cores that the product uses.
     """
     return tuple((side, rate / _utilization(_cube(side), cores)) for side, rate in curve)
 
@@ -208,8 +208,8 @@ def _bus(start: Start, rates: DeviceRates) -> tuple[float, float, float]:
 
 
 def _min_seconds(row: CollectiveRate) -> float:
-    """Returns the seconds of the smallest measured payload, which smaller payloads take too; 0 if the smallest
-    measured payload is large.
+    """Returns the minimum seconds of a collective, which are those of the smallest measured payload; 0 if that payload
+    is too large to show the latency.
     """
     size, bandwidth = row.bus[0]
     return WIRE[row.kind](row.group) * size / bandwidth if size <= _SMALL_BYTES else 0.0
@@ -230,8 +230,8 @@ def _nearest(kind: str, group: float, hosts: int, rates: DeviceRates) -> Collect
 
 
 def _more_hops(start: Start, row: CollectiveRate, rates: DeviceRates) -> float:
-    """Returns the latency in seconds by which a collective exceeds a measured one, because it spans more devices or
-    hosts.
+    """Returns the additional latency of a collective, in seconds, if it spans more devices or hosts than the measured
+    one.
     """
     own, measured = _hops(start.kind, start.group, start.hosts, rates), _hops(row.kind, row.group, row.hosts, rates)
     return max(own - measured, 0.0)

@@ -42,8 +42,9 @@ def find(module: Module, instruction: Instruction) -> KernelWork | None:
     """Returns the matrix-product work of a kernel; None for a kernel without a matrix product.
 
     A fusion has the FLOPs of all its products, and the kind, size and dtype of the largest one. A library call whose
-    work is not known is FOREIGN. It has the product that the shapes of its arrays suggest, which the caller must
-    confirm, or no FLOPs. A product of experts is GROUPED, with the FLOPs for the maximum number of rows.
+    work is unknown is FOREIGN. If its arrays have the shapes of a matrix product, it gets this product, which the
+    caller must confirm; otherwise it has no FLOPs. A product of experts is GROUPED, with the FLOPs for the maximum
+    number of rows.
     """
     if instruction.opcode != "fusion":
         rule = _RULES.get(instruction.opcode)
@@ -118,7 +119,7 @@ _EXACT_NAMES = frozenset(("ALG_DOT_F32_F32_F32",))
 
 
 def _dtype(left: HloShape, right: HloShape, exact: bool) -> str:
-    """Returns the dtype of the operand with more bits. For float32, returns TF32 unless `exact` is True."""
+    """Returns the larger dtype of the two operands. For float32, returns TF32 unless `exact` is True."""
     widest = max(left, right, key=lambda shape: shape.bits)
     return "tf32" if widest.dtype == "float32" and not exact else widest.dtype
 
@@ -211,8 +212,8 @@ def _call(module: Module, instruction: Instruction) -> KernelWork | None:
 
 
 def _foreign(module: Module, instruction: Instruction) -> KernelWork:
-    """Returns the work of a kernel of which only the arrays are known. If their shapes fit a product of m x k and k x
-    n to m x n, each possibly transposed, it is assumed to be this product.
+    """Returns the work of a kernel that is known only by its arrays. If their shapes fit a product of m x k and k x n
+    to m x n, each possibly transposed, the kernel is assumed to compute this product.
 
     A product of experts has a k x n matrix for each expert, or computes one from the rows of all experts.
     """
@@ -250,8 +251,8 @@ _INTEGERS = ("int", "uint", "bool")
 def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int, int] | None:
     """Returns (m, n, k) of a product of experts; None if the arrays have other shapes.
 
-    It is either the product of rows [m, k] with a matrix for each expert, [e, k, n] or its transpose, to [m, n], or
-    the product of two arrays of rows to [e, m, n].
+    The product is either rows [m, k] times one matrix per expert, [e, k, n] or its transpose, to [m, n], or two arrays
+    of rows that are multiplied to [e, m, n].
     """
     if (len(left), len(right), len(result)) == (2, 3, 2) and left[0] == result[0]:
         return (result[0], result[1], left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None

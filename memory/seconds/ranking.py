@@ -27,8 +27,8 @@ Item = TypeVar("Item")
 
 
 def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `memory.compare.compare_rows.Row` that are computed from the seconds in a compare worker's
-    answer. Unknown fields are left out.
+    """Returns the predicted seconds in a compare worker's answer as fields of `memory.compare.compare_rows.Row`.
+    Unknown fields are left out.
     """
     prediction, bound = step_prediction.predict_answer(answer), step_prediction.bound(answer)
     out: dict[str, Any] = {}

@@ -58,7 +58,7 @@ class DeviceRates:
         hop_seconds, network_hop_seconds: latency in seconds from one device to the next, within a host and between
             hosts.
         cores: number of cores that share the work of a matrix product; 0 if unknown.
-        sources: part of the rates -> source of its figures.
+        sources: name of a part of the rates -> source of its values.
         measured: where and when `bytescope calibrate` measured the rates: device (jax's device_kind), platform,
             devices, date and versions; {} for the built-in table.
 
@@ -84,14 +84,15 @@ class DeviceRates:
         for name, curve in self._curves():
             if not _is_curve(curve):
                 raise ReportError(
-                    f"rates: {name} is {curve!s:.60}, which is not a curve: "
+                    f"the rates are not valid: {name} is {curve!s:.60}, which is not a curve; "
                     "give [size, rate] pairs above 0 with ascending sizes"
                 )
         for name, positive in _NUMBERS.items():
             value = getattr(self, name)
             if not is_number(value) or value < 0 or (positive and not value):
                 raise ReportError(
-                    f"rates: {name} is {value!r:.40}: give a number {'above 0' if positive else 'of 0 or more'}"
+                    f"the rates are not valid: {name} is {value!r:.40}, "
+                    f"but must be a number {'above 0' if positive else 'of 0 or more'}"
                 )
         wrong = [
             unit
@@ -101,17 +102,20 @@ class DeviceRates:
         wrong += set(self.products) - set(roofline.UNITS)
         if wrong or not self.products:
             fault = f"{wrong[0]} is an unknown compute unit or has no rate above 0" if wrong else "products is empty"
-            raise ReportError(f"rates: {fault}: give rates above 0 for units among {', '.join(roofline.UNITS)}")
+            raise ReportError(
+                f"the rates are not valid: {fault}; give rates above 0 for compute units among "
+                f"{', '.join(roofline.UNITS)}"
+            )
         if set(self.attention) != set(WAYS) or not all(self.attention.values()):
             raise ReportError(
-                f"rates: attention contains {', '.join(self.attention) or 'nothing'}: give {', '.join(WAYS)}, "
-                "each with curves by head dimension"
+                f"the rates are not valid: attention contains {', '.join(self.attention) or 'nothing'}, "
+                f"but needs {', '.join(WAYS)}, each with a curve for every head dimension"
             )
         for row in self.collectives:
             if row.kind not in WIRE or row.group < 2 or not 1 <= row.hosts <= row.group:
                 raise ReportError(
-                    f"rates: collective {row.kind!r:.40} of {row.group} devices on {row.hosts} hosts is not valid: "
-                    f"give {', '.join(WIRE)} of 2 or more devices"
+                    f"the rates are not valid: the collective {row.kind!r:.40} of {row.group} devices on "
+                    f"{row.hosts} hosts is not valid; give one of {', '.join(WIRE)} of 2 or more devices"
                 )
 
     def _curves(self) -> list[tuple[str, Any]]:
@@ -130,8 +134,8 @@ class DeviceRates:
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
 
     def completed(self, listed: DeviceRates, hosts: int = 1) -> DeviceRates:
-        """Returns these rates, completed with the collectives and latencies of `listed` that they lack, for a target
-        of `hosts` hosts.
+        """Returns these rates for a target of `hosts` hosts. Collectives and latencies that they lack are taken from
+        `listed`.
 
         A calibration on one device measures no collectives, and a calibration on one machine measures none between
         hosts.
@@ -155,8 +159,8 @@ class DeviceRates:
         )
 
     def shared(self, devices: int) -> DeviceRates:
-        """Returns the rates of each of `devices` devices that one CPU simulates. The devices share the cores and the
-        memory of the CPU.
+        """Returns the rates of one of `devices` devices that a CPU simulates. They share the cores and the memory of
+        the CPU.
         """
         if devices < 2:
             return self
@@ -204,8 +208,8 @@ def _is_curve(points: Any) -> bool:
 
 
 def at(curve: Curve, size: float) -> float:
-    """Returns the rate of a curve at a size. Between points, the interpolation is linear on logarithmic axes. Before
-    the first and after the last point, the rate is constant.
+    """Returns the rate that a curve gives for a size. Between points, the interpolation is linear on logarithmic axes.
+    Outside of the points, the rate is that of the first or the last point.
     """
     place = bisect.bisect_left(curve, (size, 0.0))
     if place == 0:
@@ -228,14 +232,14 @@ def from_json(value: Any) -> DeviceRates:
         )
     unknown = next((key for key in value if key not in known and key != "format"), None)
     if unknown is not None:
-        raise ReportError(f"rates: {unknown!r:.40} is an unknown field: give only {', '.join(known)}")
+        raise ReportError(f"the rates are not valid: {unknown!r:.40} is an unknown field; use only {', '.join(known)}")
     read: dict[str, Any] = {}
     try:
         for name, field in known.items():
             if name in value:
                 read[name] = _READ[name](value[name]) if name in _READ else value[name]
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise ReportError(f"rates: {name} is missing: run bytescope calibrate again")
+                raise ReportError(f"the rates file has no field {name}: run bytescope calibrate again")
         return DeviceRates(**read)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         if isinstance(error, ReportError):
@@ -251,13 +255,13 @@ def _curve(points: Any) -> Curve:
 
 def _whole(value: Any) -> int:
     if not is_count(value):
-        raise ValueError(f"{value!r:.40} is not a whole number")
+        raise ValueError(f"the rates need a whole number, but have {value!r:.30}")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} is not a string")
+        raise ValueError(f"the rates need a string, but have {value!r:.40}")
     return in_one_line(value)
 
 

@@ -36,11 +36,15 @@ def load(path: str | Path) -> DeviceRates:
         check_readable(path)
         return from_json(report_json.parse(Path(path).read_bytes()))
     except OSError as error:
-        raise ReportError(f"{path}: {error.strerror}: give the file that bytescope calibrate wrote") from error
+        raise ReportError(
+            f"cannot read {path}: {error.strerror}: give the file that bytescope calibrate wrote"
+        ) from error
     except ReportError as error:
         raise ReportError(f"{path}: {error}") from error
     except ValueError as error:
-        raise ReportError(f"{path} is not JSON ({in_one_line(str(error)):.60}): run bytescope calibrate") from error
+        raise ReportError(
+            f"{path} is not JSON ({in_one_line(str(error)):.60}): write it again with bytescope calibrate"
+        ) from error
 
 
 # The measured rates file of this process (--rates=FILE), as a list with at most one item.
@@ -104,7 +108,7 @@ def select(target: Target | Mapping[str, Any], file: str | Path | None = None) -
 
 
 def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
-    """Raises ReportError if the rates were measured on another kind of device than the target.
+    """Refuses rates of another kind of device than the target's, by raising ReportError.
 
     `known`: the JSON of the target.
     """
@@ -117,8 +121,8 @@ def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
 
 
 def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
-    """Measures the rates of this machine's CPU and returns the rates of each device that it simulates. The collectives
-    of simulated devices are copies in memory.
+    """Measures the rates of this machine's CPU, and returns the rates of one simulated device. Collectives between
+    simulated devices are copies in memory.
     """
     flops, copied = (rate / _count(known, "n_devices") for rate in roofline.machine_rates())
     product, moved = ((1.0, flops),), ((1.0, copied),)

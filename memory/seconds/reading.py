@@ -55,7 +55,8 @@ class CompiledSchedule:
 
     Fields:
         steps: the kernels, collectives and copies in order; () if unknown.
-        order: the same schedule with a record for each instruction, before `settle` was applied.
+        order: the schedule as one record per instruction, without the FLOPs that `settle` adds; loop bodies occur
+            once.
         settle: function that adds FLOPs to the kernels whose work the compiled module does not contain.
     """
 
@@ -88,11 +89,14 @@ def read_schedule(
     too many records.
 
     Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, and a conditional
-    counts as its most expensive branch. Library kernels of unknown work (FOREIGN) compute the FLOPs that `flops`
-    counts in their phase and that the module's other kernels do not compute. If the products that their arrays suggest
-    add up to this number, they are these products (TILED if their operands have 8 bits); otherwise they share it in
-    proportion to their bytes. Products of experts (GROUPED) get the part of their rows' FLOPs that `flops` counts,
-    because tiles without rows cost nothing.
+    counts as its most expensive branch.
+
+    FLOPs that the compiled module does not contain are added as follows:
+    - Library kernels of unknown work (FOREIGN) share the FLOPs that `flops` counts in their phase and that no other
+      kernel computes. If the products that the shapes of their arrays suggest add up to these FLOPs, they are these
+      products (TILED if their operands have 8 bits). Otherwise, each kernel gets a share in proportion to its bytes.
+    - Products of experts (GROUPED) get only the part of their rows' FLOPs that `flops` counts, because tiles without
+      rows cost nothing.
 
     Args:
         mesh: names and sizes of the mesh axes (unused, because the module lists groups).
@@ -297,8 +301,8 @@ class _ScheduleReader:
             yield from self.scheduled(id)
 
     def crossing(self, one: Instruction, around: str, name: str) -> Iterator[Start]:
-        """Yields the starts of the copies between device and host that an operation makes. If the number of loop
-        iterations around it is unknown, the whole array is assumed to be copied.
+        """Yields a `Start` for each copy between device and host that an operation makes. If the number of iterations
+        of a loop around it is unknown, the whole array is assumed to be copied.
         """
         self.begun.add(name)
         around = self.phase(one, around)
@@ -343,7 +347,7 @@ _RULES: dict[str, _Rule] = {
 
 
 def _cost(steps: Steps) -> int:
-    """Returns the cost of steps by which the branches of a conditional are compared: the bytes of all kernels and
+    """Returns the cost of a branch of a conditional, to find the most expensive branch: the bytes of all kernels and
     transfers, plus the bytes that a device could move in the time of the FLOPs.
     """
     own = sum(times * (kernel.bytes + kernel.flops // _FLOPS_PER_BYTE) for kernel, times in every_kernel(steps))
@@ -351,8 +355,8 @@ def _cost(steps: Steps) -> int:
 
 
 def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, int]:
-    """Returns phase -> FLOPs per device that the jaxpr contains and that the matrix products known from the module do
-    not compute. FLOPs of masked attention pairs are included, as in the jaxpr.
+    """Returns phase -> FLOPs per device that the jaxpr contains beyond the matrix products that are known from the
+    module. FLOPs of masked attention pairs are included, as in the jaxpr.
 
     Every device computes all FLOPs of a replicated kernel, and an equal share of all other FLOPs.
     """
@@ -379,10 +383,10 @@ class _UnknownWork:
 
 
 def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Steps]:
-    """Returns a function that adds FLOPs to the custom kernels and the products of experts in `steps` or in parts of
-    them.
+    """Returns a function that adds the missing FLOPs to the custom kernels and the products of experts in `steps`, or
+    in a part of `steps`.
 
-    `beyond`: phase -> FLOPs that all of these kernels compute together, from `_beyond`.
+    `beyond`: phase -> missing FLOPs, the sum over all of these kernels (from `_beyond`).
     """
     sums: dict[str, _UnknownWork] = {}
     for kernel, times in every_kernel(steps):

@@ -100,11 +100,12 @@ def start_seconds(
     """Returns (instruction -> seconds from the start of the step to the start of the instruction, seconds of the
     step).
 
-    `order` contains the body of a loop once. The times in the body are stretched, so that one iteration appears to
-    take the seconds of all iterations.
+    `order` lists the body of a loop only once. The times in the body are stretched, so that this one iteration takes
+    the seconds of all iterations.
 
     Args:
-        order: the schedule of one device and one call, with a record for each instruction, before `settle` is applied.
+        order: the schedule of one device and one call as one record per instruction, without the FLOPs that `settle`
+            adds.
         settle: function that adds FLOPs to the kernels whose work the module does not contain
             (`reading.CompiledSchedule`).
     """
@@ -145,8 +146,8 @@ class _StartWalk:
 
 @dataclasses.dataclass(frozen=True)
 class _Compute:
-    """Consecutive kernels: the seconds of all runs, the part of them that is launch overhead (`launching`), and the
-    terms to which both are added.
+    """Kernels that run one after the other: their total seconds, the part of these that is launch overhead
+    (`launching`), and the terms to which the two are added.
     """
 
     seconds: float
@@ -157,9 +158,7 @@ class _Compute:
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """A transfer that begins on a stream, with its seconds and the (phase, term) to which the time of waiting for it
-    is added.
-    """
+    """A transfer on a stream: its seconds, and the (phase, term) to which the time of waiting for it is added."""
 
     name: str
     stream: str
@@ -169,7 +168,7 @@ class _Sent:
 
 @dataclasses.dataclass(frozen=True)
 class _Turns:
-    """A loop whose steps have known seconds."""
+    """A loop of the schedule in which the seconds of every step are already computed."""
 
     trips: int
     steps: tuple[_Priced, ...]
@@ -248,7 +247,7 @@ class _DeviceClock:
                 self._wait(end, sent.waits)
 
     def finish(self) -> None:
-        """Waits for all streams, the one that ends first at the beginning."""
+        """Ends the simulation: waits for all streams, in the order in which they end."""
         for stream in sorted(self.last, key=lambda stream: self.free[stream]):
             self._wait(self.free[stream], self.last[stream])
 
@@ -280,9 +279,9 @@ class _DeviceClock:
         self.spent[counts] = self.spent.get(counts, 0.0) + taken
 
     def _loop(self, loop: _Turns) -> None:
-        """Simulates a loop on a new clock that begins at 0 and has the same transfers in flight.
+        """Simulates a loop on a new clock that starts at 0, with the transfers in flight copied to it.
 
-        On the clock of a long step, the seconds of one iteration would lose precision.
+        On the clock of a long step, floating-point rounding would make the seconds of one iteration inexact.
         """
         inside, began = _DeviceClock(), self.now
         inside.free = {stream: free - began for stream, free in self.free.items()}

@@ -164,7 +164,7 @@ def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
 
 
 def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = True) -> str:
-    """Returns the reason why the seconds of a program cannot be predicted, with the remedy; "" if they can.
+    """Returns why the seconds of a program cannot be predicted, and what to do; "" if they can be predicted.
 
     Args:
         known_schedule: whether the compiled schedule was read.

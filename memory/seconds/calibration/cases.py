@@ -48,19 +48,19 @@ _GUESS = (1e14, 1e12)
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationCase:
-    """One kernel to measure at one size.
+    """A measurement case of the calibration: one kernel at one size.
 
     Fields:
         part: one of `PARTS`.
-        key: identifies the case within its part: (compute unit,) for products, (compute unit, m, k, n) for thin
+        key: identifies the kernel within `part`: (compute unit,) for products, (compute unit, m, k, n) for thin
             products, (way, head dimension) for attention, (COPY or ADD,) for memory, (kind, number of devices) for
             collectives, (direction,) for the host link.
         size: the side m = k = n of a matrix product, the number of keys of attention, or bytes.
         work: FLOPs or bytes of one run of the kernel.
-        links: number of runs of the kernel in one call.
+        links: number of runs of the kernel, one after the other, in one call.
         make: function that returns an object with a method `start()`. `start()` returns a function that begins one
             call and returns an array to wait for.
-        needed: whether the case is measured even if there is little time.
+        needed: whether predictions need the case, so that it is measured even if time is short.
     """
 
     part: str
@@ -73,14 +73,14 @@ class CalibrationCase:
 
     @property
     def label(self) -> str:
-        """The case in words, for the progress display."""
+        """The kernel and its size in words, for the progress display."""
         size = human(self.size) if self.part in (MEMORY, COLLECTIVES, HOST_LINK) else str(self.size or "")
         return " ".join(filter(None, (self.part, *map(str, self.key), size)))
 
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationSizes:
-    """The sizes to measure. Each list begins with the most important size.
+    """The sizes of the kernels that a calibration measures. Each list begins with the most important size.
 
     Fields:
         units: compute units (of `cost.roofline.UNITS`).
@@ -139,7 +139,9 @@ def choose_sizes(target: Target) -> CalibrationSizes:
 
 
 def list_cases(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
-    """Returns the cases to measure. Cases that a prediction needs come first, then one case of each part in turn."""
+    """Returns the measurement cases of a calibration. Cases that predictions need come first. The others alternate
+    between the parts.
+    """
     units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
     if target.peak_flops:
         flops, bandwidth = target.peak_flops[units[0]], target.hbm_bytes_per_s
@@ -166,8 +168,8 @@ def list_cases(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationS
 
 
 def count_links(work: float, rate: float) -> int:
-    """Returns the number of kernel runs in one call for `work` FLOPs or bytes at a rate per second. It is a multiple
-    of `UNROLLED` if it is at least that large.
+    """Returns the number of kernel runs that make one call take about `CALL_SECONDS`. From `UNROLLED` on, it is a
+    multiple of `UNROLLED`. `work` is FLOPs or bytes of a run, and `rate` is FLOPs or bytes per second.
     """
     wanted = min(max(int(CALL_SECONDS * rate / work), MIN_LINKS), MAX_LINKS)
     return wanted if wanted < UNROLLED else wanted - wanted % UNROLLED
@@ -175,15 +177,15 @@ def count_links(work: float, rate: float) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A program that runs one kernel many times. Each run needs the result of the run before.
+    """A program that runs one kernel many times. Each run reads the result of the previous run, so that no two runs
+    overlap.
 
     Fields:
-        program: function (before, x, *others) -> results, of which the first is the argument `before` of the next
-            call.
+        program: function (before, x, *others) -> results. The first result is the argument `before` of the next call.
         before: the shape of `before`, a float32 array.
-        inputs: (shape, dtype, scale) of x and the others. They are filled with normally distributed numbers with this
-            standard deviation.
-        sharding: the sharding of all arguments. For `lower`, this machine need not have its devices.
+        inputs: (shape, dtype, scale) of x and the other arguments, which are filled with normally distributed numbers
+            of standard deviation `scale`.
+        sharding: the sharding of all arguments. `lower` also accepts devices that this machine does not have.
     """
 
     program: Callable[..., Any]
@@ -245,8 +247,9 @@ def _chain(
 
 
 def _normal(sharding: Any, seed: int, shape: tuple[int, ...], dtype: Any, scale: float) -> Any:
-    """Returns an array of normally distributed numbers that repeat every million elements. Zeros are not used, because
-    they reduce the power that the device needs. Each device of a sharding over the first dimension fills its own part.
+    """Returns an array of normally distributed numbers that repeat every million elements. Zeros would be a bad input,
+    because devices compute on zeros with less power. Each device of a sharding over the first dimension fills its own
+    part.
     """
     import jax
     import numpy as np
@@ -320,8 +323,8 @@ def _product_cases(
 
 
 def _thin_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
-    """Yields cases of thin matrix products like those in a transformer block: (m, k) x (k, n), and then back to (m,
-    k).
+    """Yields measurement cases of thin matrix products, like those in a transformer block: (m, k) x (k, n), and then
+    back to (m, k).
     """
 
     def make(m: int, k: int, n: int, links: int) -> Chain:
@@ -421,7 +424,7 @@ class _Copies:
     destination: Any
 
     def start(self) -> Callable[[], Any]:
-        """Creates the array and returns a function that begins one copy."""
+        """Creates the array. Returns a function that begins one copy of it."""
         import jax
         import numpy as np
 

@@ -52,7 +52,7 @@ class Sample:
     Fields:
         part, key, size, work: the fields of `cases.CalibrationCase`.
         seconds: median seconds of one run of the kernel.
-        spread: distance between the quartiles divided by the median; None for fewer than two measurements.
+        spread: distance between the quartiles, as a fraction of the median; None for fewer than two measurements.
     """
 
     part: str
@@ -86,7 +86,7 @@ class _Prepared:
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def visit(self) -> float:
-        """Runs the calls one after the other and returns the seconds of one run of the kernel."""
+        """Runs the timed calls one after the other, and returns the mean seconds of one run of the kernel."""
         began = time.perf_counter()
         for _ in range(self.calls):
             last = self.run()
@@ -101,13 +101,13 @@ def measure(
     seconds: float = 60.0,
     tell: Tell = lambda labels, done: None,
 ) -> Calibration:
-    """Measures the cases of `cases.list_cases` in about `seconds` seconds, and derives the rates of a device from
-    them.
+    """Measures kernels in about `seconds` seconds, and derives the rates of a device from their times.
 
     Args:
         target: the target that describes the devices, with the rates of their data sheet if known.
         devices: number of devices on which the cases run.
-        tell: function that is called with the labels of the running cases and the whole seconds since the start.
+        tell: function that is called with the labels of the kernels that are being measured, and the whole seconds
+            since the start.
 
     Raises ReportError if a rate that a prediction needs cannot be measured.
     """
@@ -129,8 +129,8 @@ def measure(
     try:
         return Calibration(fit_rates(samples, target, _about(target, devices)), samples, left_out)
     except ReportError as error:
-        why = next(iter(left_out.items()), ("nothing", "left out"))
-        raise ReportError(f"the devices could not be measured ({error}); {why[0]}: {why[1]}") from error
+        why = next((f"{label} failed: {reason}" for label, reason in left_out.items()), "run the calibration again")
+        raise ReportError(f"the devices could not be measured ({error}); {why}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +151,14 @@ class _TimeBudget:
         return time.monotonic() - self.began
 
     def late(self, needed: bool) -> bool:
-        """Returns whether there is no time left to compile a case. `needed`: whether a prediction needs the case."""
+        """Returns whether too little time is left to compile a measurement case. `needed`: whether predictions need
+        the case.
+        """
         return self.passed > (self._limit if needed else _PREPARING * self.seconds)
 
     def over(self, turns: int) -> bool:
-        """Returns whether there is no time left to measure the cases again, after `turns` rounds. The first round may
-        take longer.
+        """Returns whether too little time is left for another round of measurements, after `turns` rounds. The first
+        round may take longer.
         """
         return self.passed > (self.seconds if turns else self._limit)
 
@@ -209,7 +211,7 @@ def _rounded(value: float) -> float:
 
 
 def _about(target: Target, devices: int) -> dict[str, str]:
-    """Returns the device, the date and the versions, which are stored in the rates file."""
+    """Returns the facts that are stored in the rates file: the device, the date and the versions."""
     about = {
         "device": target.kind,
         "platform": target.platform,
@@ -225,7 +227,7 @@ def _about(target: Target, devices: int) -> dict[str, str]:
 
 
 def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str]) -> DeviceRates:
-    """Derives the rates of a device from measured cases.
+    """Derives the rates of a device from measured kernels.
 
     `about`: the device, the date and the versions of the calibration.
 
@@ -244,7 +246,9 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
         attention[way][width] = curve
     copies = [sample for sample in parts[HOST_LINK] if sample.size > SHORT]
     if not (copies and parts[MEMORY]):
-        raise ReportError("the rate of the device memory or of the host link was not measured")
+        raise ReportError(
+            "the rate of the device memory or of the host link was not measured: run bytescope calibrate again"
+        )
     short = [sample.seconds for sample in parts[COLLECTIVES] if sample.size <= SHORT]
     chip = next((chip for chip in CHIPS.values() if chip.kind == target.kind), None)
     versions = ", ".join(f"{name} {about[name]}" for name in _VERSIONS if name in about)
@@ -275,7 +279,7 @@ def _work_seconds(sample: Sample, floor: float) -> float:
 
 
 def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Curve]:
-    """Returns key of the cases -> curve of FLOP/s or bytes per second over the size."""
+    """Returns key of a kernel -> its curve of FLOP/s (or bytes per second) over the size."""
     curves: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         curves[sample.key][float(sample.size)] = _rounded(sample.work / _work_seconds(sample, floor))

@@ -305,7 +305,9 @@ def test_gradients_and_state_lie_as_their_params(devices):
 
 def test_an_optimizer_without_an_update_is_refused():
     loss = Loss(foreign.loss_of("scan"), foreign.arguments(), {})
-    with pytest.raises(ReportError, match="optimizer='adam': give an object with init and update, such as optax.adamw"):
+    with pytest.raises(
+        ReportError, match="optimizer='adam' needs the methods init and update: give one such as optax.adamw"
+    ):
         loss.step(find_layers(loss.jaxpr, loss.active), None, "adam")
 
 
