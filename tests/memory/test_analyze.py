@@ -252,7 +252,7 @@ def test_the_text_of_a_program_is_no_path():
     with pytest.raises(memory.ReportError) as caught:
         memory.analyze("HloModule jit_f, is_scheduled=true\n" * 100)
     assert str(caught.value).startswith(
-        "this is a program as text, which has no buffers: give the Compiled or Lowered object; "
+        "the program is given as HLO text, which does not contain buffers: give the Compiled or Lowered object, "
     )
 
 

@@ -60,9 +60,9 @@ REFUSED = {
         None: "config 'other' is a folder: give a file in it\n",
     },
     (RunPath,): {
-        WeightsPath: "weights is not a run directory: ",
+        WeightsPath: "weights is not a run directory",
         ConfigPath: "config.py",
-        None: "other is not a run directory: ",
+        None: "other is not a run directory",
     },
     (RunPath, WeightsPath): {
         ConfigPath: "config.py is neither a run nor a folder of weights: ",

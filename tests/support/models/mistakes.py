@@ -27,7 +27,7 @@ OF_MODELS = {
         ("missing --prompt=x --prompts=records.jsonl", "--prompt and --prompts"),
         ("missing --out=o", "is only valid with --prompts"),
         ("missing --prompts=", "the name is empty"),
-        ("missing --max-tokens=0", "--max-tokens=0: give 1 or more"),
+        ("missing --max-tokens=0", "--max-tokens=0 is too small: give 1 or more"),
         ("missing --temperature=-1", "--temperature=-1.0"),
         ("missing --temperature=nan", "--temperature=nan"),
         ("missing --temperature=hot", "--temperature"),

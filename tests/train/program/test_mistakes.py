@@ -35,7 +35,7 @@ OF_WEIGHTS = [
     ("hf:~nobody-here/x", "no folder ~nobody-here/x"),
     (f"hf:{LONG}", "no folder"),
     (f"hf:{LONE}", "no folder"),
-    ("hf:experts", "experts/config.json: num_local_experts"),
+    ("hf:experts", "experts/config.json: the key num_local_experts"),
     (
         "hf:meta-llama/Llama-3.1-8B",
         "hf: and init.folder must name a local folder: download it from the Hugging Face Hub with hf "

@@ -53,7 +53,7 @@ def test_patterns_choose_parameters(patterns, found):
         ({"optimizer.freeze": "*w_q", "precision.preset": "fp8"}, "frozen blocks.attention.w_q; .*preset=bf16"),
         (
             {"optimizer.freeze": "blocks.*", "optimizer.fused_backward": "true", "optimizer.clip_norm": "0"},
-            "all blocks frozen",
+            "when all blocks are frozen",
         ),
     ],
 )
