@@ -327,7 +327,7 @@ def test_the_guard_takes_a_step_with_its_arguments():
     with pytest.raises(memory.GuardError, match="more than 16 B"):
         memory.assert_fits(report, size="16B")
     for size in ("72GiB", "72"):
-        with pytest.raises(memory.ReportError, match=f"by name, size='{size}'"):
+        with pytest.raises(memory.ReportError, match=f"as a keyword, size='{size}'"):
             memory.assert_fits(abs, number, size)
 
 
