@@ -64,7 +64,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--profile",
         metavar="STEPS",
-        help="number of updates (3) or range of updates (100-103) to profile",
+        help="updates to profile: a number (3) or a range (100-103)",
     )
     add_rates(parser)
     parser.add_argument(

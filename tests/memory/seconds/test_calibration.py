@@ -316,5 +316,5 @@ def test_what_a_device_refuses_is_left_out_with_its_reason(h200):
         raise RuntimeError("no such\nunit")
 
     case = CalibrationCase(PRODUCTS, ("fp8",), 64, 1.0, 1, fails)
-    with pytest.raises(ReportError, match="products fp8 64: no such unit"):
+    with pytest.raises(ReportError, match="products fp8 64 failed: no such unit"):
         measure.measure([case], h200, 8, 0.01)

@@ -293,7 +293,7 @@ def test_a_damaged_checkpoint_is_noticed(gpt2, damage, named, tmp_path, capsys, 
 def test_another_checkpoint_is_asked_for(gpt2, tmp_path, capsys):
     assert cli.main(["export", str(gpt2), str(tmp_path / "out"), "--step=3"]) == 0
     assert cli.main(["export", str(gpt2), str(tmp_path / "other"), "--step=4"]) == 2
-    assert "checkpoints of 3, 5" in capsys.readouterr().err
+    assert "checkpoints of the steps 3, 5" in capsys.readouterr().err
 
 
 def test_a_config_of_fewer_layers_than_the_checkpoint_has(gpt2, tmp_path, capsys):
