@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 # The primitive with which jax asks a remat policy about a checkpoint name, for equations of both kinds.
@@ -54,6 +54,24 @@ def bodies(equation: Any) -> Iterator[Any]:
                 yield inner_jaxpr(item)
 
 
+def distinct_jaxprs(jaxpr: Any, inner: Callable[[Any], Iterable[Any]] = bodies) -> Iterator[Any]:
+    """Yields a Jaxpr (or the Jaxpr of a ClosedJaxpr) and all jaxprs inside its equations. A jaxpr that is used several
+    times is yielded once.
+
+    inner: function equation -> the jaxprs inside it to continue with.
+    """
+    seen: dict[int, Any] = {}  # the jaxprs are kept, so that no other object gets the same id
+    pending = [inner_jaxpr(jaxpr)]
+    while pending:
+        inside = pending.pop()
+        if id(inside) in seen:
+            continue
+        seen[id(inside)] = inside
+        yield inside
+        for equation in inside.eqns:
+            pending += inner(equation)
+
+
 def checkpoint_of(equation: Any) -> Checkpoint | None:
     """Returns the checkpoint that an equation runs; None if the equation is not a `jax.checkpoint`."""
     given = parameters(equation)
@@ -71,15 +89,7 @@ def checkpoint_name_of(equation: Any) -> str:
 
 def checkpoint_names_in(jaxpr: Any) -> set[str]:
     """Returns all names given by `checkpoint_name` in a Jaxpr or ClosedJaxpr and its inner jaxprs."""
-    names, seen, pending = set(), {}, [inner_jaxpr(jaxpr)]
-    while pending:
-        inside = pending.pop()
-        if id(inside) in seen:
-            continue
-        seen[id(inside)] = inside
-        for equation in inside.eqns:
-            names.add(checkpoint_name_of(equation))
-            pending += bodies(equation)
+    names = {checkpoint_name_of(equation) for inside in distinct_jaxprs(jaxpr) for equation in inside.eqns}
     return names - {""}
 
 

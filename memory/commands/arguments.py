@@ -127,7 +127,7 @@ def add_rates(parser: argparse.ArgumentParser) -> None:
         "--rates",
         metavar="FILE",
         type=user_path,
-        help="predict seconds from the rates that bytescope calibrate --out wrote to FILE (default: built-in rates)",
+        help="rates for predicted seconds: FILE of bytescope calibrate",
     )
 
 

@@ -23,7 +23,7 @@ from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.signature import Signature, read_signature
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
-from bytescope.memory.jaxprs import bodies, inner_jaxpr
+from bytescope.memory.jaxprs import distinct_jaxprs
 from bytescope.memory.records.report_record import XlaStats
 
 if TYPE_CHECKING:
@@ -122,16 +122,10 @@ class Compilation:
 
 def check_sizes(jaxpr: Any) -> None:
     """Raises ReportError if a traced program contains an array of more than `MAX_BYTES` bytes."""
-    seen, pending = {}, [inner_jaxpr(jaxpr)]
-    while pending:
-        inside = pending.pop()
-        if id(inside) in seen:
-            continue
-        seen[id(inside)] = inside
+    for inside in distinct_jaxprs(jaxpr):
         variables = [*inside.invars, *inside.constvars]
         for equation in inside.eqns:
             variables += equation.outvars
-            pending += bodies(equation)
         for variable in variables:
             shape, dtype = getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None)
             sizes = [size for size in shape if isinstance(size, int)]

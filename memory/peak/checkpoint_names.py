@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.scopes import COMPONENTS
-from bytescope.memory.jaxprs import bodies, checkpoint_name_of
+from bytescope.memory.jaxprs import checkpoint_name_of, distinct_jaxprs
 
 Place = tuple[str, int, int]
 Chain = tuple[Place, ...]
@@ -149,13 +149,7 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
     equations that compute these values. Inner jaxprs are included.
     """
     places: list[NamedPlace] = []
-    pending, seen = [jaxpr], set()
-    while pending:
-        inner = pending.pop()
-        inner = getattr(inner, "jaxpr", inner)
-        if id(inner) in seen or not hasattr(inner, "eqns"):
-            continue
-        seen.add(id(inner))
+    for inner in distinct_jaxprs(jaxpr):
         makers = {id(variable): equation for equation in inner.eqns for variable in equation.outvars}
         named = [equation for equation in inner.eqns if checkpoint_name_of(equation)]
         # Equations of one expression that cannot be distinguished, such as the products within a GELU, are skipped.
@@ -170,8 +164,6 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
                 for operation in (primitive, MARK):
                     places.append(NamedPlace(chain, end, f"{stack}/{operation}", checkpoint_name_of(equation)))
         places += _displaced_marks(inner, makers)
-        for equation in inner.eqns:
-            pending += bodies(equation)
     return [place for place in places if place.chain]
 
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bytescope.memory.jaxprs import bodies, inner_jaxpr, with_parameters
+from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr, with_parameters
 
 # Primitive -> whether it has side effects, so that it is called even if nothing uses its results.
 CALLBACKS = {"debug_callback": True, "debug_print": True, "io_callback": True, "pure_callback": False}
@@ -25,17 +25,9 @@ _GPUS = {"cuda", "rocm"}
 def count(jaxpr: Any) -> int:
     """Returns the number of equations that call Python functions, such as `jax.pure_callback`, in a Jaxpr or
     ClosedJaxpr and its inner jaxprs. An inner jaxpr that is used several times is counted once."""
-    number, seen, pending = 0, {}, [inner_jaxpr(jaxpr)]
-    while pending:
-        inside = pending.pop()
-        if id(inside) in seen:
-            continue
-        seen[id(inside)] = inside
-        for equation in inside.eqns:
-            if equation.primitive.name in CALLBACKS:
-                number += 1
-            else:
-                pending += _inner(equation)
+    number = 0
+    for inside in distinct_jaxprs(jaxpr, _inner):
+        number += sum(equation.primitive.name in CALLBACKS for equation in inside.eqns)
     return number
 
 

@@ -266,9 +266,15 @@ def test_proto_by_path_and_bytes(subject, tmp_path):
         assert read.xla.temp_bytes == report.xla.temp_bytes
 
 
-@pytest.mark.parametrize("given", [None, 3, object(), lambda x: x])
-def test_what_is_no_program(given):
-    with pytest.raises(memory.ReportError, match="is not a program|without its arguments"):
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        *((given, "is not a program: give") for given in (None, 3, object())),
+        (lambda x: x, "without its arguments: give"),
+    ],
+)
+def test_what_is_no_program(given, words):
+    with pytest.raises(memory.ReportError, match=words):
         memory.analyze(given)
 
 

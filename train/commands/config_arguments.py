@@ -91,8 +91,7 @@ def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument(
         "--lora",
         action="store_true",
-        help=f"train LoRA adapters instead of the weights; --config.lora.rank sets the rank "
-        f"(default {LORA_DEFAULT_RANK}){more}",
+        help=f"train LoRA adapters instead of the weights (rank {LORA_DEFAULT_RANK}){more}",
     )
 
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 train a transformer and show its memory before the first step.
-CONFIG is a config file, the name of a shipped config (default: tiny; bytescope
-configs lists the names), or hf:FOLDER for a folder of Hugging Face weights."""
+CONFIG: config file, shipped config (default: tiny), or hf:FOLDER of weights."""
 EPILOG = """\
 examples:
   bytescope train                              a tiny model, about two minutes
@@ -73,7 +72,7 @@ def make_parser() -> Parser:
         help="print the first row, trained tokens in [brackets]; exit",
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="print the full report, and the reason for each chosen setting"
+        "--verbose", action="store_true", help="the full report, and the reason for each chosen setting"
     )
     add_flags(parser)
     return parser

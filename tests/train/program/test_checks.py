@@ -67,7 +67,7 @@ def test_a_value_that_no_run_can_want_is_refused(key, values):
     ],
 )
 def test_the_ends_of_the_ranges_are_valid(key, value):
-    read_settings(small_config({key: value}))
+    assert read_settings(small_config({key: value}))
 
 
 @pytest.mark.parametrize("text", ["a,b,c,d", "0", "-8", "8,1", "8,1,4", "8,1,4,-1", "8,1,4,nan", "8,1,4,0"])
