@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bytescope.memory.cost import collectives, flops, host_transfers, kernel_costs, step_work
-from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.devices import limits
+from bytescope.memory.devices.chips import CHIPS, base_name
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
@@ -26,13 +27,13 @@ from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
-from bytescope.memory.peak import assemble, ledger, runtime_overheads
+from bytescope.memory.peak import assemble, ledger, runtime_overheads, xla_budget
 from bytescope.memory.peak.buffer_placement import PlacedProgram, place
 from bytescope.memory.peak.checkpoint_names import Names, named_places
 from bytescope.memory.peak.live_schedule import derive
 from bytescope.memory.program import program_arguments
 from bytescope.memory.program.roles import checked_roles
-from bytescope.memory.records.buffer_records import POOL, Buffer, PeakAccount, overhead_bytes
+from bytescope.memory.records.buffer_records import CARD, POOL, Buffer, PeakAccount, overhead_bytes
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
 from bytescope.memory.records.report_record import JudgedProgram, ReportRecord, Subject, Transfer, XlaStats
 from bytescope.memory.records.schedule_records import Steps
@@ -98,7 +99,7 @@ def report_of(
     predicted = account.allocated_bytes + overhead_bytes(overheads, POOL)
     judged = JudgedProgram(
         **vars(account),
-        **vars(_verdict(predicted, target.limit_bytes if target else None)),
+        **vars(_verdict(predicted, target, overhead_bytes(overheads, CARD))),
         collectives=read.collectives,
         work=_work(read, transfers, per_host),
         target=target.to_json() if target else {},
@@ -117,6 +118,7 @@ def report_of(
         transfers=transfers,
         schedule=read.schedule.steps,
         xla=stats,
+        xla_budget=xla_budget.find(stats, target, compilation.budget),
         subject=subject,
         versions=compilation.versions,
         config=dict(config or {}),
@@ -260,7 +262,7 @@ def _runtime_facts(
     untuned = 0
     if target and target.is_described and target.platform == "cuda":
         untuned = _untuned_product(module)
-    chip = CHIPS.get(target.name.partition(":")[0]) if target else None
+    chip = CHIPS.get(base_name(target.name)) if target else None
     return runtime_overheads.Facts(
         loop=loop or runtime_overheads.LoopOverhead(),
         results=tuple(b.bytes for b in outputs if b.dtype),
@@ -303,12 +305,29 @@ def judge(report: ReportRecord, limit: int | None) -> ReportRecord:
     """
     if limit is None:
         return report
-    return dataclasses.replace(report, **vars(_verdict(report.predicted_bytes, limit)))
+    return dataclasses.replace(report, **vars(_verdict_of(report.predicted_bytes, limit)))
 
 
-def _verdict(predicted: int, limit: int | None) -> Verdict:
-    if limit is None:
+def pool_notes(report: ReportRecord) -> list[str]:
+    """Returns sentences about the size of jax's pool if it decides whether the program fits (`limits.pool_notes`)."""
+    return limits.pool_notes(report.target, report.limit_bytes, report.predicted_bytes, report.overhead(CARD))
+
+
+def _verdict(predicted: int, target: Target | None, outside: int) -> Verdict:
+    """Returns the verdict for a target. A program also exceeds a GPU if the memory outside of jax's pool does not
+    suffice.
+
+    outside: bytes that the runtime needs outside of the pool.
+    """
+    if target is None:
         return Verdict()
+    verdict = _verdict_of(predicted, target.limit_bytes)
+    if limits.outside_excess(target.to_json(), verdict.limit_bytes, outside):
+        return Verdict(verdict.limit_bytes, False, "exceeds")
+    return verdict
+
+
+def _verdict_of(predicted: int, limit: int) -> Verdict:
     word = "fits"
     if predicted > limit:
         word = "exceeds"

@@ -163,14 +163,14 @@ def check_rates(args: argparse.Namespace, names: Sequence[str]) -> None:
     Raises:
         ReportError: the file was measured on another kind of device.
     """
-    from bytescope.memory.devices.chips import CHIPS
+    from bytescope.memory.devices.chips import CHIPS, base_name
 
     if vars(args).get("rates") is None:
         return
     from bytescope.memory.seconds import rates
 
     for name in names:
-        base = name.strip().lower().partition(":")[0]
+        base = base_name(name)
         if base in CHIPS or base == "cpu":
             rates.refuse(rates.load(args.rates), {"name": name, "kind": CHIPS[base].kind if base in CHIPS else base})
 
@@ -182,10 +182,11 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
         ReportError: a target does not exist or cannot be measured, a file cannot be written, or --jobs is below 1.
     """
     from bytescope.memory.devices import targets
+    from bytescope.memory.devices.chips import base_name
 
     check_rates(args, names)
     for name in dict.fromkeys(names):
-        base = name.partition(":")[0]
+        base = base_name(name)
         if base not in ("local", "cpu"):  # those need jax, which only the workers start
             targets.parse(name)
             if args.measure:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from bytescope.memory.analysis import pool_notes
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.records import report_diff
@@ -94,8 +95,8 @@ def report_annotations(report: ReportRecord) -> list[str]:
 def _limit(report: ReportRecord) -> str:
     """Returns the text " of LIMIT", where LIMIT is the memory limit in readable units; returns "" if the report has no
     limit."""
-    share = limit_share(report.target, report.limit_bytes)
-    return f" of {human(report.limit_bytes)}{f' ({share})' if share else ''}" if report.limit_bytes else ""
+    words = "; ".join(filter(None, (limit_share(report.target, report.limit_bytes), *pool_notes(report))))
+    return f" of {human(report.limit_bytes)}{f' ({words})' if words else ''}" if report.limit_bytes else ""
 
 
 def summary_of_difference(

@@ -73,14 +73,18 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def start_platform(args: argparse.Namespace) -> None:
-    """Sets jax's platform and the number of simulated CPU devices from the flags. Must run before jax is imported."""
+def start_platform(args: argparse.Namespace, fraction: float | None = None) -> None:
+    """Sets jax's platform and the number of simulated CPU devices from the flags. Must run before jax is imported.
+
+    fraction: the part (0 to 1) of this machine's GPUs for jax's pool; None means jax's default.
+    """
     from bytescope.memory.devices import targets
+    from bytescope.memory.devices.chips import base_name
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
-    platform = choose_platform()
+    platform = choose_platform(fraction=fraction)
     simulate_devices([args.target])
-    if args.program and platform == "cpu" and args.target.partition(":")[0] not in ("local", "cpu"):
+    if args.program and platform == "cpu" and base_name(args.target) not in ("local", "cpu"):
         simulate_devices([f"cpu:{targets.parse(args.target).n_devices}"])  # for a mesh that the program builds
 
 
@@ -160,12 +164,14 @@ def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
     from rich.console import Group
     from rich.text import Text
 
+    from bytescope.memory.analysis import pool_notes
     from bytescope.memory.units import human
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
 
-    missing = human(report.predicted_bytes - (report.limit_bytes or 0))
-    put(Group(Text(), Prose(f"does not fit: {missing} too much", "bold red"), *advice))
+    missing = report.predicted_bytes - (report.limit_bytes or 0)
+    words = f"{human(missing)} too much" if missing > 0 else "; ".join(pool_notes(report))
+    put(Group(Text(), Prose(f"does not fit: {words}", "bold red"), *advice))
 
 
 def _advise(report: ReportRecord) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo.wire import write_field, write_varint
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 
 MODULE = "m"  # the name under which XProf lists the program
@@ -54,16 +55,16 @@ def pprof(report: ReportRecord) -> bytes:
     for buffer in sorted((b for b in report.buffers if b.at_peak and b.memory == "device"), key=lambda b: -b.bytes):
         locations = [table.location(*frame) for frame in reversed(_stack(buffer))]
         labels = b"".join(
-            _message(3, _int(1, table.string(key)) + _int(2, table.string(value)))
+            write_field(3, write_field(1, table.string(key)) + write_field(2, table.string(value)))
             for key, value in _labels(buffer)
             if value
         )
-        samples.append(_message(2, _packed(1, locations) + _packed(2, [buffer.bytes]) + labels))
-    value_type = _int(1, table.string("space")) + _int(2, table.string("bytes"))
-    comments = b"".join(_int(13, table.string(line)) for line in _comments(report))
-    body = _message(1, value_type) + b"".join(samples) + b"".join(table.locations) + b"".join(table.functions)
-    tail = _message(11, value_type) + _int(12, 1) + comments + _int(14, table.string("space"))
-    strings = b"".join(_message(6, text.encode()) for text in table.strings)
+        samples.append(write_field(2, _packed(1, locations) + _packed(2, [buffer.bytes]) + labels))
+    value_type = write_field(1, table.string("space")) + write_field(2, table.string("bytes"))
+    comments = b"".join(write_field(13, table.string(line)) for line in _comments(report))
+    body = write_field(1, value_type) + b"".join(samples) + b"".join(table.locations) + b"".join(table.functions)
+    tail = write_field(11, value_type) + write_field(12, 1) + comments + write_field(14, table.string("space"))
+    strings = b"".join(write_field(6, text.encode()) for text in table.strings)
     return body + strings + tail
 
 
@@ -115,29 +116,12 @@ class _Table:
         if key not in self._ids:
             number = self._ids[key] = len(self._ids) + 1
             text = self.string(name)
-            self.functions.append(
-                _message(5, _int(1, number) + _int(2, text) + _int(3, text) + _int(4, self.string(file)))
-            )
-            self.locations.append(_message(4, _int(1, number) + _message(4, _int(1, number) + _int(2, line))))
+            names = write_field(2, text) + write_field(3, text) + write_field(4, self.string(file))
+            self.functions.append(write_field(5, write_field(1, number) + names))
+            place = write_field(4, write_field(1, number) + write_field(2, line))
+            self.locations.append(write_field(4, write_field(1, number) + place))
         return self._ids[key]
 
 
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _int(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _message(field: int, content: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(content)) + content
-
-
 def _packed(field: int, values: list[int]) -> bytes:
-    return _message(field, b"".join(map(_varint, values)))
+    return write_field(field, b"".join(map(write_varint, values)))

@@ -88,7 +88,8 @@ def with_cpu_devices(job: Job) -> Job:
     Raises ReportError for an unknown target.
     """
     from bytescope.memory.devices import targets
+    from bytescope.memory.devices.chips import base_name
 
-    if job.target.partition(":")[0] in ("local", "cpu"):
+    if base_name(job.target) in ("local", "cpu"):
         return job
     return dataclasses.replace(job, cpu_devices=targets.parse(job.target).n_devices)

@@ -26,6 +26,7 @@ from typing import Any
 
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare
+from bytescope.memory.devices.platform import JAX_FRACTION, MemoryFraction
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.program import user_program
@@ -43,10 +44,13 @@ class ProgramFactory:
     Attributes:
         reference: `module:function` or `file.py:function`, by which a worker process finds the factory.
         row: the class of the comparison rows for this factory's programs.
+        memory_fraction: the fraction of a GPU's memory that these programs give to jax's pool if neither the target nor
+            the user's environment sets it.
     """
 
     reference: str
     row: type[Row] = Row
+    memory_fraction: MemoryFraction = JAX_FRACTION
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
         """Returns the program for a target, ready to be compiled.

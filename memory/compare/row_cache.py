@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from bytescope.memory.devices.chips import base_name
 from bytescope.memory.files import write_whole
 
 # Incremented when the meaning of a cached answer changes.
@@ -94,7 +95,7 @@ def key(
     env = os.environ if env is None else env
     settings = {name: value for name, value in env.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
     # Several machines may share a home folder, and `local` means different devices on each.
-    machine = platform.node() if measure or target.partition(":")[0] in ("local", "cpu") else ""
+    machine = platform.node() if measure or base_name(target) in ("local", "cpu") else ""
     parts = [LAYOUT, factory, dict(config), target, dict(versions), sources, measure, settings, machine, choice]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -39,6 +39,7 @@ def main() -> None:
             job = json.loads(line)
             if job["factory"] not in factories:
                 factories[job["factory"]] = load_factory(job["factory"])
+                choose_platform(fraction=factories[job["factory"]].memory_fraction.value)
             answer = answer_to(job, factories[job["factory"]])
         except Exception as error:  # an error of one combination must not stop the others
             answer = {"status": describe_error(error)}
@@ -62,7 +63,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
     from bytescope.memory.seconds import rates
 
     rates.use(job.get("rates"))
-    target = targets.parse(job["target"])
+    target = targets.parse(job["target"], factory.memory_fraction)
     overrides = job["overrides"]
     if job.get("method"):
         return {"status": "ok", **getattr(factory, job["method"])(overrides, target)}

@@ -6,6 +6,7 @@ the data sheets; GIB is 2**30. To add a chip, add a row.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 from bytescope.memory.units import GIB, MIB
@@ -232,7 +233,7 @@ _CHIPS = (
     _gpu(
         "h100",
         "NVIDIA H100 80GB HBM3",
-        79.1,
+        84_942_979_072 / GIB,  # to the byte: XLA's h100_sxm.txtpb
         3.35 * T,
         64 * GB,
         450 * GB,
@@ -517,6 +518,11 @@ _CHIPS = (
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
 # The minimum compute capability that CUDA 13 compiles for. Older GPUs need the compiler of CUDA 12.
 CUDA_13_FROM = (7, 5)
+
+
+def base_name(name: str) -> str:
+    """Returns the chip in a target's name: "h100" for "H100:2x8@0.9", "cpu" for "cpu:8"."""
+    return re.split("[:@]", name.strip().lower(), maxsplit=1)[0]
 
 
 def target_config(chip: Chip, runtime: tuple[int, int]) -> str:

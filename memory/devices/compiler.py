@@ -10,9 +10,11 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import platform
+import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +25,7 @@ from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.signature import Signature, read_signature
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
+from bytescope.memory.hlo.wire import write_field
 from bytescope.memory.jaxprs import distinct_jaxprs
 from bytescope.memory.records.report_record import XlaStats
 
@@ -41,6 +44,12 @@ _PACKAGES = (
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-cu12",
 )
+
+
+# xla.proto, xla_gpu_memory_limit_slop_factor: its name and its default in debug_options_flags.cc.
+SLOP, SLOP_PERCENT = "xla_gpu_memory_limit_slop_factor", 95
+# compile_options.proto: CompileOptionsProto.executable_build_options, ExecutableBuildOptionsProto.device_memory_size.
+_BUILD_OPTIONS_FIELD, _DEVICE_MEMORY_FIELD = 3, 15
 
 
 class Retry(NamedTuple):
@@ -72,6 +81,20 @@ OVERFLOWS = ("overflow in static extent product", "Invalid dimension size")
 
 
 @dataclasses.dataclass(frozen=True)
+class MemorySettings:
+    """The compiler settings from which XLA:GPU computes the memory that a program may use.
+
+    Fields:
+        device_memory_bytes: the bytes that were set for the device's memory; None if XLA takes 80 % of the described
+            device's memory.
+        slop_percent: the part of the remaining memory that may be used (`xla_gpu_memory_limit_slop_factor`).
+    """
+
+    device_memory_bytes: int | None = None
+    slop_percent: int = SLOP_PERCENT
+
+
+@dataclasses.dataclass(frozen=True)
 class Compilation:
     """A compiled program, with the information that the compiler gives about its buffers.
 
@@ -86,6 +109,7 @@ class Compilation:
         local: whether the program was compiled for devices of this process.
         notes: notes on the compilation for the report.
         versions: package -> version, for the packages that compiled the program.
+        budget: what XLA:GPU was told about the device's memory; None if unknown.
     """
 
     proto: bytes = b""
@@ -98,6 +122,7 @@ class Compilation:
     local: bool = False
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    budget: MemorySettings | None = None
 
     @property
     def executable(self) -> CompiledStage:
@@ -144,6 +169,7 @@ def compile_lowered(
     options: Mapping[str, Any] | None = None,
     jaxpr: Any = None,
     notes: tuple[str, ...] = (),
+    device_memory_bytes: int | None = None,
 ) -> Compilation:
     """Compiles a `jax.stages.Lowered`. The result contains the executable and XLA's report about its buffers.
 
@@ -155,6 +181,8 @@ def compile_lowered(
             is compiled again. If `exact` is not set, lifetimes are derived from the schedule.
         options: compiler options, as in `Lowered.compile(compiler_options=)`.
         jaxpr, notes: fields of the Compilation. Notes of the compiler come first.
+        device_memory_bytes: the size of the pool that jax would have on a described GPU. XLA then plans with this size,
+            as on a real GPU, instead of 80 % of the device's memory.
     """
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = read_signature(lowered)
@@ -162,6 +190,7 @@ def compile_lowered(
         settings.enter_context(hold_back_log())
         if described:
             settings.enter_context(_no_cache())
+        read_settings = settings.enter_context(_memory_settings(device_memory_bytes if described else None))
         result = _compile_or_load(lowered, options or {}, exact and not described)
     module, assignment = (b"", b"") if result.proto else _serialize_module(result.compiled)
     return Compilation(
@@ -175,6 +204,7 @@ def compile_lowered(
         local=not described,
         notes=result.notes + notes,
         versions=versions(),
+        budget=read_settings(),
     )
 
 
@@ -339,6 +369,41 @@ def devices_of(stage: Any) -> tuple[JaxDevice, ...]:
         return tuple(stage.runtime_executable().local_devices())
     except Exception:  # a Lowered has no executable, and a Compiled for absent devices raises various errors
         return ()
+
+
+@contextlib.contextmanager
+def _memory_settings(size: int | None) -> Iterator[Callable[[], MemorySettings | None]]:
+    """Context manager in which jax compiles with `size` as the bytes of the device's memory. None leaves XLA's default.
+    Yields a function that returns the settings of the last compile; None if nothing was compiled.
+
+    jaxlib sets the size for real GPUs from the limit of the allocator (py_client.cc), and offers no attribute for it;
+    but the options' proto has a field. jax has no public hook, so its function that creates the options is wrapped.
+    """
+    from jax._src import compiler
+
+    create, last = compiler.get_compile_options, []
+
+    def with_size(*args: Any, **kwargs: Any) -> Any:
+        options = create(*args, **kwargs)
+        given = dict(options.env_option_overrides).get(SLOP)
+        last.append(MemorySettings(size, int(_slop_of_flags() if given is None else given)))
+        if size is None:
+            return options
+        build_options = write_field(_DEVICE_MEMORY_FIELD, size)
+        proto = options.SerializeAsString() + write_field(_BUILD_OPTIONS_FIELD, build_options)
+        return type(options).ParseFromString(proto)
+
+    compiler.get_compile_options = with_size
+    try:
+        yield lambda: last[-1] if last else None
+    finally:
+        compiler.get_compile_options = create
+
+
+def _slop_of_flags() -> int:
+    """Returns XLA's slop factor in percent, from the environment variable XLA_FLAGS or XLA's default."""
+    given = re.findall(rf"--{SLOP}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(given[-1]) if given else SLOP_PERCENT
 
 
 @contextlib.contextmanager

@@ -1,14 +1,15 @@
 """Computes the bytes that programs can use on a device. A program's peak is compared with this limit."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.host_memory import free_host_bytes
-from bytescope.memory.devices.platform import memory_fraction
+from bytescope.memory.devices.platform import JAX_FRACTION, MEMORY_FRACTION, allocates_singly, user_fraction
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo.jax_types import JaxDevice
-from bytescope.memory.units import human, parse_bytes
+from bytescope.memory.units import MIB, human, parse_bytes
 
 
 def budget_of(text: str, limit: int, what: str) -> int:
@@ -31,38 +32,98 @@ def budget_of(text: str, limit: int, what: str) -> int:
     return size
 
 
+# The pool is a multiple of this (jaxlib 0.10, gpu_helpers.cc, CreateBFCAllocator).
+POOL_UNIT_BYTES = 2 * MIB
+
+
 def limit_bytes(device: Any) -> int:
     """Returns the bytes that programs can use on one device.
 
     - A device of this process: the limit of its allocator (`memory_stats()["bytes_limit"]`).
-    - A GPU that is not present: (memory - CUDA context) x fraction. The fraction is XLA_PYTHON_CLIENT_MEM_FRACTION if
-      set, otherwise 0.92. On a real GPU, XLA multiplies the whole memory, so the limit may be higher by fraction x
-      context (about 460 MiB).
+    - A GPU that is not present: the pool that jaxlib would give it, see `pool_bytes`. With the `platform` allocator,
+      which has no pool: the memory minus the CUDA context.
     - A TPU that is not present: the HBM minus the part that libtpu takes.
     - A CPU: free host memory within cgroup limits and `ulimit -v`, divided by the number of local devices, because
       simulated devices share the host. It changes with the load of the machine.
 
-    device: a Target or a jax device. Raises ReportError for a device without statistics that is not in the table of
-    chips.
+    device: a Target or a jax device. A jax device that is not present is taken to run with the user's memory fraction,
+    otherwise with jax's default of 0.75. Raises ReportError for a device without statistics that is not in the table
+    of chips.
     """
     if hasattr(device, "memory_stats"):
         return _device_limit(device)
     if device.is_described:
-        return described_limit(device.platform, device.device_memory_bytes, device.reserved_bytes)
+        return described_limit(
+            device.platform, device.device_memory_bytes, device.reserved_bytes, device.memory_fraction
+        )
     return _device_limit(device.devices()[0])
 
 
-def described_limit(platform: str, memory: int, reserved: int) -> int:
+def described_limit(platform: str, memory: int, reserved: int, fraction: float | None) -> int:
     """Returns the bytes that programs can use on a device that is not present.
 
-    memory: bytes of the device's memory. reserved: the part that the runtime takes.
+    memory: bytes of the device's memory. reserved: the part that the runtime takes. fraction: the fraction of a GPU's
+    memory that is in jax's pool; None if there is no pool.
     """
-    return int((memory - reserved) * (memory_fraction() if platform == "cuda" else 1.0))
+    return pool_bytes(memory, fraction) if platform == "cuda" and fraction else memory - reserved
+
+
+def pool_bytes(memory: int, fraction: float) -> int:
+    """Returns the bytes of the pool that jaxlib allocates on a GPU: memory x fraction, rounded up to 2 MiB.
+
+    memory: bytes of the whole device, as CUDA reports them. The CUDA context is not subtracted.
+    Source: XLA's gpu_helpers.cc, CreateBFCAllocator.
+    """
+    return -(-int(memory * fraction) // POOL_UNIT_BYTES) * POOL_UNIT_BYTES
+
+
+def outside_excess(target: Mapping[str, Any], limit: int | None, outside: int) -> int:
+    """Returns the bytes by which the rest of a described GPU is too small for what lies outside of jax's pool (CUDA
+    context, NCCL, machine code). Returns 0 if the rest is large enough, or if the limit is not the pool.
+
+    Args:
+        target: JSON of a `memory.devices.targets.Target`.
+        limit: the memory limit in bytes.
+        outside: bytes outside of the pool.
+    """
+    if not _is_pool(target, limit):
+        return 0
+    return max(outside - (target["device_memory_bytes"] - target["limit_bytes"]), 0)
+
+
+def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, outside: int) -> list[str]:
+    """Returns sentences about a pool whose size decides whether a program fits: another fraction of the GPU's memory
+    with which the program would fit, or bytes outside of the pool for which the rest of the GPU is too small. Returns
+    [] if neither applies.
+
+    Args:
+        target: JSON of a `memory.devices.targets.Target`.
+        limit: the memory limit in bytes.
+        predicted: bytes that the program needs in the pool.
+        outside: bytes that the runtime needs outside of the pool.
+    """
+    if not _is_pool(target, limit):
+        return []
+    memory = target["device_memory_bytes"]
+    if excess := outside_excess(target, limit, outside):
+        largest = math.floor(100 * (memory - outside) / memory) / 100
+        return [
+            f"outside of the pool, {human(outside)} are needed (CUDA context, NCCL, code), {human(excess)} more than "
+            f"the rest of the GPU: set XLA_CLIENT_MEM_FRACTION={largest:g} or less"
+        ]
+    pool = pool_bytes(memory, MEMORY_FRACTION)
+    if target["limit_bytes"] < predicted <= pool and outside <= memory - pool:
+        return [f"fits at {MEMORY_FRACTION}: set XLA_CLIENT_MEM_FRACTION={MEMORY_FRACTION} before jax starts"]
+    return []
+
+
+def _is_pool(target: Mapping[str, Any], limit: int | None) -> bool:
+    known = target.get("memory_fraction") and target.get("device_memory_bytes")
+    return bool(limit and known and limit == target.get("limit_bytes"))
 
 
 def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
-    """Describes a memory limit as a fraction of the GPU's memory, such as "92 % of the GPU's memory after CUDA's
-    context".
+    """Describes a memory limit as a fraction of the GPU's memory, such as "75 % of the GPU's memory (jax's default)".
 
     Returns "" if the limit is not such a fraction: a size chosen by the user, a TPU's limit, or free host memory.
 
@@ -74,7 +135,8 @@ def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
         return ""
     fraction = target.get("memory_fraction")
     if fraction:
-        return f"{100 * fraction:.4g} % of the GPU's memory after CUDA's context"
+        source = target.get("memory_fraction_source")
+        return f"{100 * fraction:.4g} % of the GPU's memory{f' ({source})' if source else ''}"
     memory = target.get("device_memory_bytes") or 0
     return f"{100 * limit / memory:.0f} % of the GPU's memory, by its allocator" if limit < memory else ""
 
@@ -91,7 +153,13 @@ def _device_limit(device: JaxDevice) -> int:
         return free_host_bytes() // max(sharing, 1)
     for chip in CHIPS.values():  # for compile-only devices and allocators without a pool
         if chip.kind == device.device_kind:
-            return described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
+            return described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes, _usual_fraction())
     raise ReportError(
         f"the memory of {device.device_kind} is not known: give a similar chip as --target or target=, such as h100"
     )
+
+
+def _usual_fraction() -> float | None:
+    if allocates_singly():
+        return None
+    return (user_fraction() or JAX_FRACTION).value

@@ -11,16 +11,31 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
+from typing import NamedTuple
 
 from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.units import GIB
 
-# Fraction of a GPU's memory that is preallocated if the user sets none. jax's default of 0.75 leaves a quarter of the
-# memory unused; 0.92 leaves enough for NCCL, cuDNN and the CUDA context.
+
+class MemoryFraction(NamedTuple):
+    """The fraction (0 to 1) of a GPU's memory that is in the pool of jax's allocator, and what set it, for messages."""
+
+    value: float
+    source: str
+
+
+# What jax takes if no variable sets another fraction (xla_gpu_allocator_config.h, memory_fraction).
+JAX_FRACTION = MemoryFraction(0.75, "jax's default")
+
+# A fraction that a training run can use: the rest is enough for NCCL, cuDNN and the CUDA context.
 MEMORY_FRACTION = 0.92
 
 # jax reads both names, and raises if both are set (jaxlib/xla_client.py).
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+# The value that `choose_platform` wrote to XLA_PYTHON_CLIENT_MEM_FRACTION. Child processes inherit both variables, and
+# must not take the value for one that the user set.
+OWN_FRACTION_VARIABLE = "BYTESCOPE_MEM_FRACTION"
 
 # Without this variable, XLA pins at most 64 GiB of host memory for a GPU's buffers (gpu_helpers.cc,
 # GetGpuHostAllocator), which is too little for the state of a large model or the activations of a long sequence. Each
@@ -110,13 +125,14 @@ def give_threads(env: MutableMapping[str, str] | None = None) -> None:
     env.setdefault(THREADS_VARIABLE, str(max(count, os.cpu_count() or 1)))
 
 
-def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None) -> str:
+def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None, fraction: float | None = None) -> str:
     """Sets the environment variables that decide on which platform jax runs. Must be called before jax creates the
     first array. Returns the platform: "cpu", "cuda", "rocm" or "tpu", or the first name in the user's JAX_PLATFORMS.
 
     Variables that the user set are not changed. Without an accelerator, JAX_PLATFORMS becomes "cpu". For a GPU,
-    XLA_PYTHON_CLIENT_MEM_FRACTION becomes 0.92, and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB becomes nine tenths of the free
-    host memory. For simulated devices, `give_threads` is called. The function may be called again.
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB becomes nine tenths of the free host memory, and XLA_PYTHON_CLIENT_MEM_FRACTION
+    becomes `fraction`; if it is None, jax's default remains. For simulated devices, `give_threads` is called. The
+    function may be called again.
     """
     env = os.environ if env is None else env
     chosen = env.get("JAX_PLATFORMS", "").split(",")[0].strip() or env.get("JAX_PLATFORM_NAME", "")
@@ -127,25 +143,33 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
             sys.modules["jax"].config.update("jax_platforms", "cpu")
     if platform == "cpu" and simulated(env) > 1:
         give_threads(env)
-    if platform in GPU_NAMES and not any(env.get(name) for name in FRACTION_VARIABLES):
-        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_FRACTION)
+    if fraction and platform in GPU_NAMES and not any(env.get(name) for name in FRACTION_VARIABLES):
+        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = env[OWN_FRACTION_VARIABLE] = str(fraction)
     if platform in GPU_NAMES and not env.get(HOST_LIMIT_VARIABLE):
         env[HOST_LIMIT_VARIABLE] = str(max(int(HOST_SHARE * free_host_bytes(root) / GIB), 1))
     return platform
 
 
-def memory_fraction(env: MutableMapping[str, str] | None = None) -> float:
-    """Returns the fraction of a GPU's memory that jax's allocator may take: the value set by the user, otherwise 0.92.
+def allocates_singly(env: Mapping[str, str] | None = None) -> bool:
+    """Returns whether the user chose jax's `platform` allocator. It has no pool: it requests each buffer from CUDA."""
+    env = os.environ if env is None else env
+    return env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"
 
-    Returns 1.0 for the `platform` allocator, which requests each buffer from CUDA. A value that is not a number is
-    ignored here, because jax raises an error for it.
+
+def user_fraction(env: Mapping[str, str] | None = None) -> MemoryFraction | None:
+    """Returns the fraction of a GPU's memory that the user's environment sets for jax's pool. Returns None if it sets
+    none.
+
+    A value that is not a number is ignored here, because jax raises an error for it. A value that `choose_platform` set
+    is not the user's.
     """
     env = os.environ if env is None else env
-    if env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
-        return 1.0
     for name in FRACTION_VARIABLES:
-        try:
-            return float(env[name])
-        except (KeyError, ValueError):
+        text = env.get(name, "")
+        if not text or text == env.get(OWN_FRACTION_VARIABLE):
             continue
-    return MEMORY_FRACTION
+        try:
+            return MemoryFraction(float(text), name)
+        except ValueError:
+            continue
+    return None

@@ -4,6 +4,7 @@
     cpu:8              eight CPU devices of this process (simulated devices share the host)
     h200  h100:8       described GPUs of one host: compiled with no GPU in the machine
     h100:2x8           hosts x devices per host
+    h100:8@0.9         jax's pool takes 90 % of each GPU's memory
     v5e:4x4  v5p:2x2x1 a described TPU slice, by its shape in chips
 
 The names of described targets are checked without importing jax; `local` and `cpu:8` import it. jax's plugins provide
@@ -26,7 +27,15 @@ from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, Chip, target_con
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.host_memory import physical_bytes
 from bytescope.memory.devices.limits import limit_bytes
-from bytescope.memory.devices.platform import accelerator, choose_platform, memory_fraction, simulate_devices
+from bytescope.memory.devices.platform import (
+    JAX_FRACTION,
+    MemoryFraction,
+    accelerator,
+    allocates_singly,
+    choose_platform,
+    simulate_devices,
+    user_fraction,
+)
 from bytescope.memory.errors import ReportError, did_you_mean, one_line
 from bytescope.memory.hlo.jax_types import JaxDevice
 
@@ -65,6 +74,9 @@ class Target:
         devices_per_host: number of devices on one host.
         device_memory_bytes: memory of one device.
         reserved_bytes: the part of the device's memory that the runtime takes.
+        memory_fraction: the fraction (0 to 1) of a described GPU's memory that is in jax's pool. None for other
+            targets, and for the `platform` allocator, which has no pool.
+        memory_fraction_source: what set the fraction, for messages, such as "jax's default".
         host_memory_bytes: the target's part of the memory of one host, in proportion to its devices. For one GPU of a
             host with eight, it is an eighth of the memory.
         hbm_bytes_per_s: bandwidth of the device's memory.
@@ -83,6 +95,8 @@ class Target:
     devices_per_host: int
     device_memory_bytes: int = 0
     reserved_bytes: int = 0
+    memory_fraction: float | None = None
+    memory_fraction_source: str = ""
     host_memory_bytes: int = 0
     hbm_bytes_per_s: float = 0.0
     host_link_bytes_per_s: float = 0.0
@@ -97,6 +111,12 @@ class Target:
         return limit_bytes(self)
 
     @property
+    def pool_bytes(self) -> int | None:
+        """Bytes of jax's pool on a described GPU, which is the device memory that XLA's compiler would see on the real
+        GPU. None for other targets and without a pool."""
+        return self.limit_bytes if self.memory_fraction else None
+
+    @property
     def host_bytes_per_device(self) -> float:
         """Bytes of host memory per device; infinite if unknown."""
         return self.host_memory_bytes / max(self.devices_per_host, 1) or math.inf
@@ -108,7 +128,7 @@ class Target:
         Raises ReportError if the optional package that compiles for the devices is missing, or if the machine has too
         few devices.
         """
-        return list(_devices(self.name))
+        return list(_devices(self.name.partition("@")[0]))
 
     def mesh_devices(self, *sizes: int) -> np.ndarray:
         """Returns the devices as an array of shape `sizes`, for a `jax.sharding.Mesh`.
@@ -135,16 +155,8 @@ class Target:
         return jax.sharding.Mesh(self.mesh_devices(*axes.values()), tuple(axes))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, with two more keys: `limit_bytes`, and `memory_fraction`, the fraction (0
-        to 1) of a GPU's memory that programs can use. `memory_fraction` is None unless the target is a GPU that is not
-        present."""
-        fraction = memory_fraction() if self.is_described and self.platform == "cuda" else None
-        return {
-            **dataclasses.asdict(self),
-            "shape": list(self.shape),
-            "limit_bytes": self.limit_bytes,
-            "memory_fraction": fraction,
-        }
+        """Returns the fields as JSON values, with one more key: `limit_bytes`."""
+        return {**dataclasses.asdict(self), "shape": list(self.shape), "limit_bytes": self.limit_bytes}
 
 
 def names() -> tuple[str, ...]:
@@ -152,23 +164,44 @@ def names() -> tuple[str, ...]:
     return ("local", "cpu", *CHIPS)
 
 
-def parse(name: str) -> Target:
-    """Returns the target with a name such as `local`, `cpu:8`, `h100:2x8` or `v5e:4x4`.
+def with_fraction(name: str, fraction: str | None) -> str:
+    """Returns a target's name with the value of --mem-fraction: ("h100:8", "0.9") -> "h100:8@0.9". Returns the name
+    unchanged if there is no value. Raises ReportError if the name already contains a fraction."""
+    if fraction is None:
+        return name
+    if "@" in name:
+        raise ReportError(f"--mem-fraction={fraction} and target {name} both set a fraction: leave one out")
+    return f"{name}@{fraction}"
 
-    Raises ReportError for an unknown name, for a shape that does not exist, and for `cpu:N` or `local` if jax does not
-    have the devices.
+
+def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
+    """Returns the target with a name such as `local`, `cpu:8`, `h100:2x8`, `h100:8@0.9` or `v5e:4x4`.
+
+    The part after @ is the fraction of a GPU's memory that is in jax's pool. Without this part, it is the value of the
+    variable XLA_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_MEM_FRACTION if the user set one, otherwise the default.
+
+    default_fraction: the fraction that the program's own process sets before jax starts.
+
+    Raises ReportError for an unknown name, for a shape or a fraction that does not exist, and for `cpu:N` or `local` if
+    jax does not have the devices.
     """
-    base, colon, count = name.strip().lower().partition(":")
+    place, at, given = name.strip().lower().partition("@")
+    base, colon, count = place.partition(":")
     if base not in names():
         hint = did_you_mean(base, names())
         raise ReportError(
             f"unknown target {name!r}: {hint}{' ' if hint else ''}Targets: {', '.join(names())} "
-            "(cpu:8, h100:8, h100:2x8, v5e:4x4)"
+            "(cpu:8, h100:8, h100:2x8, h100:8@0.9, v5e:4x4)"
         )
     shape = _numbers(count) if colon else ()
     if colon and not shape:
         raise ReportError(
             f"target {name!r} has no number of devices after the colon: write a count such as 8 or a shape such as 2x8"
+        )
+    if at and (base not in CHIPS or CHIPS[base].platform != "cuda"):
+        raise ReportError(
+            f"target {name!r} is not valid: @ sets the memory fraction of a GPU that is not present; leave @{given} out"
+            + (", and set XLA_CLIENT_MEM_FRACTION" if base == "local" else "")
         )
     if base == "local":
         if colon:
@@ -179,20 +212,38 @@ def parse(name: str) -> Target:
     if base == "cpu":
         return _cpu(name, shape)
     chip = CHIPS[base]
-    full = _SHAPES[chip.platform](name, chip, shape)
-    return _described(f"{base}{':' if colon else ''}{'x'.join(map(str, shape))}", chip, full)
+    full = _SHAPES[chip.platform](place, chip, shape)
+    plain = f"{base}{':' if colon else ''}{'x'.join(map(str, shape))}"
+    if chip.platform != "cuda":
+        return _described(plain, chip, full)
+    if not at:
+        return _described(plain, chip, full, _fraction(default_fraction))
+    value = float(given) if re.fullmatch(r"\d*\.?\d+", given) else 0.0
+    if not 0 < value <= 1:
+        raise ReportError(
+            f"target {name!r}: @{given} is not a fraction of a GPU's memory; give more than 0 and at most 1, such as "
+            "@0.9"
+        )
+    return _described(f"{plain}@{value:g}", chip, full, MemoryFraction(value, "set by the target"))
 
 
-def to_compile_for(name: str) -> Target:
+def _fraction(default: MemoryFraction) -> MemoryFraction | None:
+    """Returns the fraction that the user's environment sets for jax's pool, otherwise the default. Returns None if the
+    user chose an allocator without a pool."""
+    return None if allocates_singly() else user_fraction() or default
+
+
+def to_compile_for(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
     """Returns the target with this name, for a process that compiles programs but does not run them. GPUs of this
     machine are treated as not present, because jax would take their memory if it opened them.
 
-    Raises ReportError for an invalid name, and for local GPUs that are not in the table of chips.
+    default_fraction: as in `parse`. Raises ReportError for an invalid name, and for local GPUs that are not in the
+    table of chips.
     """
     choose_platform()
     if name.strip().lower() != "local" or accelerator() != "cuda":
         simulate_devices([name.strip().lower()])
-        return parse(name)
+        return parse(name, default_fraction)
     import pynvml
 
     pynvml.nvmlInit()
@@ -201,13 +252,13 @@ def to_compile_for(name: str) -> Target:
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     if chip is None:
         raise ReportError(f"{kind} is not in the table of chips: give --target with one of {', '.join(names())}")
-    return parse(f"{chip.name}:{pynvml.nvmlDeviceGetCount()}")
+    return parse(f"{chip.name}:{pynvml.nvmlDeviceGetCount()}", default_fraction)
 
 
-def from_devices(devices: Sequence[JaxDevice]) -> Target:
+def from_devices(devices: Sequence[JaxDevice], default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
     """Returns the target that consists of these jax devices, which may be compile-only.
 
-    Raises ReportError for compile-only devices that are not in the table of chips.
+    default_fraction: as in `parse`. Raises ReportError for compile-only devices that are not in the table of chips.
     """
     import jax
 
@@ -228,7 +279,10 @@ def from_devices(devices: Sequence[JaxDevice]) -> Target:
     # The short forms for one host and for one device: h200:8, h200.
     counts = shape[1:] if chip.platform == "cuda" and shape[0] == 1 else shape
     count = f":{'x'.join(map(str, counts))}" if len(devices) > 1 or chip.platform == "tpu" else ""
-    return _described(f"{chip.name}{count}", chip, shape)
+    name = f"{chip.name}{count}"
+    if chip.platform != "cuda":
+        return _described(name, chip, shape)
+    return _described(name, chip, shape, _fraction(default_fraction))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -279,7 +333,7 @@ def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
 _SHAPES = {"cuda": _gpu_shape, "tpu": _tpu_shape}
 
 
-def _described(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
+def _described(name: str, chip: Chip, shape: tuple[int, ...], fraction: MemoryFraction | None = None) -> Target:
     n_devices = math.prod(shape)
     per_host = shape[1] if chip.platform == "cuda" else min(n_devices, chip.devices_per_host)
     return Target(
@@ -291,6 +345,8 @@ def _described(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
         devices_per_host=per_host,
         device_memory_bytes=chip.device_memory_bytes,
         host_memory_bytes=chip.host_memory_bytes * per_host // chip.devices_per_host,
+        memory_fraction=fraction.value if fraction else None,
+        memory_fraction_source=fraction.source if fraction else "",
         is_described=True,
         **_figures(chip),
     )

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from bytescope.memory.devices.chips import base_name
 from bytescope.memory.findings.evidence import (
     LARGE,
     MIN_ARRAY,
@@ -46,7 +47,7 @@ def nothing_sharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult
     module, target = program.module, report.target
     devices = int(target.get("n_devices") or 1)
     if module.devices == 1 and devices > 1 and target.get("name") != "local":
-        chip = str(target.get("name", "")).partition(":")[0]
+        chip = base_name(str(target.get("name", "")))
         return RuleResult(
             report.peak_bytes,
             f"{devices} devices, nothing is sharded: the step runs on one device, and {devices - 1} are unused",

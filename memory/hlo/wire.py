@@ -1,4 +1,4 @@
-"""Reads the protobuf wire format, to walk messages whose field numbers are known.
+"""Reads and writes the protobuf wire format, to walk messages whose field numbers are known.
 
 This module uses neither generated code nor the protobuf package, because a report must read protos of any XLA version
 and skip unknown fields. The value of a field is an int (varint and fixed widths) or a `Span`, a (start, end) pair of
@@ -146,3 +146,19 @@ def plain(data: bytes, span: Span) -> dict[int, int]:
     value.
     """
     return {field: value for field, value in fields(data, span) if isinstance(value, int)}
+
+
+def write_varint(value: int) -> bytes:
+    """Serializes a number that is not negative as a protobuf varint."""
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes(out) + bytes([value])
+
+
+def write_field(number: int, value: int | bytes) -> bytes:
+    """Serializes one protobuf field: a number as a varint, bytes with their length. `number`: the field's number."""
+    if isinstance(value, int):
+        return write_varint(number << 3 | _VARINT) + write_varint(value)
+    return write_varint(number << 3 | _BYTES) + write_varint(len(value)) + value

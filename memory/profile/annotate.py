@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import wire
-from bytescope.memory.hlo.wire import Span, WireError
+from bytescope.memory.hlo.wire import Span, WireError, write_field
 from bytescope.memory.profile.op_scopes import OpScope, OpScopes
 from bytescope.memory.profile.xplane import CALLS, ProfilerTrace, is_host
 
@@ -58,7 +58,7 @@ def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
         if isinstance(value, int):  # all fields of an XSpace are messages and strings
             raise WireError("the file is not a profiler trace (an XSpace proto): give a *.xplane.pb file")
         body = data[value[0] : value[1]]
-        out.append(_field(field, _plane(data, value, body, names) if field == 1 else body))
+        out.append(write_field(field, _plane(data, value, body, names) if field == 1 else body))
     return b"".join(out)
 
 
@@ -75,28 +75,13 @@ def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> by
             kind = wire.message(entry.get(2, (0, 0)))
             called = next((wire.text(data, part) for at, part in wire.fields(data, kind) if at == 2), "")
             if called in names:
-                stat = _field(1, _STAT) + _field(5, names[called].encode())
-                more = data[kind[0] : kind[1]] + _field(5, stat)
-                added.append(_field(4, _field(1, wire.number(entry.get(1, 0))) + _field(2, more)))
+                stat = write_field(1, _STAT) + write_field(5, names[called].encode())
+                more = data[kind[0] : kind[1]] + write_field(5, stat)
+                added.append(write_field(4, write_field(1, wire.number(entry.get(1, 0))) + write_field(2, more)))
     if not added or not is_host(title):
         return body
-    stat_name = _field(1, _STAT) + _field(2, _OP.encode())
-    return body + _field(5, _field(1, _STAT) + _field(2, stat_name)) + b"".join(added)
-
-
-def _field(number: int, value: int | bytes) -> bytes:
-    """Returns one serialized protobuf field: a number as a varint, bytes with their length."""
-    if isinstance(value, int):
-        return _varint(number << 3) + _varint(value)
-    return _varint(number << 3 | 2) + _varint(len(value)) + value
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes(out) + bytes([value])
+    stat_name = write_field(1, _STAT) + write_field(2, _OP.encode())
+    return body + write_field(5, write_field(1, _STAT) + write_field(2, stat_name)) + b"".join(added)
 
 
 def _perfetto(path: Path, named: Mapping[str, tuple[str, OpScope]], main: str) -> None:

@@ -78,15 +78,17 @@ def compiled_for(
         lowered = _lowered(stage, target)
         number = callbacks.count(stage.jaxpr) if any(map(is_described, devices_of(lowered)[:1])) else 0
         notes = (callbacks.note(number),) if number else ()
-        compilation = compile_lowered(lowered, jaxpr=stage.jaxpr, notes=notes)
-        return compilation, target or _target_of(lowered, compilation)
+        judged = target or _described_target(lowered)
+        pool = judged.pool_bytes if judged else None
+        compilation = compile_lowered(lowered, jaxpr=stage.jaxpr, notes=notes, device_memory_bytes=pool)
+        return compilation, judged or _target_of(lowered, compilation)
     if target is not None and (_is_compiled(stage) or _is_lowered(stage)):
         _refuse_another(stage, target)
-    compilation = compilation_of(stage)
+    compilation = compilation_of(stage, target)
     return compilation, target or _target_of(stage, compilation)
 
 
-def compilation_of(program: Any) -> Compilation:
+def compilation_of(program: Any, target: Target | None = None) -> Compilation:
     """Returns the Compilation of a `jax.stages.Compiled` or `Lowered`, or of a dumped program. A Lowered is compiled
     for its own devices.
 
@@ -100,7 +102,8 @@ def compilation_of(program: Any) -> Compilation:
     if _is_compiled(program):
         return read_compiled(program)
     if _is_lowered(program):
-        return compile_lowered(program)
+        described = target or _described_target(program)
+        return compile_lowered(program, device_memory_bytes=described.pool_bytes if described else None)
     if hasattr(program, "lower") or callable(program):
         raise ReportError(f"{type_phrase(program)} cannot be compiled without its arguments: give them, {_CALLED}")
     raise ReportError(
@@ -186,6 +189,12 @@ def _target_of(stage: Any, compilation: Compilation) -> Target | None:
         return targets.parse("local")
     devices = devices_of(stage)
     return targets.from_devices(devices) if devices else None
+
+
+def _described_target(stage: Any) -> Target | None:
+    """Returns the target of the compile-only devices that a program was lowered for; None for other devices."""
+    devices = devices_of(stage)
+    return targets.from_devices(devices) if devices and is_described(devices[0]) else None
 
 
 def _refuse_another(stage: Any, target: Target) -> None:

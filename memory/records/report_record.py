@@ -13,6 +13,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `program`: the name of the compiled module.
 - `method`: how live ranges were computed (`METHODS`).
 - `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
+- `xla_budget`: the memory that XLA:GPU plans with, and what it is made of (`XlaBudget`); null fields if unknown.
+- `xla_limit_bytes`: bytes of temporary values that this budget allows; null if unknown.
 - `peak_bytes`: the maximum number of bytes that are live at one time in device memory, as XProf counts it.
 - `peak_index`: the index of the peak in `timeline`.
 - `allocated_bytes`: bytes that the runtime allocates for the program: arguments, outputs without an alias, constants,
@@ -110,6 +112,7 @@ __all__ = [
     "Subject",
     "TimelinePoint",
     "Transfer",
+    "XlaBudget",
     "XlaStats",
     "load",
 ]
@@ -217,6 +220,24 @@ class XlaStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class XlaBudget:
+    """The memory that XLA:GPU plans with when it schedules a program. All fields are None for other platforms and for
+    programs that were compiled elsewhere.
+
+    Fields:
+        base_bytes: bytes of the device's memory that XLA assumes: jax's pool, or 80 % of the GPU.
+        io_bytes: bytes of arguments and results, without results that reuse the memory of an argument.
+        slop_percent: the part of the remaining bytes that may be used.
+        limit_bytes: bytes of temporary values that XLA allows: (base - io) x slop; 0 if `io_bytes` exceed the base.
+    """
+
+    base_bytes: int | None = None
+    io_bytes: int | None = None
+    slop_percent: int | None = None
+    limit_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class JudgedProgram(PeakAccount):
     """The memory, the collectives and the work of a program, and the verdict on whether it fits. The rules that find
     problems read this record.
@@ -265,6 +286,7 @@ class ReportRecord(JudgedProgram):
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     xla: XlaStats = XlaStats()
+    xla_budget: XlaBudget = XlaBudget()
     subject: Subject = Subject()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -292,6 +314,7 @@ class ReportRecord(JudgedProgram):
             if key == "runtime_overheads":
                 out["unseen"] = out[key]  # the key of version 0.1
         out["predicted_bytes"] = self.predicted_bytes
+        out["xla_limit_bytes"] = self.xla_budget.limit_bytes
         out["unplaced_bytes"] = self.unplaced_bytes
         out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
         return out
@@ -337,6 +360,7 @@ KEYS = (
     "subject",
     "parameters",
     "xla",
+    "xla_budget",
     "peak_bytes",
     "allocated_bytes",
     "limit_bytes",
@@ -375,7 +399,7 @@ _ITEMS = {
     "transfers": Transfer,
     "runtime_overheads": RuntimeOverhead,
 }
-_RECORDS = {"xla": XlaStats, "subject": Subject}
+_RECORDS = {"xla": XlaStats, "xla_budget": XlaBudget, "subject": Subject}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _BYTES = ("parameters", "breakdown", "residuals_by_name", "workspace_by_scope")
 _OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline", "prediction")

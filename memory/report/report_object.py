@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.analysis import judge, report_of
+from bytescope.memory.analysis import judge, pool_notes, report_of
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import GuardError, ReportError, disk_remedy
 from bytescope.memory.program.compilation import compiled_for, takes_arguments
@@ -216,13 +216,15 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
         raise ReportError(
             'no size and no target is given: give the size, as in assert_fits(program, "72GiB"), or a target'
         )
-    if report.predicted_bytes <= limit:
+    excess = report.predicted_bytes - limit
+    if excess <= 0 and (size is not None or report.fits):
         return report
-    share = limit_share(report.target, limit)
+    notes = pool_notes(report) if size is None else []
+    words = "; ".join(filter(None, (limit_share(report.target, limit), *notes)))
     error = GuardError(
-        f"{report.program or 'the program'} takes {human(report.predicted_bytes)}, "
-        f"{human(report.predicted_bytes - limit)} more than {human(limit)}"
-        f"{f' ({share})' if share else ''}: {_largest_parts(report)}"
+        f"{report.program or 'the program'} takes {human(report.predicted_bytes)}"
+        f"{f', {human(excess)} more than' if excess > 0 else ' of'} {human(limit)}"
+        f"{f' ({words})' if words else ''}: {_largest_parts(report)}"
     )
     error.report = Report.of(judge(report, limit))
     raise error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bytescope.memory.analysis import pool_notes
 from bytescope.memory.cost.roofline import AtBest, at_best
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.findings.post_mortem import PostMortem
@@ -143,7 +144,8 @@ def figures(report: ReportRecord) -> list[HeaderFigure]:
     if report.limit_bytes is not None:
         free = report.limit_bytes - report.predicted_bytes
         share = limit_share(report.target, report.limit_bytes)
-        note = "; ".join(filter(None, (f"{human(abs(free))} {'free' if free >= 0 else 'too much'}", share)))
+        room = f"{human(abs(free))} {'free' if free >= 0 else 'too much'}"
+        note = "; ".join(filter(None, (room, share, *pool_notes(report))))
     return [
         figure("predicted", report.predicted_bytes, "allocated, and what the runtime adds"),
         figure("limit", report.limit_bytes, note),

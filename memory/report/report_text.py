@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from bytescope.memory.analysis import pool_notes
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import (
@@ -131,7 +132,8 @@ def verdict_line(report: ReportRecord) -> RenderableType:
         ),
         gap=3,
     )
-    return Group(judged, *limit_line(report.target, limit))
+    notes = [Prose(note, "yellow") for note in pool_notes(report)]
+    return Group(judged, *limit_line(report.target, limit), *notes)
 
 
 def limit_line(target: Mapping[str, Any], limit: int | None) -> list[RenderableType]:

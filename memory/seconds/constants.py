@@ -28,7 +28,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.devices.chips import CHIPS, base_name
 
 # Seconds of matrix products in a training step, divided by the seconds of the same products measured alone. Power
 # limits lower the clock under a sustained load, and operands are seldom in the cache.
@@ -85,6 +85,6 @@ def spread_of(target: Mapping[str, Any]) -> Spread:
     """
     if target.get("platform") == "cpu":
         return CPU_SPREAD
-    name = str(target.get("name", "")).partition(":")[0]
+    name = base_name(str(target.get("name", "")))
     chip = CHIPS.get(name) or next((chip for chip in CHIPS.values() if chip.kind == target.get("kind")), None)
     return _MEASURED_SPREADS.get(chip.gpu.capability, ASSUMED_SPREAD) if chip and chip.gpu else ASSUMED_SPREAD

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVI
 CHILD = """
 import json, statistics, sys, time
 from bytescope.memory.devices.platform import choose_platform
-choose_platform()
+choose_platform(fraction=0.92)
 import jax, jax.numpy as jnp
 from bytescope.memory.devices import targets
 from bytescope.memory.analysis import report_of

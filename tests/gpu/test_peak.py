@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVI
 CARD = """
 import json
 from bytescope.memory.devices.platform import choose_platform
-choose_platform()
+choose_platform(fraction=0.92)
 import jax, jax.numpy as jnp
 from bytescope.memory.devices import live, targets
 from bytescope.memory.devices.chips import CHIPS

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program import config_files as config
 
 LORA_RANK, LORA_DEFAULT_RANK = "lora.rank", 16
@@ -28,6 +30,18 @@ def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> N
     )
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=overriding)
     parser.add_argument("--target", metavar="TARGET", help="the same as the argument TARGET")
+    add_memory_fraction(parser)
+
+
+def add_memory_fraction(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag --mem-fraction, which sets the part of a described GPU's memory that is in jax's pool."""
+    parser.add_argument(
+        "--mem-fraction",
+        metavar="FRACTION",
+        help="fraction of each GPU's memory in jax's pool, the same as TARGET@FRACTION (default: the value of "
+        f"XLA_CLIENT_MEM_FRACTION, otherwise {TRAIN_FRACTION.value} for a config and {JAX_FRACTION.value} for your own "
+        "program)",
+    )
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -61,17 +75,22 @@ def settle_subject(args: argparse.Namespace) -> None:
         setattr(args, name, by_position)
     if "target" in args and args.target is None:
         args.target = "local"
+    if vars(args).get("mem_fraction") is not None:
+        from bytescope.memory.devices.targets import with_fraction
+
+        args.target = with_fraction(args.target, args.mem_fraction)
 
 
 def _settle_place(args: argparse.Namespace) -> None:
     """If --program or --hlo replaces the config, moves the first positional argument from config to target."""
+    from bytescope.memory.devices.chips import base_name
     from bytescope.memory.devices.targets import names
 
     flag = next((flag for flag in ("program", "hlo") if vars(args).get(flag) is not None), None)
     first = vars(args).get("config_here")
     if flag is None or first is None:
         return
-    if vars(args).get("target_here") is not None or first.partition(":")[0].lower() not in names():
+    if vars(args).get("target_here") is not None or base_name(first) not in names():
         near = did_you_mean(first, names())
         raise ReportError(
             f"{first} is not a target{f' ({near})' if near else ''}, and with --{flag} the only positional "

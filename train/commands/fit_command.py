@@ -23,6 +23,7 @@ from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import levers
 from bytescope.train.plan.config_factory import check_config
 from bytescope.train.plan.config_grid import given_flags
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     require_config(args)
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
-    target = targets.to_compile_for(args.target)
+    target = targets.to_compile_for(args.target, TRAIN_FRACTION)
     given, overrides = [key for key, _ in args.overrides], with_lora(args, args.overrides)
     flat = configs.load_flat(args.config, overrides)
     check_config(args.config, overrides)

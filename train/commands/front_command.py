@@ -23,6 +23,7 @@ from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.console import put
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import frontier
 from bytescope.train.plan.config_factory import check_config
 from bytescope.train.plan.config_grid import given_flags
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     target, ends = _checked(args)
     overrides = with_lora(args, args.overrides)
     check_config(args.config, overrides)  # mistakes in it are reported before a worker starts
-    compiled_for = targets.to_compile_for(target)
+    compiled_for = targets.to_compile_for(target, TRAIN_FRACTION)
     workers = worker_pool.worker_count(args.points, args.jobs)
     env = worker_pool.environment_for(compiled_for)
     with progress(None) as tell, worker_pool.Pool(workers, env=env) as pool:

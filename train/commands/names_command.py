@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
 from bytescope.train.commands.config_arguments import add_subject, require_config
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 
 if TYPE_CHECKING:
     from bytescope.train.program.program import Program
@@ -36,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
 
     require_config(args)
     check_files(args)
-    choose_platform()
+    choose_platform(fraction=TRAIN_FRACTION.value)
     simulate_devices([args.target])
-    program = build_program(args.config, args.overrides, targets.parse(args.target))
+    program = build_program(args.config, args.overrides, targets.parse(args.target, TRAIN_FRACTION))
     tensors = named_tensors(trace_gradient(program))
     rows = [row(tensor, *sharding_of(program, tensor.name)) for tensor in tensors]
     put(_table(rows))

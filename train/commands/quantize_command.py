@@ -11,6 +11,7 @@ from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.generate.generate_flags import add_dtype
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.user_errors import UserError
 
 EPILOG = """\
@@ -174,9 +175,10 @@ def _target(text: str) -> str:
 
     Raises UserError if it is not a target, because writing a folder needs --calibrate.
     """
+    from bytescope.memory.devices.chips import base_name
     from bytescope.memory.devices.targets import names
 
-    if text.partition(":")[0].lower() not in names():
+    if base_name(text) not in names():
         near = did_you_mean(text, names())
         raise UserError(
             f"{text} is not a target{f' ({near})' if near else ''}: to write it as a folder, give "
@@ -190,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.train.export.model_folder import disk_errors_explained
 
-    choose_platform()  # before jax is imported
+    choose_platform(fraction=TRAIN_FRACTION.value)  # before jax is imported
     simulate_devices([args.target or "cpu:1"])
     from bytescope.configs import base
     from bytescope.train.launch.runtime import prepare

@@ -20,6 +20,7 @@ from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.commands.config_arguments import add_subject
 from bytescope.train.generate import generate_flags
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program import config_files as configs
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if not args.config:
         return report_command.run(args)
-    report_command.start_platform(args)
+    report_command.start_platform(args, TRAIN_FRACTION.value)
     return _report_generation(args) if args.generate else _report_step(args)
 
 
@@ -104,7 +105,7 @@ def _report_step(args: argparse.Namespace) -> int:
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
     from bytescope.train.plan.report_remedies import with_remedies
 
-    target = targets.parse(args.target)
+    target = targets.parse(args.target, TRAIN_FRACTION)
     program = build_program(args.config, args.overrides, target)
     prepared = prepare_program(program, target, configs.load_flat(args.config, args.overrides))
     subject = functools.partial(subject_of, args.config, args.overrides, prepared)
@@ -129,7 +130,9 @@ def _report_generation(args: argparse.Namespace) -> int:
     from bytescope.train.generate.budget_view import budget_page, budget_view
     from bytescope.train.generate.open_engine import plan
 
-    planned = plan(args.config, configs.load(args.config, args.overrides), targets.parse(args.target), args)
+    planned = plan(
+        args.config, configs.load(args.config, args.overrides), targets.parse(args.target, TRAIN_FRACTION), args
+    )
     put(budget_view(planned))
     if args.json:
         reports = {name: report.to_json() for name, report in planned.reports.items()}

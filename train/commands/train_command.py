@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.user_errors import DoesNotFit, UserError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     from bytescope.memory.devices.platform import choose_platform
     from bytescope.train.launch.signals import surviving_output
 
-    choose_platform()  # before jax is imported
+    choose_platform(fraction=TRAIN_FRACTION.value)  # before jax is imported
     with surviving_output():
         return _train(args)
 

@@ -8,6 +8,7 @@ import math
 from bytescope.memory.commands.arguments import user_path
 from bytescope.memory.errors import ReportError
 from bytescope.memory.units import parse_bytes
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.user_errors import UserError
 
 # Value of --kv -> dtype in which keys and values are stored; "" means the compute dtype.
@@ -239,7 +240,7 @@ def start_devices(args: argparse.Namespace) -> None:
     """Starts jax on the devices that the command line asks for. Commands that load weights call this first."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
-    if choose_platform() == "cpu":  # before jax is imported
+    if choose_platform(fraction=TRAIN_FRACTION.value) == "cpu":  # before jax is imported
         simulate_devices([f"cpu:{args.fsdp * args.tensor}"])
     from bytescope.configs import base
     from bytescope.train.launch.runtime import prepare

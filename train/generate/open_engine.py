@@ -107,9 +107,15 @@ def _local_steps(args: argparse.Namespace, source: Source) -> Steps:
     return _steps(args, source.config, jax.devices(), source.base)
 
 
-def _steps(args: argparse.Namespace, config: ConfigDict, devices: Sequence[jax.Device], base: str) -> Steps:
+def _steps(
+    args: argparse.Namespace,
+    config: ConfigDict,
+    devices: Sequence[jax.Device],
+    base: str,
+    pool_bytes: int | None = None,
+) -> Steps:
     model = describe_model(config, devices, args.fsdp, args.tensor, args.dtype, base)
-    return Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
+    return Steps(model, args.kernel, KV[args.kv] or model.precision.compute, pool_bytes)
 
 
 def local_limit(args: argparse.Namespace, device: jax.Device) -> int:
@@ -129,7 +135,7 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
     """
     devices = target.devices()
     base = args.weights or UNQUANTIZED
-    steps = _steps(args, config, devices, base)
+    steps = _steps(args, config, devices, base, target.pool_bytes)
     longest = config.model.max_seq_len
     sizes = sizes_of(args, devices[0].platform, longest, longest, None)
     planned, reports = budget(steps, sizes, target.limit_bytes, (False, True), target)

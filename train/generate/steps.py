@@ -110,9 +110,10 @@ class Steps:
       model: the model. Its devices need not be present if the programs are only compiled.
       kernel: a row of `KERNELS` in model/paged/paged_kernels.py.
       stored: dtype of the KV cache. 8-bit dtypes have scales.
+      pool_bytes: bytes of jax's pool if the devices are described GPUs; None otherwise.
     """
 
-    def __init__(self, model: Model, kernel: str, stored: DTypeLike):
+    def __init__(self, model: Model, kernel: str, stored: DTypeLike, pool_bytes: int | None = None):
         mesh = model.layout.mesh
         if kernel == "triton" and (mesh.devices.flat[0].platform != "gpu" or mesh.size > 1):
             raise UserError(
@@ -120,6 +121,7 @@ class Steps:
                 f"{mesh.devices.flat[0].device_kind}: leave --kernel out"
             )
         self.model, self.kernel, self.stored = model, kernel, jnp.dtype(stored)
+        self._pool_bytes = pool_bytes
         self._compilations: dict[tuple, Compilation] = {}
 
     @property
@@ -197,8 +199,8 @@ class Steps:
         if key not in self._compilations:
             with self.for_kernels():
                 traced = self.traced(sizes, rows, width, drawing)
-                self._compilations[key] = dataclasses.replace(
-                    compile_lowered(traced.lower(), exact=False), jaxpr=traced.jaxpr
+                self._compilations[key] = compile_lowered(
+                    traced.lower(), exact=False, jaxpr=traced.jaxpr, device_memory_bytes=self._pool_bytes
                 )
         return self._compilations[key]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from bytescope.memory.devices import compile_cache
 from bytescope.memory.devices.host_memory import address_space_limit, cgroup_room
-from bytescope.memory.devices.platform import choose_platform, give_threads, simulated
+from bytescope.memory.devices.platform import MEMORY_FRACTION, MemoryFraction, choose_platform, give_threads, simulated
 from bytescope.memory.units import human
 from bytescope.train.user_errors import DoesNotFit, UserError
 
@@ -25,6 +25,9 @@ try:
     import resource
 except ImportError:  # not a Unix
     resource = None
+
+# The part of a GPU's memory that this trainer gives to jax's pool, when it runs and when a program is only compiled.
+TRAIN_FRACTION = MemoryFraction(MEMORY_FRACTION, "set by bytescope train")
 
 SETTLE_S = 0.5  # seconds for the threads of a failed read to end
 # Host memory in bytes that a start needs before the step's memory is known: libraries, and compiling the smallest
@@ -129,7 +132,7 @@ def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: i
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     import jax
 
-    if choose_platform() == "cpu" and simulated(os.environ) * processes > 1:
+    if choose_platform(fraction=TRAIN_FRACTION.value) == "cpu" and simulated(os.environ) * processes > 1:
         give_threads()
         if cache_dir not in ("", "none") and index == 0:
             print(

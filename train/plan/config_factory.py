@@ -19,6 +19,7 @@ from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Subject
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan.config_grid import LAYERS, OFFLOAD, POLICY, SAVE, ConfigRow, policy_keys, policy_words
 from bytescope.train.program import config_files as configs
 from bytescope.train.source import title_of
@@ -37,6 +38,7 @@ class ConfigFactory(ProgramFactory):
 
     reference = "bytescope.train.plan.config_factory:FACTORY"
     row = ConfigRow
+    memory_fraction = TRAIN_FRACTION
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
         """Returns the program of a config on the devices of a target. The program is not compiled yet."""
@@ -211,7 +213,7 @@ def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Targe
     from bytescope.train.plan.remat_auto import settled_program
 
     with config_mistakes():
-        return settled_program(configs.load(name, overrides), target.devices())
+        return settled_program(configs.load(name, overrides), target.devices(), target=target)
 
 
 def prepare_program(program: Program, target: Target, config: Mapping[str, Any]) -> PreparedProgram:
@@ -229,7 +231,7 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
 
     def compile_program() -> tuple[Compilation, Target]:
         with config_mistakes():
-            return program.compile_for_report(exact=True), target
+            return program.compile_for_report(exact=True, pool_bytes=target.pool_bytes), target
 
     (kernel, why), (matmul, how) = program.kernel, program.matmul
     return PreparedProgram(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.limits import described_limit
+from bytescope.memory.devices.platform import MEMORY_FRACTION
 from bytescope.memory.formulas import adapter_formulas, training_state, transformer_formulas
 from bytescope.memory.formulas.expert_formulas import LARGEST_TILE, SMALLEST_TILE
 from bytescope.memory.formulas.memory_estimate import ASPECT, NOTES, Question, shape_for
@@ -160,7 +161,9 @@ def cards() -> dict[str, dict[str, Any]]:
     dense FLOP/s by dtype."""
     return {
         name: {
-            "memory": round(described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes) / GIB, 2),
+            "memory": round(
+                described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes, MEMORY_FRACTION) / GIB, 2
+            ),
             "kind": chip.kind,
             "peak_flops": dict(chip.peak_flops),
         }

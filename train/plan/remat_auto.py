@@ -20,6 +20,7 @@ from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, rates, step_prediction
 from bytescope.memory.units import human
 from bytescope.model.remat.policies import AUTO
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import advice
 from bytescope.train.plan.block_description import describe_block, fixed_policies, max_ranges
 from bytescope.train.plan.config_grid import plan_keys
@@ -71,9 +72,9 @@ class Compiler:
 
     config: ConfigDict
     devices: Sequence[jax.Device]
+    target: targets.Target
 
     def __post_init__(self):
-        self.target = targets.from_devices(self.devices)
         self.rates = figures_of(self.target)
         self.full = self.program({"remat.policy": FULL})
         self.report = self._report(self.full)
@@ -86,7 +87,8 @@ class Compiler:
         return build(with_keys(self.config, keys), self.devices)
 
     def _report(self, program: Program) -> ReportRecord:
-        return report_of(program.compile_for_report(exact=True), target=self.target, loop=loop_overhead(program))
+        compilation = program.compile_for_report(exact=True, pool_bytes=self.target.pool_bytes)
+        return report_of(compilation, target=self.target, loop=loop_overhead(program))
 
     def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
         """Compiles remat plans one by one and returns their bytes, predicted seconds and recomputed FLOPs."""
@@ -138,6 +140,7 @@ def settled_program(
     devices: Sequence[jax.Device] | None = None,
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
+    target: targets.Target | None = None,
 ) -> Program:
     """Returns the training program of a config. `remat.policy=auto` is replaced by a plan that fits the memory budget.
 
@@ -146,13 +149,14 @@ def settled_program(
         devices: the devices to run on; None for all devices of the run.
         tell: called with a line of text for each program that is compiled.
         agree: takes a JSON value and returns the value that process 0 passed. All processes call it in the same order.
+        target: the devices as a target, with the memory that programs can use; None if it follows from the devices.
 
     Raises:
         DoesNotFit: no plan fits the memory budget.
         ValueError: the config cannot run on the devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    settings, decided = settle(read_settings(config), devices, tell, agree)
+    settings, decided = settle(read_settings(config), devices, tell, agree, target)
     return assemble(check(settings, devices), decided)
 
 
@@ -161,6 +165,7 @@ def settle(
     devices: Sequence[jax.Device],
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
+    target: targets.Target | None = None,
 ) -> tuple[Settings, str]:
     """Replaces `remat.policy=auto` in the settings by a plan that fits the memory budget.
 
@@ -199,7 +204,8 @@ def settle(
                 f"remat.{key}={','.join(names)} cannot be combined with remat.policy=auto, which chooses "
                 f"remat.{key}: give one of the two"
             )
-    keys, line = _search(Compiler(settings.config, devices), remat.budget, tell, agree)
+    target = target or targets.from_devices(devices, TRAIN_FRACTION)
+    keys, line = _search(Compiler(settings.config, devices, target), remat.budget, tell, agree)
     return read_settings(with_keys(settings.config, keys)), line
 
 

@@ -139,12 +139,14 @@ class Program(Choices):
         with xla_remat_pass(self.settings.remat.xla_pass), hold_back_log():
             return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
 
-    def compile_for_report(self, *, exact: bool = False) -> Compilation:
+    def compile_for_report(self, *, exact: bool = False, pool_bytes: int | None = None) -> Compilation:
         """Compiles the training step. Returns it with the compiler's buffer assignment, for a memory report.
 
         Args:
           exact: True to compile even if the persistent cache has the program. Programs from the cache have no heap
             trace, which gives exact buffer lifetimes.
+          pool_bytes: bytes of jax's pool on described GPUs, with which XLA plans as on real ones; None leaves XLA's
+            default.
 
         Raises:
           ValueError: an offload policy moves nothing, or some pipeline stages would wait forever in a collective.
@@ -153,7 +155,9 @@ class Program(Choices):
         with xla_remat_pass(self.settings.remat.xla_pass), self._for_kernels():
             traced = self.step.trace(self.state, self.batch_shapes)
             check_sizes(traced.jaxpr)
-            compilation = compile_lowered(traced.lower(), exact=exact, options=self.compiler_options)
+            compilation = compile_lowered(
+                traced.lower(), exact=exact, options=self.compiler_options, device_memory_bytes=pool_bytes
+            )
         check_compiled(self, compilation)
         notes = (*compilation.notes, *pipeline_notes(self, self.state))
         return dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=notes)

@@ -49,9 +49,18 @@ class Programs:
       config: config of a dense model.
       precision: float32 parameters, and the compute dtype.
       clip: True if the range of quantization groups may be clipped.
+      pool_bytes: bytes of jax's pool if the device is a described GPU; None otherwise.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, sizes: CallSizes, device: jax.Device, clip: bool):
+    def __init__(
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        sizes: CallSizes,
+        device: jax.Device,
+        clip: bool,
+        pool_bytes: int | None = None,
+    ):
         # A single layer, with the attention kernel that gives its context a checkpoint name.
         self.config = dataclasses.replace(
             config, scan=False, unroll=1, attention="naive", mlp_chunk=0, dropout=0.0, n_layers=1
@@ -59,6 +68,7 @@ class Programs:
         self.sizes, self.precision = sizes, precision
         self.folds, self.matrices, self._clip = folds_of(config), matrices(config), clip
         self._place = SingleDeviceSharding(device)
+        self._pool_bytes = pool_bytes
         self._compilations: dict[Any, Compilation] = {}
         model = nnx.eval_shape(lambda: Transformer(self.config, precision, rngs=nnx.Rngs(params=0)))
         block, model.blocks = model.blocks[0], nnx.List([])
@@ -110,7 +120,8 @@ class Programs:
 
     def _compiled(self, key: tuple, run: Callable, *shapes: Any, **options: Any) -> Compilation:
         if key not in self._compilations:
-            self._compilations[key] = compile_lowered(jax.jit(run, **options).lower(*shapes), exact=False)
+            lowered = jax.jit(run, **options).lower(*shapes)
+            self._compilations[key] = compile_lowered(lowered, exact=False, device_memory_bytes=self._pool_bytes)
         return self._compilations[key]
 
     def embed(self) -> Compilation:

@@ -22,6 +22,7 @@ from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.generate.model_source import Source, precision_of
 from bytescope.train.generate.open_engine import local_limit
 from bytescope.train.generate.text import Prompts, read_texts
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program.config_files import load
 from bytescope.train.quantize.origin import check_model, open_origin
 from bytescope.train.quantize.output import Output, bytes_by_component, plan
@@ -150,12 +151,13 @@ def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
     Raises:
       UserError: the model does not exist or cannot be quantized.
     """
-    target, model = targets.parse(args.target), _read_model(args)
+    target, model = targets.parse(args.target, TRAIN_FRACTION), _read_model(args)
     check_model(str(args.source), model, args.group)
     method, rows = METHODS[args.method], min(ROWS, args.samples)
     device = target.devices()[0]
     sizes = CallSizes(rows, min(args.length, model.max_seq_len), args.group)
-    programs = Programs(model, precision_of(args.dtype, device.platform), sizes, device, method.clip)
+    precision = precision_of(args.dtype, device.platform)
+    programs = Programs(model, precision, sizes, device, method.clip, target.pool_bytes)
     peaks = programs.peak_bytes(target, lambda name: tell(0, 0, f"compiling {name}"), method.scales)
     tokens = args.samples // rows * rows * sizes.length, HELD_OUT // rows * rows * sizes.length
     limit = budget_of(args.limit or "", target.limit_bytes, "--limit")

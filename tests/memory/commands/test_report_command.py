@@ -123,7 +123,7 @@ def test_a_program_finds_as_many_devices_as_its_target_has(their_folder, capsys,
     for target, simulated in (("h100:2x8", ["cpu:16"]), ("cpu:4", ["cpu:4"]), ("local", ["local"])):
         assert run(capsys, "report", "--program=their_steps:missing", target)[0] == 2
         assert asked[-1] == simulated
-    monkeypatch.setattr(platform, "choose_platform", lambda: "cuda")
+    monkeypatch.setattr(platform, "choose_platform", lambda fraction: "cuda")
     assert run(capsys, "report", "--program=their_steps:missing", "h100:4")[0] == 2 and asked[-1] == ["h100:4"]
 
 
@@ -342,6 +342,7 @@ def test_importing_needs_no_jax():
 @pytest.fixture
 def tiny_limit(monkeypatch):
     """Next to nothing of a described GPU is available: some 80 KB."""
+    monkeypatch.setattr(limits, "POOL_UNIT_BYTES", 1)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.000001")
 
 

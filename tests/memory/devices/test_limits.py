@@ -98,32 +98,41 @@ def test_a_known_card_without_statistics_has_its_row_and_an_unknown_one_is_an_er
         limits.limit_bytes(Device("gpu", "Abacus 3", None))
 
 
-@pytest.mark.parametrize(
-    "env, fraction",
-    [
-        ({}, 0.92),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".6"}, 0.6),
-        ({"XLA_CLIENT_MEM_FRACTION": "0.7"}, 0.7),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "much"}, 0.92),
-        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 1.0),
-    ],
-)
-def test_the_fraction_is_the_users_or_ours(env, fraction):
-    assert platform.memory_fraction(env) == fraction
+def test_a_program_that_fits_a_larger_pool_says_how_to_get_it():
+    target = targets.parse("h100@0.75").to_json()
+    pool, larger = target["limit_bytes"], limits.pool_bytes(target["device_memory_bytes"], 0.92)
+    assert limits.pool_notes(target, pool, pool, 0) == []
+    hint = ["fits at 0.92: set XLA_CLIENT_MEM_FRACTION=0.92 before jax starts"]
+    assert limits.pool_notes(target, pool, pool + 1, GIB) == hint
+    assert limits.pool_notes(target, pool, larger, GIB) == hint
+    assert limits.pool_notes(target, pool, larger + 1, GIB) == []
+    assert limits.pool_notes(target, pool, larger, 7 * GIB) == [], "6.3 GiB are left at 0.92"
+    assert limits.pool_notes(target, GIB, larger, 0) == [], "a size that somebody chose"
+    at_most = targets.parse("h100@0.92").to_json()
+    assert limits.pool_notes(at_most, at_most["limit_bytes"], larger + 1, 0) == []
+
+
+def test_what_lies_outside_of_the_pool_must_fit_the_rest_of_the_gpu():
+    target = targets.parse("h100@0.92").to_json()
+    rest = target["device_memory_bytes"] - target["limit_bytes"]
+    assert limits.outside_excess(target, target["limit_bytes"], rest) == 0
+    assert limits.outside_excess(target, target["limit_bytes"], rest + 5) == 5
+    [note] = limits.pool_notes(target, target["limit_bytes"], GIB, rest + GIB)
+    assert "1.00 GiB more than the rest of the GPU: set XLA_CLIENT_MEM_FRACTION=0.9 or less" in note
 
 
 @pytest.mark.parametrize(
     ("target", "limit", "words"),
     [
         (
-            {"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.92},
+            {"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.92, "memory_fraction_source": "X"},
             72,
-            "92 % of the GPU's memory after CUDA's context",
+            "92 % of the GPU's memory (X)",
         ),
         (
             {"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.755},
             72,
-            "75.5 % of the GPU's memory after CUDA's context",
+            "75.5 % of the GPU's memory",
         ),
         (
             {"platform": "cuda", "limit_bytes": 60, "memory_fraction": None, "device_memory_bytes": 80},
@@ -143,7 +152,9 @@ def test_the_share_of_a_gpus_memory_in_words(target, limit, words):
 def test_a_described_gpu_says_which_fraction_of_it_is_available(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     found = targets.parse("h100:8").to_json()
-    assert limits.limit_share(found, found["limit_bytes"]) == "50 % of the GPU's memory after CUDA's context"
+    assert (
+        limits.limit_share(found, found["limit_bytes"]) == "50 % of the GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+    )
     assert targets.parse("v5e:2x2").to_json()["memory_fraction"] is None
 
 
@@ -167,7 +178,9 @@ def _nodes(tmp_path, *names):
 )
 def test_the_platform_is_settled_without_overriding_anybody(tmp_path, nodes, env, expected, left):
     before = dict(env)
-    assert platform.choose_platform(_nodes(tmp_path, *nodes), env) == expected
+    assert platform.choose_platform(_nodes(tmp_path, *nodes), env, 0.92) == expected
+    if left.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        left = {**left, platform.OWN_FRACTION_VARIABLE: "0.92"}
     pinned = {platform.HOST_LIMIT_VARIABLE: "7"} if expected == "cuda" else {}  # nine tenths of 8 GiB
     assert env == {**before, **left, **pinned}
     env = {**before, platform.HOST_LIMIT_VARIABLE: "3"}

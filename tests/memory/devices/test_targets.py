@@ -107,16 +107,63 @@ def test_host_memory_is_the_share_of_the_devices_taken():
     assert whole.host_memory_bytes == 8 * one.host_memory_bytes == CHIPS["h200"].host_memory_bytes
 
 
-def test_the_limit_of_a_described_gpu_is_memory_less_context_times_the_fraction(monkeypatch):
-    for name in platform.FRACTION_VARIABLES:
+@pytest.fixture
+def unset(monkeypatch):
+    """No variable of jax's allocator is set."""
+    for name in (*platform.FRACTION_VARIABLES, platform.OWN_FRACTION_VARIABLE, "XLA_PYTHON_CLIENT_ALLOCATOR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
-    target = targets.parse("h200")
-    usable = target.device_memory_bytes - chips.CONTEXT_BYTES
-    assert target.limit_bytes == int(usable * 0.92)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    assert target.limit_bytes == int(usable * 0.5)
+    return monkeypatch
+
+
+def test_the_limit_of_a_described_gpu_is_jaxlibs_pool(unset):
+    """On a real H100, `bytes_limit` is 63,707,283,456 at jax's default."""
+    assert targets.parse("h100").limit_bytes == targets.parse("h100").pool_bytes == 63_707_283_456
+    ours = platform.MemoryFraction(0.92, "set by bytescope train")
+    assert targets.parse("h100:8", ours).limit_bytes == 78_148_272_128
+    assert targets.parse("h100:8@0.5", ours).limit_bytes == 42_471_522_304
     assert targets.parse("v5e").limit_bytes == int(15.75 * 2**30)  # TPUs have no fraction
+    assert targets.parse("v5e").pool_bytes is targets.parse("v5e").memory_fraction is None
+
+
+def test_the_fraction_comes_from_the_target_then_the_environment_then_the_program(unset):
+    def settled(name):
+        target = targets.parse(name, platform.MemoryFraction(0.92, "a trainer"))
+        return target.memory_fraction, target.memory_fraction_source
+
+    assert settled("h100:2x8") == (0.92, "a trainer")
+    unset.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    assert settled("h100") == (0.6, "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    unset.setenv("XLA_CLIENT_MEM_FRACTION", ".7")
+    assert settled("h100") == (0.7, "XLA_CLIENT_MEM_FRACTION")
+    assert settled("h100:8@0.9") == (0.9, "set by the target")
+    unset.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    assert settled("h100") == (None, "")
+    whole = targets.parse("h100")
+    assert whole.limit_bytes == whole.device_memory_bytes - chips.CONTEXT_BYTES and whole.pool_bytes is None
+
+
+def test_a_fraction_that_bytescope_set_is_not_the_users(unset):
+    env = {"JAX_PLATFORMS": "cuda"}
+    platform.choose_platform(env=env, fraction=0.92)
+    assert env["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92" and platform.user_fraction(env) is None
+    assert platform.user_fraction({**env, "XLA_CLIENT_MEM_FRACTION": "0.8"}).value == 0.8
+    assert platform.user_fraction({"XLA_PYTHON_CLIENT_MEM_FRACTION": "much"}) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["h100@", "h100@0", "h100@1.01", "h100:8@x", "h100@0.9@0.8", "v5e@0.9", "local@0.9", "cpu:8@1"]
+)
+def test_a_fraction_that_no_gpu_has_is_refused_in_one_line(name):
+    with pytest.raises(ReportError, match="@") as caught:
+        targets.parse(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_flag_is_another_spelling_of_the_name(unset):
+    assert targets.with_fraction("h100:8", "0.9") == "h100:8@0.9" and targets.with_fraction("cpu", None) == "cpu"
+    assert targets.parse("H100:8@0.90").name == "h100:8@0.9"
+    with pytest.raises(ReportError, match="both set a fraction"):
+        targets.with_fraction("h100@0.9", "0.8")
 
 
 def test_local_devices_and_simulated_ones():

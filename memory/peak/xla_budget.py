@@ -1,0 +1,35 @@
+"""Computes the memory that XLA:GPU believes a program may use.
+
+The latency-hiding scheduler, the rematerialization pass and the combiner of collectives read this limit. A program
+near the limit is compiled differently from the same program far below it. The limit is not a verdict: XLA compiles a
+program that exceeds it, and the allocator decides at run time.
+
+Source: XLA's gpu_hlo_schedule.cc (GetSchedulerMemoryLimit), jaxlib 0.10.2.
+"""
+
+from __future__ import annotations
+
+from bytescope.memory.devices.compiler import MemorySettings
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.records.report_record import XlaBudget, XlaStats
+
+# The percentage of a GPU's memory that XLA takes if nobody sets the device's memory.
+USUAL_PERCENT = 80
+
+
+def find(stats: XlaStats, target: Target | None, settings: MemorySettings | None) -> XlaBudget:
+    """Returns XLA's memory limit for a program and the figures from which XLA computes it. All fields are None if the
+    target is not an NVIDIA GPU, or if the program was not compiled in this process.
+
+    stats: XLA's statistics of the program. settings: the settings of the compile.
+    """
+    if target is None or target.platform != "cuda" or settings is None or stats.argument_bytes is None:
+        return XlaBudget()
+    base = settings.device_memory_bytes
+    if base is None and not target.is_described:
+        base = target.limit_bytes  # jaxlib sets the allocator's limit for the GPUs of this process
+    if base is None:
+        base = target.device_memory_bytes * USUAL_PERCENT // 100
+    io = stats.argument_bytes + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
+    limit = (base - io) * settings.slop_percent // 100 if io <= base else 0
+    return XlaBudget(base, io, settings.slop_percent, limit)
