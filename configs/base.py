@@ -86,7 +86,8 @@ def _model() -> ConfigDict:
 
 
 def _init() -> ConfigDict:
-    """Initial parameters."""
+    """Returns the config group `init`: the Hugging Face folder and the peft folder from which initial parameters are
+    loaded. Without them, parameters are random."""
     init = ConfigDict()
     init.folder = ""  # folder with config.json and safetensors to start from; empty: random weights
     # folder of peft adapters to start from; with lora.rank=0 rank, alpha and targets are read from it
@@ -164,7 +165,8 @@ def _remat() -> ConfigDict:
 
 
 def _data() -> ConfigDict:
-    """Returns the config group `data`: training and evaluation data."""
+    """Returns the config group `data`: the training and evaluation data, their format and tokenizer, and the length of
+    sequences."""
     data = ConfigDict()
     data.source = "stdlib"  # stdlib | file | folder | glob; text, records, or .bin/.npy token shards
     data.eval_source = ""  # held-out data; empty: one twentieth of the source, chosen by file name or record content
@@ -185,7 +187,8 @@ def _data() -> ConfigDict:
 
 
 def _batch() -> ConfigDict:
-    """Returns the config group `batch`: the batch of one update."""
+    """Returns the config group `batch`: the number of sequences per micro-batch, and the number of micro-batches per
+    optimizer update (gradient accumulation)."""
     batch = ConfigDict()
     batch.micro = 8  # sequences per data-parallel rank and micro-step
     batch.accumulation = 1  # micro-steps per optimizer update
@@ -196,10 +199,11 @@ def _batch() -> ConfigDict:
 
 
 def _optimizer() -> ConfigDict:
-    """Returns the config group `optimizer`.
+    """Returns the config group `optimizer`: the optimizer, its learning rate schedule, weight decay, gradient clipping
+    and frozen parameters.
 
-    The best learning rate depends on the optimizer. Relative to adamw, lion needs about a tenth, adagrad ten times,
-    and momentum a hundred times or more. muon, adafactor and the other adamw variants need the same as adamw. A fused
+    The best learning rate depends on the optimizer. Relative to adamw, lion needs about a tenth, adagrad ten times, and
+    momentum a hundred times or more. muon, adafactor and the other adamw variants need the same as adamw. A fused
     backward pass updates a layer before the global gradient norm is known. It therefore needs clip_norm=0 or
     clip="layer".
     """
@@ -234,8 +238,8 @@ def _offload() -> ConfigDict:
 
 
 def _mesh() -> ConfigDict:
-    """Returns the config group `mesh`: the number of devices on each mesh axis. One of them may be -1, which means all
-    remaining devices."""
+    """Returns the config group `mesh`: the number of devices on each mesh axis. The value -1, allowed for one axis,
+    means all remaining devices."""
     mesh = ConfigDict()
     mesh.strategy = "zero3"  # ddp | zero1: masters and moments sharded | zero2: gradients too | zero3: parameters too
     mesh.stage = 1  # pipeline stages, each with a range of layers

@@ -11,16 +11,16 @@ Loss: not trained yet.
 Sizes, routing, optimizer settings and initial values are those of the paper (sections 4.2 and 2.1.2). Its layout and
 precision (sections 3.2 and 3.3) compare with this config as follows:
 
-                                  the paper                                            this config
-    devices      2048 H800                                            2048 H100, described
-    pipeline     16 stages, DualPipe                                  none: every device has all 61 layers
-    experts      over 64 devices of 8 hosts                           over 64 devices
-    state        ZeRO-1 over data-parallel ranks                      ZeRO-3 over 512, 4 replicas
-    tensor       none                                                 none
-    recomputed   RMSNorms, up-projections of latent attention         the whole block
-    products     FP8, block-scaled                                    bfloat16
-    state in     masters and gradients float32, both moments bf16     the same, the second moment in float32
-        tokens       none dropped                                         dropped above 1.25 times the mean of an expert
+                     the paper                                      this config
+    devices          2048 H800                                      2048 H100, described
+    pipeline         16 stages, DualPipe                            none: every device has all 61 layers
+    experts          over 64 devices of 8 hosts                     over 64 devices
+    optimizer state  ZeRO-1 over data-parallel ranks                ZeRO-3 over 512, 4 replicas
+    tensor parallel  none                                           none
+    recomputed       RMSNorms, up-projections of latent attention   the whole block
+    matmuls          FP8, block-scaled                              bfloat16
+    state dtypes     masters, gradients float32; moments bf16       the same, the second moment in float32
+    dropped tokens   none                                           those above 1.25 times the mean of an expert
 
 Not included: multi-token prediction, YaRN (the first training stage has sequences of 4096 tokens without it), the
 schedules of batch size and learning rate, and the limit of 4 hosts per token other than by `router_groups`.

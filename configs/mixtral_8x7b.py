@@ -4,7 +4,8 @@
     bytescope report mixtral_8x7b h100:8
 
 46,702,792,704 parameters, 12,879,925,248 of them active for a token. Float32 masters and gradients and 8-bit moments
-are 10 bytes per parameter. A device has room for twice the mean rows of its experts; more are dropped and counted.
+are 10 bytes per parameter. A device computes at most twice the mean number of pairs of a token and an expert; pairs
+beyond this number are dropped and counted.
 Hardware: 8 H100 of one host (described device; not yet measured on hardware).
 Memory: peak 61.59 GiB, allocated 61.59 GiB, predicted in use 61.62 GiB per device, of 72.32 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.

@@ -8,7 +8,8 @@ Memory: peak 137.05 MiB, allocated 137.06 MiB, predicted in use 137.07 MiB per d
   CPU, jax 0.10.2, jaxlib 0.10.2, 2026-11-23. The process peaked at 0.99 GiB, compiler included.
 Loss: 1.70 nats per byte on 473,854 held-out bytes of Python 3.11's library after 300 updates of 2,048 tokens;
   two CPU cores, 2 min 7 s without other programs, compile and evaluations included; jax 0.10.2, 2026-11-23.
-  The busiest expert of the worst layer took 4.0 times the mean at update 20, 1.7 times at the end.
+  In the least balanced layer, the busiest expert got 4.0 times the mean number of tokens of an expert at update 20, and
+  1.7 times at the end.
 """
 
 from bytescope.configs import base

@@ -77,7 +77,11 @@ def report_of(
     """Returns the memory report of a program that is already compiled (`memory.devices.compiler.Compilation`).
 
     Args:
-        config, facts, roles, names: the arguments of `memory.analyze` with these names.
+        target: the devices whose memory limit and rates are used; None leaves the verdict unknown.
+        config: a mapping that is stored in the report unchanged.
+        facts: the trainer's description of the step (shapes, mesh, precision), for comparisons with published formulas.
+        roles: (regular expression, role) pairs that give arguments their role, such as "optimizer", by pytree path.
+        names: the checkpoint names of the program.
         loop: arrays that the training loop keeps on the device while the program runs.
         subject: the trainer's description of the program; its calls, tokens and model FLOPs are used for the predicted
             seconds.
@@ -251,8 +255,8 @@ def _runtime_facts(
     target: Target | None,
     loop: runtime_overheads.LoopOverhead | None,
 ) -> runtime_overheads.Facts:
-    """Returns the inputs of the formulas for the memory that the runtime takes. If the target is None, no allocator is
-    assumed.
+    """Collects the sizes and counts from which the memory that the runtime takes besides XLA's allocations is computed,
+    such as cuBLAS workspaces and NCCL buffers. If the target is None, no allocator is assumed.
     """
     module = read.placed.module
     arguments = [b.bytes for b in account.buffers if b.phase == "argument" and b.memory == "device"]
@@ -277,8 +281,9 @@ def _runtime_facts(
 
 
 def _untuned_product(module: Module) -> int:
-    """Returns the bytes of the operands of the largest matrix product. Returns 0 if the program calls cuBLAS, because
-    its products were then tuned when the program was compiled.
+    """Returns the bytes of the operands of the largest matrix product, which limit the cuBLAS workspace at run time.
+    Returns 0 if the program calls cuBLAS, because XLA then chose its kernels and their workspaces when it compiled the
+    program.
     """
     if any("cublas" in instruction.target for instruction in module.instructions.values()):
         return 0
@@ -369,8 +374,8 @@ def _seconds(
 
 
 def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Mapping[str, Any]) -> tuple[float, ...]:
-    """Returns the start time of each point of the memory timeline, in seconds from the start of the step, followed by
-    the seconds of the whole step. Returns () if the rates of the target are unknown.
+    """Predicts the start time of each point of the memory timeline, in seconds from the start of the step. The last
+    element is the duration of the whole step. Returns () if the rates of the target are unknown.
 
     A point whose instruction takes no time, or is not in the schedule, has the time of the point before it.
     """
@@ -412,11 +417,12 @@ def _stats_from_allocations(program: hlo_buffers.HloProgram) -> XlaStats:
 
 
 def _with_xla_totals(account: PeakAccount, program: hlo_buffers.HloProgram, stats: XlaStats) -> PeakAccount:
-    """Returns the account of the peak in which XLA's own totals replace the totals that were computed from derived
-    live ranges.
+    """Replaces the peak and the allocated bytes, which were computed from derived live ranges, by XLA's own totals.
+    Returns the new account.
 
-    If the derived peak is lower than XLA's, the missing bytes become the row "unattributed". If it is higher, because
-    XLA lets several values share memory, the excess is subtracted from the rows in the order of `_DOUBTFUL`.
+    If the derived peak is lower than XLA's, the missing bytes become the row "unattributed" of the breakdown. If it is
+    higher, because XLA lets several values share memory, the excess is subtracted from the rows whose bytes are least
+    certain first (`_DOUBTFUL`).
     """
     allocated = sum(a.size for a in program.allocations if not a.thread_local and a.color == 0)
     if not allocated and stats.argument_bytes is not None:

@@ -40,7 +40,7 @@ def parameters(equation: Any) -> Mapping[str, Any]:
     """Returns the parameters of an equation. The flag `jax_remat3` moves the parameters into another object, which is
     also read.
     """
-    high = _high(equation)
+    high = _remat3_prim(equation)
     return equation.params if high is None else high.params
 
 
@@ -75,14 +75,14 @@ def distinct_jaxprs(jaxpr: Any, inner: Callable[[Any], Iterable[Any]] = bodies) 
 def checkpoint_of(equation: Any) -> Checkpoint | None:
     """Returns the checkpoint that an equation runs; None if the equation is not a `jax.checkpoint`."""
     given = parameters(equation)
-    if "jaxpr" not in given or "policy" not in given or ("prevent_cse" not in given and _high(equation) is None):
+    if "jaxpr" not in given or "policy" not in given or ("prevent_cse" not in given and _remat3_prim(equation) is None):
         return None
     return Checkpoint(given["jaxpr"], given["policy"])
 
 
 def checkpoint_name_of(equation: Any) -> str:
     """Returns the name that the equation of a `checkpoint_name` call gives to a value; "" for other equations."""
-    high = _high(equation)
+    high = _remat3_prim(equation)
     named = equation.primitive.name == NAME if high is None else type(high).__name__.startswith("CheckpointName")
     return str(parameters(equation)["name"]) if named else ""
 
@@ -103,7 +103,7 @@ def with_parameters(
         change_type: function old type -> new type of an operand or result, for equations whose parameters list these
             types.
     """
-    high = _high(equation)
+    high = _remat3_prim(equation)
     changed = {key: change(key, value) for key, value in parameters(equation).items()}
     if high is None:
         return changed
@@ -116,10 +116,7 @@ def with_parameters(
     return {"_prim": moved}
 
 
-def _high(equation: Any) -> Any:
-    """Returns the object that contains the parameters of an equation under the flag `jax_remat3`; None for other
-    equations.
-    """
+def _remat3_prim(equation: Any) -> Any:
     return equation.params.get("_prim") if equation.primitive.name == _HIGH else None
 
 

@@ -36,8 +36,8 @@ class Lora:
       alpha: adapter outputs are multiplied by alpha / rank.
       targets: the matrices that get adapters, keys of TARGETS.
       dropout: dropout rate of the adapters' input, 0 to below 1.
-      shared: True if the rank is divisible by the number of devices that share optimizer state. Adapter matrices
-        without a model-width axis are then sharded along the rank.
+      shared: True to shard the rank of adapter matrices without a model-width axis over the devices that share
+        optimizer state (ZeRO). The rank must then be divisible by the number of these devices.
 
     Raises:
       ValueError: the rank is below 1, a target is unknown, or the dropout rate is outside [0, 1).
@@ -67,7 +67,13 @@ class Lora:
 
 
 class Adaptable(Protocol):
-    """A module whose matrices may have adapters: attention or an MLP."""
+    """A module whose weight matrices may have adapters: attention or an MLP.
+
+    Fields:
+      lora: the configuration of the adapters, None without adapters.
+      place: shards the module's arrays over the mesh.
+      regather: True if weights are gathered again in the backward pass, instead of being saved gathered.
+    """
 
     lora: Lora | None
     place: Placement
@@ -95,8 +101,8 @@ def add_adapters(module: Adaptable, lora: Lora, dtype: DTypeLike, rngs: nnx.Rngs
         bound = 1 / math.sqrt(math.prod(before))  # kaiming_uniform with a = sqrt(5)
         drawn = jax.random.uniform(rngs.params(), (*before, lora.rank), jnp.float32, -bound, bound).astype(dtype)
         for half, value, own in (
-            ("a", drawn, (*axes[:inputs], _rank(lora, axes[:inputs]))),
-            ("b", jnp.zeros((lora.rank, *after), dtype), (_rank(lora, axes[inputs:]), *axes[inputs:])),
+            ("a", drawn, (*axes[:inputs], _choose_rank_axis(lora, axes[:inputs]))),
+            ("b", jnp.zeros((lora.rank, *after), dtype), (_choose_rank_axis(lora, axes[inputs:]), *axes[inputs:])),
         ):
             setattr(
                 module,
@@ -105,9 +111,9 @@ def add_adapters(module: Adaptable, lora: Lora, dtype: DTypeLike, rngs: nnx.Rngs
             )
 
 
-def _rank(lora: Lora, others: Sequence[str]) -> str:
-    """Returns the logical axis name of the rank in an adapter matrix whose other axes are `others`. ZeRO shards the
-    rank of matrices that have no model-width axis."""
+def _choose_rank_axis(lora: Lora, others: Sequence[str]) -> str:
+    # ZeRO shards optimizer state along the model width. Adapter matrices without this axis are sharded along the rank
+    # instead.
     return "adapter_state" if lora.shared and "d_model" not in others else "adapter"
 
 
@@ -120,11 +126,14 @@ def add_adapter_outputs(
     key_B: jax.Array | None,
     mask: str,
 ) -> list[jax.Array]:
-    """Adds the output of each adapter to `outs`, the matrix products of `x` with the weights `targets` of `module`.
+    """Returns `outs`, the products of `x` with the weights `targets` of `module`, with the output of each weight's
+    adapter added. Products of weights without an adapter are returned unchanged.
 
     Args:
-      spec: the einsum of `x` with a weight. The input axes of a weight are the letters it shares with `x`.
-      key_B: dropout keys, None for no dropout.
+      spec: the einsum of `x` with a weight, such as "bld,dhk->blhk". Letters of the weight that `x` also has are the
+        weight's input dimensions.
+      targets: the name of each product's weight, such as ("q", "k", "v").
+      key_B: dropout keys, one per sequence; None for no dropout.
       mask: the checkpoint name of the dropout mask.
     """
     lora, place = module.lora, module.place

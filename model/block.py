@@ -28,8 +28,11 @@ class Block(nnx.Module):
     """Computes x + attention(norm(x)), then x + mlp(norm(x)). With `config.post_norms` the output of each branch is
     normalized before it is added.
 
-    `routed`: True to use experts instead of the MLP. Shared experts, which every token visits, are then one MLP,
-    `shared`. `pooled`: True to record `Load.shares`, which a balance loss over all layers needs.
+    Args:
+      routed: True to use a mixture of experts instead of the MLP. Shared experts, which process every token, are then
+        one MLP, the attribute `shared`.
+      pooled: True to also record the router's mean score of each expert, which a balance loss pooled over all layers
+        needs.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Block(nnx.Module):
         return x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask"), load
 
     def _dense_mlps(self) -> list[Mlp]:
-        """Returns the MLPs that every token goes through."""
+        # The MLPs that process every token.
         if not self.routed:
             return [self.mlp]
         return [self.shared] if self.config.shared_experts else []
@@ -152,8 +155,8 @@ class Block(nnx.Module):
         return self._feed(self._join(x_BTD, context_BTHK, None), None, packed.real_BL)[0]
 
     def set(self, layer: jax.Array | int, regather: bool) -> "Block":
-        """Sets this block's layer index (from 0) and whether it gathers its parameters again in the backward pass (see
-        `layers.enter`). Returns the block."""
+        """Sets this block's layer index (from 0), and whether the block gathers its parameters again in the backward
+        pass instead of saving the gathered parameters (see `layers.enter`). Returns the block."""
         self.attention.regather = regather
         for mlp in self._dense_mlps():
             mlp.regather = regather

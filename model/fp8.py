@@ -103,7 +103,7 @@ def emulated(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Arra
 
 
 def native(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
-    """Returns the same product as `emulated`, computed by the GPU's fp8 units."""
+    """Returns the matrix product a b^T, contracted over C, [M, N] in `dtype`, computed by the GPU's fp8 units."""
     return scaled_product(a_MC.values, a_MC.scale, b_NC.values, b_NC.scale, dtype)
 
 
@@ -136,9 +136,11 @@ class Linear:
       spec: the einsum of each product, "activation,weight->out". Contracted letters end the activation and begin the
         weight.
       weights: the logical axes of each weight.
-      kept: logical axes of the activation as it is saved. within: its axes as it is multiplied. back: the axes of its
-        gradient.
-      name: checkpoint name of the quantized activation. "" saves the activation unquantized, if it is saved anyway.
+      kept: logical axes of the activation as it is saved for the backward pass.
+      within: logical axes of the activation while it is multiplied.
+      back: logical axes of the gradient of the activation.
+      name: checkpoint name of the quantized activation, which is saved for the backward pass. "" saves the unquantized
+        activation instead, for activations that another operation saves anyway.
       outs: names of the products, one per weight.
       regather: True if weights are passed as stored. They are then gathered and cast in the forward and again in the
         backward pass.
@@ -162,21 +164,24 @@ class Linear:
         return len(set(left) & set(right))
 
     def sums(self, weight: Axes) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
-        """Returns two groups of logical axes of a weight: axes contracted in the forward pass, and axes contracted in
-        the gradient of the activation."""
+        """Splits the logical axes of a weight into its input axes, contracted in the forward pass, and its output axes,
+        contracted in the gradient of the activation."""
         return weight[: self.contracted], weight[self.contracted :]
 
     def out(self, weight: Axes) -> Axes:
-        """Returns the logical axes of the product with a weight that has the logical axes `weight`."""
+        """Returns the logical axes of the product of the activation with a weight that has the logical axes
+        `weight`."""
         return (*self.within[:2], *self.sums(weight)[1])
 
     def read(self, w: jax.Array, axes: Axes, dtype: jnp.dtype, place: Placement) -> jax.Array:
-        """Returns the weight as it is multiplied. If it is passed as stored (`regather`), it is cast and gathered."""
+        """Returns a weight in the form in which it is multiplied. A weight passed as stored (`regather`) is cast to
+        `dtype` and gathered; any other weight is returned unchanged."""
         return place.weight(w.astype(dtype), axes) if self.regather else w
 
 
-def _keep(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the quantized activation and its scales, tagged with their checkpoint names."""
+def _quantize_and_tag(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
+    """Quantizes the activation in tiles of 128 features. Returns its values and scales, tagged with their checkpoint
+    names."""
     x = place(jax.lax.stop_gradient(x), how.kept)
 
     def quantize_rows(x):
@@ -188,28 +193,32 @@ def _keep(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
     return tag(values, f"{how.name}_fp8"), tag(scale, f"{how.name}_scale")
 
 
-def _axes(how: Linear, kept: tuple[jax.Array, ...]) -> tuple[Axes, ...]:
-    """Returns the logical axes of the saved activation when it is multiplied. If it is quantized, also returns the
-    logical axes of its scales."""
+def _axes_within(how: Linear, kept: tuple[jax.Array, ...]) -> tuple[Axes, ...]:
+    # The axes of (activation,), or of (values, scales) if the activation is quantized.
     return (how.within, how.within[:3])[: len(kept)]
 
 
 def _move(how: Linear, place: Placement, kept: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(map(place, kept, _axes(how, kept)))
+    return tuple(map(place, kept, _axes_within(how, kept)))
 
 
-def _features(kept: tuple[jax.Array, ...]) -> BlockScaled:
-    """Returns the saved activation in tiles of features: [tokens, features], scales [tokens, features / 128]."""
+def _in_feature_tiles(kept: tuple[jax.Array, ...]) -> BlockScaled:
+    """Returns the activation with one scale per 128 features, the operand of the forward product: values [tokens,
+    features], scales [tokens, features / 128].
+
+    `kept`: (activation,), which is then quantized, or (values, scales).
+    """
     values, *scale = kept
     x_RC = values.reshape(math.prod(values.shape[:2]), -1)
     return BlockScaled(x_RC, scale[0].reshape(x_RC.shape[0], -1)) if scale else rows(x_RC)
 
 
-def _tokens(kept: tuple[jax.Array, ...]) -> BlockScaled:
-    """Returns the saved activation in tiles of tokens: [features, tokens], scales [features, tokens / 128]."""
+def _in_token_tiles(kept: tuple[jax.Array, ...]) -> BlockScaled:
+    """Returns the transposed activation with one scale per 128 tokens, the operand of the weight gradient: values
+    [features, tokens], scales [features, tokens / 128]. `kept`: as in `_in_feature_tiles`."""
     if len(kept) == 1:
         return rows(kept[0].reshape(math.prod(kept[0].shape[:2]), -1).T)
-    return rows(dequantize(_features(kept), (1, TILE)).T)
+    return rows(dequantize(_in_feature_tiles(kept), (1, TILE)).T)
 
 
 def _flat(w: jax.Array, contracted: int) -> jax.Array:
@@ -225,13 +234,13 @@ def linear(how: Linear, place: Placement, x: jax.Array, weights: tuple[jax.Array
     """
     # Quantized and tagged outside the custom gradient: inside it both tags would be attributed to the same source
     # line.
-    return _linear(how, place, x, _keep(how, place, x) if how.name else None, weights)
+    return _linear(how, place, x, _quantize_and_tag(how, place, x) if how.name else None, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear(how, place, x, quantized, weights):
-    """Returns the matrix products. The argument `x` receives the gradient; its values are read only if `quantized` is
-    None."""
+    """Returns the matrix products with `quantized`, the values and scales of `x`, or with `x` itself if `quantized` is
+    None. The gradient of the activation always goes to `x`."""
     return _products(how, place, quantized or (place(x, how.kept),), weights, x.dtype)
 
 
@@ -239,7 +248,7 @@ def _products(how, place, kept, weights, dtype):
     within = _move(how, place, kept)
 
     def own(weights, *within):
-        features, outs = _features(within), []
+        features, outs = _in_feature_tiles(within), []
         for name, w in zip(how.outs, weights):
             with jax.named_scope(name):  # reports identify the result of a kernel by this name
                 y_RN = PRODUCTS[how.product](features, blocks(_flat(w, how.contracted).T), dtype)
@@ -249,7 +258,7 @@ def _products(how, place, kept, weights, dtype):
     operands = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
     return place.own(
         own,
-        (how.weights, *_axes(how, within)),
+        (how.weights, *_axes_within(how, within)),
         tuple(map(how.out, how.weights)),
         sums=tuple(how.sums(axes)[0] for axes in how.weights),
     )(operands, *within)
@@ -265,7 +274,7 @@ def _backward(how, place, residuals, d_outs):
     within, dtype, product = _move(how, place, kept), d_outs[0].dtype, PRODUCTS[how.product]
 
     def own(d_outs, weights, *within):
-        tokens, dx, d_weights = _tokens(within), [], []
+        tokens, dx, d_weights = _in_token_tiles(within), [], []
         for d_out, w in zip(d_outs, weights):
             d_out_RN = d_out.reshape(math.prod(d_out.shape[:2]), -1)
             dx.append(product(rows(d_out_RN), blocks(_flat(w, how.contracted)), dtype))
@@ -276,7 +285,7 @@ def _backward(how, place, residuals, d_outs):
     features = tuple(dict.fromkeys(axis for axes in how.weights for axis in how.sums(axes)[1]))
     dx, *d_weights = place.own(
         own,
-        (tuple(map(how.out, how.weights)), how.weights, *_axes(how, within)),
+        (tuple(map(how.out, how.weights)), how.weights, *_axes_within(how, within)),
         (how.within, *how.weights),
         sums=(features, *[how.within[:2]] * len(weights)),
     )(d_outs, operands, *within)
@@ -308,13 +317,13 @@ def _(a, b, *, dimension_numbers):
     return jax.core.ShapedArray((a.shape[0], b.shape[0]), jnp.float32)
 
 
-def _anywhere(a, b, *, dimension_numbers):
-    """Computes the tile product when the kernel is interpreted, on any backend."""
+def _multiply_in_float32(a, b, *, dimension_numbers):
+    # The tile product outside of a GPU kernel: for interpreted kernels, on any backend.
     return jax.lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), dimension_numbers)
 
 
-tile_product.def_impl(_anywhere)
-mlir.register_lowering(tile_product, mlir.lower_fun(_anywhere, multiple_results=False))
+tile_product.def_impl(_multiply_in_float32)
+mlir.register_lowering(tile_product, mlir.lower_fun(_multiply_in_float32, multiple_results=False))
 
 
 @triton.register_lowering(tile_product)

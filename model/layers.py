@@ -113,8 +113,8 @@ def _narrow_rows_backward(place, residuals, d_BLD):
     table_VD, tokens_BL = residuals
 
     def sums(d_BLD, tokens_BL, rows_V):
-        """Returns the float32 sums of a device's own gradients for the table rows that it stores. They are cast down
-        if devices exchange a smaller dtype."""
+        """Returns the gradient of the table rows `rows_V` that a device stores: the float32 sums over its own tokens,
+        cast to the dtype in which devices exchange gradients."""
         row_BL = jnp.clip(tokens_BL, 0, table_VD.shape[0] - 1) - rows_V[0]
         row_BL = jnp.where(row_BL < 0, rows_V.size, row_BL)  # a negative index would count from the end
         zeros_VD = jnp.zeros((rows_V.size, d_BLD.shape[-1]), jnp.float32)
@@ -194,13 +194,13 @@ class _Product:
 
     @classmethod
     def from_param(cls, name: str, spec: str, p: nnx.Param | Quantized) -> "_Product":
-        """Returns the description of the product with the parameter `p`."""
         if isinstance(p, Quantized):
             return cls(name, spec, p.matrix.axes, True, (p.base, p.matrix))
         return cls(name, spec, p.get_metadata()["axes"], p.get_metadata()["frozen"])
 
     def read(self, w: Any, dtype: DTypeLike, place: Placement) -> jax.Array:
-        """Returns the weight in `dtype`, gathered for the computation. `w`: the stored value, a result of `_value`."""
+        """Returns the weight in `dtype`, gathered for the computation. `w`: the parameter as stored, an array or the
+        arrays of a quantized weight by name."""
         if self.stored:
             return dequantize(*self.stored, w, dtype, place)
         return place.weight(to_device(w).astype(dtype), self.axes)
@@ -218,9 +218,11 @@ def _regathered(
     x: jax.Array,
     weights: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Returns the matrix products of `x` with stored weights, which are cast and gathered again in the backward pass.
+    """Returns the matrix products of `x` with stored weights. Only `x` and the stored weights are saved for the
+    backward pass, which casts and gathers the weights again.
 
-    `x` is moved to the first layout of `moves` before the products, and its gradient to the second layout afterwards.
+    `moves`: (logical axes of `x` while it is multiplied, logical axes of the saved `x` and of its gradient); None to
+    leave the sharding of `x` unchanged.
     """
     within = place(place(x, moves[1]), moves[0]) if moves else x
     read_weights = [one.read(w, x.dtype, place) for one, w in zip(products, weights)]
@@ -315,7 +317,8 @@ def leave(
 
 
 def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, regather: bool, name: str) -> jax.Array:
-    """Returns `einsum(spec, x, p)` in the dtype of `x`, without moving `x` or the result. `regather`: as in `enter`."""
+    """Returns `einsum(spec, x, p)` in the dtype of `x`, without changing the sharding of `x` or the result. `regather`:
+    True to gather `p` again in the backward pass (see `enter`)."""
     if regather:
         return _regathered((_Product.from_param(name, spec, p),), place, None, x, (_value(p),))[0]
     return jnp.einsum(spec, x, _read_for(p, x, place))

@@ -89,8 +89,8 @@ _TAGGED: ContextVar[dict[str, jax.Array] | None] = ContextVar("tagged", default=
 
 @contextlib.contextmanager
 def collect_tagged() -> Iterator[dict[str, jax.Array]]:
-    """Collects the values that are tagged inside the `with` block in a dict, checkpoint name -> value. The function
-    that is being traced may return them.
+    """Collects the arrays that are tagged inside the `with` block in a dict, checkpoint name -> array. A function that
+    is being traced can return them, for example to read the inputs of a block's weights.
 
     Use it for one block that has no checkpoint and uses the naive attention kernel. Values tagged in an inner trace,
     such as a loop or a function with a custom gradient, must not be read outside that trace.

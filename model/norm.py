@@ -15,14 +15,13 @@ from bytescope.model.placement import Axes, Placement
 from bytescope.model.precision import Precision
 
 
-def _along_last(vector_D: jax.Array, x_D: jax.Array) -> jax.Array:
-    """Adds leading dimensions to the vector [D], so that it broadcasts against `x_D` [..., D]."""
+def _broadcast_over_leading_dims(vector_D: jax.Array, x_D: jax.Array) -> jax.Array:
     return vector_D[(None,) * (x_D.ndim - 1) + (slice(None),)]
 
 
 def _scale(x_D: jax.Array, scale_D: jax.Array, place: Placement, axes: Axes) -> jax.Array:
     del place, axes
-    return x_D * _along_last(scale_D, x_D)
+    return x_D * _broadcast_over_leading_dims(scale_D, x_D)
 
 
 def _scaled_forward(x_D, scale_D, place, axes):
@@ -31,12 +30,12 @@ def _scaled_forward(x_D, scale_D, place, axes):
 
 def _scaled_backward(place, axes, residuals, dy_D):
     x_D, scale_D = residuals
-    return dy_D * _along_last(scale_D, x_D), _sum_others(place, axes, dy_D * x_D)
+    return dy_D * _broadcast_over_leading_dims(scale_D, x_D), _sum_others(place, axes, dy_D * x_D)
 
 
 def _shift(x_D: jax.Array, bias_D: jax.Array, place: Placement, axes: Axes) -> jax.Array:
     del place, axes
-    return x_D + _along_last(bias_D, x_D)
+    return x_D + _broadcast_over_leading_dims(bias_D, x_D)
 
 
 def _shifted_forward(x_D, bias_D, place, axes):
@@ -57,8 +56,8 @@ _shifted.defvjp(_shifted_forward, _shifted_backward)
 
 
 def _sum_others(place: Placement, axes: Axes, dy_D: jax.Array) -> jax.Array:
-    """Sums `dy_D` over all dimensions but the last. Devices exchange the sums in the dtype `place.reduce`. `axes`:
-    logical axes of `dy_D`."""
+    """Returns the gradient of a norm's scale or bias, [D]: the sum of `dy_D` over all dimensions but the last. Devices
+    exchange the sums in the dtype `place.reduce`. `axes`: logical axes of `dy_D`."""
     others = tuple(range(dy_D.ndim - 1))
     own = place.own(lambda dy_D: (place.reduced(dy_D.sum(others)),), (axes,), ((None,),), sums=(axes[:-1],))
     return own(dy_D)[0].astype(dy_D.dtype)

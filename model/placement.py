@@ -46,17 +46,17 @@ class Ring:
 
     @property
     def activation(self) -> P:
-        """The partition of queries, keys, values and context, [B, L, H, K]."""
+        """The PartitionSpec of queries, keys, values and context, [B, L, H, K]."""
         return P(self.batch, self.axis, self.heads, None)
 
     @property
     def ids(self) -> P:
-        """The partition of the segment ids of packed rows, [B, L]: the sequence dimension is not sharded."""
+        """The PartitionSpec of the segment ids of packed rows, [B, L]: the sequence dimension is not sharded."""
         return P(self.batch, None)
 
     @property
     def rows(self) -> P:
-        """The partition of the log-denominators, [B, G, R, L]."""
+        """The PartitionSpec of the log-denominators, [B, G, R, L]."""
         return P(self.batch, self.heads, None, self.axis)
 
 
@@ -83,11 +83,13 @@ class Peers:
         return jax.lax.all_gather(x, self.axis, tiled=True) if self.size > 1 else x
 
     def scatter(self, x: jax.Array) -> jax.Array:
-        """Sums `x` over the peers and returns this peer's part of the sum: the transpose of `gather`."""
+        """Sums the arrays `x` [peers * n, ...] of all peers and returns this peer's slice [n, ...] of the sum (a
+        reduce-scatter): the transpose of `gather`."""
         return jax.lax.psum_scatter(x, self.axis, tiled=True) if self.size > 1 else x
 
     def exchange(self, x: jax.Array) -> jax.Array:
-        """Sends part p of `x` [peers, ...] to peer p. Part p of the result is what peer p sent."""
+        """Sends slice p of `x` [peers, ...] to peer p (an all-to-all). Slice p of the result is what peer p sent to
+        this device."""
         return jax.lax.all_to_all(x, self.axis, 0, 0) if self.size > 1 else x
 
 
@@ -133,10 +135,12 @@ class Placement:
         return x
 
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
-        """Runs `function(place, *arrays, weights)` on each rank's own tokens. The arrays are [B, L, D].
+        """Calls `function(place, *arrays, weights)` on each group of devices that has the same tokens, with its own
+        part of the `arrays` [B, L, D]. A function with a loop can then sum its weight gradients before devices exchange
+        them.
 
-        The function returns a result [B, L, D] and the gradient of each weight. The gradients are summed over the
-        ranks.
+        The function returns a result [B, L, D] and the gradient of each weight. These gradients are summed over the
+        groups.
         """
         return function(self, *arrays, weights)
 
@@ -169,7 +173,8 @@ class Placement:
         return d_w
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
-        """Returns a function that applies `function` on each device to the device's shards of the arguments.
+        """Returns a function that applies `function` on each device to the device's shards of the arguments, as
+        `jax.shard_map` does.
 
         Args:
           inputs, outputs: trees of logical axes, with the structure of the arguments and of the result.

@@ -79,7 +79,8 @@ def stack_loads(loads: Sequence[Load | None]) -> Load | None:
 
 @jax.custom_vjp
 def read_from_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array:
-    """Returns `whole_N[layer]`, the parameter `leaf` read from the stack of all layers. The gradient goes to `leaf`.
+    """Returns `whole_N[layer]`, the parameter of one layer, read from the stack of all layers. `leaf` is the same
+    parameter as a loop over part of the stack passes it. It is not read, but gets the gradient.
 
     If a loop iterates over part of a stack, the compiler copies that part, which can double the memory of the
     parameters. A loop that reads the whole stack at an offset copies nothing, and the compiler removes the unused

@@ -192,7 +192,8 @@ class Transformer(nnx.Module):
         return [(run, self._block(run, nnx.split(getattr(self, run.stack))[0])) for run in self.runs]
 
     def at_once(self, segment: Segment) -> int:
-        """Returns the number of layers that one iteration of the loop over `segment`, a range of layers, computes."""
+        """Returns the number of layers per iteration of the loop over `segment`, a range of layers with the same remat
+        policy."""
         return min(max(self.config.unroll, self.ahead), (segment.stop - segment.start) // segment.groups)
 
     def finish(self, x_BLD: jax.Array) -> jax.Array:
@@ -253,9 +254,11 @@ class Transformer(nnx.Module):
         graph: nnx.GraphDef,
         whole_N: nnx.State | None = None,
     ) -> Callable[..., tuple[jax.Array, Load | None]]:
-        """Returns block(x_BLD, state of one layer, layer index, key_B, packed) under the run's policy.
+        """Returns a function that computes one layer of `run` under the run's remat policy: (x_BLD, state of the layer,
+        layer index, key_B, packed) -> (x_BLD, router statistics).
 
-        With `whole_N`, the stack of all layers, the function reads the state from that stack inside each checkpoint.
+        If `whole_N`, the stack of all layers, is given, the function reads the layer's parameters from it inside each
+        checkpoint.
         """
         policy, cut = run.segment.policy, self.remat.granularity
         if policy.saveable is not None and self.config.attention == "cudnn" and "context" in policy.names:

@@ -3,7 +3,7 @@
 Every command that accepts one of the three calls `find_source`, so that all commands recognize a name in the same way.
 This module reads only file names and config.json. SavedRun, Folder and config_files.load read the contents.
 
-This module is below train/weights and train/program, whose readers need the file names and config names declared here.
+The modules that read weights and configs import the file names and config names that are declared here.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def is_run(folder: str | Path) -> bool:
     A directory is a run if it contains checkpoints, if it contains a run's metrics or memory report and no weights, or
     if its config.json has the keys of a run.
     """
-    path = _expand(folder)
+    path = _expand_home(folder)
     if os.path.isdir(path / CHECKPOINTS):
         return True
     has_weights = any(os.path.isfile(path / name) for name in (SINGLE, INDEX))
@@ -127,11 +127,11 @@ def shipped() -> list[Path]:
 
 
 def _find_run(name: str | Path) -> RunPath | None:
-    return RunPath(_expand(name)) if is_run(name) else None
+    return RunPath(_expand_home(name)) if is_run(name) else None
 
 
 def _find_weights(name: str | Path) -> WeightsPath | None:
-    path = _expand(name)
+    path = _expand_home(name)
     return WeightsPath(path) if os.path.isfile(path / CONFIG) and not is_run(path) else None
 
 
@@ -142,7 +142,7 @@ def _find_config(name: str | Path) -> ConfigPath | None:
         return ConfigPath(Path(os.path.expanduser(folder)), folder)
     if not text:
         return None
-    for path in (_expand(name), SHIPPED / text, SHIPPED / f"{text}.py", SHIPPED.parent / text):
+    for path in (_expand_home(name), SHIPPED / text, SHIPPED / f"{text}.py", SHIPPED.parent / text):
         if os.path.isfile(path):  # isfile returns False for a name that is too long for the file system
             return ConfigPath(path)
     return None
@@ -155,9 +155,8 @@ _FINDERS: dict[type[SourcePath], Callable[[str | Path], SourcePath | None]] = {
 }
 
 
-def _expand(name: str | Path) -> Path:
-    """Returns `name` as a path. `~` is expanded only in a str, because a folder that is given as a Path may be called
-    `~`."""
+def _expand_home(name: str | Path) -> Path:
+    # A folder that is given as a Path may be called `~`, so only a str is expanded.
     return Path(os.path.expanduser(name)) if isinstance(name, str) else name
 
 
@@ -175,7 +174,7 @@ def _is_run_config(path: Path) -> bool:
 
 def _not_found_message(name: str | Path, kinds: tuple[type[SourcePath], ...]) -> str:
     """Returns the error message for a name that matches none of the accepted `kinds`."""
-    text, is_folder = str(name), os.path.isdir(_expand(name))
+    text, is_folder = str(name), os.path.isdir(_expand_home(name))
     if ConfigPath not in kinds:
         if WeightsPath not in kinds:
             return f"{text} is not a run directory: give the folder that bytescope train wrote, with its config.json"
@@ -194,5 +193,5 @@ def _not_found_message(name: str | Path, kinds: tuple[type[SourcePath], ...]) ->
         hint = f", or {WEIGHTS}{text} to use the weights in the folder" if _find_weights(name) else ""
         return f"config {text!r} is a folder: give a file in it{hint}"
     names = [path.stem for path in shipped()]
-    hint = did_you_mean(_expand(name).stem, names)
+    hint = did_you_mean(_expand_home(name).stem, names)
     return f"no config file {text!r}: {hint}{' ' if hint else ''}shipped: {', '.join(names)}"

@@ -69,7 +69,7 @@ def render(calibration: Calibration, target: Target) -> Group:
         label("size", min_width=12),
         *map(figure, ("time", "spread", "rate", "sheet", "share")),
     )
-    for sample in sorted(calibration.samples, key=_order):
+    for sample in sorted(calibration.samples, key=_sort_key):
         name, size = _NAMES[sample.part](sample)
         rate, sheet = _rate(sample), _sheet(sample, target)
         table.add(
@@ -84,25 +84,27 @@ def render(calibration: Calibration, target: Target) -> Group:
     return Group(
         Prose(f"measured rates of one device: {calibration.rates.source}", "bold"),
         table,
-        *_thin(calibration),
+        *_tabulate_thin_products(calibration),
         *_notes(calibration),
     )
 
 
-def _thin(calibration: Calibration) -> Iterator[Any]:
+def _tabulate_thin_products(calibration: Calibration) -> Iterator[Any]:
     """Yields a table of measured times of thin matrix products (one short dimension), beside times predicted from the
     rates of square products."""
-    thin = sorted((sample for sample in calibration.samples if sample.part == THIN), key=_order)
+    thin = sorted((sample for sample in calibration.samples if sample.part == THIN), key=_sort_key)
     if not thin:
         return
     table = FigureTable(label("thin products, there and back"), *map(figure, ("measured", "predicted by cubes")))
     for sample in thin:
-        table.add("x".join(map(str, sample.key[1:])), _time(sample.seconds), _by_cubes(sample, calibration.rates))
+        table.add(
+            "x".join(map(str, sample.key[1:])), _time(sample.seconds), _predict_from_cubes(sample, calibration.rates)
+        )
     yield Text()
     yield table
 
 
-def _order(sample: Sample) -> tuple:
+def _sort_key(sample: Sample) -> tuple:
     """Returns the sort key of a sample's row in the table: first the part of the calibration, then the kernel, then
     the size."""
     return (
@@ -165,7 +167,7 @@ def _time(value: float) -> str:
     return f"{value * 1e3:,.4g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
-def _by_cubes(sample: Sample, rates: DeviceRates) -> str:
+def _predict_from_cubes(sample: Sample, rates: DeviceRates) -> str:
     """Returns the predicted time of a pair of thin matrix products as text. The prediction uses the rates of square
     products."""
     unit, m, k, n = sample.key

@@ -151,7 +151,9 @@ def finish(
     """Prints the compared rows and writes the requested files.
 
     Args:
+        answers: name of a job -> the worker's answer.
         names: the targets of all jobs.
+        factory: the program factory of the comparison.
         cached: number of rows that were read from the cache.
         missing: number of jobs without an answer, because the comparison was interrupted.
         source, given: as in `compare`.

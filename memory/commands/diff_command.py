@@ -60,18 +60,20 @@ def run(args: argparse.Namespace) -> int:
     changes = report_diff.diff(before, after)
     put(diff_view.render_text(before, after, changes))
     if args.html:
-        write(args.html, diff_view.render_page(before, after, _names(args.before, args.after)))
+        write(args.html, diff_view.render_page(before, after, _distinguish_names(args.before, args.after)))
     failed = report_diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
     if args.github:
         github.print_annotations(github.difference_annotations(before, after, changes, failed, args.fail_above or 0.0))
-        github.add_summary(github.summary_of_difference(before, after, changes, _names(args.before, args.after)))
+        github.add_summary(
+            github.summary_of_difference(before, after, changes, _distinguish_names(args.before, args.after))
+        )
     for change in failed:
         percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
         put(Prose(f"{change.name} grew {percent}, above {args.fail_above:g} %", "bold red"))
     return 1 if failed else 0
 
 
-def _names(before: str, after: str) -> tuple[str, str]:
+def _distinguish_names(before: str, after: str) -> tuple[str, str]:
     """Returns the two file names shown on the page. If they are equal, the names of their folders are included."""
     paths = Path(before), Path(after)
     if paths[0].name != paths[1].name:

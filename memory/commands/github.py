@@ -29,10 +29,10 @@ def annotation(kind: str, title: str, message: str, source: str = "", environ: M
         source: "file.py:line" of the user's code, "" if unknown.
         environ: the environment variables, by default of this process.
     """
-    file, line = _place(source, os.environ if environ is None else environ)
+    file, line = _split_location(source, os.environ if environ is None else environ)
     given = {"file": file, "line": line, "title": title}
     properties = ",".join(f"{name}={_property(value)}" for name, value in given.items() if value)
-    return f"::{kind} {properties}::{_message(message)}"
+    return f"::{kind} {properties}::{_escape_message(message)}"
 
 
 def difference_annotations(
@@ -105,7 +105,7 @@ def summary_of_difference(
     """Returns the differences between two reports as a Markdown table for a GitHub job summary."""
     rows = [change for change in changes if change.kind == "total" and (change.before or change.after)]
     rows += [change for change in changes if change.kind in ("category", "residual")][:_ROWS]
-    notes = [f"> **Warning:** {_cell(text)}" for text in report_diff.warnings(before, after)]
+    notes = [f"> **Warning:** {_escape_cell(text)}" for text in report_diff.warnings(before, after)]
     table = _table(
         ("", names[0], names[1], "change", "%"),
         [
@@ -119,7 +119,7 @@ def summary_of_difference(
             for row in rows
         ],
     )
-    return "\n\n".join((f"### Device memory: {_cell(_name(after))}", *notes, table)) + "\n"
+    return "\n\n".join((f"### Device memory: {_escape_cell(_name(after))}", *notes, table)) + "\n"
 
 
 def summary_of_report(report: ReportRecord) -> str:
@@ -133,8 +133,8 @@ def summary_of_report(report: ReportRecord) -> str:
         ("at the peak", "bytes", "%"),
         [(row, human(size), f"{100 * size / max(report.peak_bytes, 1):.1f}") for row, size in held],
     )
-    notes = [f"- {_cell(finding.message)}: {_cell(finding.remedy)}" for finding in report.findings]
-    head = f"### Device memory: {_cell(_name(report))}"
+    notes = [f"- {_escape_cell(finding.message)}: {_escape_cell(finding.remedy)}" for finding in report.findings]
+    head = f"### Device memory: {_escape_cell(_name(report))}"
     return "\n\n".join(filter(None, (head, sentence, table, "\n".join(notes)))) + "\n"
 
 
@@ -182,7 +182,7 @@ def _percent(change: Change) -> str:
     return "new" if change.after else ""
 
 
-def _place(source: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def _split_location(source: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Returns (file, line) of a "file.py:line" source. If the file is in the repository, its path is relative to the
     repository's root."""
     file, colon, line = source.rpartition(":")
@@ -194,20 +194,20 @@ def _place(source: str, environ: Mapping[str, str]) -> tuple[str, str]:
     return path.as_posix(), line
 
 
-def _message(text: str) -> str:
-    """Escapes text for a GitHub workflow command, in which "%" and line ends have a meaning."""
+def _escape_message(text: str) -> str:
+    # "%" and line ends have a meaning in workflow commands.
     return in_one_line(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
-    return _message(text).replace(":", "%3A").replace(",", "%2C")
+    return _escape_message(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---", *("---:" for _ in heads[1:])], *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(_escape_cell, line))} |" for line in lines)
 
 
-def _cell(text: str) -> str:
-    """Escapes text for a cell of a Markdown table. Buffer names are arbitrary text and may contain HTML."""
+def _escape_cell(text: str) -> str:
+    # Buffer names are arbitrary text and may contain HTML.
     return in_one_line(text).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

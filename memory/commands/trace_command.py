@@ -54,13 +54,12 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         from bytescope.memory.profile import trace_page
 
-        write(args.html, trace_page.render(answer, _name(args.trace), report))
+        write(args.html, trace_page.render(answer, _trace_name(args.trace), report))
     return 0
 
 
-def _name(trace: str) -> str:
-    """Returns the name that the page shows for a trace: the name of the run directory, or of the given file or
-    folder."""
+def _trace_name(trace: str) -> str:
+    # A profile of a run is in the folder `profile` of the run directory.
     path = Path(trace).absolute()
     return path.parent.name if path.name == "profile" else path.name
 

@@ -1,7 +1,8 @@
 """The columns of a comparison, for the terminal table and for the page.
 
-A record is one entry of `rows` in the JSON of a comparison: the fields of a `compare_rows.Row`. The tables of levers,
-frontiers and fits have records with the same fields, and share some of these columns.
+A record is one entry of `rows` in the JSON of a comparison: the fields of a `compare_rows.Row`. The tables of
+`bytescope levers`, `bytescope fit` and `bytescope front` consist of records with the same fields, and share some of
+these columns.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def formula_hfu_over_mfu(record: Record) -> float | None:
 
 
 def gap(record: Record, key: str) -> float | None:
-    """Returns (compiler's bytes - formula's bytes) / formula's bytes, for published formulas. Returns infinity if the
-    formula gives 0, and None if no formula applies.
+    """Returns by what fraction the compiler's bytes exceed the bytes of a published formula: (compiler's - formula's) /
+    formula's. Returns infinity if the formula gives 0, and None if no formula applies.
 
     key: the compared quantity, such as "peak_bytes".
     """

@@ -146,13 +146,19 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
 
 
 def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[str, Any]:
-    """Returns the data that the page's script draws, as JSON values.
+    """Returns the data that the page's script draws, as JSON values. A task is a group of rows whose programs compute
+    the same and differ only in how they run.
 
-    comparison, row_type: as in `render`. Each object in `rows` has the key values, memory, time and command of one
-    combination, and these texts: `label`, all key values. `group`, the key values without policy, config and target.
-    `section`, config and target. `short`, the key values without config and target. `rival`, the key values that
-    distinguish the row from other rows of its task. `task_label`, the key values that all rows of the task share.
-    `axes` lists the keys that can be the x-axis of a growth curve.
+    comparison, row_type: as in `render`. `axes` lists the keys that can be the x-axis of a growth curve. Each object in
+    `rows` has the key values, memory, time and command of one combination. It also has texts that join some of its key
+    values:
+
+        label: all key values
+        group: all but the remat policy, the config and the target
+        section: the config and the target
+        short: all but the config and the target
+        rival: the values that only change how the program runs, which distinguish the rows of a task
+        task_label: the other values, which all rows of the task share
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)

@@ -156,15 +156,16 @@ class Row:
         return as_text(self.overrides.get(key, ""))
 
     def names_a_policy(self) -> bool:
-        """Returns whether the row selects a remat policy by its name, without further settings. If two rows rank
-        equally, the row with a named policy is preferred."""
+        """Returns whether the row selects its remat policy by name alone, such as "full", without lists of tensors or
+        layers. Among rows with equal time, recomputation and memory, a row with a named policy is preferred."""
         return True
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Returns the config keys whose values differ between the rows. If no value differs, returns the policy key.
+    """Returns the config keys whose values differ between the rows. If no value differs, returns the key of the remat
+    policy.
 
-    Keys that are shown as part of the policy are left out.
+    Keys whose values are shown as part of the policy's value (`Row.policy_parts`) are left out.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row.overrides))
     if any(row.policy_key in keys for row in rows):
@@ -180,7 +181,7 @@ def unit_of(rows: Sequence[Row]) -> tuple[str, int]:
 
 
 def label(row: Row, keys: Sequence[str]) -> str:
-    """Returns the text that distinguishes a row from others by these config keys, such as "full, seq_len=4096"."""
+    """Returns a short description of a row by its values for these config keys, such as "full, seq_len=4096"."""
     parts = []
     for key in (key for key in keys if key in row.overrides):
         name = "" if key in (row.policy_key, CONFIG, TARGET) else f"{key.rpartition('.')[2]}="

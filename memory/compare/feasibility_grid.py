@@ -35,10 +35,11 @@ class Square(NamedTuple):
 
 
 class HeadLine(NamedTuple):
-    """The line of column headings for one key.
+    """A line of column headings, which shows the values of one config key above the columns of the feasibility table.
 
-    left: headings above the columns of line names. corner: the text of the corner cell. spans: (value, number of
-    columns that it spans).
+    left: headings of the columns that name the table's lines: config keys in the last line of headings, "" in the
+    others. corner: the text of the cell between `left` and `spans`, such as "seq_len \\ policy". spans: (value of the
+    key, number of adjacent columns with this value).
     """
 
     left: list[str]
@@ -49,8 +50,8 @@ class HeadLine(NamedTuple):
 class GridLine(NamedTuple):
     """A line of the feasibility table, which shows one task.
 
-    names: the values that define the task. squares: one cell per combination; None if the combination was not
-    compiled. first: whether the first name differs from the line above.
+    names: the values that define the task. squares: one cell per combination; None if the combination was not compiled.
+    first: whether a new group of lines begins, because the first name differs from the line above.
     """
 
     names: list[str]
@@ -113,10 +114,10 @@ def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
 
 
 def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values], policy: str) -> list[HeadLine]:
-    """Returns one line of column headings for each key in `across`. Adjacent columns with equal values share a
-    heading.
+    """Returns one line of column headings for each key in `across`. Adjacent columns with equal values share a heading.
 
-    down: the keys of the line names. policy: the key of the remat policy; its heading is "policy".
+    down: the keys whose values are at the left of each table line. across: the keys whose values are above the columns.
+    columns: the values of `across` for each column. policy: the key of the remat policy; its heading is "policy".
     """
 
     def short(key: str) -> str:

@@ -51,7 +51,7 @@ class Jobs:
         """
         factory = self.factory
         resolved = factory.resolve(overrides)
-        choice = self._choice(resolved)
+        choice = self._digest_open_choices(resolved)
         name = row_cache.key(
             resolved, target, self._versions, self._sources, measure, factory=factory.reference, choice=choice
         )
@@ -69,9 +69,10 @@ class Jobs:
             rates=str(chosen) if chosen else None,
         )
 
-    def _choice(self, resolved: Mapping[str, Any]) -> str:
-        """Returns a digest of what decides the settings that the config leaves open: the source files that choose the
-        settings, and the device rates. Returns "" if the config sets everything."""
+    def _digest_open_choices(self, resolved: Mapping[str, Any]) -> str:
+        """Returns a digest of the source files and device rates that choose settings which the config leaves open, such
+        as the tensors saved by `remat.policy=auto`. A change of the digest makes cached results invalid. Returns "" if
+        the config sets everything."""
         files = self.factory.choosing_sources(resolved)
         if not files:
             return ""

@@ -84,8 +84,9 @@ class ProgramFactory:
         raise NotImplementedError
 
     def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
-        """Returns the source files that choose settings which the config leaves open. Returns () if the config
-        determines the whole program.
+        """Returns the source files of the code that chooses settings which the config leaves open, such as the tensors
+        saved by `remat.policy=auto`. If one of them changes, cached results are no longer used. Returns () if the
+        config determines the whole program.
 
         resolved: every config key with its value, as returned by `resolve`.
         """
@@ -138,7 +139,7 @@ class FunctionFactory(ProgramFactory):
         for key in overrides:
             if key not in keys and not takes_any:
                 raise ReportError(f"{self.reference} has no parameter {key}: {_remedy(key, list(keys))}")
-        return keys | {key: _typed(key, value, keys.get(key)) for key, value in overrides.items()}
+        return keys | {key: _parse_value(key, value, keys.get(key)) for key, value in overrides.items()}
 
     def check(self, overrides: Mapping[str, Any]) -> None:
         """Raises ReportError if a key is not a parameter of the user's function, or if a value has the wrong type."""
@@ -165,9 +166,10 @@ def _remedy(key: str, known: Sequence[str]) -> str:
     return " ".join(filter(None, (did_you_mean(key, known), f"it takes {', '.join(known)}")))
 
 
-def _typed(key: str, text: Any, default: Any) -> Any:
-    """Converts a command-line value to the type of the parameter's default. If the parameter has no default, the value
-    is parsed as a Python literal. Text that is not a Python literal is returned unchanged."""
+def _parse_value(key: str, text: Any, default: Any) -> Any:
+    """Converts the text of a command-line value to the type of the parameter's default, such as "8" -> 8 for an
+    integer. If the default is neither text, a boolean nor a number, the text is parsed as a Python literal, or returned
+    unchanged if it is none. Raises ReportError if the text does not have the type of the default."""
     if not isinstance(text, str) or isinstance(default, str):
         return text
     if isinstance(default, bool):

@@ -19,10 +19,11 @@ TO_DEVICE, TO_HOST = "to device", "to host"
 
 
 def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
-    """Returns the copies between device and host of one step and device, most bytes first.
+    """Returns the bytes that one device copies between its own and the host's memory in one call of the step: one row
+    per phase and direction, most bytes first.
 
-    `bytes_per_s`: rate of the host link in each direction, in bytes per second. If it is 0 (unknown), the seconds of
-    the copies are 0.
+    `bytes_per_s`: rate of the host link in each direction, from which the seconds of a row are computed. If it is 0
+    (unknown), the seconds are 0.
     """
     counts, whole = loops.runs(module), uncounted(module)
     sums: dict[tuple[str, str], int] = {}
@@ -41,7 +42,9 @@ def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
 
 
 def uncounted(module: Module) -> set[int]:
-    """Returns the ids of the computations that run in loops whose number of iterations is unknown."""
+    """Returns the ids of the computations that run inside loops with an unknown number of iterations. Their copies
+    cannot be multiplied by a trip count, so the caller counts one pass over the whole array.
+    """
     pending: list[int] = []
     for instruction in module.instructions.values():
         if instruction.opcode == "while" and not loops.trip_count(module, instruction):
@@ -61,8 +64,9 @@ CROSSING = {"copy": 0, "slice": 0, "dynamic-slice": 0, "dynamic-update-slice": 1
 
 
 def moved(module: Module, instruction: Instruction) -> Iterator[tuple[str, int, int]]:
-    """Yields (direction, bytes of one execution, bytes of the whole array) for an instruction that copies data between
-    device and host; yields nothing for other instructions.
+    """Yields ("to device" or "to host", bytes of one execution, bytes of the whole array) if an instruction copies data
+    between device and host memory; otherwise yields nothing. The bytes of one execution are fewer than those of the
+    whole array if the instruction copies only a slice.
     """
     target = module.shape(instruction)
     if instruction.opcode == "copy-start":

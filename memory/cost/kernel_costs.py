@@ -35,26 +35,29 @@ Sums = dict[str, list[int]]
 
 
 def find(attribution: Attribution) -> dict[str, dict[str, int]]:
-    """Returns phase -> {"product_bytes", "other_bytes"} of one step and device: the bytes that kernels with and
-    without a matrix product read and write in device memory.
+    """Returns the bytes that all kernels of one device read and write in device memory in one call of the step: phase
+    -> {"product_bytes": bytes of kernels with a matrix product, "other_bytes": bytes of the other kernels}.
     """
-    walk = _Walk(attribution)
-    sums = walk.computation(attribution.module.entry, "")
+    walk = _KernelBytes(attribution)
+    sums = walk.sum_computation(attribution.module.entry, "")
     return {phase: dict(zip(("product_bytes", "other_bytes"), both)) for phase, both in sums.items()}
 
 
-class _Walk:
-    """Sums the bytes that the kernels of computations move. The sums of a computation are cached per phase."""
+class _KernelBytes:
+    """Sums the bytes that the kernels of a computation, and of the computations that it calls, read and write in device
+    memory. The sums are cached by computation and phase.
+    """
 
     def __init__(self, attribution: Attribution):
         self.attribution, self.module = attribution, attribution.module
         self.known: dict[tuple[int, str], Sums] = {}
 
-    def computation(self, id: int, around: str) -> Sums:
-        """Returns phase -> [bytes of kernels with a matrix product, bytes of other kernels] for one run of a
-        computation.
+    def sum_computation(self, id: int, around: str) -> Sums:
+        """Returns the bytes that the kernels move in one run of a computation: phase -> [bytes of kernels with a matrix
+        product, bytes of other kernels].
 
-        `around`: the phase of the caller.
+        `around`: the phase of the instruction that calls the computation. Operations without a name count to this
+        phase.
         """
         if (id, around) not in self.known:
             sums: Sums = {}
@@ -64,18 +67,18 @@ class _Walk:
                 instruction = self.module.instructions[number]
                 phase = phase_of(self.attribution, instruction, around)
                 if instruction.opcode in _CALLING:
-                    _add(sums, self.called(instruction, phase))
+                    _add(sums, self.sum_called(instruction, phase))
                 else:
                     size, product = traffic(self.module, instruction)
                     if size:
                         _add(sums, {phase: [size, 0] if product else [0, size]})
         return self.known[id, around]
 
-    def called(self, call: Instruction, phase: str) -> Sums:
-        """Returns the bytes that the called computations of an instruction move. For a conditional, only the largest
-        branch counts; for a loop, all iterations count.
+    def sum_called(self, call: Instruction, phase: str) -> Sums:
+        """Returns the bytes that the computations called by an instruction move, in the form that `sum_computation`
+        returns. A loop counts with all iterations, a conditional only with the branch that moves the most bytes.
         """
-        inner = [self.computation(id, phase) for id in call.called]
+        inner = [self.sum_computation(id, phase) for id in call.called]
         if call.opcode == "conditional":
             return max(inner, key=lambda sums: sum(map(sum, sums.values())), default={})
         trips = (trip_count(self.module, call) or 1) if call.opcode == "while" else 1
@@ -86,10 +89,10 @@ class _Walk:
 
 
 def phase_of(attribution: Attribution, instruction: Instruction, around: str) -> str:
-    """Returns the phase of an operation. An operation without a name, such as a copy that the compiler added, has the
-    phase of its caller.
+    """Returns the phase of the step that an operation belongs to, such as "forward".
 
-    `around`: the phase of the caller, "" in the entry computation.
+    `around`: the phase of the instruction that calls the operation's computation, "" in the entry computation. It is
+    returned for an operation without a name, such as a copy that the compiler added.
     """
     scope = attribution.scope(instruction)
     if "optimizer" in scope.path:
@@ -123,8 +126,8 @@ def is_product(module: Module, instruction: Instruction) -> bool:
 
 
 def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
-    """Returns (bytes moved, whether the instruction computes a matrix product) from a cache in the module. Returns (0,
-    False) if the instruction is not a kernel.
+    """Returns (bytes of device memory that an instruction reads and writes, whether it computes a matrix product); (0,
+    False) if the instruction is not a kernel. The results are cached in `module.kernels`.
     """
     known = module.kernels.get(instruction.id)
     if known is None:
@@ -144,14 +147,14 @@ def moved(module: Module, instruction: Instruction) -> int:
         return 0
     operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
     if opcode == "fusion" and instruction.called and instruction.called[0] in module.computations:
-        return _fusion(module, instruction, operands)
+        return _fusion_bytes(module, instruction, operands)
     read = sum(
-        _part(module, instruction, i, module.shape(operand))
+        _operand_bytes_read(module, instruction, i, module.shape(operand))
         for i, operand in enumerate(operands)
         if operand.id not in instruction.operands[:i]
     )
     if opcode in _UPDATING:
-        return read + _written(module, instruction, result)
+        return read + _bytes_written(module, instruction, result)
     # The second result of a library's matrix product is its workspace.
     library = opcode == "custom-call" and result.parts is not None and is_product(module, instruction)
     return read + sum(
@@ -162,13 +165,14 @@ def moved(module: Module, instruction: Instruction) -> int:
 
 
 def _device_bytes(shape: HloShape) -> int:
-    """Returns the bytes that an array, or all arrays of a tuple, take in device memory."""
     return sum(leaf.bytes for _, leaf in leaves(shape) if leaf.memory_space == 0)
 
 
-def _part(module: Module, user: Instruction, position: int, source: HloShape) -> int:
-    """Returns the bytes that an instruction reads from its operand number `position`. `source` is the shape of the
-    operand.
+def _operand_bytes_read(module: Module, user: Instruction, position: int, source: HloShape) -> int:
+    """Returns the bytes that an instruction reads from one operand. Slices and gathers read only a part of their first
+    operand, in-place updates none or a part of it.
+
+    `position`: index of the operand. `source`: shape of the operand.
     """
     touched = None
     if position == 0 and user.opcode in _SLICING:
@@ -185,9 +189,9 @@ def _elements(module: Module, instruction: Instruction | None) -> int:
     return module.shape(instruction).elements if instruction else 0
 
 
-def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]) -> int:
-    """Returns the bytes that a fusion reads and writes. If the fused operations read only a slice of an operand, only
-    the slice counts.
+def _fusion_bytes(module: Module, fusion: Instruction, operands: Iterable[Instruction]) -> int:
+    """Returns the bytes that a fused kernel reads and writes. If the operations inside read only a slice of an operand,
+    only the slice counts.
     """
     inside = module.computations[fusion.called[0]]
     users: dict[int, list[Instruction]] = {}
@@ -199,17 +203,17 @@ def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]
         parameter = module.instructions.get(inside.parameters.get(i, -1))
         shape = module.shape(argument)
         whole = _device_bytes(shape)
-        read += min(whole, _needed(module, parameter, shape, users, inside.root)) if parameter else whole
+        read += min(whole, _fused_bytes_read(module, parameter, shape, users, inside.root)) if parameter else whole
     root = module.instructions.get(inside.root)
     result = module.shape(fusion)
     if root is None or result.parts is None:
-        return read + _written(module, root, result)
+        return read + _bytes_written(module, root, result)
     makers = [module.instructions.get(id) for id in root.operands] if root.opcode == "tuple" else []
     makers += [None] * (len(result.parts) - len(makers))
-    return read + sum(_written(module, maker, part) for maker, part in zip(makers, result.parts))
+    return read + sum(_bytes_written(module, maker, part) for maker, part in zip(makers, result.parts))
 
 
-def _needed(
+def _fused_bytes_read(
     module: Module,
     value: Instruction,
     source: HloShape,
@@ -217,29 +221,35 @@ def _needed(
     root: int,
     itself: bool = True,
 ) -> int:
-    """Returns the number of bytes of a fusion's operand that the fused operations read.
+    """Returns the bytes that a fused kernel reads from one of its operands.
 
     Args:
-        value: the operand inside the fusion, or a value computed from it.
+        value: the instruction inside the fusion that holds the operand, or a cast, transposed or reshaped form of it.
         source: the shape of the operand.
-        itself: whether `value` is still the unchanged operand.
+        users: id of an instruction inside the fusion -> the instructions that read its result.
+        root: id of the instruction whose result is the fusion's result.
+        itself: True if `value` is the operand or a bitcast of it, False if it has been converted or copied.
     """
     if value.id == root:
         return _device_bytes(source)
     total = 0
     for user in users.get(value.id, ()):
         if user.opcode in _PASSING:
-            total += _needed(module, user, source, users, root, itself and user.opcode == "bitcast")
+            total += _fused_bytes_read(module, user, source, users, root, itself and user.opcode == "bitcast")
         elif user.opcode in _UPDATING and user.operands[0] == value.id and not itself:
             total += _device_bytes(source)  # a converted operand is written as a new array
         else:
-            total += sum(_part(module, user, i, source) for i, id in enumerate(user.operands) if id == value.id)
+            total += sum(
+                _operand_bytes_read(module, user, i, source) for i, id in enumerate(user.operands) if id == value.id
+            )
     return total
 
 
-def _written(module: Module, maker: Instruction | None, result: HloShape) -> int:
-    """Returns the bytes of a result that an instruction writes. An in-place update writes only the bytes of the
-    update.
+def _bytes_written(module: Module, maker: Instruction | None, result: HloShape) -> int:
+    """Returns the bytes of a result that a kernel writes: all of them, or only the updated slice if the result is an
+    in-place update of an operand.
+
+    `maker`: the instruction that computes the result, None if unknown.
     """
     while maker is not None and maker.opcode == "bitcast":
         maker = module.operand(maker, 0)

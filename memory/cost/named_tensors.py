@@ -65,7 +65,7 @@ def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
     where a custom gradient stores its residuals.
     """
     alike: dict[tuple[Any, ...], list[NamedTensor]] = {}
-    for tensor in _walk(jaxpr.jaxpr, 1):
+    for tensor in _find_named(jaxpr.jaxpr, 1):
         alike.setdefault((tensor.name, tensor.shape, tensor.dtype, tensor.read_as), []).append(tensor)
     merged = []
     for group in alike.values():
@@ -87,12 +87,13 @@ def excess_warnings(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
     )
 
 
-def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Iterator[NamedTensor]:
-    """Yields the named tensors of one jaxpr.
+def _find_named(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Iterator[NamedTensor]:
+    """Yields the tensors that a jaxpr, or a jaxpr inside its equations, names with `checkpoint_name`.
 
     Args:
-        copies: number of times that the jaxpr runs.
-        stacked: the variables that the surrounding loop stores for every iteration.
+        copies: number of times that the jaxpr runs: the product of the lengths of the scans around it.
+        stacked: outputs of the jaxpr that the scan around it stacks over its iterations. A named tensor among them is
+            kept for the backward pass.
     """
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     outputs = _variables(jaxpr.outvars)
@@ -104,7 +105,7 @@ def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Ite
         if name := checkpoint_name_of(equation):
             variable = equation.outvars[0]
             dtype = variable.aval.dtype
-            same, read = _onward(variable, readers)
+            same, read = _forms_and_readers(variable, readers)
             narrow = None if same & outputs else _narrow_dtype(dtype, read)
             in_backward = any("transpose(" in str(reader.source_info.name_stack) for reader in read)
             yield NamedTensor(
@@ -113,7 +114,7 @@ def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Ite
                 dtype=dtype.name,
                 itemsize=dtype.itemsize,
                 copies=copies,
-                flops=_cost(equation.invars[0], makers),
+                flops=_recompute_flops(equation.invars[0], makers),
                 read_as=narrow.name if narrow else "",
                 read_itemsize=narrow.itemsize if narrow else 0,
                 autodiff=bool(same & stacked) or in_backward,
@@ -123,19 +124,21 @@ def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Ite
                 # Only outputs that the loop stacks have one dimension more outside of the loop.
                 pairs = zip(body.outvars, equation.outvars)
                 kept = [inner for inner, outer in pairs if len(outer.aval.shape) > len(inner.aval.shape)]
-                yield from _walk(body, copies * equation.params["length"], _variables(kept))
+                yield from _find_named(body, copies * equation.params["length"], _variables(kept))
         else:
             for body in bodies(equation):
-                yield from _walk(body, copies)
+                yield from _find_named(body, copies)
 
 
 def _variables(atoms: Iterable[Any]) -> frozenset[Any]:
     return frozenset(atom for atom in atoms if not hasattr(atom, "val"))
 
 
-def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset[Any], list[Any]]:
-    """Returns (`variable` with its copies, transposed and reshaped forms; the equations that read any of these
-    variables).
+def _forms_and_readers(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset[Any], list[Any]]:
+    """Returns (`variable` and its copies, transposed and reshaped forms; the equations that compute something from any
+    of these variables).
+
+    `readers`: variable -> the equations that read it.
     """
     same, read, todo = {variable}, [], [variable]
     while todo:
@@ -160,11 +163,13 @@ def _narrow_dtype(own: Any, readers: Iterable[Any]) -> Any:
     return widest if widest.itemsize < own.itemsize else None
 
 
-def _cost(variable: Any, makers: dict[Any, Any]) -> int:
-    """Returns the FLOPs of the equations that compute `variable` from the nearest named tensors or from the inputs of
-    the body.
+def _recompute_flops(variable: Any, makers: dict[Any, Any]) -> int:
+    """Returns the FLOPs of recomputing `variable` if all named tensors are saved: the FLOPs of the equations between
+    the nearest named tensors, or the inputs of the jaxpr, and `variable`.
 
-    The results of a loop or call that contains named tensors cost nothing, because its named tensors are saved.
+    A loop or call that contains named tensors counts as 0 FLOPs, because these tensors are saved.
+
+    `makers`: variable -> the equation that computes it.
     """
     needed: dict[int, tuple[Any, set]] = {}
     todo = [variable]
@@ -176,15 +181,17 @@ def _cost(variable: Any, makers: dict[Any, Any]) -> int:
         if id(equation) in needed:
             needed[id(equation)][1].add(wanted)
             continue
-        if any(next(_walk(body, 1), None) is not None for body in bodies(equation)):
+        if any(next(_find_named(body, 1), None) is not None for body in bodies(equation)):
             continue
         needed[id(equation)] = equation, {wanted}
         todo += [v for v in equation.invars if not hasattr(v, "val")]  # literals have no maker
-    return sum(_flops(equation, wanted) for equation, wanted in needed.values())
+    return sum(_flops_for_outputs(equation, wanted) for equation, wanted in needed.values())
 
 
-def _flops(equation: Any, wanted: set) -> int:
-    """Returns the FLOPs of an equation. For a call, counts only the FLOPs that the wanted outputs need."""
+def _flops_for_outputs(equation: Any, wanted: set) -> int:
+    """Returns the FLOPs of an equation. If the equation calls a function, counts only the part of the function that
+    computes the outputs in `wanted`.
+    """
     from jax.interpreters import partial_eval
 
     inside = list(bodies(equation))

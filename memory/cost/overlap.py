@@ -68,7 +68,7 @@ def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
     computation = module.computations.get(start.computation)
     order = (computation.schedule if computation else None) or []
     positions = {id: position for position, id in enumerate(order)}
-    done = _done(attribution, start)
+    done = _find_done(attribution, start)
     if start.id not in positions or done is None or done.id not in positions:
         return Overlap(True)
     count, total = 0, 0
@@ -81,9 +81,9 @@ def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
     return Overlap(True, count, total)
 
 
-def _done(attribution: Attribution, start: Instruction) -> Instruction | None:
-    """Returns the done instruction of an asynchronous operation, also if update instructions are between start and
-    done. Returns None if there is none.
+def _find_done(attribution: Attribution, start: Instruction) -> Instruction | None:
+    """Returns the done instruction that ends the asynchronous operation begun by `start`; None if there is none. Update
+    instructions between start and done are skipped.
     """
     for _ in range(_MAX_UPDATES):
         after = [user for user in attribution.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
@@ -96,12 +96,12 @@ def _done(attribution: Attribution, start: Instruction) -> Instruction | None:
 
 
 def flops(module: Module, instruction: Instruction, known: dict[int, int] | None = None) -> int:
-    """Returns the FLOPs of the matrix products that one execution of an instruction runs: dots, GEMM calls and
-    attention calls, including those in loops and fusions.
+    """Returns the FLOPs of the matrix products in one execution of an instruction, including those inside its loops and
+    fusions. Matrix products are dots, GEMM calls and attention calls.
 
     A multiply-add counts as two FLOPs. Elementwise work, convolutions and unknown custom kernels count as zero.
 
-    `known`: cache of the FLOPs of computations.
+    `known`: computation id -> its FLOPs, a cache that the function fills.
     """
     known = {} if known is None else known
     total = _PRODUCTS[instruction.opcode](module, instruction) if instruction.opcode in _PRODUCTS else 0
@@ -116,7 +116,7 @@ def flops(module: Module, instruction: Instruction, known: dict[int, int] | None
     return total
 
 
-def _dot(module: Module, instruction: Instruction) -> int:
+def _dot_flops(module: Module, instruction: Instruction) -> int:
     """Returns the FLOPs of a dot: 2 x result elements x contracted elements."""
     contracted: list[int] = []
     for field, value in wire.fields(module.data, instruction.span):
@@ -134,9 +134,9 @@ def _product(module: Module, instruction: Instruction, contracted: list[int]) ->
     return 2 * result.elements * math.prod(dims[axis] for axis in contracted if axis < len(dims))
 
 
-def _call(module: Module, instruction: Instruction) -> int:
-    """Returns the FLOPs of a library call. The contracted axes of a GEMM, and the shape of the scores of an attention
-    call, come from the call's settings.
+def _library_call_flops(module: Module, instruction: Instruction) -> int:
+    """Returns the FLOPs of a library call: a GEMM or attention; 0 for other calls. The contracted axes of a GEMM and
+    the shape of the attention scores are in the call's backend settings.
     """
     config = backend_config(module, instruction)
     gemm = _inner(config, "gemm_backend_config", "dot_dimension_numbers")
@@ -151,7 +151,7 @@ def _call(module: Module, instruction: Instruction) -> int:
     return products * math.prod(_numbers(scores.get("dimensions"))) * (module.shape(query).dims or (0,))[-1]
 
 
-_PRODUCTS = {"dot": _dot, "custom-call": _call}
+_PRODUCTS = {"dot": _dot_flops, "custom-call": _library_call_flops}
 
 
 def _inner(config: dict[str, Any], *keys: str) -> dict[str, Any]:

@@ -1,21 +1,21 @@
 """Bounds the seconds of a step by a roofline: its work over the peak rates of the target (Williams, Waterman and
 Patterson 2009, "Roofline", Communications of the ACM 52(4)).
 
-`memory.seconds` predicts the actual seconds. The work of a step is a mapping by phase (`records.STEP_PHASES`), for one
-device and one call, which `cost.step_work` computes:
+`memory.seconds` predicts the actual seconds. `cost.step_work` computes the work of a step, for one device and one call,
+as a mapping from phase (`records.STEP_PHASES`) to:
 
 - `flops`: dtype (a key of `Target.peak_flops`) -> FLOPs of matrix products.
 - `product_bytes`: bytes that kernels with a matrix product read and write in device memory.
 - `other_bytes`: bytes that all other kernels read and write.
-- `collective_bytes`: "in_host" and "between_hosts" -> minimum bytes that the device sends over that link in
-  collectives that no compute overlaps.
+- `collective_bytes`: "in_host" and "between_hosts" -> minimum bytes that the device sends over that link in collectives
+  that no compute overlaps.
 - `hidden_collective_bytes`: the same for collectives with compute between start and done.
 - `to_host_bytes`, `to_device_bytes`: bytes over the host link.
 
-A phase takes the sum of three times: its matrix products (the longer of FLOPs and bytes), the bytes of its other
-kernels, and its collectives. Overlapped collectives and transfers run at the same time as the phase, and each
-direction of the host link runs by itself. If the longest of them takes longer than the phase, the device waits.
-Recompute and backward are one phase in this respect.
+The time of a phase is the sum of three times: matrix products (their FLOPs or their bytes, whichever takes longer), the
+bytes of all other kernels, and the collectives that no compute overlaps. The other collectives and the host transfers
+run at the same time as the phase, in both directions of the host link at once. If one of them takes longer than the
+phase, the difference is added as waiting time. For this comparison, recompute and backward are one phase.
 
 Not modelled: kernel launches, power limits and clocks below boost, latency, kernels that do not reach the peak, reads
 that a cache saves, overlap that falls short of the schedule, elementwise FLOPs, and waiting for other devices. Rates
@@ -123,14 +123,14 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class AtBest:
-    """The best possible speed of an update, by the roofline model.
+    """The best possible speed of an optimizer update, which may take several calls of the step, by the roofline model.
 
     Fields:
         update_seconds: minimum seconds of an update.
         tokens_per_s: maximum tokens per second over all devices; None if the trainer did not give the tokens.
-        mfu: maximum MFU, the fraction of the peak rate that the model's own FLOPs use; None if the trainer did not
-            give the FLOPs.
-        source: the source of the rates.
+        mfu: maximum MFU, the fraction of the peak rate that the model's own FLOPs use; None if the trainer did not give
+            the FLOPs.
+        source: the source of the rates, such as "data-sheet rates".
     """
 
     update_seconds: float
@@ -140,7 +140,7 @@ class AtBest:
 
 
 def at_best(report: ReportRecord) -> AtBest | None:
-    """Returns the best possible speed of an update according to a report's roofline; None if the report has no
+    """Returns the best possible speed of an optimizer update, from the roofline in a report; None if the report has no
     roofline.
     """
     call, subject = report.roofline.get("total"), report.subject
@@ -164,10 +164,10 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
     for window in _WINDOWS:
         parts = [work[phase] for phase in window if phase in work]
         for phase in window:
-            for term, value in _on_device(work.get(phase, {}), figures).items():
+            for term, value in _device_seconds(work.get(phase, {}), figures).items():
                 by_term[term] += value
                 by_phase[phase] += value
-        overlapped = _overlapped(parts, figures)
+        overlapped = _overlapped_seconds(parts, figures)
         longest = max(overlapped, key=lambda term: overlapped[term])
         wait = max(overlapped[longest] - sum(by_phase[phase] for phase in window), 0.0)
         by_term[longest] += wait
@@ -176,9 +176,11 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
     return Prediction(sum(by_phase.values()), by_phase, by_term, bound_by, figures.source)
 
 
-def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
-    """Returns term -> seconds of one phase: matrix products, device memory, and the collectives that no computation
-    overlaps.
+def _device_seconds(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
+    """Returns the minimum seconds of one phase without the transfers that overlap it: {"products": seconds, "memory":
+    seconds, "collectives": seconds}.
+
+    `part`: FLOPs and bytes of the phase, in the form that the module's docstring describes.
     """
     flops = sum(count / figures.flops_per_s(dtype) for dtype, count in part.get("flops", {}).items())
     return {
@@ -188,9 +190,11 @@ def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
     }
 
 
-def _overlapped(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
-    """Returns term -> seconds of the overlapped collectives and host transfers of some phases, which run at the same
-    time as the computation.
+def _overlapped_seconds(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
+    """Returns the minimum seconds of the transfers that run at the same time as the compute of some phases:
+    {"collectives": seconds, "host_link": seconds of the slower direction}.
+
+    `parts`: FLOPs and bytes of each phase, in the form that the module's docstring describes.
     """
     moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
     return {
@@ -258,13 +262,12 @@ def machine_rates() -> tuple[float, float]:
     copy = np.zeros_like(source)
     product = np.empty_like(left)
     return (
-        2 * _SIDE**3 / _best(lambda: np.matmul(left, right, out=product)),
-        2 * _COPY / _best(lambda: np.copyto(copy, source)),
+        2 * _SIDE**3 / _fastest_run_seconds(lambda: np.matmul(left, right, out=product)),
+        2 * _COPY / _fastest_run_seconds(lambda: np.copyto(copy, source)),
     )
 
 
-def _best(run: Callable[[], Any]) -> float:
-    """Calls `run` once to warm up and then `_TIMES` times. Returns the seconds of the fastest call."""
+def _fastest_run_seconds(run: Callable[[], Any]) -> float:
     run()
     taken = []
     for _ in range(_TIMES):
@@ -275,10 +278,11 @@ def _best(run: Callable[[], Any]) -> float:
 
 
 def bound_of_answer(answer: Mapping[str, Any]) -> Prediction | None:
-    """Returns the minimum seconds of one call by the roofline model; None if the program was not traced or the rates
-    of the target are unknown.
+    """Returns the minimum seconds of one call of a step by the roofline model, from saved JSON; None if the program was
+    not traced or the rates of the target are unknown.
 
-    `answer`: the JSON of a report or of a compare worker, with the keys `work` and `target`.
+    `answer`: the JSON of a report, or of the answer of a worker process that compiled one row of a comparison. Its key
+    `work` has the FLOPs and bytes by phase, its key `target` the device.
 
     Raises ReportError if the values do not have the form that `step_work` and `Target.to_json` write.
     """
@@ -287,7 +291,7 @@ def bound_of_answer(answer: Mapping[str, Any]) -> Prediction | None:
     rates = figures(answer["target"])
     if rates is None:
         return None
-    prediction = seconds(_checked(answer["work"]), rates)
+    prediction = seconds(_check_work(answer["work"]), rates)
     if not math.isfinite(prediction.total):
         raise ReportError(
             "the report is damaged (its work takes infinitely long at the target's rates): write it again"
@@ -307,9 +311,9 @@ _WORK = {
 }
 
 
-def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Checks the phases and FLOPs of a report's `work`, and returns it unchanged. Raises ReportError if a value is not
-    a number of 0 or more.
+def _check_work(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Checks that all FLOPs and bytes in a report's `work` are numbers of at least 0, and returns it unchanged. Raises
+    ReportError if they are not.
     """
     for phase, part in work.items():
         if not isinstance(part, Mapping):

@@ -32,7 +32,7 @@ def by_phase(
     Args:
         collectives, transfers: the collectives and the host transfers of the program.
         kernel_bytes: phase -> bytes that kernels read and write, from `memory.cost.kernel_costs.find`.
-        flops: (phase, compute unit) -> FLOPs of one device.
+        flops: (phase, dtype of the matrix products such as "bf16") -> FLOPs of one device.
         mesh: names and sizes of the mesh axes. Consecutive devices are along the last axis.
         per_host: number of devices of a host, 0 if all are in one host.
     """
@@ -53,14 +53,13 @@ def by_phase(
     for item in collectives:
         hosts = hosts_of(item.axes, item.group, mesh, per_host)
         kind = "collective_bytes" if item.exposed else "hidden_collective_bytes"
-        out[_phase(item.phase)][kind][LINKS[hosts > 1]] += item.times * round(_sent(item, hosts))
+        out[_step_phase(item.phase)][kind][LINKS[hosts > 1]] += item.times * round(_min_sent_bytes(item, hosts))
     for row in transfers:
-        out[_phase(row.phase)][_WAYS[row.direction]] += row.bytes
+        out[_step_phase(row.phase)][_WAYS[row.direction]] += row.bytes
     return out
 
 
-def _phase(name: str) -> str:
-    """Returns the name of the step phase to which an operation counts: its own phase, or "forward" if it has none."""
+def _step_phase(name: str) -> str:
     return name if name in STEP_PHASES else "forward"
 
 
@@ -69,12 +68,12 @@ _SHARED = frozenset(("all-gather", "reduce-scatter", "all-reduce", "collective-b
 _EACH_TO_EACH = frozenset(("all-to-all", "ragged-all-to-all"))
 
 
-def _sent(item: Collective, hosts: int) -> float:
+def _min_sent_bytes(item: Collective, hosts: int) -> float:
     """Returns the minimum bytes that a device sends over the slowest link of a collective: the network if the
-    collective spans several hosts, or else the link within a host.
+    collective spans several hosts, otherwise the link inside a host.
 
-    A ring of devices that spans several hosts leaves each host only once, and the network cards of the host share
-    these bytes, because NCCL runs one ring per card.
+    A ring over several hosts leaves each host once. NCCL runs one ring per network card, so the devices of a host share
+    these bytes equally.
     """
     inside = max(item.group // hosts, 1)
     if hosts > 1 and item.kind in _SHARED:
@@ -85,10 +84,14 @@ def _sent(item: Collective, hosts: int) -> float:
 
 
 def hosts_of(axes: tuple[str, ...], group: int, mesh: Axes, per_host: int) -> int:
-    """Returns the maximum number of hosts that a group of devices along the mesh axes `axes` spans.
+    """Returns the number of hosts over which one device group of a collective is spread, the maximum over all groups.
 
-    Each host has `per_host` consecutive devices. If the mesh is unknown, returns the number of hosts that `group`
-    devices need at least.
+    Args:
+        axes: the mesh axes over which the collective communicates.
+        group: number of devices in a group. If the axes or the mesh are unknown, the result is group / per_host,
+            rounded up.
+        mesh: names and sizes of the mesh axes. Consecutive devices are along the last axis.
+        per_host: number of consecutive devices on a host, 0 if all are on one host.
     """
     if not per_host:
         return 1

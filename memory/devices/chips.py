@@ -22,10 +22,18 @@ CONTEXT_BYTES = 500 * MIB
 
 @dataclasses.dataclass(frozen=True)
 class GpuShape:
-    """The properties of a GPU that XLA's compiler needs to compile for it. Sizes are in bytes, the clock is in GHz.
+    """The properties of a GPU that XLA's compiler needs to compile for it.
 
     Source: CUDA C++ Programming Guide, table of technical specifications per compute capability. Core count, L2 size
     and boost clock are from the GPU's data sheet.
+
+    Fields:
+        capability: compute capability as (major, minor), such as (9, 0).
+        feature_extension: XLA's name of the extended instruction set, such as "ACCELERATED_FEATURES" for sm_90a.
+        cores: number of streaming multiprocessors (SM). fpus_per_core: float32 units of an SM.
+        clock_ghz: boost clock in GHz. l2_bytes: L2 cache in bytes.
+        shared_per_core: bytes of shared memory of an SM. shared_per_block_optin: the maximum that one block can have.
+        threads_per_core: maximum resident threads of an SM.
     """
 
     capability: tuple[int, int]
@@ -44,7 +52,7 @@ class Chip:
     """An accelerator, and the host machine that it is usually part of.
 
     Fields:
-        kind: jax's `device_kind`.
+        name: the name in targets, such as "h100". kind: jax's `device_kind`. platform: "cuda" or "tpu".
         device_memory_bytes: memory of one device as its driver reports it. It is less than the nominal size, because
             the driver and error correction take a part.
         reserved_bytes: bytes of device memory that the runtime takes before any program runs.
@@ -52,6 +60,7 @@ class Chip:
         in_host, between_hosts: bytes/s of the interconnect, per device and direction.
         devices_per_host, host_memory_bytes: number of devices and total memory of one host.
         peak_flops: dtype -> dense FLOP/s.
+        gpu: what XLA needs to compile for it, None for a TPU.
         max_shape: the largest slice of a TPU, or (hosts, devices) of a rack that is one NVLink domain; () for other
             GPUs.
         sources: name of a value above -> its source.
@@ -566,8 +575,9 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
 
 
 def lacks(chip: Chip) -> str:
-    """Returns a note on the properties of a chip that this package does not know or support. Returns "" if there are
-    none."""
+    """Returns a warning about a GPU without bfloat16 units, such as "no bf16 units; fp16 65 TFLOP/s; needs CUDA 12:
+    bytescope[cuda12]"; "" for all other chips.
+    """
     if chip.gpu is None or "bf16" in chip.peak_flops:
         return ""
     rate = f"no bf16 units; fp16 {chip.peak_flops['fp16'] / T:,.0f} TFLOP/s"

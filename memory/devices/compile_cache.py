@@ -60,7 +60,7 @@ def remove_damaged_entries(tell: Callable[[str], None]) -> None:
         if warned is None:
             plain(message, category, filename, lineno, file, line)
             return
-        folder, (operation, program, why) = Path(_folder()), warned.groups()
+        folder, (operation, program, why) = Path(_cache_folder()), warned.groups()
         if operation == "reading":
             remove_damaged(folder, program)
         if operation in reported:
@@ -107,8 +107,7 @@ def _is_readable(path: Path) -> bool:
         return False
 
 
-def _folder() -> str:
-    """Returns the folder or URL of jax's compilation cache; "" if the cache is disabled."""
+def _cache_folder() -> str:
     import jax
 
     return jax.config.jax_compilation_cache_dir or ""  # type: ignore[attr-defined]  # jax sets its options at run time
@@ -126,7 +125,7 @@ class Entry:
 
     def path(self) -> Path | None:
         """Returns the file of the entry; None if the cache is not on a local disk."""
-        folder = _folder()
+        folder = _cache_folder()
         return Path(folder, f"{self.key}-cache") if folder and "://" not in folder else None
 
     def load_proto(self, program: str, *, renamed: bool = False) -> tuple[bytes, Mapping[str, Any]] | None:
@@ -140,7 +139,7 @@ class Entry:
             return None
         candidates = [self._proto_path(path, program)]
         if renamed:
-            candidates += sorted(path.parent.glob(self._proto_path(path, "*").name), key=_age)
+            candidates += sorted(path.parent.glob(self._proto_path(path, "*").name), key=_newest_first)
         for candidate in candidates:
             with contextlib.suppress(OSError, EOFError, zlib.error, ValueError):  # the file is missing or damaged
                 head, _, proto = gzip.decompress(candidate.read_bytes()).partition(b"\n")
@@ -195,8 +194,8 @@ class Entry:
         return path.with_name(f"{path.name.removesuffix('-cache')}-{program}{_BUFFERS}")
 
 
-def _age(path: Path) -> float:
-    """Returns a sort key that puts the newest file first and deleted files last."""
+def _newest_first(path: Path) -> float:
+    # A deleted file comes last.
     try:
         return -path.stat().st_mtime
     except OSError:
@@ -206,7 +205,7 @@ def _age(path: Path) -> float:
 def _remove_old_protos(entry: Path) -> None:
     """Removes the oldest protos of a cache entry until the maximum number is left. Also removes all protos whose entry
     no longer exists."""
-    protos = sorted(entry.parent.glob(f"*{_BUFFERS}"), key=_age)
+    protos = sorted(entry.parent.glob(f"*{_BUFFERS}"), key=_newest_first)
     own = [path for path in protos if path.name.startswith(entry.name.removesuffix("cache"))]
     orphans = [path for path in protos if not (entry.parent / f"{path.name.rpartition('-')[0]}-cache").exists()]
     for path in {*own[_MAX_PROTOS:], *orphans}:
@@ -214,9 +213,11 @@ def _remove_old_protos(entry: Path) -> None:
 
 
 def digest(lowered: LoweredStage) -> str:
-    """Returns a hash of a program's text, including names and source lines. jax's cache key ignores them, but a report
-    shows them. Returns "" if the program has no text or the cache is disabled."""
-    if not _folder():
+    """Returns a hash of a program's text, including names and source lines. It tells apart programs that share a cache
+    entry: jax's cache key ignores names and lines, but a report shows them. Returns "" if the program has no text or
+    the cache is disabled.
+    """
+    if not _cache_folder():
         return ""
     try:
         out = io.BytesIO()

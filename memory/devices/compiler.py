@@ -146,7 +146,9 @@ class Compilation:
 
 
 def check_sizes(jaxpr: Any) -> None:
-    """Raises ReportError if a traced program contains an array of more than `MAX_BYTES` bytes."""
+    """Raises ReportError if a traced program contains an array of more than `MAX_BYTES` (2**63 - 1) bytes, because
+    XLA's compiler would abort the process.
+    """
     for inside in distinct_jaxprs(jaxpr):
         variables = [*inside.invars, *inside.constvars]
         for equation in inside.eqns:

@@ -68,14 +68,18 @@ def _cgroup_rooms(root: str) -> Iterator[int]:
         parts = [part for part in path.split("/") if part not in ("", "..")]
         # Inside a container the path is the host's and may not exist, but its ancestors do.
         for depth in range(len(parts), -1, -1):
-            room = _room(os.path.join(mount, *parts[:depth]), *_CGROUP_FILES[version])
+            room = _cgroup_free_bytes(os.path.join(mount, *parts[:depth]), *_CGROUP_FILES[version])
             if room is not None:
                 yield room
 
 
-def _room(group: str, limit_name: str, use_name: str, cache_key: str) -> int | None:
-    """Returns the free bytes in one cgroup; None if it has no limit. Cached files that the kernel can drop count as
-    free."""
+def _cgroup_free_bytes(group: str, limit_name: str, use_name: str, cache_key: str) -> int | None:
+    """Returns the bytes that processes can still take under the limit of one memory cgroup; None if it has no limit.
+    Cached files that the kernel can drop count as free.
+
+    group: folder of the cgroup. limit_name, use_name: names of the files with its limit and its use. cache_key: key of
+    the cached bytes in its file memory.stat.
+    """
     limit, use = _number(os.path.join(group, limit_name)), _number(os.path.join(group, use_name))
     if limit is None or use is None:  # "max" is not a number: no limit
         return None
@@ -98,8 +102,7 @@ def _proc_value(path: str, key: str) -> int | None:
 
 
 def _lines(path: str) -> list[str]:
-    """Returns the lines of a file; [] if it cannot be read. Uses `open`, because pathlib would take longer than the
-    read."""
+    # Uses `open`, because pathlib would take longer than the read.
     try:
         with open(path) as file:
             return file.read().splitlines()

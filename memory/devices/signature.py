@@ -92,18 +92,19 @@ def read_signature(lowered: LoweredStage) -> Signature | None:
 
 
 def _debug_names(debug: Any, field: str, count: int) -> list[str]:
-    """Returns the names of arguments or results that jax stores for its error messages. Returns [] if a leaf has no
-    name.
+    """Returns the names of a program's arguments or results that jax keeps for error messages. Returns [] if there are
+    not `count` names or one is empty.
 
-    field: the attribute of `debug` that contains them. count: the number of leaves.
+    debug: the `debug_info` of the lowered program. field: its attribute, "arg_names" or "result_paths". count: the
+    number of leaves.
     """
     names = getattr(debug, field, None)
     return list(names) if isinstance(names, Collection) and len(names) == count and all(names) else []
 
 
 def _nnx_names(names: Sequence[str], tree: Any) -> list[str]:
-    """Returns the names of a tree's leaves in order. Leaves inside Flax NNX objects are named by the attributes of the
-    objects.
+    """Returns `names` (the names of a tree's leaves, in order) with the leaves of Flax NNX objects named by attributes
+    instead of numbers: "model.layers[0].kernel" for "model.states[0][7]".
 
     tree: arguments or results of a program, as in `jax.stages.Lowered`.
     """

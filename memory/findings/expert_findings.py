@@ -1,8 +1,8 @@
 """A rule about mixtures of experts: finds buffers of the experts that are mostly empty.
 
-A device allocates a fixed number of rows, each for one token of one expert: whole tiles, slots of one size, or the
-maximum number of tokens that all devices sharing the experts can send. If experts have equal loads, most rows may be
-empty.
+A device allocates a fixed number of rows for its experts. Each row holds one token for one expert. The number is
+rounded up to whole tiles, or is the same number of slots for every expert, or suffices for all tokens that the devices
+sharing the experts could send. If experts have equal loads, most rows may be empty.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Room(NamedTuple):
 
 
 def room_for(experts: ExpertShape, tokens: int, ranks: int) -> Room:
-    """Returns the number of rows in the experts' buffers on a device, and the number of rows that contain tokens. A
-    row holds one token for one expert.
+    """Returns the number of rows that a device allocates for its experts, and the number that contain tokens if all
+    experts get equally many. A row holds one token for one expert.
 
     tokens: number of tokens on the device. ranks: number of devices that share the experts.
     """
@@ -108,8 +108,9 @@ def _scope(buffer: Buffer) -> str:
 
 
 def _has_rows(buffer: Buffer, count: int) -> bool:
-    """Returns whether one dimension of an array, or the product of two or three adjacent dimensions, equals `count`.
-    Adjacent dimensions are, for example, experts and slots."""
+    """Returns whether an array has `count` rows of the experts: one dimension, or the product of two or three adjacent
+    dimensions such as (experts, slots), equals `count`.
+    """
     dims = buffer.shape
     return any(
         math.prod(dims[start : start + length]) == count

@@ -101,8 +101,9 @@ def host_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
 
 
 def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if every pipeline stage allocates as many bytes of residuals as the stage that needs the most,
-    and a V-shaped pipeline schedule would need fewer."""
+    """Returns a finding if a V-shaped pipeline schedule would free residuals. Stages need different numbers of bytes
+    for residuals, but all stages run one program, which allocates the maximum on every stage.
+    """
     pipeline = program.facts.pipeline if program.facts else None
     if pipeline is None or pipeline.v_share is None:
         return None

@@ -1,4 +1,5 @@
-"""Rules about sharding: arrays that are replicated, gathered for too long, or too large in one collective.
+"""Rules about sharding: arrays that every device holds in full, gathered parameters that stay in memory after their
+use, and collectives that need large buffers.
 
 `replicated_arrays` finds activations that every device holds in full although the mesh shards the batch.
 """
@@ -55,7 +56,7 @@ def nothing_sharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult
             f"NamedSharding(jax.make_mesh(({devices},), ('data',)), P('data')), or use the target of one "
             f"device, {chip}",
         )
-    if module.devices == 1 or report.collectives or not _is_replicated(program):
+    if module.devices == 1 or report.collectives or not _all_replicated(program):
         return None
     axis = program.mesh[0][0] if program.mesh else "data"
     return RuleResult(
@@ -66,8 +67,7 @@ def nothing_sharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult
     )
 
 
-def _is_replicated(program: PlacedProgram) -> bool:
-    """Returns whether all arguments and results are replicated on every device."""
+def _all_replicated(program: PlacedProgram) -> bool:
     module = program.module
     for number, parameter in module.parameters.items():
         known = program.replicated
@@ -83,7 +83,9 @@ def _is_replicated(program: PlacedProgram) -> bool:
 def replicated_batch(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if the batch is replicated on every device of the mesh."""
     module = program.module
-    if module.devices < 2 or not (_data_axes(report, program) if program.mesh else _gathers(report, program)):
+    if module.devices < 2 or not (
+        _data_axes(report, program) if program.mesh else _lacks_tensor_parallelism(report, program)
+    ):
         return None
     size = 0
     for number, parameter in batch(report, program).items():
@@ -126,10 +128,11 @@ def replicated_activations(report: JudgedProgram, program: PlacedProgram) -> Rul
 
 
 def _data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
-    """Returns the mesh axes that should shard the batch. These are all axes except those of tensor parallelism.
+    """Returns the mesh axes over which the batch should be sharded: all axes with several devices, except those of
+    tensor parallelism, where every device needs all activations.
 
-    An axis counts as tensor parallel if it shards parameters or caches that no collective gathers. Every device along
-    a tensor-parallel axis needs all activations.
+    An axis counts as tensor parallel if it shards parameters or caches, and the all-gathers along it move too few bytes
+    to gather them.
     """
     gathered: dict[str, int] = {}
     held: dict[str, int] = {}
@@ -147,9 +150,10 @@ def _data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
     return frozenset(axis for axis, size in program.mesh if size > 1 and axis not in tensor)
 
 
-def _gathers(report: JudgedProgram, program: PlacedProgram) -> bool:
-    """Returns whether a program with an unknown mesh is not tensor parallel, because it gathers its sharded arrays or
-    shards no parameters and caches."""
+def _lacks_tensor_parallelism(report: JudgedProgram, program: PlacedProgram) -> bool:
+    """Returns whether a program with an unknown mesh probably has no tensor parallelism, so that its batch should be
+    sharded: it contains an all-gather, or its parameters and caches are all replicated.
+    """
     if any("all-gather" in item.kind for item in report.collectives):
         return True
     parameters = program.module.parameters
@@ -195,7 +199,7 @@ def large_collective(report: JudgedProgram, program: PlacedProgram) -> RuleResul
     first = max(at_peak(report, "collectives"), key=lambda b: b.bytes, default=Buffer("", 0))
     if first.bytes <= max(LARGE * report.peak_bytes, TOY):
         return None
-    kind = _kind(report, program, first)
+    kind = _collective_kind(report, program, first)
     of_state = bool(first.parameter) or first.component == "param_copy"
     known = _SAME.get(kind, kind)
     remedy = _SMALLER.get((known, of_state)) or _SMALLER.get((known, False), "")
@@ -204,8 +208,7 @@ def large_collective(report: JudgedProgram, program: PlacedProgram) -> RuleResul
     )
 
 
-def _kind(report: JudgedProgram, program: PlacedProgram, buffer: Buffer) -> str:
-    """Returns the kind of collective, such as "all-gather", that uses a buffer; "" if unknown."""
+def _collective_kind(report: JudgedProgram, program: PlacedProgram, buffer: Buffer) -> str:
     for item in report.collectives:
         if item.name == buffer.name:
             return item.kind
@@ -231,7 +234,11 @@ def unsharded_gradients(report: JudgedProgram, program: PlacedProgram) -> RuleRe
     ]
     unsharded, whole, freed = [], 0, 0
     for gradient in at_peak(report, "gradients"):
-        sharded = _sharded(gradient, parameters, program.module.devices) if gradient.dtype == "float32" else None
+        sharded = (
+            _find_sharded_parameter(gradient, parameters, program.module.devices)
+            if gradient.dtype == "float32"
+            else None
+        )
         if sharded is not None:
             unsharded.append((gradient, *sharded))
             whole += gradient.bytes
@@ -253,14 +260,15 @@ def unsharded_gradients(report: JudgedProgram, program: PlacedProgram) -> RuleRe
     )
 
 
-def _sharded(
+def _find_sharded_parameter(
     gradient: Buffer, parameters: Iterable[tuple[Buffer, ArgumentLayout | None]], devices: int
 ) -> tuple[Buffer, ArgumentLayout | None, int] | None:
-    """Finds the sharded parameter to which an unsharded gradient belongs. Returns (buffer of the shard, its layout or
-    None if unknown, number of shards), or None if there is no such parameter.
+    """Finds the parameter of a gradient that a device holds in full, if the parameter itself is sharded. Returns
+    (buffer of the parameter's shard, its layout or None if unknown, number of shards); None if no sharded parameter
+    fits.
 
-    If the layout is unknown, the shard must have the gradient's dimensions, except for one dimension that is divided
-    by a number of shards. This number must divide `devices`.
+    A parameter fits if its global dimensions, in any order, are the gradient's dimensions. If its layout is unknown,
+    the shard must have the gradient's dimensions, but one of them divided by a number of shards that divides `devices`.
     """
     plain = tuple(dim for dim in gradient.shape if dim > 1)
     dims = without_ones(plain)
@@ -350,8 +358,9 @@ def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[
 
 
 class _GlobalShapes:
-    """Finds the activation in the jaxpr from which an HLO instruction was compiled. Activations in the jaxpr have
-    global shapes."""
+    """Detects replicated arrays of a program with a jaxpr. The source position of an HLO instruction leads to the
+    activation in the jaxpr, whose global shape is compared with the instruction's shape on one device.
+    """
 
     def __init__(self, program: PlacedProgram, batch: Iterable[int]):
         self.module = program.module
@@ -361,15 +370,15 @@ class _GlobalShapes:
 
     @property
     def is_empty(self) -> bool:
-        """True if no activation in the jaxpr has a batch dimension."""
         return not self.places
 
     def lost_axes(
         self, instruction: Instruction, shape: HloShape, sizes: Mapping[str, int]
     ) -> tuple[tuple[str, ...], str]:
-        """Returns (mesh axes that should shard an array but do not, checkpoint name of the array).
+        """Returns (mesh axes that should shard an instruction's result but do not, checkpoint name of the result).
+        Returns ((), "") if the activation in the jaxpr is not found or is ambiguous.
 
-        shape: the array's shape on a device. sizes: mesh axis -> number of devices.
+        shape: the result's shape on a device. sizes: mesh axis -> number of devices.
         """
         metadata = self.module.metadata(instruction)
         if not metadata.frames:
@@ -402,8 +411,9 @@ def are_partial_sums(activation: Activation, shape: HloShape, sizes: Mapping[str
 
 
 class _BatchDims:
-    """Finds replicated activations if there is no jaxpr. These are arrays with a dimension of the size of the global
-    batch, and without a dimension of the size of its shard."""
+    """Detects replicated arrays of a program without a jaxpr. An array counts as replicated if it has a dimension as
+    large as the global batch, and none as large as the batch of one device.
+    """
 
     def __init__(self, program: PlacedProgram, batch: Iterable[int]):
         self.batch = [layout for number, layout in program.layouts.items() if number in batch and layout.axes]
@@ -414,14 +424,13 @@ class _BatchDims:
 
     @property
     def is_empty(self) -> bool:
-        """True if no batch argument of the program is sharded."""
         return not self.batch
 
     def lost_axes(
         self, instruction: Instruction, shape: HloShape, sizes: Mapping[str, int]
     ) -> tuple[tuple[str, ...], str]:
-        """Returns (mesh axes that should shard an array but do not, ""). The batch sizes that also occur as dimensions
-        of other arguments are ignored.
+        """Returns (mesh axes that shard the batch but not this array, ""). Returns ((), "") if the array is sharded, or
+        if another argument has a dimension as large as the batch, because the size then does not identify the batch.
 
         shape: the array's shape on a device. sizes: mesh axis -> number of devices.
         """
@@ -438,14 +447,17 @@ class _BatchDims:
 
 
 def missing(dims: Sequence[int], labels: Labels, local: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes that should shard an array but do not.
+    """Returns the mesh axes that should shard an array but do not, by comparing its global and local dimensions.
 
-    dims: the array's global dimensions. labels: dimension -> mesh axes that should shard it. local: the array's
-    dimensions on a device. sizes: mesh axis -> number of devices.
+    Returns () if other dimensions are sharded at least as much instead, as after a lookup in a table that is sharded
+    along its last dimension. Also returns () if the local dimensions are not a shard of the global ones, because the
+    array was merged, padded or split.
 
-    Returns () if another dimension is sharded instead, as after a lookup in a table that is sharded along its last
-    dimension. Also returns () if the local array is not a shard of the global array, because it is merged, padded or
-    split in another way.
+    Args:
+        dims: the array's global dimensions.
+        labels: dimension -> mesh axes that should shard it.
+        local: the array's dimensions on one device.
+        sizes: mesh axis -> number of devices.
     """
     parts = {dim: math.prod(sizes[axis] for axis in axes) for dim, axes in labels.items()}
     if len(dims) == len(local) and all(n and g % n == 0 for g, n in zip(dims, local)):

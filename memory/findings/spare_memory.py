@@ -1,8 +1,8 @@
 """A rule that finds unused memory in a step that recomputes activations, and proposes a remat policy that uses it.
 
-A `jax.checkpoint` policy that saves the results of matrix products adds the bytes of the recomputed products. The sum
-of their bytes is an upper bound, because results that no gradient needs are not saved. A policy is proposed only if
-this bound fits. A trainer with its own remat policies replaces the remedy.
+A `jax.checkpoint` policy that saves the results of matrix products needs additional memory, at most the sum of the
+bytes of all recomputed products. It may need less, because results that no gradient reads are not saved. A policy is
+proposed only if this maximum fits in the unused memory. A trainer with its own remat policies replaces the remedy.
 """
 
 from __future__ import annotations

@@ -124,13 +124,13 @@ def whole_state(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
     group.sort(key=lambda leaf: -leaf.buffer.bytes)
     held, over = sum(leaf.buffer.bytes for leaf in group), f" of {' and '.join(axes)}" if axes else ""
     message = f"{human(held)} of state is replicated on each of {copies} devices{over}: {_list_leaves(group)}"
-    return RuleResult(size, message, _sharding(group[0]))
+    return RuleResult(size, message, _sharding_remedy(group[0]))
 
 
 def _leaves(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
     """Returns the arrays of the training state. Returns [] for a program on one device."""
     module, sizes = program.module, dict(program.mesh)
-    out, stacked = [], _stacked(report, program)
+    out, stacked = [], _pmap_stacks(report, program)
     for number, (parameter, buffer) in arguments(report, program).items():
         if buffer.category not in STATE or buffer.memory != "device" or module.devices < 2:
             continue
@@ -143,14 +143,16 @@ def _leaves(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
             whole = buffer.bytes * layout.elements // max(math.prod(layout.local), 1)
             out.append(_Leaf(buffer, layout, whole, axes, math.prod(sizes[axis] for axis in axes)))
             continue
-        axes, copies = _replicas(program, module.devices if module.replicated(parameter) else 1)
+        axes, copies = _replica_axes(program, module.devices if module.replicated(parameter) else 1)
         out.append(_Leaf(buffer, None, buffer.bytes * max(module.devices // copies, 1), axes, copies))
     return out
 
 
-def _stacked(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
-    """Returns the numbers of the arguments that stack one replica per device along the first dimension, as under
-    jax.pmap. The entries are replicas if an all-reduce sums their gradients over all devices."""
+def _pmap_stacks(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
+    """Returns the numbers of the entry parameters that hold one copy of the state per device, stacked along the first
+    dimension, as jax.pmap does. They are copies, not different data, if an all-reduce over all devices sums their
+    gradients.
+    """
     module, known = program.module, program.arguments.by_number
     summed = {item.name for item in report.collectives if item.kind == "all-reduce" and item.group == module.devices}
     paths = set()
@@ -169,9 +171,12 @@ def _stacked(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
     return frozenset(number for number in stacks if root_of(known[number].path) in roots)
 
 
-def _replicas(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]:
-    """Returns (mesh axes, number of devices) over which the training state is replicated. The trainer's facts about
-    the program give both. Without facts, returns ((), known)."""
+def _replica_axes(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]:
+    """Returns (mesh axes, number of devices) over which the training state is replicated, according to the trainer's
+    description of the step. Without a description, returns ((), `known`).
+
+    `known`: number of devices over which the compiled program replicates the array.
+    """
     facts = program.facts
     if facts is None or facts.question is None:
         return (), known
@@ -190,8 +195,10 @@ def _list_leaves(leaves: Sequence[_Leaf]) -> str:
     return ", ".join(named) + (f" and {others} more" if others > 0 else "")
 
 
-def _sharding(leaf: _Leaf) -> str:
-    """Returns a remedy for users of plain JAX, which is to set a sharding for the largest array."""
+def _sharding_remedy(leaf: _Leaf) -> str:
+    """Returns the remedy for a replicated array in JAX's terms: a sharding for this array, such as "shard it ...:
+    params['w'] as jax.sharding.NamedSharding(mesh, P('data'))".
+    """
     if leaf.stacked:
         return (
             "jax.pmap stores a copy on each device: use jax.jit with a mesh instead, without the leading dimension, "

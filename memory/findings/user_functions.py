@@ -67,7 +67,7 @@ def calls(frames: Iterable[Frame], traced: str = "") -> list[Call]:
     traced: name of the function that was passed to jax.jit. Frames outside this function are left out, because they
     ran only once.
     """
-    chain = _within(tuple(frames), traced)
+    chain = _frames_inside(tuple(frames), traced)
     by_function: dict[Function, Call] = {}
     for at, frame in enumerate(chain):
         function = Function(frame.function, frame.file)
@@ -80,9 +80,10 @@ def calls(frames: Iterable[Frame], traced: str = "") -> list[Call]:
     return list(by_function.values())
 
 
-def _within(frames: tuple[Frame, ...], traced: str) -> tuple[Frame, ...]:
-    """Returns the stack frames up to and including the traced function. If no frame has its name, returns the frames
-    before the first frame of bytescope, which called the compiler."""
+def _frames_inside(frames: tuple[Frame, ...], traced: str) -> tuple[Frame, ...]:
+    """Returns the stack frames, innermost first, from the innermost up to the function `traced`, without its callers.
+    If no frame has this name, leaves out only the first frame of bytescope, which called the compiler, and its callers.
+    """
     names = [frame.function.rsplit(".", 1)[-1] for frame in frames]
     if traced in names:
         return frames[: len(names) - names[::-1].index(traced)]
@@ -95,12 +96,14 @@ def _within(frames: tuple[Frame, ...], traced: str) -> tuple[Frame, ...]:
 def in_loop(frame: Frame) -> bool:
     """Returns whether a stack frame's line is inside a loop or comprehension of its own function. Returns False if the
     source cannot be read."""
-    return any(start <= frame.line <= end for start, end in _loops(frame.file).get(_enclosing(frame), ()))
+    return any(
+        start <= frame.line <= end for start, end in _loops_by_function(frame.file).get(_function_start(frame), ())
+    )
 
 
-def _enclosing(frame: Frame) -> int:
-    """Returns the first line of the innermost function that contains a stack frame's line; 0 if there is none."""
-    return max((start for start, end in _bodies(frame.file) if start <= frame.line <= end), default=0)
+def _function_start(frame: Frame) -> int:
+    """Returns the first line of the innermost function around a stack frame's line; 0 for code outside functions."""
+    return max((start for start, end in _function_lines(frame.file) if start <= frame.line <= end), default=0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,8 +115,7 @@ def _tree(file: str) -> ast.Module:
 
 
 @functools.lru_cache(maxsize=256)
-def _bodies(file: str) -> tuple[tuple[int, int], ...]:
-    """Returns (first line, last line) of every function in a source file."""
+def _function_lines(file: str) -> tuple[tuple[int, int], ...]:
     return tuple(
         (node.lineno, node.end_lineno or node.lineno)
         for node in ast.walk(_tree(file))
@@ -122,13 +124,14 @@ def _bodies(file: str) -> tuple[tuple[int, int], ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _loops(file: str) -> dict[int, list[tuple[int, int]]]:
-    """Returns a dict from the first line of each function in a source file (0 for code outside functions) to the
-    (first line, last line) of each loop in the function."""
+def _loops_by_function(file: str) -> dict[int, list[tuple[int, int]]]:
+    """Returns the lines of the loops in each function of a source file: first line of the function -> [(first line,
+    last line) of each loop]. Code outside functions has the key 0.
+    """
     by_owner: dict[int, list[tuple[int, int]]] = {}
     for node in ast.walk(_tree(file)):
         if isinstance(node, _LOOPS):
-            owner = _enclosing(Frame(file, node.lineno))
+            owner = _function_start(Frame(file, node.lineno))
             by_owner.setdefault(owner, []).append((node.lineno, node.end_lineno or node.lineno))
     return by_owner
 

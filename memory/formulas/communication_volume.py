@@ -34,13 +34,14 @@ _NUMBER = 4
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The bytes that published formulas give for one kind of collective over some axes of the mesh.
+    """The bytes that published formulas give for one kind of collective over some mesh axes, in one training step.
 
     Fields:
-        kind: the kind of collective, a key of `memory.cost.collectives.WIRE`.
-        axes: axes of the mesh. group: number of devices along the axes.
+        kind: the kind of collective, such as "all-gather" (a key of `memory.cost.collectives.WIRE`).
+        axes: the mesh axes over which it communicates.
+        group: number of devices along these axes.
         bytes: bytes of the unsharded array that is communicated, per step and device.
-        formula: the formula as text.
+        formula: the formula as text, such as "2 x parameters".
     """
 
     kind: str
@@ -110,9 +111,13 @@ class ExchangeBytes(NamedTuple):
 
 
 class LayerExchange(NamedTuple):
-    """The token exchanges between experts' devices that use one kind of collective, in one layer and micro-step.
+    """The bytes of one kind of collective that sends tokens to the devices of their experts and back, in one layer and
+    micro-step.
 
-    bytes: total bytes of the exchanges. formula: the formula as text.
+    Fields:
+        kind: the kind of collective, such as "all-to-all".
+        bytes: total bytes of these collectives.
+        formula: the formula as text.
     """
 
     kind: str
@@ -238,11 +243,14 @@ def tensor_parallel(
 
 
 def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) -> list[Expected]:
-    """Returns the sends between neighbouring pipeline stages in a training step.
+    """Returns the bytes that a pipeline stage sends to its neighbours in one training step, as one collective-permute;
+    [] without a pipeline.
 
-    In every iteration of the schedule, a stage sends the output of a chunk of layers and the gradient of the chunk's
-    input. Both have batch x sequence x width elements. In a V-shaped schedule, a stage sends both to both neighbours,
-    except at the ends of the V. Published programs send both only once per micro-batch and chunk.
+    In every iteration of the schedule's loop, a stage sends one activation forward and one gradient back, each of batch
+    x sequence x width elements. In a V-shaped schedule, it sends both in both directions, except at the ends of the V.
+    Published programs send both only once per micro-batch and chunk of layers.
+
+    mesh: axis -> number of devices.
     """
     ranks = facts.axes("stage", mesh=mesh)
     stages = math.prod(ranks.values())

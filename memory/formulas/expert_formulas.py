@@ -14,10 +14,10 @@ from bytescope.memory.formulas.model_shape import ExpertShape, ModelShape
 
 
 def by_kind(model: ModelShape, start: int = 0, stop: int | None = None) -> tuple[ModelShape, ...]:
-    """Splits the layers from `start` to `stop` into dense layers and layers with experts. Returns one model for the
-    layers of each kind.
+    """Splits the layers `start` to `stop` of a model into dense layers and layers with experts. Returns one ModelShape
+    per kind, with the number of its layers. A kind without layers is left out.
 
-    A kind without layers is left out, so a model without experts has one kind.
+    Example: of a model with 1 dense layer and 5 layers with experts, returns two models with `layers` 1 and 5.
     """
     stop = model.layers if stop is None else stop
     if model.experts is None:
@@ -51,8 +51,9 @@ def idle_count(model: ModelShape) -> int:
 
 
 def columns(kind: ModelShape) -> int:
-    """Returns the total number of output columns of the routed experts' matrices in one layer. The router is not
-    included."""
+    """Returns the number of output columns of all routed experts' weight matrices in one layer, without the router; 0
+    without experts. Quantized storage formats need additional bytes per column.
+    """
     if kind.experts is None:
         return 0
     return kind.experts.count * ((1 + kind.gated) * kind.experts.width + kind.width)
@@ -79,11 +80,11 @@ def slots(experts: ExpertShape, tokens: float) -> int:
 def rows(experts: ExpertShape, tokens: float, ranks: int = 1) -> int:
     """Returns the number of rows in the buffers of the experts on a device. A row holds one token for one expert.
 
-    tokens: number of tokens on a device. ranks: number of devices that share the experts.
+    With slots, every expert has the same number of rows. Otherwise each expert's rows are padded to whole tiles (Gale
+    et al. 2022, arXiv 2211.15841). Without a capacity, there are enough rows for the worst case, in which all tokens of
+    all ranks choose experts of this device.
 
-    With slots, every expert has the same number of rows. Otherwise the rows of each expert are padded to whole tiles
-    (Gale et al. 2022, arXiv 2211.15841). Without a capacity, the buffers have room for all rows that the tokens of all
-    ranks can need.
+    tokens: number of tokens on a device. ranks: number of devices that share the experts.
     """
     if experts.slots:
         return experts.count * slots(experts, tokens)

@@ -71,9 +71,9 @@ class Pipeline:
         slots: for each stage, the number of micro-batches of one chunk whose residuals the stage holds at the same
             time.
         bubble: the fraction of time in which a stage is idle.
-        v_share: (residuals per stage of a V schedule with two chunks) / (residuals per stage of this schedule). None
-            if this schedule is a V schedule with two chunks, or if there are too few layers.
-        v_bubble: the bubble of the V schedule with two chunks.
+        v_share: the residuals per stage that a V schedule with two chunks would need, as a fraction of this schedule's
+            residuals per stage. None if this schedule is already one, or if there are too few layers.
+        v_bubble: the bubble of that V schedule.
     """
 
     ticks: int

@@ -135,8 +135,8 @@ class StepLayout:
         data: number of data-parallel ranks. They shard the training state by the ZeRO stage `zero` (0 to 3).
         expert: number of data-parallel ranks that share the routed experts.
         pipeline: number of pipeline stages, each with `interleave` chunks of layers.
-        stash: the number of layers whose activations each stage keeps, as a fraction of all layers, if one program
-            runs on all stages. If each stage has a separate program, stash is 0 and the formulas describe the first
+        stash: the activations that each stage keeps if all stages run one program, as a fraction of the activations of
+            all layers for one micro-batch. 0 if each stage has its own program; the formulas then describe the first
             stage.
     """
 

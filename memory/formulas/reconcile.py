@@ -1,9 +1,9 @@
-"""Compares published formulas with the compiler: bytes and FLOPs of a step by both, the gaps, and reasons for the
+"""Compares a compiled training step with published formulas: bytes and FLOPs by both, the gaps, and reasons for the
 gaps.
 
 The formulas of `transformer_formulas` are evaluated for the mesh, the kernel and the remat policies in `ModelFacts`.
-The residuals of policies that save named tensors follow from shapes (`rematerialized`). Other policies have no
-formula. Pure.
+The residuals of policies that save named tensors follow from shapes (`rematerialized`). Other policies have no formula.
+Pure.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def sequences_per_call(facts: ModelFacts, asked: Question) -> float:
 
 
 def _state(asked: Question, facts: ModelFacts) -> dict[str, float]:
-    """Returns the bytes of training state on a device by role: params, gradients, optimizer, frozen, accumulator,
-    `copy` (the gathered copy of all parameters that ZeRO stages 1 and 2 compute with) and `host` (state in host
-    memory).
+    """Returns role -> bytes of training state on a device. The roles are `params`, `gradients`, `optimizer`,
+    `accumulator` (summed gradients), `frozen` (weights that are not trained), `copy` (the gathered parameters that ZeRO
+    stages 1 and 2 compute with) and `host` (state in host memory).
 
     Master parameters are sharded if the optimizer state is sharded. Accumulated gradients are sharded like parameters
     if they exist between calls of the step, and like gradients if they exist only inside a call.

@@ -1,11 +1,11 @@
 """Formulas for the tensors that layers keep and recompute under a policy that names tensors. Only shapes are needed.
 
-The walk starts at the tensors that the backward pass reads and follows each tensor to its inputs. It stops at kept
-tensors, which are the layer's residuals. The matrix products on its way are the FLOPs of the recomputation. A name
-that the walk does not reach costs nothing, even if the policy saves it.
+`walk` begins at the tensors that the backward pass reads, and goes from each tensor to the inputs of the operation that
+computes it. It stops at tensors that the policy saves: these are the layer's residuals. The operations that it passes
+are recomputed. A saved name that it never reaches is not a residual and takes no bytes.
 
-Not included: statistics of norms (two numbers per token), the FLOPs of recomputed adapters, the masks of their
-dropout, and everything outside the layers.
+Not included: statistics of norms (two numbers per token), the FLOPs of recomputed adapters, the masks of their dropout,
+and everything outside the layers.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def walk(model: ModelShape, attention: str, save: Collection[str]) -> RematWalk:
     save: the tensor names that the remat policy saves. The input of the block is always kept, because the loop over
     the layers carries it. attention: "naive" or "flash".
     """
-    sources = {name: row for name, row in _table(model, attention).items() if _exists(name, model)}
-    kept, recomputed, todo = set(), set(), ["block_in", *(name for name in sources if _is_read(name, model))]
+    sources = {name: row for name, row in _operations(model, attention).items() if _layer_has(name, model)}
+    kept, recomputed, todo = set(), set(), ["block_in", *(name for name in sources if _feeds_backward(name, model))]
     while todo:
         name = todo.pop()
         if name == "block_in" or name in save:
@@ -174,8 +174,7 @@ def walk(model: ModelShape, attention: str, save: Collection[str]) -> RematWalk:
     return RematWalk(frozenset(kept), frozenset(recomputed))
 
 
-def _table(model: ModelShape, attention: str) -> dict[str, TensorSource]:
-    """Returns the operation that computes each tensor of a layer, by the tensor's name."""
+def _operations(model: ModelShape, attention: str) -> dict[str, TensorSource]:
     table = {**LAYER, **CORES[attention]}
     if model.latent:
         table |= LATENT
@@ -185,8 +184,7 @@ def _table(model: ModelShape, attention: str) -> dict[str, TensorSource]:
     return table
 
 
-def _is_read(name: str, model: ModelShape) -> bool:
-    """Returns whether the backward pass reads a tensor to compute a gradient."""
+def _feeds_backward(name: str, model: ModelShape) -> bool:
     if name in UNREAD:
         return name in NORMED and getattr(model, NORMED[name])
     return not (model.adapters and name in OPERANDS and adapted(model).keys().isdisjoint(OPERANDS[name]))
@@ -212,7 +210,7 @@ def product_flops(model: ModelShape, sequence: int) -> dict[str, float]:
 
 def recomputed_flops(model: ModelShape, attention: str, names: Collection[str], sequence: int) -> float:
     """Returns the FLOPs per token and layer of recomputing the tensors with these names once."""
-    table, flops = _table(model, attention), product_flops(model, sequence)
+    table, flops = _operations(model, attention), product_flops(model, sequence)
     return sum(flops.get(table[name].product, 0.0) for name in names)
 
 
@@ -229,7 +227,7 @@ def tiles_flops(model: ModelShape, sequence: int) -> float:
 
 def forward_flops(model: ModelShape, attention: str, sequence: int) -> float:
     """Returns the FLOPs of a layer's forward pass per token."""
-    names = [name for name in _table(model, attention) if _exists(name, model)]
+    names = [name for name in _operations(model, attention) if _layer_has(name, model)]
     return recomputed_flops(model, attention, names, sequence)
 
 
@@ -244,8 +242,11 @@ def bytes_of(
 ) -> float:
     """Returns the bytes on a device of the tensors with these names, in one layer.
 
-    tokens: number of tokens, in sequences of `sequence` tokens. itemsize: bytes per element of an activation. operand:
-    bytes per element of a tensor that is kept only for matrix products; 0 means `itemsize`.
+    Args:
+        tokens: number of tokens, in sequences of `sequence` tokens.
+        itemsize: bytes per element of an activation.
+        operand: bytes per element of a tensor that is kept only as a matmul operand, such as about 1 under fp8; 0 means
+            `itemsize`.
     """
     return sum(
         transformer_formulas.tensor_bytes(NAMED[name], model, layout, sequence, tokens, itemsize, operand)
@@ -254,9 +255,8 @@ def bytes_of(
     )
 
 
-def _exists(name: str, model: ModelShape) -> bool:
-    """Returns whether a layer of this model has a tensor with this name. Returns True for names that are not tensors,
-    such as `kernel`."""
+def _layer_has(name: str, model: ModelShape) -> bool:
+    # Names that are not tensors, such as `kernel`, exist in every layer.
     tensor = NAMED.get(name)
     return tensor is None or transformer_formulas.exists(tensor, model)
 
@@ -265,12 +265,13 @@ def _exists(name: str, model: ModelShape) -> bool:
 
 
 class RecomputedLayers(NamedTuple):
-    """The residuals and recomputation of a segment's layers of one kind, which are either dense or have experts.
+    """The residuals and the recomputation of those layers that have the same remat policy and are of one kind (dense,
+    or with experts).
 
     Fields:
-        device, host: bytes of their residuals on the device and in host memory.
-        recomputing: additional bytes while one layer is recomputed.
-        flops: recomputed FLOPs per token.
+        device, host: bytes of the layers' residuals on the device and in host memory.
+        recomputing: additional bytes on the device while one layer is recomputed.
+        flops: FLOPs per token that recomputing all of the layers takes.
     """
 
     device: float
@@ -282,11 +283,15 @@ class RecomputedLayers(NamedTuple):
 def layers_of(
     kind: ModelShape, asked: Question, batch: float, segment: RematSegment, facts: ModelFacts, platform: str
 ) -> RecomputedLayers | None:
-    """Returns the residuals and recomputation of the layers of one kind in a segment of layers. Returns None if the
-    remat policy has no formula.
+    """Returns the residuals and the recomputation of those layers that have the same remat policy and are of one kind;
+    None if the policy has no formula.
 
-    kind: a model with only these layers, one of `expert_formulas.by_kind`. batch: sequences per device and micro-step,
-    a fraction if devices share a sequence. platform: the target's platform. On "cpu" nothing is offloaded.
+    Args:
+        kind: a model with only these layers, one of `expert_formulas.by_kind`.
+        asked: the training step.
+        batch: sequences per device and micro-step, a fraction if devices share a sequence.
+        segment: the remat policy of the layers.
+        platform: the target's platform. On "cpu" nothing is offloaded.
     """
     layers, groups, precision = kind.layers, segment.groups, asked.precision
     in_flight = transformer_formulas.layers_in_flight(layers, asked.layout)

@@ -27,7 +27,7 @@ def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:
     forward = _layers_forward(model, sequence, sequences) + 2.0 * head * tokens
     frozen = 0.0
     if model.adapters:
-        frozen = 2.0 * (_active_matrices(model) + head) * tokens
+        frozen = 2.0 * (_active_matrix_parameters(model) + head) * tokens
     return 3 * forward - frozen
 
 
@@ -69,14 +69,13 @@ def _core_forward(model: ModelShape, sequence: int, sequences: float) -> float:
     return 2.0 * model.layers * sequences * sequence**2 * model.heads * widths
 
 
-def _active_matrices(model: ModelShape) -> int:
-    """Returns the number of matrix parameters in all layers that process one token."""
+def _active_matrix_parameters(model: ModelShape) -> int:
     count = sum(layer_count(kind) * kind.layers for kind in expert_formulas.by_kind(model))
     return count - expert_formulas.idle_count(model)
 
 
 def _layers_forward(model: ModelShape, sequence: int, sequences: float) -> float:
-    products = 2.0 * (_active_matrices(model) + adapter_count(model)) * sequences * sequence
+    products = 2.0 * (_active_matrix_parameters(model) + adapter_count(model)) * sequences * sequence
     return products + _core_forward(model, sequence, sequences)
 
 

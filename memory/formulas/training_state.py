@@ -1,8 +1,8 @@
 """Formulas for training state: parameters, gradients and optimizer state, in bytes on a device and on its host.
 
 Plain arithmetic without a compiler or jax. Norms, biases and learned positions count as parameters like any other.
-Temporaries of the update are not included. Callers pass rows for their precisions and optimizers; `MIXED` and `ADAM`
-are the rows of the papers.
+Temporaries of the update are not included. Callers describe their precision (`PrecisionBytes`) and optimizer
+(`OptimizerBytes`); `MIXED` and `ADAM` are those of the papers.
 """
 
 from __future__ import annotations
@@ -120,12 +120,17 @@ def state_bytes(
     fused: bool = False,
     routed: float = 0.0,
 ) -> dict[str, float]:
-    """Returns the bytes of training state on a device by role. The key `host` has the bytes of state in host memory.
+    """Returns role -> bytes of training state on a device; the key `host` has the bytes of state in host memory.
 
-    parameters: number of parameters. routed: the fraction of them that are in routed experts. fused: whether each
-    layer is updated during the backward pass (Lv et al. 2023, arXiv 2306.09782); the gradients of at most `at_once`
-    parameters then exist at the same time. offload: a key of OFFLOAD. Not included is the device copy of the offloaded
-    layer that is being computed or updated (Ren et al. 2021, arXiv 2101.06840).
+    Args:
+        parameters: number of parameters.
+        at_once: with `fused`, the maximum number of parameters whose gradients exist at the same time.
+        offload: which state is in host memory, a key of OFFLOAD.
+        fused: whether each layer is updated during the backward pass (Lv et al. 2023, arXiv 2306.09782).
+        routed: the fraction of the parameters that are in routed experts.
+
+    Not included: the device copy of the offloaded layer that is being computed or updated (Ren et al. 2021, arXiv
+    2101.06840).
     """
     each = parts_per_parameter(precision, optimizer, layout, routed)
     sizes = {part: size * parameters for part, size in each.items()}

@@ -52,9 +52,9 @@ class LayerTensor(NamedTuple):
     """A tensor that a layer keeps for its backward pass.
 
     Fields:
-        size: a key of `token_sizes`, which gives the elements per token.
-        split: "tensor" if tensor-parallel devices always shard it, "sequence" if they shard it only with sequence
-            parallelism, "" if they never shard it.
+        size: the name of its size, a key of `token_sizes` (which maps it to elements per token).
+        split: how tensor-parallel devices shard it: "tensor" always, "sequence" only with sequence parallelism, ""
+            never.
         itemsize: bytes per element; 0 means the size of an activation's element.
         core: whether the tensor is part of the attention core.
         only: name of the ModelShape field that must be set for the tensor to exist. "" if the tensor always exists.
@@ -175,10 +175,13 @@ def tensor_bytes(
     itemsize: int,
     operand: float = 0.0,
 ) -> float:
-    """Returns the bytes of one tensor on a device.
+    """Returns the bytes of one tensor on a device; 0 if the model does not have the tensor.
 
-    tokens: number of tokens, in sequences of `sequence` tokens. itemsize: bytes per element of activations. operand:
-    bytes per element of a tensor that is kept only for matrix products; 0 means `itemsize`.
+    Args:
+        tokens: number of tokens, in sequences of `sequence` tokens.
+        itemsize: bytes per element of activations.
+        operand: bytes per element of a tensor that is kept only as a matmul operand, such as about 1 under fp8; 0 means
+            `itemsize`.
     """
     if not exists(tensor, model):
         return 0.0
@@ -276,12 +279,13 @@ def outside_bytes(
     itemsize: int = 2,
     logit_tokens: int | None = None,
 ) -> float:
-    """Returns the bytes of activations outside the layers on a device: embedding, final norm, head and logits. The
-    formula is (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism (Korthikanti et al. 2022, section 4.3).
+    """Returns the bytes of activations outside the layers on a device: embedding, final norm, head and logits. With
+    sequence parallelism they are (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) (Korthikanti et al. 2022, section 4.3).
 
-    logit_tokens: number of tokens whose logits exist at the same time, if the loss is computed in chunks; None for
-    all. If one program runs on all stages, the stages shard the vocabulary, and embedding and loss hold one
+    If one program runs on all pipeline stages, the stages shard the vocabulary, and embedding and loss hold one
     micro-batch.
+
+    logit_tokens: number of tokens whose logits exist at the same time, if the loss is computed in chunks; None for all.
     """
     tokens = sequence * batch
     mask = tensor_bytes(EMBEDDING_MASK, model, layout, sequence, tokens, itemsize)

@@ -124,7 +124,7 @@ class Flow:
                 stack, after = instruction, (self.module.operand(instruction, 1), index)
                 chain.clear()  # the names so far belong to the write into the stack, not to the written value
             else:
-                after = self._step(instruction, index, seen)
+                after = self._step_back(instruction, index, seen)
             # Control flow is named after the whole loop, not after the value.
             if opcode not in ("while", "tuple", "get-tuple-element", "parameter", "dynamic-update-slice"):
                 chain.append(instruction)
@@ -133,11 +133,12 @@ class Flow:
             instruction, index = after
         return ValueOrigin(None, tuple(chain), stack, looped, carried)
 
-    def _step(
+    def _step_back(
         self, instruction: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        """Returns the (instruction, index) from which a value is passed on unchanged; None if the instruction computes
-        the value.
+        """Goes one step back from a value to the place that it was copied or passed from, such as the operand of a
+        copy, the element of a tuple or the root of a loop body. Returns (instruction, index) of that place; None if the
+        instruction computes the value.
         """
         module, opcode = self.module, instruction.opcode
         if opcode == "get-tuple-element":
@@ -152,18 +153,18 @@ class Flow:
             root = module.root(instruction.called[0]) if instruction.called else None
             return (root, index[1:] if opcode == "async-start" else index) if root else None
         if opcode == "parameter":
-            return self._argument(instruction, index, seen)
+            return self._passed_argument(instruction, index, seen)
         if opcode in ("async-done", "async-update") and instruction.operands:
             return module.operand(instruction, 0), (1, *index)
         if opcode in _PASSING and instruction.operands:
             return module.operand(instruction, 0), () if opcode == "copy-start" else index
         return None
 
-    def _argument(
+    def _passed_argument(
         self, parameter: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        """Returns the value that the caller passes for a parameter of a computation; None for a parameter of the entry
-        computation.
+        """Returns (instruction, index) of the value that the caller passes for a parameter of a computation; None for a
+        parameter of the entry computation.
         """
         callers = self.callers.get(parameter.computation)
         if not callers:
@@ -202,8 +203,9 @@ class Flow:
         return dependents
 
     def makers(self, instruction: Instruction | None, index: Index = ()) -> Iterator[Instruction]:
-        """Yields the instructions that computed a value or passed it on, beginning with the one that has the most
-        specific name.
+        """Yields the instructions whose names may describe a value: the named instructions on the way back to the
+        value's origin, nearest first, then the update of the stacked array that holds the value, if there is one, then
+        `instruction` itself.
         """
         if instruction is not None:
             origin = self.origin(instruction, index)
@@ -213,8 +215,8 @@ class Flow:
             yield instruction
 
     def ancestors(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
-        """Yields at most `limit` instructions that a value was computed from, nearest first. The search leaves
-        fusions, but it stays inside a loop body.
+        """Yields at most `limit` instructions whose results a value was computed from, nearest first. The search
+        continues from the inside of a fusion to its operands, but never from a loop body to the outside of the loop.
         """
         pending, seen = [instruction], {instruction.id}
         while pending and len(seen) < limit:
@@ -225,8 +227,9 @@ class Flow:
                     yield operand
 
     def _inputs(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the operands of an instruction. Returns [] for a tuple, because the caller does not say which
-        element it reads.
+        """Returns the instructions that compute the inputs of an instruction: its operands, the root of a called
+        computation, or what the caller passes for a parameter. Returns [] for tuples, loops and conditionals, because
+        only one element of their result may be read, and which one is unknown here.
         """
         if instruction.opcode in ("tuple", "while", "conditional"):
             return []

@@ -36,14 +36,14 @@ _MAX_TABLE = 65536
 
 @dataclasses.dataclass(frozen=True)
 class SkippedCollective:
-    """A collective that some devices may skip. The program then hangs, because the other devices wait for them
-    forever.
+    """A collective that some devices may skip. The program then hangs, because the other devices wait for them forever.
 
     Fields:
-        control: the loop or conditional that contains the collective.
-        links: the groups of devices that exchange data in the collective.
-        waits: the groups of devices that wait for each other in the collective.
+        instruction: the HLO instruction of the collective.
+        control: the loop or conditional that contains it, whose condition may differ between devices.
         op_name: JAX's op_name of the collective.
+        links: the groups of devices that exchange data in the collective, as lists of device numbers.
+        waits: the devices (their numbers) of one group that wait for each other, although their conditions may differ.
     """
 
     instruction: Instruction
@@ -117,7 +117,10 @@ def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) ->
 def _controls(
     module: Module, callers: Mapping[int, list[Instruction]], computation: int, known: dict[int, list[Instruction]]
 ) -> list[Instruction]:
-    """Returns the loops and conditionals that contain a computation. `known` is a cache."""
+    """Returns the loops and conditionals that contain a computation, directly or through other computations.
+
+    `callers`: computation id -> instructions that call it. `known`: computation id -> result, a cache.
+    """
     if computation not in known:
         known[computation] = []  # ends the recursion if a damaged module calls itself
         around: dict[int, Instruction] = {}
@@ -145,7 +148,6 @@ class _Value:
 
     @functools.cached_property
     def uniform(self) -> bool:
-        """True if all devices hold the same value."""
         return bool((self.labels == self.labels[0]).all())
 
     def same(self, other: _Value | None) -> bool:
@@ -158,7 +160,9 @@ class _Value:
 
 
 def _join(values: Sequence[_Value]) -> _Value:
-    """Returns which devices agree on the result of a function of these values: devices that hold equal operands."""
+    """Returns which devices are certain to hold equal results of a function of `values`: devices that agree on every
+    one of the values.
+    """
     apart = [value.labels for value in values if not value.uniform]
     if not apart:
         return _Value(np.zeros(len(values[0].labels), np.int64))
@@ -172,7 +176,9 @@ def _numbered(labels: np.ndarray) -> np.ndarray:
 
 
 def _either(values: Sequence[_Value]) -> _Value:
-    """Returns which devices agree on a value that is one of `values`, if all devices make the same choice."""
+    """Returns which devices are certain to hold equal results if the result is one of `values`, the same one on all
+    devices. If the values differ, devices must agree on every one of them.
+    """
     first = values[0]
     return first if all(value is first or value.same(first) for value in values) else _join(values)
 
@@ -217,9 +223,11 @@ _PASSING = frozenset(
 
 
 class _Agreement:
-    """Derives, for all values on which loop and branch conditions depend, which devices hold equal values.
+    """Derives which devices are certain to hold equal values, for the values on which loop and branch conditions
+    depend.
 
-    A value begins as unknown and is computed again whenever a value that it depends on changes, until nothing changes.
+    A loop's state depends on itself, so values start as unknown and are computed again whenever one of their inputs
+    changes, until nothing changes.
     """
 
     def __init__(self, module: Module, axes: Axes, parameters: Mapping[int, ArgumentLayout]):
@@ -264,9 +272,10 @@ class _Agreement:
         return self._module.operand(control, 0)
 
     def _get(self, instruction: Instruction | None, index: Index = ()) -> _Value | None:
-        """Returns what is known about a value so far; None if nothing is known. A value that is asked for the first
-        time is scheduled for computation. The value that is being computed now is registered as a reader of the
-        returned value.
+        """Returns what is known so far about which devices agree on a value; None if it has not been computed yet.
+
+        Also schedules a value that is requested for the first time, and notes that the value which is being computed
+        depends on this one and must be computed again if this one changes.
         """
         if instruction is None:
             return self._uniform
@@ -367,7 +376,9 @@ class _Agreement:
         return _either(known) if known else None
 
     def _constant(self, constant: Instruction) -> _Value:
-        """Returns the value of an integer constant."""
+        """Returns an integer constant, or a short list of integers, with its value. Other constants are only known to
+        be equal on all devices.
+        """
         shape = self._module.shape(constant)
         if "int" not in shape.dtype or len(shape.dims) > 1 or shape.elements > _MAX_TABLE:
             return self._uniform

@@ -88,8 +88,9 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 
 def full_turns(module: Module, loop: Instruction) -> int | None:
-    """Returns the duration of a loop as a number of full iterations, because iterations may differ in work. It is the
-    annotation FULL_TICKS of the program, or else `trip_count`.
+    """Returns the number of full iterations that take as long as the whole loop; None if unknown. It is less than the
+    trip count if some iterations do less work. The program may state it in the annotation FULL_TICKS; otherwise it is
+    `trip_count`.
     """
     annotated = FULL_TICKS.search(module.metadata(loop).op_name)
     return int(annotated[1]) if annotated else trip_count(module, loop)

@@ -73,7 +73,9 @@ def read_layouts(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, .
 
 
 def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns, for each of the `rank` dimensions, the mesh axes with more than one device that shard it."""
+    """Returns the partition spec of a sharding, without mesh axes of one device: for each of the `rank` dimensions, the
+    axes that shard it.
+    """
     sizes = sharding.mesh.shape if hasattr(sharding, "mesh") else {}
     spec: list[tuple[str, ...]] = []
     for part in getattr(sharding, "spec", ()):
@@ -98,7 +100,11 @@ def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, Argume
 
 
 def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
-    """Returns the names of the mesh axes that a group of devices spans; () if a device is not in the mesh."""
+    """Returns the names of the mesh axes along which the devices of a group differ; () if the mesh is unknown or a
+    device is not in it.
+
+    `groups`: the groups of a collective, as lists of device numbers.
+    """
     sizes = [size for _, size in axes]
     differ = set()
     for group in groups:
@@ -143,7 +149,7 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
     groups: Groups = []
     for field, value in wire.fields(data, span):
         if field == 49:
-            groups.append(_members(data, wire.message(value)))
+            groups.append(_replica_group_devices(data, wire.message(value)))
         elif field == 52:
             pair = wire.plain(data, wire.message(value))
             groups.append([pair.get(1, 0), pair.get(2, 0)])
@@ -180,7 +186,7 @@ def _device_list(data: bytes, span: Span) -> Groups:
     groups: Groups = []
     for field, value in wire.fields(data, span):
         if field == 1:
-            groups.append(_members(data, wire.message(value)))
+            groups.append(_replica_group_devices(data, wire.message(value)))
         elif field == 2:
             groups = _iota(data, wire.message(value))
         elif field == 3:
@@ -188,8 +194,7 @@ def _device_list(data: bytes, span: Span) -> Groups:
     return groups
 
 
-def _members(data: bytes, span: Span) -> list[int]:
-    """Returns the device numbers of a ReplicaGroup."""
+def _replica_group_devices(data: bytes, span: Span) -> list[int]:
     ids: list[int] = []
     for field, value in wire.fields(data, span):
         if field == 1:
@@ -248,7 +253,9 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
 
 
 def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
-    """Returns (sizes of the mesh axes, device number at each position of the mesh)."""
+    """Parses the MeshProto at `span`. Returns (sizes of the mesh axes, device number at each position of the mesh, the
+    last axis varying fastest).
+    """
     sizes: list[int] = []
     ids: list[int] = []
     for field, value in wire.fields(data, span):

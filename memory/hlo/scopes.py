@@ -200,8 +200,9 @@ def component(path: tuple[str, ...]) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def locate(path: tuple[str, ...]) -> tuple[str, int]:
-    """Returns (component of the model that the scopes `path` name, number of outer scopes that identify this instance
-    of the component).
+    """Returns (component of the model that the scopes `path` name, number of leading scopes up to it). For ("blocks_3",
+    "Attention_0", "query") the result is ("attention", 2): the first 2 scopes tell this attention from that of other
+    blocks.
 
     The component is the outermost scope with a known name, except a loss that contains other components. If no name is
     known, it is a norm, or else the innermost module, or else a single layer or a container of blocks. A number at the

@@ -91,9 +91,10 @@ def kind_of(file: str) -> str:
     return PLUMBING if _PLUMBING.search(file) else FRAMEWORK
 
 
-def _visible(frames: Iterable[Frame]) -> Iterator[tuple[str, Frame]]:
-    """Yields (owner of the code, frame) of the stack frames inside the program that are not hidden,
-    innermost first.
+def _program_frames(frames: Iterable[Frame]) -> Iterator[tuple[str, Frame]]:
+    """Yields (kind of code, frame), innermost first, for the stack frames of the program's code that may be shown.
+    Frames of jax or Python itself and top-level lines of scripts are skipped. The search ends at the code that compiles
+    the program.
     """
     for frame in frames:
         kind = kind_of(frame.file)
@@ -110,7 +111,7 @@ def source_line(metadata: Metadata) -> str:
     A line at the top level of a script is used only if there is no other line, because it only starts the program.
     """
     library: dict[str, Frame] = {}
-    for kind, frame in _visible(metadata.frames):
+    for kind, frame in _program_frames(metadata.frames):
         if kind == OWN:
             return f"{frame.file}:{frame.line}"
         library.setdefault(kind, frame)
@@ -147,13 +148,13 @@ def component_of_code(frames: Iterable[Frame]) -> str:
     called; the user's class; the user's function with "()" after its name; the line of a lambda outside of any
     function.
     """
-    visible = list(_visible(frames))
+    visible = list(_program_frames(frames))
     called, own = "", ""
     for kind, frame in visible:
-        known = _known(kind, frame, innermost=not own)
+        known = _known_component(kind, frame, innermost=not own)
         if known:
             return known
-        name = _name(frame.function)
+        name = _class_or_function_name(frame.function)
         if kind == OWN:
             own = own or name or f"{frame.file.rpartition('/')[2]}:{frame.line}"
         elif kind == FRAMEWORK and not own and name and not is_layer(name) and name.lower() not in CONTAINERS:
@@ -166,16 +167,19 @@ def modules_of_code(frames: Iterable[Frame]) -> tuple[str, ...]:
     scopes.
     """
     classes: list[str] = []
-    for kind, frame in _visible(frames):
+    for kind, frame in _program_frames(frames):
         parts = frame.function.split(".")
         if kind != PLUMBING and parts[-1] == "__call__" and len(parts) > 1 and parts[-2][:1].isupper():
             classes.append(parts[-2])
     return tuple(dict.fromkeys(reversed(classes)))
 
 
-def _known(kind: str, frame: Frame, innermost: bool) -> str:
-    """Returns the known component of the model that a stack frame names, "" for none. A loss counts only in the
-    innermost frame, because a loss in an outer frame contains the whole model.
+def _known_component(kind: str, frame: Frame, innermost: bool) -> str:
+    """Returns the known component of the model that a stack frame's function or class names, such as "attention"; "" if
+    none.
+
+    `kind`: kind of the frame's code (`kind_of`). `innermost`: whether it is the innermost frame. A loss counts only
+    there, because a loss in an outer frame contains the whole model.
     """
     outer, _, function = frame.function.rpartition(".")
     owner = outer.rpartition(".")[2]
@@ -194,7 +198,7 @@ def _known(kind: str, frame: Frame, innermost: bool) -> str:
     return next((name for pattern, name in _FUNCTIONS if pattern.search(function)), "")
 
 
-def _name(function: str) -> str:
+def _class_or_function_name(function: str) -> str:
     """Returns the class of the module that a function belongs to, or else the function's name with "()". For a lambda,
     returns the function that contains it.
     """

@@ -1,10 +1,11 @@
 """Builds the account of a program's peak from the parsed program: buffers, timeline and breakdown.
 
-Start at `build_account`. Live ranges of temporary memory come from the program's heap traces. A trace opens a buffer
-with one reference (ALLOC), adds references if other values use the same memory (SHARE, which reopens a closed buffer),
-and drops references (FREE). A buffer is alive while it has references. A point of the timeline is one instruction that
-begins a value. Its bytes are counted when the instruction's output exists and the operands that it reads last are not
-yet freed.
+Start at `build_account`. Live ranges of temporary memory come from the program's heap traces, which count the
+references to each buffer: ALLOC sets one reference, SHARE adds one if another value uses the same memory (and reopens a
+closed buffer), and FREE removes one. A buffer is alive while it has references.
+
+Each point of the timeline is one instruction that begins a value. The bytes of a point are those during the
+instruction: its output exists already, and operands that it is the last to read are not yet freed.
 """
 
 from __future__ import annotations
@@ -98,8 +99,13 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class _Stretch:
-    """A buffer's size, live range and memory space. `held` is "output" or "constant" if the buffer is part of such an
-    allocation, otherwise "".
+    """A range of memory that becomes a buffer of the report.
+
+    Fields:
+        bytes: size in bytes.
+        start, end: first and last timeline point at which it is alive, inclusive.
+        memory: the memory space, "device" or "host".
+        held: "output" or "constant" if it holds outputs or constants during the whole step, otherwise "".
     """
 
     name: str
@@ -223,8 +229,8 @@ def _timeline(attribution: Attribution, curve: Curve, base: int) -> tuple[Timeli
 
 
 def _held_buffer(attribution: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
-    """Returns the buffer of an allocation that exists during the whole step. `last`: the last point of the
-    timeline.
+    """Returns the report's buffer for an allocation that exists during the whole step, such as an argument. `last`: the
+    last point of the timeline.
     """
     if allocation.entry_parameter:
         return _argument_buffer(attribution, allocation, last)
@@ -311,9 +317,10 @@ def _unknown_buffer(stretch: _Stretch) -> _CountedBuffer:
 def _described_buffer(
     attribution: Attribution, stretch: _Stretch, instruction: Instruction, index: tuple[int, ...], nearby: str = ""
 ) -> _CountedBuffer:
-    """Returns the buffer of a range of memory, described by the value at `index` of an instruction's result.
+    """Returns the report's buffer for a range of memory: its category, phase, module, source line and checkpoint name
+    are those of the value at `index` of an instruction's result.
 
-    `nearby`: the phase of the step during the live range, which is used if the value has no name of its own.
+    `nearby`: the phase of the step in which the range begins, which is used if the value has no name of its own.
     """
     fact = attribution.fact(instruction, index)
     named, metadata, scope = attribution.best_named(instruction, index)

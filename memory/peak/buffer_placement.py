@@ -35,7 +35,8 @@ class Activation:
 
     Fields:
         place: file, line and column of the equation that computes the array.
-        suffix: the last part of the op_name of the compiled instruction.
+        suffix: "name stack/primitive" of the equation. The op_name of the HLO instruction that was compiled from it
+            ends so.
         dims: dimensions of the global array.
         dtype: dtype of the array.
         labels: dimension -> names of the mesh axes that should shard it.
@@ -145,7 +146,7 @@ def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activati
         if body is not None:
             yield from _call(equation, body, labels, known, inner_stack)
             continue
-        rule = _RULES.get(primitive, _same)
+        rule = _RULES.get(primitive, _same_dim_labels)
         for variable in equation.outvars:
             shape = tuple(getattr(variable.aval, "shape", ()))
             known[variable] = rule(equation, labels, shape) if shape else {}
@@ -190,7 +191,7 @@ def _moved(labels: Labels, by: int) -> Labels:
 # ---- rules: (equation, labels of its operands, shape of the result) -> labels of the result ----------------------
 
 
-def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+def _same_dim_labels(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
     """Returns the labels (dimension -> mesh axes) of a result, for the dimensions that have the same index and size in
     an operand.
     """
@@ -202,7 +203,7 @@ def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels
     return out
 
 
-def _dot(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+def _dot_labels(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
     """Returns the labels (dimension -> mesh axes) of a matrix product. Its dimensions are the batch dimensions, then
     the free dimensions of the left operand, then the free dimensions of the right operand.
     """
@@ -235,7 +236,7 @@ def _reduce(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labe
     return {at: labels[0][dim] for at, dim in enumerate(left) if dim in labels[0]}
 
 
-def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+def _reshape_labels(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
     """Returns the labels (dimension -> mesh axes) of a reshaped array. If dimensions are merged or split, the label
     goes to the first of the resulting dimensions.
     """
@@ -249,9 +250,9 @@ def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Lab
     return out
 
 
-def _gather(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels (dimension -> mesh axes) of a gather. The dimensions of its result that index slices have the
-    labels of the dimensions of the index array, whose last dimension is left out.
+def _gather_labels(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+    """Returns the labels (dimension -> mesh axes) of the result of a gather. Each dimension of the index array, except
+    its last, keeps its labels in the result.
     """
     offsets = equation.params["dimension_numbers"].offset_dims
     free = [dim for dim in range(len(shape)) if dim not in offsets]
@@ -263,15 +264,15 @@ def _lost(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels
 
 
 _RULES: Mapping[str, Callable[[Any, list[Labels], tuple[int, ...]], Labels]] = {
-    "dot_general": _dot,
+    "dot_general": _dot_labels,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "gather": _gather,
+    "reshape": _reshape_labels,
+    "gather": _gather_labels,
     "squeeze": _reduce,
     "argmax": _reduce,
     "argmin": _reduce,
     "scatter": _lost,
-    "sort": _same,
+    "sort": _same_dim_labels,
     "conv_general_dilated": _lost,
 } | {f"reduce_{kind}": _reduce for kind in ("sum", "max", "min", "prod", "and", "or")}

@@ -204,8 +204,8 @@ class Attribution:
         )
 
     def feeds(self, instruction: Instruction, index: Index) -> bool:
-        """Returns whether a value with the shape of a weight reaches the optimizer or the program's outputs without a
-        change of shape.
+        """Returns whether a weight-shaped value is a gradient or an update: whether it flows to the optimizer or to the
+        program's outputs without a change of shape.
         """
         entry = self.module.computations.get(self.module.entry)
         for value in self._reached(instruction, index, self._onward):
@@ -238,8 +238,10 @@ class Attribution:
         index: Index,
         onward: Callable[[Instruction, Index, Instruction], Iterable[tuple[Instruction, Index]]],
     ) -> Iterator[Instruction]:
-        """Yields the instructions that read a value, directly or through other results, beginning with the instruction
-        that computes it. `onward` returns the results of a reader from which the search continues.
+        """Yields the instructions through which a value flows, beginning with the instruction that computes it.
+
+        `onward`: function (instruction, index, reader) -> the (instruction, index) values in the reader's result
+        through which the flow continues, [] to stop.
         """
         pending = [(instruction, index)]
         seen: set[tuple[int, Index]] = set()
@@ -258,8 +260,9 @@ class Attribution:
     def _onward(
         self, instruction: Instruction, index: Index, user: Instruction, any_shape: bool = False
     ) -> Iterable[tuple[Instruction, Index]]:
-        """Returns the results of the reader `user` that still contain the value. Unless `any_shape` is True, only
-        results with the shape of a weight are returned.
+        """Returns the (instruction, index) values in the result of the reader `user` through which a value flows on.
+        The flow stops at products, gathers, sums and slices of the value. It also stops at results without the shape of
+        a weight, unless `any_shape` is True.
         """
         if user.opcode == "get-tuple-element":
             return [(user, index[1:])] if index[:1] == (user.tuple_index,) else []
@@ -294,8 +297,8 @@ class Attribution:
         return _first_array(self.module.shape(instruction)).elements
 
     def _results_from(self, fusion: Instruction, operand: Instruction) -> frozenset[Index]:
-        """Returns the indices of the results of a fusion that depend on an operand, except results that are a product,
-        gather or sum of it.
+        """Returns the indices of a fusion's results that are computed from an operand without multiplying, gathering or
+        summing it.
         """
         inside = self.module.computations.get(fusion.called[0]) if fusion.called else None
         if inside is None:
@@ -387,9 +390,7 @@ def without_ones(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _first_array(shape: HloShape) -> HloShape:
-    """Returns the shape itself, or the shape of the first array of a tuple, because the second result of a library
-    call is its workspace.
-    """
+    # The second result of a library call is its workspace.
     return shape.leaf((0,)) if shape.parts is not None else shape
 
 
@@ -431,7 +432,6 @@ class Logits:
         return any(id in self._products for id, _ in values)
 
     def _spans_vocabulary(self, shape: HloShape) -> bool:
-        """Returns whether a shape is an array of floats with a dimension as large as the vocabulary."""
         return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
 
     def _vocabulary(self) -> frozenset[int]:

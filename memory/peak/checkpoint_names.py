@@ -51,10 +51,11 @@ class NamedPlace(NamedTuple):
     Fields:
         chain: (file, line, column) of each stack frame, innermost first.
         end: (line, column) at which the expression of the innermost frame ends.
-        suffix: the last part of the op_name of the compiled instruction.
+        suffix: "name stack/primitive" of the equation. The op_name of the HLO instruction that was compiled from it
+            ends so.
         name: the checkpoint name, "" for none.
-        elements: number of elements of the value, if jax marks it as saved at another source position than its own; 0
-            for all other equations.
+        elements: number of elements of the value, if several saved values may have this position (see
+            `_displaced_marks`); otherwise 0.
     """
 
     chain: Chain
@@ -88,8 +89,8 @@ class Names:
 
         Args:
             makers: metadata of the instructions that computed or passed on the value, nearest first.
-            elements: number of elements, on one device and in one loop iteration, of a value that jax marks at another
-                source position; 0 for other values.
+            elements: number of elements of the value, on one device and in one loop iteration, if its position may
+                belong to several saved values (see `_displaced_marks`); otherwise 0.
         """
         metadata = [item for item in makers if item.op_name]
 
@@ -153,10 +154,10 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
         makers = {id(variable): equation for equation in inner.eqns for variable in equation.outvars}
         named = [equation for equation in inner.eqns if checkpoint_name_of(equation)]
         # Equations of one expression that cannot be distinguished, such as the products within a GELU, are skipped.
-        alike = Counter(_where(equation) for equation in inner.eqns) if named else Counter()
+        alike = Counter(_position_of(equation) for equation in inner.eqns) if named else Counter()
         for equation in named:
-            for maker in (equation, *_makers(equation, makers)):
-                where = _where(maker)
+            for maker in (equation, *_value_makers(equation, makers)):
+                where = _position_of(maker)
                 if alike[where] != 1:
                     continue
                 chain, end, stack, primitive = where
@@ -168,10 +169,11 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
 
 
 def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPlace]:
-    """Yields the source positions of saved values that jax marks at another position than their own.
+    """Yields the marks of saved values whose source position is not that of the value. A mark is the `reduce_precision`
+    equation that jax adds to a value that `jax.checkpoint` saves.
 
-    With the flag `jax_remat3`, jax before 0.12 gives every mark the position of the `jax.checkpoint`. The number of
-    elements distinguishes these marks.
+    With the flag `jax_remat3`, jax before 0.12 gives every mark the position of the `jax.checkpoint` call, so the marks
+    are told apart by their number of elements.
 
     `makers`: id of a variable -> the equation that computes it.
     """
@@ -179,8 +181,8 @@ def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPla
         maker = makers.get(id(mark.invars[0])) if mark.primitive.name == MARK else None
         if maker is None:
             continue
-        chain, end, stack, _ = _where(mark)
-        if (chain, end) != _where(maker)[:2] and _keeps_all_bits(mark):
+        chain, end, stack, _ = _position_of(mark)
+        if (chain, end) != _position_of(maker)[:2] and _keeps_all_bits(mark):
             elements = math.prod(mark.outvars[0].aval.shape)
             yield NamedPlace(chain, end, f"{stack}/{MARK}", checkpoint_name_of(maker), elements)
 
@@ -196,9 +198,11 @@ def _keeps_all_bits(equation: Any) -> bool:
     return (known.nexp, known.nmant) == (given["exponent_bits"], given["mantissa_bits"])
 
 
-def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
-    """Returns the equations that compute the named value. Equations that only change the form of the value are
-    skipped.
+def _value_makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
+    """Returns the equations that compute the value named by a `checkpoint_name` equation, nearest first: equations that
+    only rearrange its elements, then the equation that computes them.
+
+    `makers`: id of a variable -> the equation that computes it.
     """
     out: list[Any] = []
     variable = equation.invars[0]
@@ -227,7 +231,7 @@ def _same_elements(equation: Any, result: Any) -> Any:
     return equation.invars[body.invars.index(variable)] if variable in body.invars else None
 
 
-def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
+def _position_of(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
     """Returns (source positions of the stack frames, end of the innermost expression, name stack, primitive) of an
     equation.
     """

@@ -73,8 +73,12 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Temporary:
-    """A temporary buffer that is part of the training state, with its number of elements. `start` is the timeline
-    point from which it exists, or the start of the buffer from which it was cast.
+    """A temporary buffer that is part of the training state, such as a gradient.
+
+    Fields:
+        count: number of array elements in the buffer.
+        start: first timeline point at which its values exist. If it was cast from a larger buffer, this is the start of
+            the larger buffer.
     """
 
     buffer: Buffer
@@ -101,11 +105,13 @@ def _temporary_role(buffer: Buffer) -> str:
 
 
 def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], int]) -> list[_Temporary]:
-    """Returns the buffers that are alive together at one timeline point: the last of the points at which the most
-    parameters have a buffer.
+    """Returns the buffers of one role (such as gradients) that are alive at the timeline point at which they cover the
+    most parameters; the last such point, if there are several.
 
-    A cast buffer replaces the buffer that was cast. If more elements of a shape are alive than `stored` has, one
-    buffer was made from another, and only the buffers with fewer bytes per element are counted.
+    A buffer that was cast to a smaller dtype counts only as the smaller buffer. A parameter is counted once: if two
+    buffers are alive for it, the one with fewer bytes per element counts.
+
+    `stored`: dimensions -> number of parameter elements with these dimensions.
     """
     items, best, most = _without_cast_sources(items), [], 0
     by_width = sorted(items, key=lambda item: item.buffer.bytes / max(item.count, 1))
@@ -123,8 +129,8 @@ def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], in
 
 
 def _without_cast_sources(items: list[_Temporary]) -> list[_Temporary]:
-    """Returns `items` without the buffers that were cast to a smaller dtype. The smaller buffer takes over the start
-    of the buffer that was cast.
+    """Returns `items` without buffers that were cast to a smaller dtype. The smaller buffer replaces the larger one and
+    gets its start.
     """
     left = sorted(items, key=lambda item: item.start)
     for narrow in list(left):

@@ -1,10 +1,10 @@
 """Names the values of a program, from JAX's op_names and from source lines.
 
-Few values have a name that describes them: compilers add copies, loops name their stacks after the loop, and some
-libraries open no scopes. A value without a name gets the name of its makers, of the values that it is copied or
-computed from, or of its readers. An operation without scopes gets the name of the functions through which it was
-called. `label` is the key under which a report sums the buffers of one kind, and `fold_labels` adds the number of
-modules that a key covers.
+Few values have a name that describes them: compilers add copies, loops name their stacked arrays after the loop, and
+some libraries open no scopes. A value without a name gets the name of an instruction nearby: one that computed it, one
+whose result it copies, or one that reads it. An operation without scopes gets the name of the functions through which
+it was called. `label` is the name under which a report sums buffers, such as "backward/CausalAttn", and `fold_labels`
+adds the number of modules that share a name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _OPERATIONS = frozenset(("transpose", ""))
 class Naming:
     """Looks up the scopes and source lines of the instructions of one module. Results are cached.
 
-    `displaced_marks`: source positions at which jax marks saved values although the values were computed elsewhere.
+    `displaced_marks`: source positions at which several saved values may be marked
+    (`checkpoint_names._displaced_marks`). The name of a value with such a position is taken from the instruction that
+    computed it.
     """
 
     def __init__(self, module: Module, flow: Flow, displaced_marks: Collection[Place] = ()):
@@ -75,13 +77,13 @@ class Naming:
         return component, modules or scope.path
 
     def best(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        """Returns the instruction whose name describes a value best, with its metadata and parsed op_name; None if
-        there is no such instruction.
+        """Returns (instruction whose name describes a value best, its metadata, its parsed op_name); the instruction is
+        None if no name was found.
 
-        The best name is that of the nearest instruction that computed or passed on the value and that names a part of
-        the model. If there is none, the sources of the value are tried, then its readers. Names of loop bookkeeping
-        are a last choice. A copy that a loop or the compiler made outside of a known component gets the scopes and the
-        source line of the value that it copies.
+        The first choice is the nearest instruction that computed or passed on the value and that names a part of the
+        model, then what a loop writes into the value if it starts as a constant array, then loop bookkeeping that
+        passed on the value, then the instructions that it was computed from or that read it. If the value is a copy
+        that a loop or the compiler made, its scopes and source line are those of the copied value.
         """
         key = instruction.id, index
         if key not in self._best:
@@ -124,7 +126,7 @@ class Naming:
         return named, metadata, scope
 
     def marked(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named instruction that computed a value, if jax marks the value as saved at another source
+        """Returns the named instruction that computed a value, if jax's mark of the saved value has another source
         position; None for other values.
         """
         mark = self.flow.origin(instruction, index).instruction
@@ -136,11 +138,11 @@ class Naming:
         return self._nearest(self.flow.makers(self.module.operand(mark, 0)))[1]
 
     def _nearest(self, candidates: Iterable[Instruction], first: bool = False) -> tuple[int, Instruction | None]:
-        """Returns (rank, instruction) of the candidate with the best name, the first one of equal rank; (3, None) if
-        no candidate has a name.
+        """Returns (rank, instruction) of the candidate with the best name; (3, None) if no candidate has a name.
 
-        Rank 0 is the name of a computation, rank 1 of control flow, and rank 2 of the stacked arrays of a loop. If
-        `first` is True, returns the first candidate that has any name.
+        The best name is that of a computation (rank 0), then that of control flow (rank 1), then that of a loop's
+        stacked arrays (rank 2). Of equal ranks, the first candidate is chosen. If `first` is True, the first candidate
+        with any name is returned.
         """
         best: tuple[int, Instruction | None] = 3, None
         for candidate in candidates:
@@ -159,8 +161,8 @@ class Naming:
         return best
 
     def _copied(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named instruction that computed the array from which a value is sliced or gathered; None for
-        other values.
+        """Returns the named instruction that computed the array of which a value is a slice, or whose shards it
+        gathers; None for other values.
         """
         maker = self.flow.origin(instruction, index).instruction
         for _ in range(4):
@@ -176,8 +178,8 @@ class Naming:
         return None
 
     def _filled(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named instruction that computed the values that a loop writes into an initial array of, for
-        example, zeros. Returns None if there is none.
+        """Returns the named instruction whose results a loop writes into a value that starts as a constant array, such
+        as zeros; None for other values.
         """
         maker = self.flow.origin(instruction, index).instruction
         if maker is None or maker.opcode not in _FILLERS:
@@ -222,10 +224,11 @@ class Naming:
 
 
 def label(buffer: Buffer, modules: int = 1) -> str:
-    """Returns the key of a buffer in the report's `residuals_by_name`, if it is a residual, or in
-    `workspace_by_scope`.
+    """Returns the name under which a report sums the bytes of a buffer: the checkpoint name or "(component/operation)"
+    of a residual, "phase/component" of other buffers, such as "backward/CausalAttn".
 
-    `modules`: number of modules that share the name. It is appended if it is more than one.
+    `modules`: number of modules that share the name. If it is more than one, it is added to the component:
+    "backward/CausalAttn x 6".
     """
     component = f"{buffer.component} x {modules}" if modules > 1 else buffer.component
     if buffer.category != "residuals":
@@ -237,10 +240,11 @@ def label(buffer: Buffer, modules: int = 1) -> str:
 
 
 def fold_labels(buffers: Iterable[Buffer]) -> dict[str, str]:
-    """Returns name -> name with a count, such as "backward/CausalAttn x 6", for the names that several modules share.
+    """Returns name -> name with the number of modules that share it, such as "backward/CausalAttn" ->
+    "backward/CausalAttn x 6". Names of only one module are left out.
 
-    The modules are counted by the module paths of the buffers at the peak, for example `Attention_0` in six blocks, or
-    `attn_0` to `attn_5`. Names whose paths contain no numbers, such as class names, are left out.
+    Modules are told apart by the numbers in the module paths of the buffers at the peak, for example `Attention_0` in
+    six blocks, or `attn_0` to `attn_5`. Names whose paths contain no numbers are left out too.
     """
     paths: dict[str, set[tuple[str, ...]]] = {}
     examples: dict[str, Buffer] = {}

@@ -1,19 +1,22 @@
-"""The table of runtime overheads: memory that the runtime takes and the compiler's report does not contain.
+"""The table of runtime overheads: memory that the runtime takes and that the compiler's report does not contain.
 
 There are two kinds of items. Items in the pool are additional requests to the allocator, and part of its
-`peak_bytes_in_use`. The compiler's `allocated_bytes` and these items add up to `predicted_bytes`, which the verdict
-compares with the limit. Items on the card are bytes that the driver and its libraries take outside of the allocator's
-pool.
+`peak_bytes_in_use`. The compiler's `allocated_bytes` and these items add up to `predicted_bytes`, which is compared
+with the memory limit to decide whether the program fits. Items outside of the pool (`CARD`) are bytes that the driver
+and its libraries take on the GPU directly.
 
-These are not items, because the compiler counts them: cuDNN's workspace (a u8 result of its calls), the states of
-random numbers, and the holes between packed temporaries (the report's row fragmentation). These are not items, because
-they add nothing to the peak: programs that run before or after the step (`train.plan.run_peak` compares their peaks),
-and the autotuner, which takes the operands of one product at a time before there is any state. Constants are usually a
-few bytes; the compiler counts them, and the runtime keeps them outside of the pool. One more effect is not modelled:
-if the only free chunk of an allocator is less than twice as large as the request, and at most 128 MiB larger, the
-allocator gives all of it (bfc_allocator.cc, ShouldSplitChunk). By default the pool is taken in one piece and keeps a
-large free chunk for large requests, so nothing is added. A run that grows its pool, or frees large buffers between
-steps, may see this effect.
+These are not items, because the compiler's report contains them: cuDNN's workspace (a u8 result of its calls), the
+states of random numbers, and the unused bytes between packed temporaries (the report's row fragmentation).
+
+These are not items, because they add nothing to the peak: programs that run before or after the step
+(`train.plan.run_peak` compares their peaks); the autotuner, which runs before the training state is allocated and needs
+the operands of only one matrix product at a time; and constants, which are usually a few bytes. The compiler counts
+constants, but the runtime keeps them outside of the pool.
+
+One more effect is not modelled. If the only free chunk of an allocator is less than twice as large as the request, and
+at most 128 MiB larger, the allocator hands out the whole chunk (bfc_allocator.cc, ShouldSplitChunk). This adds nothing
+by default: the pool is reserved in one piece, so that a large free chunk remains for large requests. A run that grows
+its pool, or frees large buffers between steps, may see this effect.
 
 Sources named by file are in XLA (openxla/xla). Figures marked "estimate" have not been measured on a GPU: `python
 tests/gpu/accuracy.py --calibrate` measures them and prints the line for this file.
@@ -41,12 +44,14 @@ BLAS_WORKSPACE_BYTES = {True: 32 * MIB, False: 4 * MIB}
 
 @dataclasses.dataclass(frozen=True)
 class LoopOverhead:
-    """The arrays that the training loop keeps on the device while the program runs.
+    """The arrays that the training loop keeps on the device while a call of the program runs, in addition to the
+    arguments and results of this call.
 
     Fields:
-        waiting: sizes, in bytes on one device, of the batch arrays of the running and of the next update that are in
-            memory without being an argument of the running call.
-        results: number of earlier calls whose results are still in memory because nobody has read them yet.
+        waiting: bytes on one device of each batch array that was copied to the device for another call of this update,
+            or in advance for the next update.
+        results: number of earlier calls whose results, such as metrics, are still in memory because the loop has not
+            read them yet.
     """
 
     waiting: tuple[int, ...] = ()
@@ -63,8 +68,8 @@ class Facts:
         requests: sizes of all requests of the runtime to its allocator: arguments, results, temporaries.
         results: sizes of the result arrays that do not reuse the memory of an argument.
         loop: arrays that the training loop keeps on the device.
-        untuned_product: bytes of the operands of the largest matrix product if the program was compiled without a GPU,
-            so that cuBLAS could not be tried; otherwise 0.
+        untuned_product: bytes of the operands of the largest matrix product, which limit the workspace of cuBLAS at run
+            time. 0 if the compiler has already counted the workspace, because it tried cuBLAS on a GPU.
         hopper: whether the GPU has compute capability 9 or more.
         communicators: number of groups of devices that exchange data.
         code: bytes of machine code, 0 if unknown.
@@ -83,12 +88,12 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One item of memory that the runtime takes.
+    """A row of the table `ITEMS`: one kind of memory that the runtime takes, with the formula for its bytes.
 
     Fields:
         name: the name of the item in reports.
         where: `POOL` (in the allocator's pool) or `CARD` (on the GPU outside of the pool).
-        bytes_of: function that computes the bytes.
+        bytes_of: function that computes the bytes on one device from the `Facts` of a program.
         source: the source of the formula, in words.
     """
 

@@ -26,10 +26,10 @@ _STAT = 1 << 40
 
 
 def name(path: Path, trace: ProfilerTrace) -> None:
-    """Adds the names of scopes to the events of a profiler trace, by rewriting its *.xplane.pb and, if present, the
-    Perfetto file in the same folder.
+    """Adds JAX's op_name (which contains the named scopes) to the events of a profiler trace, so that trace viewers
+    show it. Rewrites the file *.xplane.pb at `path` and, if present, the Perfetto file in the same folder.
 
-    Raises ReportError if the files cannot be written.
+    `trace`: the content of the file, as `xplane.read` returns it. Raises ReportError if the files cannot be written.
     """
     op_scopes = OpScopes(trace)
     named: dict[str, tuple[str, OpScope]] = {}
@@ -63,8 +63,15 @@ def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
 
 
 def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> bytes:
-    """Returns a serialized plane of a profiler trace with additional map entries. A map may then contain a key twice,
-    of which readers use the last entry.
+    """Returns a plane of a profiler trace in which the events listed in `names` (event name -> op_name) have the stat
+    `tf_op`. Planes of devices other than the host are returned unchanged.
+
+    The new metadata of an event is appended under its old key. The plane then contains the key twice, and readers of
+    protobufs use the last entry.
+
+    Args:
+        data, span: the serialized trace, and (start, stop) of the plane in it.
+        body: the bytes of the plane.
     """
     title, added = "", []
     for field, value in wire.fields(data, span):
@@ -85,7 +92,11 @@ def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> by
 
 
 def _perfetto(path: Path, named: Mapping[str, tuple[str, OpScope]], main: str) -> None:
-    """Adds op_name, phase and component to the events of Perfetto's JSON file."""
+    """Adds op_name, phase and component to the events of Perfetto's JSON file. Events of programs other than `main`
+    stay unchanged.
+
+    `named`: name of an HLO instruction -> (its op_name, its phase and component).
+    """
     with gzip.open(path, "rt") as file:
         trace = json.load(file)
     for event in trace.get("traceEvents", ()):

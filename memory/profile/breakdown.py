@@ -220,10 +220,11 @@ def updates_text(steps: Sequence[int]) -> str:
 def divide(
     operations: Iterable[Operation], scope_of: Callable[[Key], OpScope], start: int, stop: int
 ) -> tuple[Counter[Key], list[tuple[int, int]], Counter[str]]:
-    """Divides the time of one device from `start` to `stop`, in picoseconds, among the instructions that ran.
+    """Divides the time of one device from `start` to `stop` among the instructions that ran. All times are picoseconds.
 
-    Returns (instruction -> time, intervals in which nothing ran, component -> time during which other work ran too).
-    The times of the instructions and the intervals add up to `stop - start` exactly.
+    Returns (instruction -> time, intervals in which nothing ran, hidden time). The times of the instructions and the
+    intervals add up to `stop - start` exactly. The hidden time maps the components collectives and transfers to the
+    time in which they ran while more important work (`priority`) ran too.
     """
     edges: list[tuple[int, int, int, int, Key]] = []
     for number, operation in enumerate(operations):

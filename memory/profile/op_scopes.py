@@ -33,12 +33,13 @@ _COLLECTIVE_KERNEL = re.compile(r"nccl", re.I)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpScope:
-    """The place of a traced instruction in the program.
+    """The part of a model and of a step to which a traced instruction belongs.
 
     Fields:
-        phase: one of `records.STEP_PHASES`, or "other".
-        component: the part of the model, as in a report.
-        path: the named scopes, joined by "/".
+        phase: one of `records.STEP_PHASES`, such as "backward", or "other".
+        component: the part of the model, such as "attention", or a kind of work, such as "collectives"; "other" if
+            unknown.
+        path: the named scopes around the instruction, joined by "/".
         opcode: the HLO opcode, "" if unknown.
     """
 
@@ -163,17 +164,18 @@ class _Module:
             component = LOOPS
         elif is_collective(opcode):
             component = COLLECTIVES
-        elif not named and self._copies(instruction):
+        elif not named and self._is_only_a_copy(instruction):
             component = COPIES
         return OpScope(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
 
     def op_name(self, instruction: Instruction) -> str:
-        """Returns the op_name of an instruction, or else of the nearest instruction that has one."""
+        """Returns JAX's op_name of an instruction. If its own op_name contains no scopes, returns the op_name of the
+        instruction that best describes its value.
+        """
         own = self.attribution.module.metadata(instruction).op_name
         return own if "/" in own else self.attribution.best_named(instruction, ())[1].op_name
 
-    def _copies(self, instruction: Instruction) -> bool:
-        """Returns whether an instruction only copies or moves its operand."""
+    def _is_only_a_copy(self, instruction: Instruction) -> bool:
         if instruction.opcode == "fusion" and instruction.called:
             root = self.attribution.module.root(instruction.called[0])
             return root is not None and root.opcode in _COPYING
@@ -181,8 +183,9 @@ class _Module:
 
 
 def priority(scope: OpScope) -> int:
-    """Returns the rank by which simultaneous instructions compete for time: the time of a moment goes to computation
-    first, then to collectives, transfers and loops.
+    """Returns the rank by which traced time is divided among instructions that run at the same time: only those with
+    the lowest rank get it. Computation has the lowest rank, then collectives, then transfers between device and host,
+    last loops, branches and calls, because their bodies run at the same time.
     """
     if scope.opcode in _ENCLOSING:
         return ENCLOSING

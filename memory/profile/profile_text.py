@@ -27,15 +27,20 @@ _LEGEND = {
 
 
 def show(breakdown: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
-    """Prints the traced time by phase, component and instruction to a console (default: stdout). `predicted` is passed
-    to `prediction`.
+    """Prints the traced time by phase, component and instruction to a console (default: stdout).
+
+    `predicted`: the predicted seconds of one call (the dict of `commands.trace_command.prediction`), shown in the last
+    line; None for no such line.
     """
     put(render(breakdown, predicted), console)
 
 
 def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
     """Returns the traced time as a rich renderable: tables of phases and components, of the host's work and of the
-    longest instructions, then a line with the predicted time.
+    longest instructions, then a line that compares it with the prediction.
+
+    `predicted`: the predicted seconds of one call (the dict of `commands.trace_command.prediction`); None for no such
+    line.
     """
     unit, scale = next(
         ((name, size) for name, size in _UNITS if breakdown.wall * PICO / breakdown.updates >= size), _UNITS[-1]
@@ -53,9 +58,10 @@ def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> 
 
 
 def prediction(breakdown: Breakdown, predicted: Mapping[str, Any]) -> str:
-    """Returns a line that compares the predicted and the measured seconds per update.
+    """Returns a line of text that compares the predicted and the measured seconds of one update.
 
-    `predicted`: the JSON of the prediction of one call (`commands.trace.prediction`).
+    `predicted`: the predicted seconds of one call, their interval and their lower bound, under the keys of
+    `commands.trace_command.prediction`.
     """
     measured = breakdown.measured
     aside = " without pauses" if breakdown.paused else ""  # pauses are evaluations and checkpoints between updates

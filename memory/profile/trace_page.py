@@ -98,8 +98,9 @@ def written(seconds: float) -> str:
 
 
 def cells(breakdown: Mapping[str, Any]) -> PageTable:
-    """Returns a table with a row per component, a column per phase, and the percentage of the whole update. The last
-    rows are busy time, idle time and the whole update.
+    """Returns a table of the seconds of one update with a row for each component. The columns are the phases, the sum
+    of all phases, and this sum as a percentage of the whole update. The last rows are busy time, idle time and the
+    whole update.
     """
     whole, (_, scale) = breakdown["total"], unit(breakdown["total"])
     used = [phase for phase in PHASES if any(cell["phase"] == phase for cell in breakdown["cells"])]
@@ -143,7 +144,9 @@ def where_text(breakdown: Mapping[str, Any]) -> str:
 
 
 def figures(breakdown: Mapping[str, Any]) -> list[HeaderFigure]:
-    """Returns the figures at the top of the page, which describe one update."""
+    """Returns the main figures of one update, shown at the top of the page: its time, the percentages in which the
+    devices were busy, idle, and idle while the host waited for data, and the predicted time if it is known.
+    """
     whole, alone = breakdown["total"], breakdown["without_pauses"]
     waits = next((row["device_idle_seconds"] for row in breakdown["host"] if row["name"] == "wait_for_data"), None)
     pause = f"and {written(whole - alone)} of evaluation and checkpoint"

@@ -178,7 +178,9 @@ class _Plane:
                     self.stat_names[key] = wire.text(data, named[2]) if 2 in named else ""
 
     def kind(self, key: int) -> tuple[str, str, dict[str, Any]]:
-        """Returns (name, display name, stats) of the kind of event with a key."""
+        """Returns the metadata of a kind of event, given its id in the plane: (name, display name, {name of a stat:
+        value}).
+        """
         if key not in self._known:
             name, display_name = "", ""
             stats: dict[str, Any] = {}
@@ -193,7 +195,9 @@ class _Plane:
         return self._known[key]
 
     def stat(self, span: Bytes) -> tuple[str, Any]:
-        """Returns (name, value) of a serialized stat. A value of type bytes is returned as a span."""
+        """Returns (name, value) of a serialized stat. If the value is bytes, such as a serialized HloProto, its
+        position (start, stop) in the trace is returned instead.
+        """
         name = ""
         stat_value: str | wire.Value | None = None
         for field, value in wire.fields(self.data, span):
@@ -231,7 +235,6 @@ class _Plane:
             yield numbers[1], began + numbers[2], began + numbers[2] + numbers[3], stats
 
     def line_name(self, line: Bytes) -> str:
-        """Returns the name of a line of the plane."""
         return next((wire.text(self.data, value) for field, value in wire.fields(self.data, line) if field == 2), "")
 
     def device_operations(self) -> list[Operation]:

@@ -26,7 +26,7 @@ def count(jaxpr: Any) -> int:
     """Returns the number of equations that call Python functions, such as `jax.pure_callback`, in a Jaxpr or
     ClosedJaxpr and its inner jaxprs. An inner jaxpr that is used several times is counted once."""
     number = 0
-    for inside in distinct_jaxprs(jaxpr, _inner):
+    for inside in distinct_jaxprs(jaxpr, _bodies_outside_kernels):
         number += sum(equation.primitive.name in CALLBACKS for equation in inside.eqns)
     return number
 
@@ -47,8 +47,9 @@ def note(number: int) -> str:
     return f"{number} Python callbacks: compiled as empty calls, because the target is not present"
 
 
-def _inner(equation: Any) -> list[Any]:
-    """Returns the jaxprs inside an equation. The jaxpr of a kernel is left out."""
+def _bodies_outside_kernels(equation: Any) -> list[Any]:
+    """Returns the inner jaxprs of an equation (bodies of loops, branches and calls), without the bodies of Pallas
+    kernels."""
     return [] if equation.primitive.name in _KERNELS else list(bodies(equation))
 
 
@@ -78,7 +79,7 @@ class _CallbackRewriter:
         for equation in jaxpr.eqns:
             if equation.primitive.name in CALLBACKS:
                 equations += self.call(equation)
-            elif _inner(equation):
+            elif _bodies_outside_kernels(equation):
                 params = with_parameters(equation, lambda _, value: self.value(value))
                 equations.append(equation.replace(params=params, effects=_without_callbacks(equation.effects)))
             else:

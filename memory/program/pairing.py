@@ -73,7 +73,8 @@ def pairs(
 
 
 class _Pairing:
-    """Collects pairs of results and arguments.
+    """Pairs results of a program with arguments of the same shape and dtype. Each result and argument is in at most one
+    pair.
 
     taken: position of a result -> position of the paired argument.
     """
@@ -111,8 +112,9 @@ class _Pairing:
         return _array(self.arguments[argument]) == _array(self.results[result])
 
     def whole_arguments(self) -> Iterator[tuple[int, int]]:
-        """Yields (result, argument) pairs of leaves for each argument of the function whose whole pytree is returned
-        under one path. Updated values come before gradients."""
+        """Yields (result, argument) pairs of leaves for each argument of the function that is returned as a whole:
+        every leaf of its pytree is also a result, and the paths of these results differ from the paths of the leaves
+        only by a common prefix. Pairs with updated values come before pairs with gradients."""
         roots: dict[str, list[int]] = {}
         for place, leaf in enumerate(self.arguments):
             roots.setdefault(root_of(leaf.path), []).append(place)
@@ -163,8 +165,9 @@ class _Pairing:
     def _is_update(self, how: str, update: Update, result: SignatureLeaf) -> bool:
         """Returns whether the data flow proves that a result is the updated value of an argument.
 
-        how: the way in which the result depends on the argument. ELEMENTWISE is proof only for values that the
-        optimizer computes, because sums of activations depend on arguments too.
+        how: how the result depends on the argument. SAME (unchanged) and WRITTEN (partly overwritten) are proof.
+        ELEMENTWISE is proof only for values that the optimizer computes, because sums of activations depend on
+        arguments too.
         """
         if how == ELEMENTWISE:
             return self.trained and update.phase == "" and (bool(result.shape) or "int" in result.dtype)

@@ -73,7 +73,7 @@ def read(
     """Returns the arguments of a compiled program, with their roles.
 
     Args:
-        flow: the value flow of the program's module, if it is already computed.
+        flow: the data flow between the instructions of the program's module, if it is already computed.
         signature: the names and shapes that jax provides. Without it, the names and shapes in the HLO module are used.
         extra: the caller's (regular expression, role) pairs. They take precedence over the rules.
 
@@ -120,8 +120,9 @@ class _Reading:
         return leaves
 
     def _results(self, signature: Signature | None) -> list[SignatureLeaf]:
-        """Returns the leaves of the results. If the HLO module also returns tokens, which the signature lacks, each
-        token gets a leaf before the results."""
+        """Returns the leaves of the program's results. A compiled program may first return HLO tokens, which order side
+        effects and hold no data. The signature does not list them, so each token gets a leaf of dtype "token" before
+        the others. Without a signature, the leaves have the shapes in the HLO module and no paths."""
         known = signature.results if signature is not None else ()
         if known and len(known) <= len(self.values):
             return [SignatureLeaf("", (), "token")] * (len(self.values) - len(known)) + list(known)
@@ -185,8 +186,10 @@ class _Reading:
         )
 
     def _changed_pair(self, place: int) -> ResultPair | None:
-        """Returns the pair of an argument and the result that is its updated value. Returns None if the program does
-        not return the argument with changed values."""
+        """Returns an argument and the result that is its updated value as a pair. Returns None if the program does not
+        return the argument, or returns it unchanged.
+
+        place: position of the argument in `self.leaves`."""
         pair = self.pairs.get(place)
         if pair is None or pair.gradient:
             return None
@@ -195,8 +198,9 @@ class _Reading:
 
     @functools.cached_property
     def _batch_dims(self) -> frozenset[tuple[int, ...]]:
-        """Returns the dimensions that are likely batch dimensions. These are the first dimensions of results that are
-        not state, and of integer arguments that are not returned."""
+        """Returns the likely batch dimensions, each as a tuple of one size: the first dimensions of integer arguments
+        that are not returned, and of results that are paired with no argument. Arrays that begin with a batch dimension
+        are data, not weights."""
         paired = {pair.result for pair in self.pairs.values()}
         batched = [leaf for place, leaf in enumerate(self.results) if place not in paired and leaf.dtype != "token"]
         for place, leaf in enumerate(self.leaves):
@@ -205,8 +209,9 @@ class _Reading:
         return frozenset(leaf.shape[:1] for leaf in batched if leaf.shape)
 
     def _mirrored(self, params: Sequence[SignatureLeaf]) -> frozenset[int]:
-        """Returns the positions of argument leaves, such as moments, that have the shape and the last keys of a
-        parameter. A state leaf without keys also counts if exactly one parameter has its shape.
+        """Returns the positions of argument leaves that look like an optimizer moment of a parameter: they have its
+        shape and the last keys of its path. A state leaf whose path has no keys also counts if exactly one parameter
+        has its shape.
 
         params: the leaves that are parameters.
         """
@@ -219,8 +224,9 @@ class _Reading:
         return frozenset(mirrored)
 
     def _values(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
-        """Maps each HLO value from which a parameter's update or gradient is computed to the path of the parameter. A
-        value that is used in several updates is assigned to the update with the fewest values."""
+        """Maps HLO values to model parameters: a value from which an update or gradient is computed -> path of the
+        parameter that is updated. If several updates use the value, the update that involves the fewest values decides.
+        """
         out: dict[Value, str] = {}
         for place, update in sorted(enumerate(self.updates), key=lambda item: len(item[1].values)):
             path = gradients.get(place) or _updated_path(update, arguments)
@@ -231,8 +237,8 @@ class _Reading:
 
 
 def _updated_path(update: Update, arguments: Mapping[int, Argument]) -> str:
-    """Returns the path of the model parameter to which an update belongs. It is the only parameter among the update's
-    arguments, otherwise the only parameter whose moments are among them. Returns "" if several parameters qualify."""
+    """Returns the path of the model parameter to which an update belongs: the only parameter that the update reads or,
+    if it reads none, the only parameter whose moments it reads. Returns "" if there are several."""
     sources = [arguments[number] for number in update.arguments if number in arguments]
     params = [argument.path for argument in sources if argument.role == "params"]
     owners = {argument.owner for argument in sources if argument.owner}
@@ -242,8 +248,9 @@ def _updated_path(update: Update, arguments: Mapping[int, Argument]) -> str:
 
 
 def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
-    """Groups the float arrays that are not training state by the function argument that contains them. Arguments with
-    a single array are left out."""
+    """Groups the arrays that can be frozen weights (float arrays that are not training state) by the function argument
+    that contains them: name of the argument -> evidence of its arrays. Arguments with a single such array are left out.
+    """
     leaves: dict[str, list[Evidence]] = {}
     for one in evidence:
         if one.floats and not one.state:
@@ -252,7 +259,8 @@ def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
 
 
 def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
-    """Returns the names of the function arguments in which more than half of the elements belong to weights."""
+    """Returns the names of the function arguments in which more than half of the elements are in arrays that the
+    program reads as weights."""
     roots = set()
     for root, group in _by_root(evidence).items():
         weights = sum(math.prod(one.shape) for one in group if one.weight)
@@ -262,8 +270,9 @@ def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
 
 
 def _shaped(evidence: Sequence[Evidence], decided: Sequence[str]) -> frozenset[str]:
-    """Returns the names of the function arguments that look like weights by their shapes. In these, more than half of
-    the elements, or of the arrays, have only dimensions that also occur in trained parameters.
+    """Returns the names of the function arguments that are probably frozen weights, judged by shapes alone. In such an
+    argument, more than half of the elements, or of the arrays, have only dimensions that also occur in trained
+    parameters.
 
     A dimension divided by 2 or 64 counts too, because 4-bit codes are packed two per byte and have one scale per block
     of 64. Data, in contrast, have a batch dimension.

@@ -173,8 +173,8 @@ class TargetPlacement:
 
     @property
     def has_mesh(self) -> bool:
-        """True if any sharding that was moved to the target has a mesh. The mesh then determines the devices, and jax
-        places the values without a sharding."""
+        """True if any sharding that was moved to the target has a mesh. The program's devices are then those of the
+        mesh, and values without a sharding are placed by jax."""
         return bool(self._meshes)
 
     # ---- meshes and shardings
@@ -313,7 +313,8 @@ class TargetPlacement:
         return moved
 
     def literal(self, literal: Any) -> Any:
-        """Returns a jaxpr literal with the target's device kind in its type, and in the type that its value stores."""
+        """Returns a jaxpr literal (a constant in an equation) whose type has the target's device kind. If the value is
+        a jax array, which has a type of its own, it is copied without the old device kind."""
         aval = self.type(literal.aval)
         if aval is literal.aval:
             return literal

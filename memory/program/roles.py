@@ -70,19 +70,20 @@ class Evidence:
 
     @property
     def container(self) -> str:
-        """The role named by the outermost known container in the path, such as "optimizer" for `opt_state`; "" for
-        none."""
+        """The role named by the outermost key of the path that is a known name of a group of arrays: "optimizer" for
+        `state.opt_state[0].mu`, because of `opt_state`. "" if no key is known."""
         return by_container(self.path)
 
     @property
     def name(self) -> str:
-        """The role named by the innermost known word in the path; "" if no word is known."""
+        """The role named by the innermost key of the path that is a known name of an array: "optimizer" for
+        `state.inner.mu`, because of `mu`. "" if no key is known."""
         return by_name(self.path)
 
     @property
     def floats(self) -> bool:
-        """True if the array's dtype allows a gradient. Quantized integers (int4, int8) count, like floats and complex
-        numbers."""
+        """True if the array has a dtype that weights can have: floats, complex numbers, and the integers of quantized
+        weights (int4, int8)."""
         return any(kind in self.dtype for kind in ("float", "complex", "int4", "int8"))
 
     @property
@@ -257,8 +258,10 @@ def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ..
 
 @functools.lru_cache(maxsize=65536)
 def by_container(path: str) -> str:
-    """Returns the role named by the outermost known container in a pytree path, such as "optimizer" for `opt_state`;
-    "" for none."""
+    """Returns the role named by the outermost key of a pytree path that is a known name of a group of arrays:
+    "optimizer" for `state.opt_state[0].mu`, because of `opt_state`. Returns "" if no key is known.
+
+    If a key names accumulated gradients, the role is "accumulator" instead of "optimizer": `opt_state.acc_grads`."""
     keys = _words_of(path)
     role = next(filter(None, (_match(key, _CONTAINERS) for key in keys)), "")
     if role == "optimizer" and any(_match(key, _CONTAINERS[:1]) for key in keys):
@@ -268,8 +271,9 @@ def by_container(path: str) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def by_name(path: str) -> str:
-    """Returns the role named by the innermost known word in a pytree path. If no word is known, the name of the
-    argument decides. Returns "" for none."""
+    """Returns the role named by the innermost key of a pytree path that is a known name of an array: "optimizer" for
+    `state.inner.mu`, because of `mu`. If no key is known, the name of the function's argument decides: "batch" for
+    `tokens[0]`. Returns "" if neither is known."""
     words = _words_of(path)
     for word in reversed(words):
         name = _match(word, _WORDS)

@@ -112,11 +112,12 @@ SAME, ELEMENTWISE, WRITTEN = "same", "elementwise", "written"
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """The program arguments from which a result is computed by elementwise operations, as an optimizer computes a
-    parameter.
+    """The program arguments from which a result is computed element by element, as an optimizer computes a new
+    parameter from the old one.
 
     Fields:
-        arguments: number of an entry parameter -> how the result depends on it (SAME, ELEMENTWISE or WRITTEN).
+        arguments: number of an entry parameter -> how the result depends on it: SAME (unchanged), ELEMENTWISE (computed
+            element by element) or WRITTEN (partly overwritten).
         values: all HLO values between the arguments and the result, such as gradients, moments and their summands.
         phase: phase of the operation that computes the result, such as "backward" for a gradient.
         changed: False if the result is an unchanged argument.
@@ -179,8 +180,9 @@ class StateFlow:
     def update(self, result: Instruction, index: Index, along: frozenset[int] = frozenset()) -> Update:
         """Returns the arguments from which a result is computed by elementwise operations.
 
-        result, index: the HLO instruction and tuple index of the result. along: dimension sizes. If given, arrays may
-        also be padded, sliced and joined, as long as a dimension of one of these sizes is kept.
+        result, index: the HLO instruction and tuple index of the result. along: sizes of dimensions, such as the
+        vocabulary. If it is not empty, the result may also be computed by padding, slicing and joining arrays, if these
+        operations leave a dimension of one of these sizes unchanged.
         """
         arguments: dict[int, str] = {}
         seen: dict[Value, None] = {}
@@ -226,16 +228,17 @@ class StateFlow:
         return Update(arguments, tuple(seen), phase or "", changed)
 
     def _keeps(self, instruction: Instruction, operand: Instruction, along: frozenset[int]) -> bool:
-        """Returns whether the operand has a dimension with a size in `along` that the operation leaves unchanged."""
+        """Returns whether the operand and the result of an operation have a dimension of equal size at the same
+        position, and this size is in `along`."""
         before, after = self.module.shape(operand).dims, self.module.shape(instruction).dims
         return len(before) == len(after) and any(a == b and a in along for a, b in zip(before, after))
 
     def _written(self, instruction: Instruction, summed: bool) -> list[tuple[Instruction, Index, str, bool, bool]]:
-        """Returns the operand that an operation overwrites in part. For a dynamic-update-slice, also returns the
-        operand whose values are written.
+        """Returns the operands of an operation that overwrites a part of an array: the array and, for a
+        dynamic-update-slice, the values that are written into it.
 
-        summed: whether the value is later summed over devices. Each item is (instruction, tuple index, kind of
-        dependence, whether it is the written part, summed).
+        Each item is (operand, tuple index, WRITTEN, whether it is the written values, `summed`). summed: whether the
+        result of the operation is later summed over devices.
         """
         written: list[tuple[Instruction, Index, str, bool, bool]] = []
         operands = self._operands(instruction)
@@ -291,8 +294,9 @@ class StateFlow:
             yield from ((operand, ()) for operand in operands[skipped:])
 
     def _passed(self, parameter: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the values that callers pass for a parameter of a computation. The entry computation has no
-        callers."""
+        """Yields the values that become a parameter of a computation, as (instruction, tuple index): the operands of
+        the instructions that call it and, for a loop, the result of the previous iteration. The entry computation has
+        no callers."""
         for caller in self.flow.callers.get(parameter.computation, ()):
             operands = self._operands(caller)
             if caller.opcode == "while":
@@ -349,8 +353,11 @@ class StateFlow:
         yield from self._returned(instruction, index)
 
     def _onward(self, instruction: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the HLO values that hold a value inside or after one of its users, such as the parameter of a called
-        computation."""
+        """Follows a value into one instruction that reads it (`user`). Yields, as (instruction, tuple index), the
+        values into which the user passes it unchanged, cast or sliced: the result of a tuple, loop or cast, or the
+        parameter of a computation that the user calls. Other users yield nothing.
+
+        instruction, index: the value."""
         if user.opcode == "get-tuple-element":
             if index[:1] == (user.tuple_index,):
                 yield user, index[1:]

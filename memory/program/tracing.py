@@ -102,8 +102,8 @@ def _trace_function(
     import jax
 
     step = in_place.refuse_lost_updates(step)
-    static = {number % len(args) for number in _numbers(given.get("static_argnums")) if args}
-    named = _names(given.get("static_argnames")) | _parameters(step, static)
+    static = {number % len(args) for number in _as_int_tuple(given.get("static_argnums")) if args}
+    named = _as_name_set(given.get("static_argnames")) | _parameter_names(step, static)
     marked = [value if number in static else _mark_static(value, numbers=False) for number, value in enumerate(args)]
     marked_by_name = {
         name: value if name in named else _mark_static(value, numbers=False) for name, value in kwargs.items()
@@ -221,23 +221,20 @@ def _static() -> type:
     return Static
 
 
-def _numbers(value: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Converts an option of `jax.jit` that is an integer, several integers or None to a tuple of integers."""
+def _as_int_tuple(value: int | Iterable[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _names(value: str | Iterable[str] | None) -> set[str]:
-    """Converts an option of `jax.jit` that is a name, several names or None to a set of names."""
+def _as_name_set(value: str | Iterable[str] | None) -> set[str]:
     if value is None:
         return set()
     return {value} if isinstance(value, str) else set(value)
 
 
-def _parameters(step: Any, numbers: Iterable[int]) -> set[str]:
-    """Returns the names of the parameters at these positions. They are needed because static arguments may also be
-    passed by name."""
+def _parameter_names(step: Any, numbers: Iterable[int]) -> set[str]:
+    # Static arguments may also be passed by name.
     try:
         names = list(inspect.signature(step).parameters)
     except (TypeError, ValueError):

@@ -1,8 +1,9 @@
 """Loads a step by the name of a function that returns it: `module:function` or `path/file.py:function`.
 
-`report` calls the function without arguments. `compare` calls it with the values of a grid: each parameter with a
-default is a key of the grid, `target` gets the target, and `overrides` gets all keys in one dict. The function returns
-one of
+`bytescope report` calls the function without arguments. `bytescope compare` calls it once for each combination of the
+values in --grid. The function's parameters with defaults are the keys of --grid; a function with a parameter
+`overrides` gets all keys and values in this parameter, as one dict. A parameter `target` gets the target. The function
+returns one of
 
     step, (state, batch)                                       # arrays or ShapeDtypeStructs
     step, (state, batch), {"donate_argnums": 0}                # options of memory.analyze; "kwargs": keyword arguments
@@ -133,7 +134,7 @@ def split(name: str) -> tuple[str, str]:
 def describe_user_error(error: BaseException) -> str:
     """Describes an error in user code in one line: its class, the first line of its message, and the last source line
     that is not in a library."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
     lines = message_of(error).strip().splitlines() or [""]
     kind = type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
@@ -142,8 +143,7 @@ def describe_user_error(error: BaseException) -> str:
     return f"{kind}{': ' if lines[0] else ''}{lines[0]}{place}"
 
 
-def _is_users(path: str) -> bool:
-    """Returns whether a file is the user's own: not part of this package, of Python or of an installed library."""
+def _is_user_file(path: str) -> bool:
     libraries = str(Path(__file__).parent), os.path.dirname(os.__file__), "<frozen"
     return not (path.startswith(libraries) or "site-packages" in path)
 
@@ -162,7 +162,7 @@ def _module(where: str) -> ModuleType:
             f"--program={where}: {where!r} is neither a module nor a file; write module:function or "
             "path/to/file.py:function"
         )
-    _search_first(Path.cwd())
+    _prepend_to_sys_path(Path.cwd())
     return _import_module(where, where)
 
 
@@ -177,7 +177,7 @@ def _import_file(path: Path) -> ModuleType:
     folder, parts = path.parent, [path.stem]
     while (folder / "__init__.py").is_file() and folder.name.isidentifier():  # the folder is a package
         folder, parts = folder.parent, [folder.name, *parts]
-    _search_first(folder)
+    _prepend_to_sys_path(folder)
     if len(parts) > 1:
         return _import_module(".".join(parts[:-1] if path.stem == "__init__" else parts), str(path))
     name = parts[0] if parts[0].isidentifier() and parts[0] not in sys.modules else f"bytescope_program_{path.stem}"
@@ -193,8 +193,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _search_first(folder: Path) -> None:
-    """Puts a folder at the front of `sys.path`."""
+def _prepend_to_sys_path(folder: Path) -> None:
     if str(folder) not in sys.path[:1]:
         sys.path.insert(0, str(folder))
 
@@ -316,9 +315,10 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _read_result(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:
-    """Reads the result of a user's function as a program.
+    """Converts the result of a user's function to a program. If the result is a config with a function `program`, calls
+    this function and converts its result.
 
-    within: whether a config already named this function, so that its result must be a program and not another config.
+    within: whether `result` comes from a config's function `program`. It must then be a program, not another config.
     """
     from bytescope.memory.program.compilation import is_stage, takes_arguments
 

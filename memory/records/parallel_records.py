@@ -11,7 +11,8 @@ class ZeroRow:
     compiled.
 
     Fields:
-        role: a role of `LedgerRow`, "gathered" or "total".
+        role: "params", "gradients" (which includes accumulators), "optimizer", "gathered" (gathered or cast copies of
+            the parameters, and buffers of collectives) or "total".
         classic: bytes per parameter according to the ZeRO paper (Rajbhandari et al. 2020, arXiv 1910.02054).
         held: bytes per parameter in the compiled program, at the peak.
         reason: the reason for the difference between the two, "" if they agree.

@@ -37,8 +37,8 @@ class Change:
 
     @property
     def percent_text(self) -> str:
-        """The growth in per cent as text, such as "+6.1". It is "new" if the first report has no such bytes, and
-        ">999" above 999 %.
+        """The growth in per cent as text, such as "+6.1". The text is "new" if the first report has no bytes of this
+        name, and ">999" if the growth is 1000 % or more.
         """
         if self.percent == float("inf"):
             return "new"
@@ -122,7 +122,8 @@ def _flops(report: ReportRecord, phase: str = "") -> float:
 
 
 def _sent(report: ReportRecord) -> dict[str, int]:
-    """Returns text such as "all-gather over data" -> bytes that one device sends in a call by these collectives."""
+    """Returns the bytes that one device sends in a call, summed by kind of collective and mesh axes: name, such as
+    "sent by all-gather over data" -> bytes."""
     out: dict[str, int] = {}
     for row in report.communication:
         name = f"sent by {row.kind} over {' x '.join(row.axes) or f'groups of {row.group}'}"
@@ -175,8 +176,8 @@ def grown_buffers(changes: Iterable[Change]) -> list[Change]:
 
 
 def sources(report: ReportRecord) -> dict[str, str]:
-    """Returns name of a buffer change -> source line ("file.py:line") of the largest buffer with this name at the
-    peak.
+    """Returns the source lines of buffers, to show them beside the changes: name of the buffer as in `Change.name` ->
+    "file.py:line". Of several buffers at the peak with the same name, the largest decides.
     """
     lines: dict[str, str] = {}
     for b in report.alive_at(report.peak_index):  # the largest first
@@ -191,8 +192,11 @@ def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], nam
 
 
 def _matched_buffers(before: ReportRecord, after: ReportRecord) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns (name -> bytes at the peak in the first report, the same for the second report). A buffer that is in
-    both reports has its name from the second one.
+    """Matches the buffers at the peak of two reports by name. Returns (name -> bytes in the first report, name -> bytes
+    in the second report).
+
+    A name that is only in the first report is replaced by a name that is only in the second report, if there is one
+    with the same category, dtype and shape.
     """
     (old, old_roles), (new, new_roles) = _by_identity(before), _by_identity(after)
     only_new: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
@@ -206,7 +210,8 @@ def _matched_buffers(before: ReportRecord, after: ReportRecord) -> tuple[dict[st
 
 
 def _by_identity(report: ReportRecord) -> tuple[dict[str, int], dict[str, tuple[str, str, tuple[int, ...]]]]:
-    """Returns (identity of a buffer -> bytes at the peak, identity -> (category, dtype, shape))."""
+    """Returns (name -> bytes at the peak of all buffers with this name, name -> (category, dtype, shape)). Names are
+    the texts of `_identity`."""
     sizes: dict[str, int] = {}
     roles: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     for b in report.alive_at(report.peak_index):

@@ -104,11 +104,12 @@ Steps = tuple[Step, ...]
 
 @dataclasses.dataclass(frozen=True)
 class InstructionSteps:
-    """One instruction of a compiled schedule with its steps. It is not part of a report's JSON.
+    """One instruction of a compiled schedule with the operations that it runs. From these records, `schedule_walk`
+    computes when each instruction starts. They are not part of a report's JSON.
 
     Fields:
         name: the name of the instruction.
-        steps: the steps that it runs; a loop is one step.
+        steps: the operations that it runs, such as kernels; a loop is one of them.
         inside: the instructions of one run of the computation that it calls, such as the body of a loop.
     """
 

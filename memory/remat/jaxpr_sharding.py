@@ -51,8 +51,8 @@ class JaxprSharding:
         return own
 
     def layer_specs(self, jaxpr: Any) -> list[Spec]:
-        """Returns the specs of the inputs of an inner Jaxpr. If its shardings are not known, the inputs count as
-        replicated.
+        """Returns the specs (mesh axes per dimension) of the inputs of an inner Jaxpr that `walk` has visited. If it
+        was not visited, the inputs count as replicated.
         """
         known = self.inputs.get(id(jaxpr))
         return known or [_whole(variable.aval) for variable in jaxpr.invars]
@@ -107,8 +107,10 @@ class JaxprSharding:
         return [rule(equation, ins, variable.aval) for variable in equation.outvars]
 
     def _loop(self, equation: Any, body: Any, ins: list[Spec]) -> list[Spec]:
-        """Returns the specs of a loop's results. Carried values have the specs that the body returns. Stacked values
-        have one more dimension than in the body.
+        """Derives the specs in the body of a loop, and returns the specs of the loop's results. Carried values have the
+        specs that the body returns. Values that the loop stacks have a first dimension more, which is not sharded.
+
+        `ins`: the specs of the loop's operands.
         """
         inside = [spec[len(spec) - len(variable.aval.shape) :] for spec, variable in zip(ins, body.invars)]
         carried = sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(equation.outvars, body.outvars))

@@ -151,8 +151,10 @@ class _Finder:
         return []
 
     def visit(self, jaxpr: Any, active: Sequence[bool], times: int) -> list[bool]:
-        """Returns, for each output of a Jaxpr, whether it depends on an input by which the loss is differentiated.
-        `active` says the same about the inputs.
+        """Searches a Jaxpr for layers and adds them to `seen`. Returns, for each output of the Jaxpr, whether it
+        depends on an input by which the loss is differentiated.
+
+        active: the same fact for each input. times: number of runs of the Jaxpr in one evaluation of the loss.
         """
         env = dict(zip(jaxpr.invars, active))
 
@@ -211,7 +213,7 @@ class _Finder:
                 tuple(active),
                 mark(body),
                 how,
-                _name(equation, closed),
+                _called_function_name(equation, closed),
                 where_of(equation) or _defined(closed),
                 parameters(equation).get("policy"),
                 *loop,
@@ -220,15 +222,17 @@ class _Finder:
 
 
 def carried_count(loop: Any) -> int:
-    """Returns the number of values that a loop carries from one iteration to the next. The parameter with this number
-    differs between versions of jax.
+    """Returns the number of values that a `scan` equation carries from one iteration to the next. It is counted from
+    the shapes, because versions of jax store this number under different parameters of the equation.
     """
     return count_same_rank(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
 
 
 def count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Returns the number of values that have the same rank outside of a loop and in its body. Stacked values have one
-    more dimension outside.
+    """Returns the number of values that have the same rank outside of a loop and in its body. They are constants or
+    carried values, because values that the loop slices or stacks have one more dimension outside.
+
+    outside, inside: the variables of the loop and of its body, in the same order.
     """
     return sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(outside, inside))
 
@@ -295,7 +299,11 @@ class _PolicyRewriter:
         return self.jaxpr(value) if hasattr(value, "eqns") else value
 
     def _checkpoint(self, body: Any, loop: bool) -> Any:
-        """Returns a ClosedJaxpr that runs only `body`, under a checkpoint."""
+        """Returns a ClosedJaxpr that runs only `body`, under a checkpoint with the new policy.
+
+        loop: whether `body` is the body of a loop, for which `jax.checkpoint` needs no protection against common
+        subexpression elimination.
+        """
         import jax
         from jax.extend import core
 
@@ -325,8 +333,7 @@ def _is_float(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _name(equation: Any, body: Any) -> str:
-    """Returns the name of the called function, which jax stores for its error messages."""
+def _called_function_name(equation: Any, body: Any) -> str:
     traced_name = getattr(body.jaxpr.debug_info, "func_name", "") or ""
     return str(equation.params.get("name") or traced_name)
 

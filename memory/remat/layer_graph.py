@@ -35,8 +35,8 @@ class GraphStep:
         all_flops: the FLOPs over all devices of computing all values in `outs`.
         dtype: the compute unit (a key of `Target.peak_flops`), "" without FLOPs.
         bytes: for each value in `outs`, the bytes on one device.
-        shared: (indices in `outs`, FLOPs) of work that several results need. These FLOPs are included in the `flops`
-            of each of the results, although the work is done only once.
+        shared: (indices in `outs`, FLOPs) of work that is needed by all of these values and is done only once for them.
+            The FLOPs are part of the `flops` of each of these values, so they are subtracted if several are computed.
     """
 
     outs: tuple[int, ...]
@@ -58,8 +58,9 @@ class LayerGraph:
         read: numbers of the values that the backward pass reads.
         carry_bytes: bytes of the layer's input, on one device.
         none_bytes: bytes on one device of all values that a layer keeps if it is not under a checkpoint.
-        bound: name -> other names that must be kept on the device if this one is kept. An example is a kernel outside
-            of the checkpoint, whose unnamed residuals are kept together with its result.
+        bound: name of a value -> names of other values that must be kept on the device together with it. An example is
+            an attention kernel outside of the checkpoint: if its result is kept, so are the kernel's inputs and unnamed
+            residuals.
     """
 
     layers: int
@@ -92,8 +93,9 @@ class LayerGraph:
         )
 
     def kept_bytes(self, number: int) -> int:
-        """Returns the bytes on one device that keeping the results of step `number` takes. If its name is in `bound`,
-        they include all values that the gradient of the kernel reads.
+        """Returns the bytes on one device of keeping the results of step `number` instead of recomputing them. If its
+        name is in `bound`, the step belongs to a kernel outside of the checkpoint, and the bytes include the kernel's
+        other results that the backward pass reads.
         """
         name = self.keepers[number]
         if name not in self.bound:
@@ -133,7 +135,7 @@ class LayerGraph:
         """Returns the graph from the JSON of `dataclasses.asdict(graph)`."""
         steps = []
         for step in values["steps"]:
-            steps.append(GraphStep(**{key: _tuples(value) for key, value in step.items()}))
+            steps.append(GraphStep(**{key: _lists_to_tuples(value) for key, value in step.items()}))
         bound = {name: tuple(names) for name, names in values["bound"].items()}
         return cls(**{**values, "steps": tuple(steps), "read": tuple(values["read"]), "bound": bound})
 
@@ -141,10 +143,13 @@ class LayerGraph:
 def build_step(
     equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int | Fraction, times: int = 1
 ) -> GraphStep:
-    """Returns the step of an equation that runs in `times` layers. `outs` and `ins` are the numbers of its results and
-    operands.
+    """Returns the record of an equation, with FLOPs and bytes summed over `times` layers.
 
-    `parts`: number of devices over which the results are sharded.
+    Args:
+        outs, ins: numbers of the results and of the operands.
+        name: the name by which the results can be kept, "" for none.
+        parts: number by which the bytes of the results are divided to get the bytes on one device. It is the number of
+            devices over which the results are sharded, divided by the number of micro-batches that a device stores.
     """
     counted = flops.count_equation(equation)
     every = counted.total
@@ -163,10 +168,11 @@ def build_step(
 
 
 def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
-    """Returns (FLOPs of each result, FLOPs that several results share). They are the fields `flops` and `shared` of
-    `GraphStep`.
+    """Returns (FLOPs of each result, FLOPs that several results share) of an equation. They are the fields `flops` and
+    `shared` of `GraphStep`.
 
-    If there are more than MAX_RESULTS results, each is assumed to need all FLOPs of the equation.
+    `every`: the FLOPs of the whole equation. If there are more than MAX_RESULTS results, each is assumed to need all of
+    them.
     """
     count = len(equation.outvars)
     everything = tuple(range(count))
@@ -204,9 +210,8 @@ def _live(equation: Any, which: Sequence[int]) -> int:
     return flops.count_equation(live).total if live else 0
 
 
-def _tuples(value: Any) -> Any:
-    """Converts lists to tuples, including nested lists."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _lists_to_tuples(value: Any) -> Any:
+    return tuple(map(_lists_to_tuples, value)) if isinstance(value, list) else value
 
 
 def size_of(aval: Any) -> int:

@@ -1,9 +1,9 @@
-"""Lists the values that a layer of any model can keep: the layer's graph, and the keys by which a policy recognizes
-values.
+"""Lists the values that a layer of any model can keep for its backward pass, and the keys by which a remat policy
+recognizes them. A key is the primitive of an equation with its operand shapes and parameters.
 
-The graph is read from jax's derivative of the layer with everything kept, which returns the layer's result and the
-values that the backward pass reads. A value can be kept if jax asks a policy about it, which jax does outside of
-loops.
+The values are read from jax's derivative of the layer with everything kept, which returns the layer's result and the
+values that the backward pass reads. A value can be kept if jax asks a policy about its equation, which jax does outside
+of loops.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class LayerValues:
     Fields:
         graph: one layer that represents all layers of all kinds.
         values: label, by which a plan refers to a value -> the value.
-        order, known: the fields of `Wanted` with these names.
+        order: for each kind of layer, the keys of the equations that a policy distinguishes by their order.
+        known: the keys of all equations of the layers.
     """
 
     graph: LayerGraph
@@ -154,10 +155,12 @@ def with_names(graph: LayerGraph, names: Collection[str]) -> LayerGraph:
 
 
 def worth_deciding(graph: LayerGraph) -> set[str]:
-    """Returns the labels of the values that the plan with the least recomputation may have to keep.
+    """Returns the labels of the values that are worth keeping for some memory budget. The search only has to decide
+    about these values.
 
-    Elementwise work is assumed to cost nothing to recompute. So a value is left out if keeping another value, or
-    recomputing it for free, is never worse. The plan with the least recomputation is never lost.
+    Elementwise work is assumed to cost nothing to recompute. A value is left out if a value of at most the same size
+    can be kept in its place, or if it can be recomputed without a matrix product from a value that is always needed
+    together with it. So the plan with the least recomputation is never lost.
     """
     users, together = _users_and_needed_together(graph)
     size: dict[int, int] = {}
@@ -206,8 +209,8 @@ def _is_product(flops: int, size: int) -> bool:
 
 
 def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphStep]], dict[int, set[int]]]:
-    """Returns (value -> the steps that read it, value -> the other values that are needed whenever it is needed). The
-    values that are needed even if nothing is kept are included in both.
+    """Returns two mappings for the values that the backward pass reads or that are recomputed for it if nothing is
+    kept: value -> the equations that read it, and value -> the other values that are always needed together with it.
     """
     users: dict[int, list[GraphStep]] = {value: [] for value in graph.read}
     together = {value: set(graph.read) - {value} for value in graph.read}
@@ -224,11 +227,11 @@ def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphS
 
 
 def _free_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]]:
-    """Returns value -> the values from each of which it can be recomputed without a matrix product. A value that needs
-    no matrix product at all is not in the mapping.
+    """Returns value -> the values from any one of which it can be recomputed without a matrix product, including the
+    value itself. A value that needs no matrix product at all is not in the mapping.
 
-    A value with one of the labels `shared` is its own only source, because it may be kept for the sake of another
-    value.
+    `shared`: labels of several values that a policy can only keep together. Such a value is recomputed only from
+    itself, because the others may be the reason to keep it.
     """
     free_from: dict[int, set[int]] = {}
     for step in graph.steps:
@@ -249,7 +252,8 @@ class LayerForward:
         read: numbers of the values that the backward pass reads.
         count: number of values.
         asked: keys of the equations about which jax asks a remat policy.
-        order: (index in `equations`, key) of the equations whose order is known.
+        order: (index in `equations`, key) of the equations about which jax always asks in the same order, so that a
+            policy can distinguish equations with equal keys.
         result_bytes: bytes of the layer's result on one device.
         unvarying: numbers of the values that are the same for all layers.
     """
@@ -280,8 +284,9 @@ class LayerForward:
         ]
 
     def _read(self, jaxpr: Any, given: Sequence[_Operand], nested: bool) -> list[_Operand]:
-        """Adds the equations of a Jaxpr to `equations`. `given` are the operands for its inputs. Returns the operands
-        for its results.
+        """Adds the equations of a Jaxpr to `equations`, and returns the operands that its results are.
+
+        given: the operands passed to its inputs. nested: whether the Jaxpr is the body of an equation that jax inlines.
         """
         env = dict(zip(jaxpr.invars, given))
 
@@ -396,8 +401,8 @@ def _key_of(equation: Any) -> str:
 
 
 def _keys(jaxpr: Any) -> Iterator[str]:
-    """Yields the keys of the equations in a forward pass, including the equations in functions with a custom
-    derivative rule.
+    """Yields the keys of the equations of a forward pass. A function with a custom derivative rule yields the keys of
+    the equations in its body.
     """
     for equation in jaxpr.eqns:
         body = _body(equation) if equation.primitive.name.startswith("custom_") else None
@@ -408,7 +413,9 @@ def _keys(jaxpr: Any) -> Iterator[str]:
 
 
 def _inside(jaxpr: Any, within: bool = False) -> Iterator[str]:
-    """Yields the keys of all equations that are inside the bodies of other equations."""
+    """Yields the keys of the equations inside the bodies of a Jaxpr's equations, at any depth. The equations of the
+    Jaxpr itself are left out unless `within` is True.
+    """
     for equation in jaxpr.eqns:
         if within:
             yield _key(equation)
@@ -423,11 +430,16 @@ def _labels(
     times: int,
     counted: dict[Any, _CountedValue],
 ) -> dict[int, str]:
-    """Returns index in `equations` -> label of the value that the equation computes, for all equations about which jax
-    asks a remat policy.
+    """Finds the values of a layer that a remat policy can keep, and adds them to `counted`. Returns index in
+    `forward.equations` -> label of the value that the equation computes.
 
-    `counted`: what a policy recognizes -> the value. It is the value's name, or the keys of all equations up to it if
-    their order is known, or the equation's own key. The values of this kind of layer are added to `counted`.
+    These are the equations about which jax asks a policy, without those whose key also occurs in a loop.
+
+    Args:
+        order: (index in `forward.equations`, key) of the equations that a policy recognizes by their order.
+        kind, times: number that identifies the kind of layer, and number of layers of this kind.
+        counted: what a policy recognizes -> the value. The keys are ("name", checkpoint name), ("order", keys of the
+            ordered equations up to this one) or ("key", key of the equation).
     """
     place, keys = {number: at for at, (number, _) in enumerate(order)}, tuple(key for _, key in order)
     in_loops: set[str] = set()

@@ -58,7 +58,8 @@ class Loss:
 
     @property
     def active(self) -> list[bool]:
-        """One bool per leaf of the arguments, which is True if the loss is differentiated by the leaf."""
+        """One bool per leaf of the arguments: True for the leaves with respect to which the loss is differentiated,
+        which are those of the first argument."""
         import jax
 
         count = len(jax.tree.leaves(self.args[0]))

@@ -1,7 +1,8 @@
-"""Builds the layer graph of a model that names its values, from the jaxpr of its loss.
+"""Builds the layer graph (equations with their FLOPs and bytes) of a model that names its values with
+`checkpoint_name`, from the jaxpr of its loss.
 
-The layers are the loop whose body names values. A plan decides which names to keep, and a value is sharded as its name
-says.
+The layers are the iterations of the loop whose body names values. A plan decides which named values to keep. The caller
+knows over how many devices the value of each name is sharded.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def named_block(
     Args:
         jaxpr: the loss of one micro-batch as a ClosedJaxpr, without checkpoints around its layers.
         active: for each input of the loss, whether the loss is differentiated by it.
-        parts: function from a name to the number of devices over which the value is sharded. It returns a fraction if
-            a device keeps the values of a layer more or less often than once. A value without a name is sharded like
-            the named value before it.
+        parts: function from a name to the number by which the bytes of the value are divided to get the bytes on one
+            device. It is the number of devices over which the value is sharded. In a pipeline, it is divided by the
+            number of micro-batches that a device stores. A value without a name is sharded like the named value before
+            it.
         bound: the field of `LayerGraph` with this name.
 
     Raises ReportError if no loop names a value.

@@ -55,7 +55,8 @@ class Wanted:
         keys: keys of the equations that are recognized only by their keys.
         order: for each kind of layer, the keys of the equations that are distinguished by their order.
         places: for each kind of layer, the indices in `order` of the equations whose results are kept.
-        known: the keys of all equations of the layers.
+        known: the keys of all equations of the layers. The policy warns about other keys of matrix products and similar
+            kernels, because they are in layers for which it was not planned.
     """
 
     names: frozenset[str] = frozenset()

@@ -46,8 +46,9 @@ class _BudgetState:
     """The progress of the search for the best plan within one memory budget.
 
     Fields:
-        asked: plans that were compiled for the budget.
-        checks: number of compiles that checked for a better plan.
+        budget: the memory budget in bytes on one device.
+        asked: the plans that were compiled for the budget, each as text (`str(plan)`).
+        checks: number of times that plans slightly above the budget were tried after the search had no better plan.
     """
 
     budget: float
@@ -122,8 +123,8 @@ class RematSearch:
         return min((tried for tried in done if self._fits(tried, budget)), key=self.compiled_cost, default=None)
 
     def compiled_cost(self, tried: CompiledPlan) -> tuple[float, float, int]:
-        """Returns the cost of a compiled plan as a sort key: seconds and FLOPs in the order of the problem's cost,
-        then allocated bytes.
+        """Returns the cost of a compiled plan as a sort key: (seconds, FLOPs, allocated bytes) if the search minimizes
+        time, (FLOPs, seconds, allocated bytes) if it minimizes FLOPs.
         """
         figures = tried.compiled
         first = (figures.seconds, figures.flops) if self.problem.cost == "time" else (figures.flops, figures.seconds)
@@ -132,17 +133,19 @@ class RematSearch:
     # ---- predicting --------------------------------------------------------------------------------------------
 
     def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
-        """Returns (bytes kept, bytes allocated) of the compiled plans of a kind, which `_kind` describes.
+        """Returns (bytes kept, bytes allocated) of compiled plans, from which the allocation of other plans of a kind
+        is predicted.
 
-        If there are none, returns those of the plans that agree with the kind in whether they transfer tensors to the
-        host, because transfers allocate more memory. If there are none of these, returns those of all plans.
+        `kind`: the kind of plan, as returned by `_kind`. If no plan of this kind is compiled, the plans that agree with
+        it in whether they transfer tensors to the host are used, because transfers allocate more memory. If there are
+        none of these either, all plans are used.
         """
         done = self._done()
         alike = [tried for tried in done if _kind(tried.plan)[1] == kind[1]]
         return allocation_points([tried for tried in alike if _kind(tried.plan) == kind] or alike or done)
 
     def _done(self) -> list[CompiledPlan]:
-        """Returns the compiled plans whose kept tensors are known."""
+        """Returns the compiled plans for which the tensors that the layers keep are known."""
         return [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
 
     def predict(self, plan: LayerPlan) -> int:
@@ -153,8 +156,10 @@ class RematSearch:
         return round(allocated_at(points, plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
-        """Returns the number of bytes that the layers may keep if a plan of this kind is to fit the budget, according
-        to the prediction.
+        """Returns the number of bytes that the layers may keep on one device so that a plan is predicted to fit the
+        budget.
+
+        kind: the kind of the plan, as returned by `_kind`.
         """
         points = self._points(kind)
         if not points:
@@ -174,8 +179,8 @@ class RematSearch:
     # ---- solving -----------------------------------------------------------------------------------------------
 
     def _usable(self) -> list[KeepPattern]:
-        """Returns the patterns (choices for one layer) without those that occur only in plans that failed to
-        compile.
+        """Returns the patterns (choices for one layer) to use in further plans: all, without those for which every plan
+        so far failed to compile.
         """
         failed: set[KeepPattern] = set()
         done: set[KeepPattern] = set()
@@ -324,10 +329,10 @@ class RematSearch:
         return plans
 
     def _better(self, plans: Sequence[LayerPlan], best: CompiledPlan | None) -> list[LayerPlan]:
-        """Returns plans that are not compiled yet and that are predicted to cost less than `best`, and all such plans
-        with a jax policy.
+        """Returns the plans that are worth compiling: not compiled yet, and either predicted to cost less than `best`
+        or with a jax policy.
 
-        If `best` transfers tensors to the host, the cost of its compiled program is used, because the prediction hides
+        If `best` transfers tensors to the host, its cost is that of the compiled program, because the prediction hides
         transfers behind computation and the compiler's schedule often does not.
         """
         most = math.inf if best is None else self.cost(best.plan)
@@ -353,7 +358,9 @@ class RematSearch:
         return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
 
     def _next_tensor(self) -> float:
-        """Returns the smallest difference in bytes between two patterns (choices for one layer)."""
+        """Returns the smallest difference in bytes between two patterns (choices for one layer): the least that keeping
+        one more tensor in a layer can add. Returns 0 if all patterns have the same bytes.
+        """
         sizes = sorted({pattern.bytes for pattern in self.patterns})
         return float(min((b - a for a, b in itertools.pairwise(sizes)), default=0))
 
@@ -368,8 +375,8 @@ def _kind(plan: LayerPlan) -> tuple[bool, bool]:
 
 
 def spread(items: Sequence[Any]) -> list[Any]:
-    """Returns the items reordered so that each is as far as possible from those before it: first the ends, then the
-    middles.
+    """Returns the items in an order that covers the whole list early: first the two ends, then the middle, then the
+    middles of the gaps.
     """
     out: list[int] = []
     left = list(range(len(items)))
@@ -397,8 +404,8 @@ def allocation_points(done: Sequence[CompiledPlan]) -> list[tuple[int, int]]:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Returns the bytes allocated per kept byte, according to the last two points (bytes kept, bytes allocated); 1 for
-    a single point.
+    """Returns the additional bytes allocated per additional kept byte between the last two points (bytes kept, bytes
+    allocated), limited to the range from 0 to `STEEPEST`. Returns 1 for a single point.
     """
     if len(points) < 2:
         return 1.0
@@ -423,9 +430,9 @@ def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
 
 
 def kept_after_bend(points: Sequence[tuple[float, float]], budget: float) -> float:
-    """Returns the kept bytes at which the budget is reached. The allocated bytes are assumed to be constant first, and
-    then to rise by one byte per kept byte up to the first plan above the budget. Returns 0 if the points (bytes kept,
-    bytes allocated) do not have this form.
+    """Predicts how many bytes the layers may keep within a budget if the allocated bytes have a bend: between the
+    compiled plans below and above the budget, they are first constant, because the peak is elsewhere in the step, and
+    then rise by one byte per kept byte. Returns 0 if the points (bytes kept, bytes allocated) have no such bend.
     """
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:]):
         if y1 <= budget < y2 and (y1 - y0) / (x1 - x0) < FLAT * (y2 - y1) / (x2 - x1):

@@ -1,10 +1,10 @@
 """Solves exactly for the least recomputation within a byte budget, without a compiler.
 
-There are two steps. `pareto_patterns` finds all useful patterns of values that one layer keeps: it walks the layer's
-graph backwards, as `jax.checkpoint` does, and carries the Pareto front of bytes, cost and host bytes for every set of
-values that are still needed. `solve` then gives every layer one of these patterns, with at most two patterns in a
-plan, so that the bytes fit the budget at the lowest cost. Transfers of offloaded tensors overlap with the forward and
-the backward pass.
+There are two steps. `pareto_patterns` finds all useful patterns of values that one layer keeps. It visits the equations
+of the layer from the last to the first, as the recomputation of `jax.checkpoint` does, and for every set of values that
+are still needed it retains only the choices that are Pareto-optimal in bytes, cost and host bytes. `solve` then gives
+every layer one of these patterns, with at most two patterns in a plan, so that the bytes fit the budget at the lowest
+cost. Transfers of offloaded tensors overlap with the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -85,8 +85,13 @@ def pattern_keeping_all(graph: LayerGraph, rates: RecomputeRates, policy: str) -
 
 
 class _Front(NamedTuple):
-    """Pareto-optimal choices of kept names, one choice per row. The array `decisions` is int8 [choices, names + 1];
-    its last column is the decision for the input of the layer.
+    """Pareto-optimal choices of the named values that a layer keeps, as arrays with one choice per row.
+
+    Fields:
+        bytes, host: bytes kept on one device and in host memory.
+        seconds, flops: seconds and FLOPs of recomputation. The seconds include moving the kept values.
+        decisions: int8 [choices, names + 1], each RECOMPUTE, KEEP or OFFLOAD. The last column is the decision for the
+            input of the layer.
     """
 
     bytes: np.ndarray
@@ -103,8 +108,12 @@ class _TooManyStates(Exception):
 def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Sequence[int]], cost: str) -> _Front:
     """Returns the Pareto-optimal choices for the names in `allowed`. The values of all other names are recomputed.
 
-    The steps are visited in order. Choices that leave the same work and the same decisions for the remaining steps
-    form a state. All choices of a state have the same remaining cost, so only the Pareto-optimal ones are kept.
+    The steps are visited from the last to the first. Choices that need the same values from the steps still to visit,
+    and have made the same decisions about them, form a state. All choices of a state have the same remaining cost, so
+    only the Pareto-optimal ones are retained.
+
+    `allowed`: name -> the possible decisions about it. `cost`: "seconds" or "flops". Raises _TooManyStates if there are
+    more than MAX_STATES states.
     """
     column = {name: number for number, name in enumerate(graph.names)}
     keepers = graph.keepers
@@ -155,7 +164,13 @@ def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Seq
 
 
 def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRates) -> _Front:
-    """Returns the choices extended by one more kept value, which is on the device or in host memory."""
+    """Returns the choices with one more value kept, and adds the value's bytes and the seconds of moving it.
+
+    Args:
+        size: bytes of the value on one device.
+        option: KEEP for device memory, OFFLOAD for host memory.
+        column: column of the value in `decisions`.
+    """
     decisions = front.decisions.copy()
     decisions[:, column] = option
     if option == KEEP:
@@ -168,8 +183,9 @@ def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRa
 def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: RecomputeRates) -> tuple[float, float]:
     """Returns (FLOPs, seconds) of computing the wanted results of a step again.
 
-    A matrix product runs at the rate of its compute unit. Its results and named values are written and read once.
-    Other elementwise work is assumed to be fused into the kernels around it.
+    A matrix product runs at the FLOP/s of its compute unit. The results of matrix products and named results are also
+    written to device memory and read once. Other elementwise work takes no time, because it is assumed to be fused into
+    other kernels.
     """
     flops = float(sum(count for count, result in zip(step.flops, wanted) if result))
     for results, count in step.shared:
@@ -217,8 +233,8 @@ def _rows(front: _Front, which: np.ndarray) -> _Front:
 
 
 def _undominated(costs: np.ndarray, host: np.ndarray, chunk: int = 256) -> np.ndarray:
-    """Returns a mask of the rows for which no earlier row is at least as good in cost and host bytes. The rows are
-    sorted by bytes.
+    """Returns a mask of the Pareto-optimal rows: True for a row if no earlier row is at least as good in cost and host
+    bytes. The rows are choices sorted by bytes. `chunk`: number of rows that are compared at once.
     """
     useful = np.zeros(len(costs), bool)
     kept_costs, kept_host = np.empty(0), np.empty(0)
@@ -249,8 +265,8 @@ def _pattern(graph: LayerGraph, front: _Front, number: int, policy: str = "") ->
 
 
 def _most_saving(graph: LayerGraph, rates: RecomputeRates, names: Sequence[str]) -> list[str]:
-    """Returns the half of these names whose values save the most recomputed FLOPs per kept byte, each considered on
-    its own.
+    """Returns half of the names, to make a search with too many states smaller: those whose values save the most
+    recomputed FLOPs per kept byte, each considered on its own.
     """
     nothing = pattern_keeping(graph, rates, "", ())
 

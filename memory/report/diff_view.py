@@ -40,8 +40,8 @@ NOTES = (
 
 
 def verdict_of_growth(growth: float) -> str:
-    """Returns the verdict ("exceeds", "fits" or "dim") by whose colour a change in bytes is shown. `growth` is the
-    change in bytes.
+    """Returns the style in which a change in bytes is shown: "exceeds" for more memory, "fits" for less, "dim" for no
+    change.
     """
     if growth > 0:
         return "exceeds"
@@ -116,8 +116,8 @@ MEASURE_COLUMNS = (
 
 
 def differing(row: tuple[str, str, str]) -> str:
-    """Returns the verdict by whose colour a table row (name, first value, second value) is shown: it stands out if the
-    two values differ.
+    """Returns the style of a table row (name, first value, second value): "tight", which highlights the row, if the two
+    values differ; otherwise "". The row with the names of the reports is never highlighted.
     """
     return "tight" if row[1] != row[2] and row[0] != "report" else ""
 
@@ -312,7 +312,9 @@ _FACTS = (
 
 
 def _programs(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> TableView:
-    """Returns a table of the two programs: their names and targets, then every version and config key that differs."""
+    """Returns a table that compares two programs. Its first rows are the names of the reports and facts such as the
+    targets; then comes a row for each package version and config key that differs.
+    """
     rows = [("report", *names), *((name, read(before), read(after)) for name, read in _FACTS)]
     rows += [row for row in _different(before.versions, after.versions) if row[0] != "jax"]
     rows += _config(before, after)

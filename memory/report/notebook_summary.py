@@ -144,8 +144,8 @@ def timeline(report: ReportRecord) -> Timeline | None:
 
 
 def _stacked(series: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the lower and upper edges of stacked areas: a series of zeros, then the running sums of the series at
-    each point.
+    """Returns the edges of areas that are stacked in a chart: a row of zeros, then for each series the sum of this and
+    all earlier series at each point. An area is between two consecutive rows.
     """
     stacks = [[0] * len(series[0])]
     for sizes in series:

@@ -235,7 +235,13 @@ class PolicyCompiler:
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A remat policy, the memory report of the program compiled under it, and the FLOPs of the program."""
+    """One compiled program of a search.
+
+    Fields:
+        policy: the remat policy of the layers.
+        report: the memory report of the program.
+        counted: the FLOPs of the program.
+    """
 
     policy: Any
     report: Report
@@ -243,7 +249,9 @@ class Built:
 
 
 def written(budget: str | float | None) -> str:
-    """Returns a budget as text that `limits.budget_of` can parse."""
+    """Returns a memory budget in the text form that `limits.budget_of` parses: a number of bytes as digits, text
+    unchanged, and "" for None.
+    """
     if budget is None:
         return ""
     return budget if isinstance(budget, str) else f"{budget:.0f}"

@@ -92,8 +92,10 @@ def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -
 
 
 def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]) -> dict[str, list[int]]:
-    """Returns category of buffers -> live bytes at each of the timeline points `indices`. A category without live
-    bytes at any point is left out.
+    """Returns category of buffers -> live bytes at each of the timeline points `indices`. A category without live bytes
+    at any point is left out.
+
+    `n_points`: number of points of the whole timeline.
     """
     steps = {category: [0] * (n_points + 1) for category in CATEGORIES}
     for buffer in buffers:
@@ -223,7 +225,9 @@ def _tile_label(buffer: Buffer, group: str) -> str:
 
 
 def group_of(buffer: Buffer) -> str:
-    """Returns the group of a buffer within its category, such as a component of the model."""
+    """Returns the group of a buffer within its category: its checkpoint name or component for residuals,
+    "phase/component" for workspace, the path one level up for an argument, and otherwise its component.
+    """
     if buffer.category == "residuals":
         return buffer.checkpoint_name or buffer.component or "unnamed"
     if buffer.category == "workspace":

@@ -318,7 +318,11 @@ def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> 
     """Returns the bars of a chart of sizes in bytes, largest first. Sizes beyond the `MAX_BARS` largest are summed in
     one bar.
 
-    `folded`: name -> text to show for it, which includes the number of modules that share the name.
+    Args:
+        sizes: name -> bytes.
+        unnamed: text to show for an empty name.
+        folded: name -> text to show for it. The text adds the number of modules that share the name, such as
+            "backward/CausalAttn x 6".
     """
     entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])
     rest = entries[MAX_BARS:]

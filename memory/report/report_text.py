@@ -137,7 +137,9 @@ def verdict_line(report: ReportRecord) -> RenderableType:
 
 
 def limit_line(target: Mapping[str, Any], limit: int | None) -> list[RenderableType]:
-    """Returns a line with the limit as a percentage of the GPU's memory; [] if the limit is not such a percentage."""
+    """Returns a line such as "limit 73.6 GiB: 92 % of the GPU's memory after CUDA's context". Returns [] if the limit
+    is not derived from a GPU's memory, for example if the user chose it.
+    """
     share = limit_share(target, limit)
     return [Prose(f"limit {human(limit)}: {share}", "dim")] if share else []
 

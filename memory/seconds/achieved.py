@@ -35,8 +35,7 @@ def _tflops(source: str, *points: tuple[float, float]) -> PublishedRate:
     return PublishedRate(tuple((float(size), rate * _T) for size, rate in points), source)
 
 
-def _one(source: str, value: float) -> PublishedRate:
-    """Returns a rate curve with the same rate for all sizes."""
+def _constant_rate(source: str, value: float) -> PublishedRate:
     return PublishedRate(((1.0, value),), source)
 
 
@@ -82,16 +81,16 @@ MEASURED: Mapping[str, Mapping[tuple[Any, ...], PublishedRate]] = {
         ("attention", "forward_causal", 256): _attention(_FA3, 308, 391, 450, 483, 497, 509),
         ("attention", "backward", 64): _attention(_FA3, 266, 348, 395),
         ("attention", "backward", 128): _attention(_FA3, 305, 408, 465, 499, 518, 516),
-        ("memory",): _one(f"{_azure('H100 v5')}, copy; {_MARIN}: 2.85", 2.90 * _T),
-        ("host_link",): _one(_azure("H100 v5"), 51 * _G),
+        ("memory",): _constant_rate(f"{_azure('H100 v5')}, copy; {_MARIN}: 2.85", 2.90 * _T),
+        ("host_link",): _constant_rate(_azure("H100 v5"), 51 * _G),
     },
     "h200": {
         ("products", "fp8"): _tflops(
             _azure("H200 v5"), (2048, 1013.4), (4096, 1249.1), (8192, 1300.6), (16384, 1366.3), (32768, 1349.5)
         ),
-        ("memory",): _one(f"{_azure('H200 v5')}, copy", 4.01 * _T),
-        ("host_link",): _one(_azure("H200 v5"), 52 * _G),
-        ("floor",): _one(f"{_BENCHES}, gpu-small-kernels, 64 KiB in a graph", 2.2e-6),
+        ("memory",): _constant_rate(f"{_azure('H200 v5')}, copy", 4.01 * _T),
+        ("host_link",): _constant_rate(_azure("H200 v5"), 52 * _G),
+        ("floor",): _constant_rate(f"{_BENCHES}, gpu-small-kernels, 64 KiB in a graph", 2.2e-6),
     },
     "h100-nvl": {("products", "bf16"): _tflops(_BEST, (8192, 488.5))},
     "h100-pcie": {
@@ -107,17 +106,17 @@ MEASURED: Mapping[str, Mapping[tuple[Any, ...], PublishedRate]] = {
         ("attention", "forward", 64): _attention(f"{_azure('A100 v4')}: FlashAttention-2", 179.5, first=8192),
         ("attention", "forward", 128): _attention(_FA2, 230, first=16384),
         ("attention", "backward", 128): _attention(_FA2, 196.6, first=16384),
-        ("memory",): _one(f"{_azure('A100 v4')}, copy", 1.61 * _T),
-        ("host_link",): _one(_azure("A100 v4"), 26.28 * _G),
-        ("floor",): _one(f"{_BENCHES}, gpu-small-kernels, 64 KiB in a graph", 1.34e-6),
+        ("memory",): _constant_rate(f"{_azure('A100 v4')}, copy", 1.61 * _T),
+        ("host_link",): _constant_rate(_azure("A100 v4"), 26.28 * _G),
+        ("floor",): _constant_rate(f"{_BENCHES}, gpu-small-kernels, 64 KiB in a graph", 1.34e-6),
     },
     "v100": {
         ("products", "fp16"): _tflops(
             _torch(140), (1024, 57.3), (2048, 78.23), (4096, 95.73), (8192, 97.36), (10240, 89.37)
         ),
         ("products", "fp32"): _tflops(_torch(140), (1024, 10.56), (2048, 12.71), (4096, 13.85), (8192, 14.38)),
-        ("memory",): _one(f"{_BENCHES}, cuda-stream, scale", 0.788 * _T),
-        ("host_link",): _one(f"{_BENCHES}, cuda-memcpy", 12.35 * _G),
+        ("memory",): _constant_rate(f"{_BENCHES}, cuda-stream, scale", 0.788 * _T),
+        ("host_link",): _constant_rate(f"{_BENCHES}, cuda-memcpy", 12.35 * _G),
     },
     "b200": {
         ("products", "bf16"): _tflops(
@@ -141,7 +140,7 @@ MEASURED: Mapping[str, Mapping[tuple[Any, ...], PublishedRate]] = {
         ("products", "fp8"): _tflops(
             _azure("GB200 v6"), (2048, 2243.6), (4096, 2834.6), (8192, 2876.6), (16384, 2906.9), (32768, 2825.6)
         ),
-        ("host_link",): _one(_azure("GB200 v6"), 193 * _G),
+        ("host_link",): _constant_rate(_azure("GB200 v6"), 193 * _G),
     },
     "a5000": {
         ("products", "bf16"): _tflops(_BEST, (8192, 93.9)),

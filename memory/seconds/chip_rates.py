@@ -119,8 +119,8 @@ def _products(chip: Chip) -> dict[str, tuple[Curve, str]]:
 
 
 def _beyond_floor(curve: Curve, floor: float, peak: float) -> Curve:
-    """Returns a published rate curve of square matrix products with the fixed `floor` seconds of each kernel removed.
-    At most half of the measured seconds are removed.
+    """Returns a published rate curve of square matrix products (side m = n = k -> FLOP/s) without the fixed `floor`
+    seconds that each kernel takes, such as its launch. At most half of the measured seconds are subtracted.
 
     The rate is at most the data sheet's `peak`, because workstation GPUs may run at a higher clock than specified.
     """
@@ -157,9 +157,13 @@ def _cells(name: str) -> dict[tuple[str, int], Curve]:
 
 
 def _pair(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tuple[Curve, Curve]:
-    """Returns the rate curves of two ways of attention (such as forward with and without mask) at the same head
-    dimension, from the first table that has both. If a table lacks the backward ways, the forward ways are used,
-    because a mask has the same effect on both.
+    """Returns two measured rate curves whose ratio converts one way of attention to another, such as forward without a
+    mask to forward with a mask. Both are at the same head dimension, from the first table that has both ways.
+
+    If a table lacks a backward way, its forward ways are compared instead, because a mask has the same effect on both.
+    Raises KeyError if no table has both ways.
+
+    way, like: the two ways. tables: (way, head dimension) -> rate curve.
     """
     for table in tables:
         for one, other in ((way, like), (way.replace("backward", "forward"), like.replace("backward", "forward"))):
@@ -174,7 +178,10 @@ def _of_16_bits(chip: Chip) -> float:
 
 
 def _ratio(measured: tuple[Any, ...], wanted: tuple[Any, ...], chip: Chip, other: Chip) -> float:
-    """Returns the ratio of two chips' data-sheet rates for a part, such as memory; 0 if one of them has no rate."""
+    """Returns the data-sheet rate of `chip` for a part, such as ("memory",), divided by the rate of the chip `other`.
+    Returns 0 if one of them has no rate, and 1 for the fixed seconds of a kernel.
+
+    measured, wanted: the part of `other` and the part of `chip`. They differ only if a similar compute unit is used."""
     if wanted[0] == "memory":
         return chip.hbm / other.hbm
     if wanted[0] == "host_link":
@@ -219,17 +226,16 @@ def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus
     cards matter.
     """
     names = [chip.name, *NEAREST[chip.name], "h100"]
-    if not between and _on_pcie(chip):
+    if not between and _uses_pcie_within_host(chip):
         names = ["rtx4090"]
     for name in names:
         rows = [row for row in COLLECTIVES.get(name, ()) if row.kind == kind and (row.hosts > 1) == between]
-        if rows and (between or _on_pcie(CHIPS[name]) == _on_pcie(chip)):
+        if rows and (between or _uses_pcie_within_host(CHIPS[name]) == _uses_pcie_within_host(chip)):
             return name, rows
     return chip.name, []
 
 
-def _on_pcie(chip: Chip) -> bool:
-    """Returns whether PCIe connects the devices of a host with this chip."""
+def _uses_pcie_within_host(chip: Chip) -> bool:
     return chip.platform == "cuda" and chip.in_host == chip.host_link
 
 

@@ -1,11 +1,13 @@
 """Computes the seconds of one operation of a schedule, a kernel or a transfer, at the rates that a device reaches.
 
-A kernel takes a floor (launch, first loads, last stores) plus the time for its FLOPs or its bytes, whichever is
-longer. A matrix product is cut into tiles, which the cores process in waves: a last wave that is not full costs as
-much as a full one, and with fewer tiles than cores the reduction is cut too (split-K). The rate curve that was
-measured on cubes is divided by this utilization and interpolated over the size, so that measured cubes are reproduced
-exactly, and thin products are slower than a cube of as many FLOPs. Tiles and waves: NVIDIA, "Matrix Multiplication
-Background User's Guide" (docs.nvidia.com/deeplearning/performance), sections on tile and wave quantization.
+A kernel takes a fixed time (launch, first loads, last stores) plus the time for its FLOPs or its bytes, whichever is
+longer. A matrix product is cut into tiles, which the cores process in waves. A last wave that is not full takes as long
+as a full one. If there are fewer tiles than cores, the reduction is cut too (split-K). The utilization (0 to 1) is the
+fraction of the peak rate that these losses leave. The rate curve was measured on square products (m = n = k). It is
+divided by their utilization, interpolated over the size, and multiplied by the utilization of the product at hand. So
+the measured square products are reproduced exactly, and thin products are slower than a square product of as many
+FLOPs. Tiles and waves: NVIDIA, "Matrix Multiplication Background User's Guide"
+(docs.nvidia.com/deeplearning/performance), sections on tile and wave quantization.
 
 A measured row of a collective has the bus bandwidth over the payload bytes for one group over a number of hosts,
 including the latency (NCCL's definition: bytes on the wire of one device over seconds; github.com/NVIDIA/nccl-tests,
@@ -70,8 +72,9 @@ def _product(kernel: ScheduledKernel, rates: DeviceRates) -> float:
 
 
 def _tiled(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """Returns the seconds of a matrix product whose operands have one scale per tile (block-scaled fp8). Its rate is
-    `TILED_SHARE` of the library's best rate, but at most the library's rate at this size.
+    """Returns the seconds of a matrix product whose operands have one scale per tile (block-scaled fp8). Its FLOP/s are
+    `TILED_SHARE` times the highest measured rate of its compute unit, but at most those of a product of this size
+    without scales.
     """
     best = max(rate for _, rate in rates.products[rates.unit(unit_of(kernel.dtype))])
     reached = min(TILED_SHARE * best, product_flops_per_s(kernel, rates))
@@ -190,8 +193,12 @@ def transfer_seconds(start: Start, rates: DeviceRates) -> float:
 
 
 def _bus(start: Start, rates: DeviceRates) -> tuple[float, float, float]:
-    """Returns (bytes per second that a device sends, additional latency in seconds compared with the measured
-    collective, minimum seconds).
+    """Returns (bandwidth, additional latency, minimum seconds) of a collective, based on the nearest measured
+    collective.
+
+    The bandwidth is bytes per second that one device sends; for a collective over several hosts, it is the lower one of
+    the bandwidths within a host and between hosts. The additional latency is the seconds of the hops that the measured
+    collective does not have.
     """
     per_host = start.group / start.hosts
     inside = _nearest(start.kind, per_host if per_host > 1 else _FULL_HOST, 1, rates)

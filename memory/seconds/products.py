@@ -27,8 +27,15 @@ from bytescope.memory.seconds.step_schedule import (
 
 
 class KernelWork(NamedTuple):
-    """The matrix-product work of a kernel. Its fields have the meaning of the fields of
-    `schedule_records.ScheduledKernel` with the same names.
+    """The work of a kernel that contains matrix products.
+
+    Fields:
+        kind: one of `schedule_records.KERNELS`.
+        flops: FLOPs of one run.
+        dtype: dtype of the operands as in HLO, or "tf32".
+        size: (batch, m, n, k) of a matrix product; (batch x heads, queries, keys, head dimension) of attention; () if
+            unknown.
+        causal: whether the kernel is causal attention.
     """
 
     kind: str
@@ -42,9 +49,9 @@ def find(module: Module, instruction: Instruction) -> KernelWork | None:
     """Returns the matrix-product work of a kernel; None for a kernel without a matrix product.
 
     A fusion has the FLOPs of all its products, and the kind, size and dtype of the largest one. A library call whose
-    work is unknown is FOREIGN. If its arrays have the shapes of a matrix product, it gets this product, which the
-    caller must confirm; otherwise it has no FLOPs. A product of experts is GROUPED, with the FLOPs for the maximum
-    number of rows.
+    work is unknown has the kind FOREIGN. If its arrays have the shapes of a matrix product, it gets the FLOPs and size
+    of this product as a guess, which the caller must confirm; otherwise it has 0 FLOPs. A product of experts has the
+    kind GROUPED, with the FLOPs for the maximum number of rows.
     """
     if instruction.opcode != "fusion":
         rule = _RULES.get(instruction.opcode)
@@ -65,7 +72,7 @@ def find(module: Module, instruction: Instruction) -> KernelWork | None:
 
 
 def _dot(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Returns the work of a dot instruction."""
+    """Returns the FLOPs, dtype and size of a dot instruction (a matrix product with batch and contracted axes)."""
     axes: dict[int, list[int]] = {1: [], 3: []}
     precision, algorithm = [], 0
     for field, value in wire.fields(module.data, instruction.span):
@@ -119,7 +126,9 @@ _EXACT_NAMES = frozenset(("ALG_DOT_F32_F32_F32",))
 
 
 def _dtype(left: HloShape, right: HloShape, exact: bool) -> str:
-    """Returns the larger dtype of the two operands. For float32, returns TF32 unless `exact` is True."""
+    """Returns the dtype of the operand with more bits per element. For float32, returns "tf32" unless `exact` is True,
+    which says that the operands may not be rounded.
+    """
     widest = max(left, right, key=lambda shape: shape.bits)
     return "tf32" if widest.dtype == "float32" and not exact else widest.dtype
 
@@ -212,10 +221,11 @@ def _call(module: Module, instruction: Instruction) -> KernelWork | None:
 
 
 def _foreign(module: Module, instruction: Instruction) -> KernelWork:
-    """Returns the work of a kernel that is known only by its arrays. If their shapes fit a product of m x k and k x n
-    to m x n, each possibly transposed, the kernel is assumed to compute this product.
+    """Returns the work of a kernel of which only the arrays are known. If their shapes fit a product of m x k and k x n
+    to m x n, each possibly transposed, the kernel is assumed to compute this product. Otherwise, it has 0 FLOPs.
 
-    A product of experts has a k x n matrix for each expert, or computes one from the rows of all experts.
+    A product of experts is recognized by a k x n matrix for each expert, or by a result with such a matrix for each
+    expert.
     """
     left, right = _numeric(module, instruction)
     result = module.shape(instruction)
@@ -239,7 +249,9 @@ def _foreign(module: Module, instruction: Instruction) -> KernelWork:
 
 
 def _numeric(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
-    """Returns the shapes of the first two operands of a call that are not integers."""
+    """Returns the shapes of the first two operands of a call that do not have an integer dtype; None for a missing
+    operand. Integer operands, such as group sizes, are not factors of a matrix product.
+    """
     shapes = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
     left, right, *_ = *(shape for shape in shapes if not shape.dtype.startswith(_INTEGERS)), None, None
     return left, right

@@ -1,4 +1,4 @@
-"""Causal self-attention kernels, rows of one table with one signature.
+"""Causal self-attention kernels: the rows of the table KERNELS, which have the same signature.
 
     run(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, config, key_B, place) -> context_BLHK
 
@@ -190,17 +190,17 @@ def platform_of(device: jax.Device) -> str:
     return device.platform
 
 
-def _mask_bytes(seq_len: int) -> int:
-    """Returns the bytes of cuDNN's mask for one packed row: a 16-bit bias and, in jax 0.10, the 16-bit gradient of the
-    bias."""
+def _cudnn_mask_bytes(seq_len: int) -> int:
+    # A 16-bit bias and, in jax 0.10, its 16-bit gradient, [seq_len, seq_len] each.
     return 2 * 2 * seq_len**2
 
 
 def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
-    """Returns the bytes that chunked attention needs for one row of 16-bit queries.
+    """Returns the bytes of temporaries that chunked attention needs for one packed row on one device.
 
-    The result is the sum of the float32 gradients, the query blocks and three blocks of scores. It is within 4 % of
-    what the compiler allocated for models of 8B and 124M parameters on an H100 (jax 0.10.2).
+    They are the float32 sums of the gradients, the 16-bit query blocks and three float32 blocks of scores. The result
+    is within 4 % of what the compiler allocated for models of 8B and 124M parameters on an H100 (jax 0.10.2).
+    `head_parts`: number of devices that share the heads.
     """
     H, G, K = config.n_heads, config.n_kv_heads, config.score_width
     block = min(config.attention_chunk, seq_len)
@@ -209,8 +209,9 @@ def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
 
 
 def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tuple[str, str]:
-    """Returns the kernel for packed rows that needs less memory on NVIDIA GPUs, and the reason."""
-    mask, chunked = _mask_bytes(seq_len), _chunked_bytes(config, seq_len, head_parts)
+    """Returns "cudnn" or "chunked", the attention kernel that needs less memory for packed rows on NVIDIA GPUs, and the
+    reason. cuDNN needs an even `seq_len` for them."""
+    mask, chunked = _cudnn_mask_bytes(seq_len), _chunked_bytes(config, seq_len, head_parts)
     sizes = f"a mask of {mask / 2**20:,.0f} MiB a row in cudnn, {chunked / 2**20:,.0f} MiB of sums in chunked"
     return "cudnn" if mask <= chunked and not seq_len % 2 else "chunked", f"auto: packed rows, {sizes}"
 
@@ -218,8 +219,11 @@ def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tu
 def choose_kernel(
     config: ModelConfig, precision: Precision, platform: str, seq_len: int, *, packed: bool = False, head_parts: int = 1
 ) -> tuple[str, str]:
-    """Returns the name of the attention kernel that `config.attention` selects, and the reason. `auto` selects the
-    kernel that needs the least memory among those that can run.
+    """Returns the name of the attention kernel that `config.attention` selects, and the reason.
+
+    "auto" selects cuDNN where it can run. Elsewhere it selects the naive kernel for sequences of at most NAIVE_UP_TO
+    positions, or if chunked attention cannot run, and otherwise the chunked kernel. For packed rows on GPUs that can
+    run cuDNN, it selects the one of cuDNN and chunked attention that needs less memory.
 
     Args:
       platform: result of `platform_of` for the device that will run the program: "cpu", "gpu", "cuda", "tpu" or the

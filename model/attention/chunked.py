@@ -71,7 +71,8 @@ def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Arra
     """Splits positions into blocks: [B, L, ...] -> [n, B, ..., chunk, ...]. The block index comes first and the
     positions of a block are at `axis`.
 
-    The sequence consists of `spans` equal stretches. Each stretch is split separately, and zeros pad its last block.
+    The sequence consists of `spans` equal pieces, such as the two chunks of a ring rank. Each piece is split
+    separately, and zeros pad its last block, so that no block has positions of two pieces.
     """
     B, L = x.shape[:2]
     pad = -(L // spans) % chunk
@@ -83,7 +84,8 @@ def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Arra
 
 
 def positions(x_blocks: jax.Array, length: int, spans: int = 1, axis: int = -2) -> jax.Array:
-    """Inverts `blocks` for a sequence of `length` positions: [n, B, ..., chunk, ...] -> [B, L, ...]."""
+    """Inverts `blocks`: joins the blocks of a sequence of `length` positions and drops the padding, [n, B, ..., chunk,
+    ...] -> [B, L, ...]."""
     x = jnp.moveaxis(x_blocks, (0, axis), (1, 2))
     B, rest = x.shape[0], x.shape[3:]
     return x.reshape(B, spans, -1, *rest)[:, :, : length // spans].reshape(B, length, *rest)
@@ -123,13 +125,14 @@ def _scores(q_BGRcK, k_BGcK, allowed, scoring):
     return jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
 
 
-def _bound(q: jax.Array, pairs: Pairs, ids: Ids | None, sums: jax.Array) -> tuple[jax.Array, Pairs, Ids | None]:
-    """Puts `q`, `pairs` and `ids` behind one optimization barrier that also waits for `sums`.
+def _delay_until(q: jax.Array, pairs: Pairs, ids: Ids | None, sums: jax.Array) -> tuple[jax.Array, Pairs, Ids | None]:
+    """Returns `q`, `pairs` and `ids` unchanged, behind an optimization barrier, so that the compiler computes nothing
+    from them before `sums` exists.
 
     The pairs are constants, and the ids are the same in every layer. Without the barrier the masks and query blocks of
-    all pairs would be hoisted out of a checkpointed loop over layers and stacked, which takes as many bytes as the
-    full score matrix. Only one element of the sums enters the barrier, because a barrier around all sums would keep
-    unread values alive.
+    all pairs would be hoisted out of a checkpointed loop over layers and stacked, which takes as many bytes as the full
+    score matrix. Only one element of the sums enters the barrier, because a barrier around all sums would keep unread
+    values alive.
     """
     tie = sums[(0,) * sums.ndim]
     return jax.lax.optimization_barrier((q, jax.tree.map(jnp.asarray, pairs), ids, tie))[:3]
@@ -154,13 +157,19 @@ def add_pairs(
     ids: Ids | None = None,
     scoring: Scoring = PLAIN,
 ):
-    """Updates the online softmax `sums` (see `start`) with the keys and values of block `pairs`. If `mask` and `ids`
-    are None, no score is masked.
+    """Adds pairs of a query block and a key block to the online softmax `sums`, the arrays that `start` returns, and
+    returns the new sums.
 
     While all scores of a query are masked, its sums are meaningless. Its first unmasked score rescales them to exactly
     0, so the pairs must include each query's own position.
+
+    Args:
+      q: query blocks [n, B, G, R, c, K].
+      read: index of a key block -> its keys and values, [B, G, c, K] each.
+      pairs: the indices of the query blocks and of the key blocks, two int32 arrays.
+      mask, ids: the mask of a pair, and the segment ids of packed rows. If both are None, no score is masked.
     """
-    q, pairs, ids = _bound(q, pairs, ids, sums[1])
+    q, pairs, ids = _delay_until(q, pairs, ids, sums[1])
 
     def pair(sums, ij):
         i, j = ij
@@ -182,14 +191,18 @@ def add_pairs(
 
 
 def finish(sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Returns the context blocks [n, B, G, R, c, K] in `dtype` and the log-denominators [n, B, G, R, c] float32."""
+    """Converts the final sums of the online softmax to the context blocks [n, B, G, R, c, K] in `dtype` and the
+    log-denominators [n, B, G, R, c] float32."""
     out, peak, total = sums
     return (out / total[..., None]).astype(dtype), peak + jnp.log(total)
 
 
 def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Array:
-    """Returns for each query the sum of dP * P over the keys, [B, L, H] float32. P are the probabilities and dP their
-    gradient. It is computed from the attention output instead of the probabilities."""
+    """Returns for each query the sum of P * dP over the keys, [B, L, H] float32, where P are the probabilities and dP
+    is their gradient. The softmax gradient needs this sum.
+
+    It equals the sum of context * d_context over the head width, so that the probabilities are not needed.
+    """
     return jnp.einsum("blhk,blhk->blh", d_context_BLHK, context_BLHK, preferred_element_type=jnp.float32)
 
 
@@ -206,16 +219,18 @@ def add_gradients(
     ids: Ids | None = None,
     scoring: Scoring = PLAIN,
 ):
-    """Computes the gradients of the block pairs `pairs` and adds them to `sums`, the float32 gradients (dq, d_keys).
+    """Adds the gradients of pairs of a query block and a key block to `sums`, the float32 gradients (dq, d_keys), and
+    returns the new sums. dq has the shape of `q`; d_keys is any array or tuple that `write` can update.
 
     Args:
-      write: (d_keys, block index, (dk, dv)) -> d_keys with the gradients of that block added, [B, G, c, K] float32
-        each.
+      q, read, pairs, mask, ids: as in `add_pairs`.
+      write: (d_keys, index of a key block, (dk, dv)) -> d_keys with the gradients of that block's keys and values
+        added, [B, G, c, K] float32 each.
       d_out: gradient of the context, in blocks like `q`.
       lse, delta: log-denominators and results of `row_products`, [n, B, G, R, c].
     """
     one = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    q, pairs, ids = _bound(q, pairs, ids, sums[0])
+    q, pairs, ids = _delay_until(q, pairs, ids, sums[0])
 
     def pair(sums, ij):
         i, j = ij

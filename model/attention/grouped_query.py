@@ -82,8 +82,8 @@ class Attention(nnx.Module):
     def inputs(
         self, x_BLD: jax.Array, packed: Packed | None, key_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the queries, keys and values for the attention kernel: the results of `project`, normed (`qk_norm`)
-        and rotated."""
+        """Returns the queries [B, L, H, K], keys and values [B, L, G, K] for the attention kernel. Queries and keys are
+        normed if `config.qk_norm` is set, then rotated."""
         config = self.config
         with jax.named_scope("qkv"):
             q_BLHK, k_BLGK, v_BLGK = self.project(x_BLD, key_B)
@@ -99,13 +99,13 @@ class Attention(nnx.Module):
         return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK
 
     def cached_inputs(self, x_BTD: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns the queries, and the keys and values to store in the cache. The values are None if they are part of
-        the stored keys (latent attention)."""
+        """Returns the queries [B, T, H, K] of new tokens, and their keys and values [B, T, G, K], which the caller
+        writes to the KV cache. The values are None if they are part of the keys (latent attention)."""
         return self.inputs(x_BTD, packed)
 
     def from_cache(self, context_BTHV: jax.Array) -> jax.Array:
-        """Returns the context of the heads, [B, T, H, V], from the kernel's context over the cache. With grouped-query
-        attention the two are equal."""
+        """Converts the result of attention over the cache to the context of the heads, [B, T, H, V]. Here it is
+        returned unchanged; latent attention, whose cache stores latents, converts it."""
         return context_BTHV
 
     def _rotation(self, width: int) -> tuple[Callable[..., jax.Array], jax.Array]:

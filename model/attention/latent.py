@@ -77,12 +77,12 @@ class LatentAttention(Attention):
         return tag(self.place(q_BLHK, _HEADS), "q_rot"), tag(self.place(k_BLHK, _HEADS), "k_rot"), v_BLHK
 
     def cached_inputs(self, x_BTD: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array, None]:
-        """Returns the queries and cache entries of attention over cached latents. A token's entry is its latent joined
-        with the rotated part of its key, as one head.
+        """Returns queries [B, T, H, c + r], keys [B, T, 1, c + r] and None for the values, for attention over a cache
+        of latents. c is mla_kv_rank, r is mla_d_rope.
 
-        The matrices from latents to keys and values are applied to the queries and the context instead (section 2.1.2
-        of the paper): q (W c) = (q W) c. The cache therefore stores mla_kv_rank + mla_d_rope elements per token for
-        any number of heads.
+        A token's key, which all heads share, is its latent followed by the rotated part of its key. The cache stores
+        only this vector. The matrices from latents to keys and values are applied to the queries and the context
+        instead (section 2.1.2 of the paper): q (W c) = (q W) c.
         """
         K = self.config.d_head
         with jax.named_scope("qkv"):
@@ -102,7 +102,8 @@ class LatentAttention(Attention):
         )
 
     def from_cache(self, context_BTHc: jax.Array) -> jax.Array:
-        """Converts attention-weighted sums of latents to the context of the heads, [B, T, H, mla_d_value]."""
+        """Converts attention-weighted sums of latents [B, T, H, mla_kv_rank] to the context of the heads, [B, T, H,
+        mla_d_value]."""
         return jnp.einsum("bthc,chv->bthv", context_BTHc, self.w_v_up[...].astype(context_BTHc.dtype))
 
     def _queries(self, x_BLD: jax.Array) -> jax.Array:
@@ -114,8 +115,8 @@ class LatentAttention(Attention):
         return tag(self._up(q_BLc, "q_up")[0], "q")
 
     def _down(self, x_BLD: jax.Array, name: str) -> jax.Array:
-        """Multiplies the input by the matrix `w_<name>`. The resulting latent is sharded like the residual stream, and
-        gathered later, because it is small."""
+        """Multiplies the input by the matrix `w_<name>`, before the input is gathered. The resulting latent [B, L, c]
+        is sharded like the residual stream; it is gathered later, which moves fewer bytes."""
         with jax.named_scope(name):
             y_BLc = multiply(
                 "bld,dc->blc",

@@ -53,8 +53,8 @@ from bytescope.model.zigzag import chunk_length
 
 @dataclasses.dataclass(frozen=True)
 class _Rank:
-    """The block layout of one ring rank: each of the rank's two chunks of n positions is split into m blocks of c
-    positions. Masked padding fills the last block."""
+    """The block layout of one ring rank. The rank has two chunks of n positions. Each chunk is split into m blocks of c
+    positions; the last block of a chunk is padded, and its padding is masked."""
 
     ring: Ring
     n: int
@@ -63,8 +63,8 @@ class _Rank:
 
     @classmethod
     def for_length(cls, ring: Ring, length: int, chunk: int) -> "_Rank":
-        """Splits a rank's `length` positions into blocks of equal size, as far as possible, with at most `chunk`
-        positions each."""
+        """Returns the layout of a rank with `length` positions: as few blocks of equal size as possible, of at most
+        `chunk` positions each."""
         n = length // 2
         m = -(-n // chunk)
         return cls(ring, n, m, -(-n // m))
@@ -78,7 +78,7 @@ class _Rank:
         return positions(x, 2 * self.n, 2, axis)
 
     def mask(self, inner: Mask | None) -> Mask | None:
-        """Returns the mask `inner` with the padding positions of the last block of each key chunk masked too."""
+        """Returns the mask `inner` with the padding positions at the end of each key chunk masked too."""
         if self.n == self.m * self.c:
             return inner
 
@@ -95,9 +95,12 @@ class _Rank:
         return triangle(2 * self.m), self.mask(causal(self.c))
 
     def passing(self, hops):
-        """Returns the block pairs and the mask for keys from the rank `hops` ranks back in the ring. They cover two
-        pairs of chunks: the queries of the later chunk with the keys of the earlier chunk, and a second pair, which
-        depends on the two ranks."""
+        """Returns the two groups of block pairs, each with its mask, to compute with the keys from the rank `hops`
+        ranks back in the ring.
+
+        The first group pairs this rank's later chunk of queries with the other rank's earlier chunk of keys. The second
+        group pairs the earlier chunks of both ranks if the keys come from an earlier rank, else the later chunks.
+        """
         i, j = (x.reshape(-1) for x in jnp.indices((self.m, self.m), jnp.int32))
         from_earlier = hops <= jax.lax.axis_index(self.ring.axis)
         shift = jnp.where(from_earlier, 0, self.m).astype(jnp.int32)
@@ -125,13 +128,11 @@ class _Rank:
         C = self.ring.size
         return jax.lax.ppermute(x, self.ring.axis, [(rank, (rank + 1) % C) for rank in range(C)])
 
-    def zeros(self, x: jax.Array) -> jax.Array:
-        """Returns float32 zeros shaped like `x`, marked as varying between devices (see `varying`)."""
-        return self.varying(jnp.zeros(x.shape, jnp.float32))
+    def varying_zeros(self, x: jax.Array) -> jax.Array:
+        return self.mark_varying(jnp.zeros(x.shape, jnp.float32))
 
-    def varying(self, tree):
-        """Marks constants as values that vary between devices. `jax.shard_map` requires it of the initial values of a
-        loop."""
+    def mark_varying(self, tree):
+        # `jax.shard_map` requires that the initial values of a loop are marked as varying between devices.
         axes = (*self.ring.batch, self.ring.axis, *self.ring.heads)
         return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
 
@@ -154,7 +155,7 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
         kv, sums = carry
         return (rank.send(kv), visit(sums, kv, hops)), None
 
-    sums = rank.varying(start(q, q.shape[-1]))
+    sums = rank.mark_varying(start(q, q.shape[-1]))
     sums = add_pairs(sums, q, lambda j: kv[:, j], *rank.own, rank.ids(segments_BL), scoring)
     if C > 1:
         # The last step is outside the loop because its keys are not sent further: C-1 hops in all.
@@ -168,7 +169,8 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
 def _backward_rank(
     q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse_BGRL, d_context_BLHK, *, ring, chunk, scoring
 ):
-    """Returns the gradients of one rank's queries, keys and values."""
+    """Returns the gradients of one rank's queries, keys and values, in their shapes and dtypes. `lse_BGRL`: the
+    log-denominators that `_forward_rank` returned. `segments_BL` has the ids of all positions of the row."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
     rank, C = _Rank.for_length(ring, length, chunk), ring.size
@@ -194,12 +196,13 @@ def _backward_rank(
         )
 
     def visit(dq, d_kv, kv, hops):
-        """Runs one step of the ring. `d_kv` is the gradient that the other ranks have summed for the current keys and
-        values. Returns dq, the new `d_kv`, and `kv` ready to be sent."""
+        """Runs one step of the ring. `kv` are the keys and values that this rank currently has, and `d_kv` is the sum
+        of their gradients from the ranks visited before. Returns dq and `d_kv` with the gradients of this step added,
+        and `kv` ready to be sent."""
         first, second = rank.passing(hops)
         # While the gradient sums travel, the first pair of chunks, which reads only early keys, adds to separate sums.
         d_kv = rank.send(d_kv)
-        dq, d_early = add(dq, rank.zeros(kv[:, : rank.m]), kv, *first, hops)
+        dq, d_early = add(dq, rank.varying_zeros(kv[:, : rank.m]), kv, *first, hops)
         # The barrier sends the keys after that. Otherwise the scheduler would overlap the sums' hop with no
         # computation.
         d_kv, leaving = jax.lax.optimization_barrier((d_kv.at[:, : rank.m].add(d_early), kv))
@@ -209,7 +212,7 @@ def _backward_rank(
         dq, d_kv, leaving = visit(*carry, hops)
         return (dq, d_kv, rank.send(leaving)), None
 
-    dq, d_kv = add(rank.zeros(q), rank.zeros(kv), kv, *rank.own)
+    dq, d_kv = add(rank.varying_zeros(q), rank.varying_zeros(kv), kv, *rank.own)
     if C > 1:
         (dq, d_kv, kv), _ = jax.lax.scan(step, (dq, d_kv, rank.send(kv)), jnp.arange(1, C - 1))
         dq, d_kv, _ = visit(dq, d_kv, kv, C - 1)
@@ -260,8 +263,7 @@ def _attention_backward(ring, chunk, scoring, residuals, d_context_BLHK):
 _ring_attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _check(ring: Ring, batch: int, length: int, groups: int) -> None:
-    """Raises ValueError if a dimension is not divisible by the sizes of its mesh axes."""
+def _check_divisible(ring: Ring, batch: int, length: int, groups: int) -> None:
     chunk_length(length, ring.size, f"mesh.{ring.axis}")
     for name, size, axes in (("batch", batch, ring.batch), ("model.n_kv_heads", groups, ring.heads)):
         parts = math.prod(ring.mesh.shape[axis] for axis in axes)
@@ -293,5 +295,5 @@ def ring_attention(
       ValueError: the length, batch or number of heads is not divisible by the sizes of its mesh axes.
     """
     B, L, _, _ = q_BLHK.shape
-    _check(ring, B, L, k_BLGK.shape[2])
+    _check_divisible(ring, B, L, k_BLGK.shape[2])
     return _ring_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring, chunk, scoring)

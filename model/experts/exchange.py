@@ -1,8 +1,8 @@
-"""Moves the rows of experts to the devices that hold the experts and back: rows of one table.
+"""Ways to move rows (one token for one expert) to the devices of their experts and back, in the table EXCHANGES.
 
-Each entry of EXCHANGES has four moves: token vectors [T, D] to rows [X, D] and back, and router weights of choices [T,
-K] to rows [X] and back. Each move to rows is the transpose of the move back. The moves run on the arrays of one
-device, inside `jax.shard_map` if there are several devices.
+Each entry has four moves: token vectors [T, D] to rows [X, D] and back, and router weights [T, K] to rows [X] and back.
+Each move to rows is the transpose of the move back. The moves run on the arrays of one device, inside `jax.shard_map`
+if there are several devices.
 """
 
 import dataclasses
@@ -20,14 +20,18 @@ from bytescope.model.placement import Peers
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One way to move tokens between devices and experts, an entry of the table EXCHANGES. A row is one token for one
-    expert.
+    """One way to move tokens to the devices of their experts and back, an entry of the table EXCHANGES. A choice is a
+    pair of a token and one of its K experts; a row stores the vector of one choice.
 
     Fields:
-      shape: (tokens, choices per token, experts, factor, peers) -> the `Shape` of a device's rows.
-      plan: (expert_TK, shape, peers) -> the device's plan, an argument of the four functions below.
-      to_rows, to_tokens: (array, plan, peers) -> the rows [X, D] of tokens [T, D], and the tokens' sums of their rows.
-      to_row_numbers, to_choices: (array, plan, peers) -> numbers per row [X] from numbers per choice [T, K], and back.
+      shape: (tokens, K, experts, factor, peers) -> the `Shape` of a device's rows. `factor`: maximum number of rows
+        relative to the mean, 0 for no limit.
+      plan: (expert_TK, shape, peers) -> the plan, which says in which row each choice is stored. The four functions
+        below take it as an argument.
+      to_rows: (tokens [T, D], plan, peers) -> rows [X, D].
+      to_tokens: (rows [X, D], plan, peers) -> the sum of each token's rows, [T, D].
+      to_row_numbers: (floats [T, K], one per choice, plan, peers) -> floats [X], one per row.
+      to_choices: (floats [X], one per row, plan, peers) -> floats [T, K], one per choice.
     """
 
     summary: str
@@ -39,9 +43,9 @@ class Exchange:
     to_choices: Callable[..., jax.Array]
 
 
-def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
-    """Returns the maximum number of expert rows of a device: `factor` times the mean. If `factor` is 0, it is the
-    number of rows that arrive if all tokens choose this device."""
+def _max_rows_per_device(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
+    """Returns the maximum number of expert rows on a device: `factor` times the mean, tokens * k. If `factor` is 0,
+    returns the number of rows in the worst case, in which all tokens choose this device."""
     max_rows = tokens * peers.size * min(k, experts // peers.size)
     return min(int(factor * tokens * k), max_rows) if factor else max_rows
 
@@ -51,19 +55,20 @@ def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> in
 
 def _shape_here(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> Shape:
     choices = tokens * k * peers.size
-    rows_here = _bound(tokens, k, experts, factor if peers.size > 1 else 0.0, peers)
+    rows_here = _max_rows_per_device(tokens, k, experts, factor if peers.size > 1 else 0.0, peers)
     shape = rows.tiled_shape(rows_here, experts // peers.size, rows.choose_tile(choices, experts))
     return dataclasses.replace(shape, filled=min(tokens * k, rows_here))
 
 
-def _own(expert_TK: jax.Array, shape: Shape, peers: Peers) -> jax.Array:
-    """Converts expert indices to indices on this device, from 0. Experts of other devices become `shape.experts`."""
+def _to_local_experts(expert_TK: jax.Array, shape: Shape, peers: Peers) -> jax.Array:
+    """Converts global expert indices to indices on this device, from 0. Experts of other devices get the index
+    `shape.experts`."""
     own_TK = expert_TK - peers.index() * shape.experts
     return jnp.where((own_TK >= 0) & (own_TK < shape.experts), own_TK, shape.experts)
 
 
 def _plan_gathered(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
-    return rows.make_plan(_own(peers.gather(expert_TK), shape, peers), shape)
+    return rows.make_plan(_to_local_experts(peers.gather(expert_TK), shape, peers), shape)
 
 
 GATHERED: Mapping[str, Callable[..., Any]] = {
@@ -85,27 +90,29 @@ def _shape_slots(tokens: int, k: int, experts: int, factor: float, peers: Peers)
 
 
 def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
-    """Returns the plan for an all-to-all with a fixed number of slots per expert. The experts of one peer are
-    adjacent.
+    """Returns the plan for an all-to-all in which every device sends the same number of rows (slots) to each expert.
 
-    The plan's tiles describe the rows that this device receives.
+    The plan's indices describe the rows that this device sends, and its tiles the rows that it receives.
     """
     slots = shape.slots // peers.size
     sent = rows.make_plan(expert_TK, Shape(shape.experts * peers.size, shape.rows, slots, slots))
     return dataclasses.replace(sent, tiles=rows.make_tiles(*rows.first_rows(sent.tiles.count, shape), shape))
 
 
-def _sent(sent: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
-    """Sends rows [E, slots, ...] to the devices of their experts. Returns the rows that this device receives, [its
-    experts, peers, slots, ...], with the first three axes flattened."""
+def _send_slots(sent: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
+    """Sends rows to the devices of their experts and returns the rows that this device receives.
+
+    The sent rows are ordered as [all experts, slots], the received rows as [experts of this device, peers, slots].
+    These axes are flattened into one.
+    """
     if peers.size == 1:
         return sent
     parts = sent.reshape(peers.size, plan.tiles.count.size, -1, *sent.shape[1:])
     return jnp.moveaxis(peers.exchange(parts), 0, 1).reshape(sent.shape)
 
 
-def _returned(held: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
-    """Sends rows back to the devices of their tokens: the transpose of `_sent`."""
+def _return_slots(held: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
+    """Sends the rows that `_send_slots` received back to the devices of their tokens, in their original order."""
     if peers.size == 1:
         return held
     parts = held.reshape(plan.tiles.count.size, peers.size, -1, *held.shape[1:])
@@ -114,10 +121,10 @@ def _returned(held: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
 
 SLOTS: Mapping[str, Callable[..., Any]] = {
     "plan": _plan_slots,
-    "to_rows": lambda x_TD, plan, peers: _sent(rows.rows_of_tokens(x_TD, plan), plan, peers),
-    "to_tokens": lambda y_XD, plan, peers: rows.tokens_of_rows(_returned(y_XD, plan, peers), plan),
-    "to_row_numbers": lambda w_TK, plan, peers: _sent(rows.rows_of_choices(w_TK, plan), plan, peers),
-    "to_choices": lambda w_X, plan, peers: rows.choices_of_rows(_returned(w_X, plan, peers), plan),
+    "to_rows": lambda x_TD, plan, peers: _send_slots(rows.rows_of_tokens(x_TD, plan), plan, peers),
+    "to_tokens": lambda y_XD, plan, peers: rows.tokens_of_rows(_return_slots(y_XD, plan, peers), plan),
+    "to_row_numbers": lambda w_TK, plan, peers: _send_slots(rows.rows_of_choices(w_TK, plan), plan, peers),
+    "to_choices": lambda w_X, plan, peers: rows.choices_of_rows(_return_slots(w_X, plan, peers), plan),
 }
 
 
@@ -136,11 +143,11 @@ class RaggedPlan:
     Fields:
       place_TK, source_X, dropped: as in `Plan`, for the rows that this device sends.
       tiles: the tiles of the rows that this device receives.
-      sends: int32 [3, E of all devices]. For each expert: the first row sent to it, that row's index on the receiving
-        device, and the number of rows.
-      returns: int32 [3, E of all devices]. For each peer and each expert of this device: the first row sent back, that
-        row's index on the receiving device, and the number of rows.
-      rows: X, the number of rows that this device holds for its experts, padding included.
+      sends: int32 [3, all experts], the rows to send to each expert: index of the first row, index of its place on the
+        receiving device, number of rows.
+      returns: int32 [3, peers * experts of this device], the rows to send back to each peer from each expert: index of
+        the first row, index of its place on the receiving device, number of rows.
+      rows: X, the number of rows that this device has for its experts, padding included.
     """
 
     place_TK: jax.Array
@@ -180,15 +187,15 @@ def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan
     )
 
 
-def _ragged_to(sent: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
+def _send_ragged(sent: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
     """Sends this device's rows [T * K, ...] to the devices of their experts. Returns the received rows [X, ...], with
     zeros for padding."""
     return _ragged_all_to_all(sent, plan.rows, plan.sends, plan.returns[2], peers)
 
 
-def _ragged_back(held: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
+def _return_ragged(held: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
     """Sends rows [X, ...] back to the devices of their tokens. Returns [T * K, ...]. This is the transpose of
-    `_ragged_to`."""
+    `_send_ragged`."""
     return _ragged_all_to_all(held, plan.source_X.size, plan.returns, plan.sends[2], peers)
 
 
@@ -203,14 +210,13 @@ def _ragged_all_to_all(x: jax.Array, rows: int, sends: jax.Array, received: jax.
     """
     begin, place, size = sends
     if peers.emulated:  # XLA's CPU backend has no ragged all-to-all
-        return _gathered(x, rows, sends, peers)
+        return _emulate_ragged_all_to_all(x, rows, sends, peers)
     empty = jnp.zeros((rows, *x.shape[1:]), x.dtype)
     return jax.lax.ragged_all_to_all(x, empty, begin, size, place, received, axis_name=peers.axis)
 
 
-def _gathered(x: jax.Array, rows: int, sends: jax.Array, peers: Peers) -> jax.Array:
-    """Computes the result of `_ragged_all_to_all` by gathering the rows of all peers, for backends without a ragged
-    all-to-all."""
+def _emulate_ragged_all_to_all(x: jax.Array, rows: int, sends: jax.Array, peers: Peers) -> jax.Array:
+    # Gathers the rows of all peers and selects the rows that this device would receive.
     x_PN, sends_P = peers.gather(x[None]), peers.gather(sends[None])
     each = sends.shape[1] // peers.size
     mine = jax.lax.dynamic_slice_in_dim(sends_P, peers.index() * each, each, 2)  # [peers, 3, slices]
@@ -225,10 +231,10 @@ def _gathered(x: jax.Array, rows: int, sends: jax.Array, peers: Peers) -> jax.Ar
 
 RAGGED: Mapping[str, Callable[..., Any]] = {
     "plan": _plan_ragged,
-    "to_rows": lambda x_TD, plan, peers: _ragged_to(rows.rows_of_tokens(x_TD, plan), plan, peers),
-    "to_tokens": lambda y_XD, plan, peers: rows.tokens_of_rows(_ragged_back(y_XD, plan, peers), plan),
-    "to_row_numbers": lambda w_TK, plan, peers: _ragged_to(rows.rows_of_choices(w_TK, plan), plan, peers),
-    "to_choices": lambda w_X, plan, peers: rows.choices_of_rows(_ragged_back(w_X, plan, peers), plan),
+    "to_rows": lambda x_TD, plan, peers: _send_ragged(rows.rows_of_tokens(x_TD, plan), plan, peers),
+    "to_tokens": lambda y_XD, plan, peers: rows.tokens_of_rows(_return_ragged(y_XD, plan, peers), plan),
+    "to_row_numbers": lambda w_TK, plan, peers: _send_ragged(rows.rows_of_choices(w_TK, plan), plan, peers),
+    "to_choices": lambda w_X, plan, peers: rows.choices_of_rows(_return_ragged(w_X, plan, peers), plan),
 }
 
 

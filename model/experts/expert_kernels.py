@@ -1,4 +1,4 @@
-"""Matrix products of rows with the weights of their experts: rows of one table with one signature.
+"""Kernels that multiply rows (one token for one expert) by the weights of their experts, in the table KERNELS.
 
 A kernel has three products, all linear: rows times weights, and the two products of its gradient. Rows are grouped in
 tiles, and all rows of a tile belong to one expert (`Tiles`).
@@ -35,8 +35,9 @@ class Products:
     to_weights: Callable[..., jax.Array]
 
 
-def _by_tile(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    """Multiplies the tiles of rows in turn, each by the weight of its expert."""
+def _multiply_by_tile(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
+    """Multiplies rows by the weights of their experts in a loop over tiles of rows. All rows of a tile belong to one
+    expert."""
     x_nTC = x_XC.reshape(tiles.expert.size, -1, x_XC.shape[1])
 
     def one(_, xs):
@@ -47,7 +48,8 @@ def _by_tile(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Arra
 
 
 def _weights_by_tile(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles) -> jax.Array:
-    """Multiplies the tiles of rows in turn, and adds each product to the float32 weight gradient of its expert."""
+    """Returns the weight gradients [E, C, N] of the experts. A loop over tiles of rows adds the product x^T y of each
+    tile to the float32 sum of its expert."""
     cut = [x.reshape(tiles.expert.size, -1, x.shape[1]) for x in (x_XC, y_XN)]
 
     def add(total_ECN, xs):
@@ -70,9 +72,9 @@ def _ragged_weights(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles) -> jax.Array
     return jax.vjp(lambda w_ECN: _ragged(x_XC, w_ECN, tiles), zeros)[1](y_XN)[0]
 
 
-def _batched(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    """Multiplies the rows of all experts in one batched einsum. Each expert has one tile, which consists of its
-    slots."""
+def _multiply_batched(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
+    """Multiplies rows by the weights of their experts in one batched einsum. Each expert must have the same number of
+    consecutive rows (the slot layout)."""
     x_ECC = x_XC.reshape(tiles.count.size, -1, x_XC.shape[1])
     return jnp.einsum(spec, x_ECC, w).reshape(x_XC.shape[0], -1)
 
@@ -99,7 +101,11 @@ def rows_times(
     `w` is [E, C, N], or [E, N, C] if `transposed`. `interpret` runs the kernel as plain jax on any backend.
     """
     (X, C), N = x_XC.shape, w.shape[1 if transposed else 2]
-    tile, columns_per_block, summed_per_block = X // tiles.expert.size, _block(N, BLOCK), _block(C, DEPTH)
+    tile, columns_per_block, summed_per_block = (
+        X // tiles.expert.size,
+        _choose_block_size(N, BLOCK),
+        _choose_block_size(C, DEPTH),
+    )
 
     last = tiles.count.size - 1
 
@@ -132,7 +138,11 @@ def weight_gradients(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpre
     from [X, C] and [X, N]."""
     (X, C), N, E = x_XC.shape, y_XN.shape[1], tiles.count.size
     tile = X // tiles.expert.size
-    rows_per_block, columns_per_block, summed_per_block = _block(C, BLOCK), _block(N, BLOCK), _block(tile, DEPTH)
+    rows_per_block, columns_per_block, summed_per_block = (
+        _choose_block_size(C, BLOCK),
+        _choose_block_size(N, BLOCK),
+        _choose_block_size(tile, DEPTH),
+    )
 
     def kernel(first_ref, count_ref, x_ref, y_ref, out_ref):
         e, i, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -156,15 +166,14 @@ def weight_gradients(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpre
     )(tiles.first, tiles.count, x_XC, y_XN)
 
 
-def _block(size: int, largest: int) -> int:
-    """Returns a block size that divides a dimension of `size` elements: `size` if it is at most `largest`, else the
-    greatest common divisor of the two."""
+def _choose_block_size(size: int, largest: int) -> int:
+    # The block size must divide the dimension.
     return size if size <= largest else math.gcd(size, largest)
 
 
 def _call_arguments(interpret: bool, flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> dict:
-    """Returns the keyword arguments of a Pallas call, with a cost estimate, because a compiled report contains no
-    operations inside a kernel."""
+    """Returns keyword arguments of `pl.pallas_call`, with a cost estimate. Reports take the FLOPs and bytes of a kernel
+    from its estimate, because XLA does not see the operations inside it."""
     moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     cost = pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0)
     if interpret:
@@ -185,8 +194,8 @@ KERNELS = {
     "grouped_interpreted": Products("the grouped kernels run as plain jax, on any backend", *_grouped(True)),
     "capacity": Products(
         "batched products over a fixed number of slots; rows beyond them are dropped",
-        partial(_batched, "esc,ecn->esn"),
-        partial(_batched, "esn,ecn->esc"),
+        partial(_multiply_batched, "esc,ecn->esn"),
+        partial(_multiply_batched, "esn,ecn->esc"),
         _batched_weights,
     ),
     "ragged": Products(
@@ -197,8 +206,8 @@ KERNELS = {
     ),
     "scan": Products(
         "a loop over tiles of rows, on any backend",
-        partial(_by_tile, "tc,cn->tn"),
-        partial(_by_tile, "tn,cn->tc"),
+        partial(_multiply_by_tile, "tc,cn->tn"),
+        partial(_multiply_by_tile, "tn,cn->tc"),
         _weights_by_tile,
     ),
 }

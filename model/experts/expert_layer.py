@@ -49,12 +49,13 @@ class Load:
 
 
 class Experts(nnx.Module):
-    """Mixture of experts: a router chooses for each token the experts, each an MLP, whose outputs are summed. [B, L,
-    D] to [B, L, D].
+    """Mixture of experts, [B, L, D] -> [B, L, D]: a router chooses K experts for each token. Each expert is an MLP, and
+    the weighted outputs of a token's experts are summed.
 
     The table EXCHANGES lists the ways to move tokens to the devices of their experts, and the table KERNELS lists the
-    kernels for the matrix products. The router's weights multiply the input of the down projection, so that the
-    gradient does not need the projection's output. `pooled`: True to record `Load.shares`.
+    kernels for the matrix products. The router's weight multiplies the input of an expert's down projection instead of
+    the output, because the gradient then does not need the output. `pooled`: True to record the mean score of each
+    expert, `Load.shares`.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: ja
         E, (B, L, K) = logits_BLE.shape[-1], choice.expert_BLK.shape
         tokens = B * L if real_BL is None else jnp.maximum(real_BL.sum(dtype=jnp.float32), 1.0)
 
-        def mean(x: jax.Array) -> jax.Array:
-            """Averages [B, L, ...] over the tokens that are not padding. Returns [...]."""
+        def mean_over_tokens(x: jax.Array) -> jax.Array:
+            # Padding tokens are not counted.
             if real_BL is None:
                 return x.mean((0, 1))
             mask = real_BL.reshape(B, L, *[1] * (x.ndim - 2))
@@ -172,16 +173,16 @@ def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: ja
 
         counts_E = jax.nn.one_hot(choice.expert_BLK, E, dtype=jnp.float32).sum((0, 1, 2))
         share_BLE = choice.share_BLE
-        entropy = -mean((share_BLE * jnp.log(jnp.maximum(share_BLE, jnp.finfo(jnp.float32).tiny))).sum(-1))
-        share_E = mean(share_BLE)
+        entropy = -mean_over_tokens((share_BLE * jnp.log(jnp.maximum(share_BLE, jnp.finfo(jnp.float32).tiny))).sum(-1))
+        share_E = mean_over_tokens(share_BLE)
         balance = E * (counts_E / (tokens * K) * share_E).sum()
-        router_z = mean(jnp.square(jax.nn.logsumexp(logits_BLE, axis=-1)))
+        router_z = mean_over_tokens(jnp.square(jax.nn.logsumexp(logits_BLE, axis=-1)))
         return Load(counts_E, dropped, jax.lax.stop_gradient(entropy), balance, router_z, share_E if pooled else None)
 
 
 def choice_shares(counts_NE: jax.Array) -> jax.Array:
-    """Returns for each expert its fraction (0 to 1) of the choices of its layer, [..., E]. Fractions are 0 in layers
-    that received no token."""
+    """Returns the fraction (0 to 1) of a layer's choices that each expert got, [N, E], from the numbers of choices [N,
+    E]. A choice is a pair of a token and one of its experts. Fractions are 0 in layers without choices."""
     return counts_NE / jnp.maximum(counts_NE.sum(-1, keepdims=True), 1.0)
 
 

@@ -30,7 +30,7 @@ class DispatchSettings:
     Fields:
       kernel: name of the expert kernel, a row of KERNELS.
       exchange: name of the way rows are moved, a row of EXCHANGES.
-      factor: maximum rows of an expert relative to the mean, 0 for no limit.
+      factor: maximum number of rows relative to the mean, per expert with fixed slots, else per device; 0 for no limit.
       experts: number of experts on all devices together.
     """
 
@@ -41,8 +41,9 @@ class DispatchSettings:
 
 
 def make_plan(how: DispatchSettings, place: Placement, expert_BLK: jax.Array) -> Any:
-    """Returns the plan of every device: which row holds which token for which expert. `expert_BLK`: int32, the experts
-    of each token. Padding has the index `how.experts` and gets no row."""
+    """Decides which row stores which choice (pair of a token and one of its experts). Returns the plan of the exchange
+    `how.exchange`, of which every device has its own part. `expert_BLK`: int32, the K experts of each token; padding
+    tokens have the index `how.experts` and get no row."""
     exchange = EXCHANGES[how.exchange]
 
     def plan(expert_BLK: jax.Array) -> Any:
@@ -70,7 +71,7 @@ def dispatch(
 
 
 def _dispatch_forward(how, place, x_BLD, weight_BLK, plan):
-    return dispatch(how, place, x_BLD, weight_BLK, plan), (plan, _like(x_BLD), _like(weight_BLK))
+    return dispatch(how, place, x_BLD, weight_BLK, plan), (plan, _empty_like(x_BLD), _empty_like(weight_BLK))
 
 
 def _dispatch_backward(how, place, residuals, gradients):
@@ -120,8 +121,8 @@ def _combine_backward(how, place, residuals, d_BLD):
 combine.defvjp(_combine_forward, _combine_backward)
 
 
-def _like(x_BLD: jax.Array) -> jax.Array:
-    """Returns an empty array [B, L, 0], whose shape gives `combine` the number of tokens of a device."""
+def _empty_like(x_BLD: jax.Array) -> jax.Array:
+    # Has no bytes; its shape tells a device its number of tokens.
     return x_BLD[:, :, :0]
 
 
@@ -132,7 +133,8 @@ class Weight:
     Fields:
       axes: its logical axes.
       frozen: True if it gets no gradient.
-      regather: True if it is gathered and cast again for the gradient, as in `layers.enter`.
+      regather: True if the backward pass casts and gathers the stored weight again, instead of saving the result of the
+        forward pass.
     """
 
     axes: Axes
@@ -155,12 +157,15 @@ def _multiply(
     weights: tuple[jax.Array, ...],
     tiles: Any,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows `x` by each of the expert weights, which are passed as stored. `spec`: logical axes of the rows
-    and of the results."""
-    return _times(kernel, place, which, spec, x, _computed(which, weights, x.dtype, place), tiles)
+    """Multiplies rows `x` by each of the expert weights, with a custom gradient. The weights are passed as stored, that
+    is, sharded and in the dtype of parameters.
+
+    `which`: the description of each weight. `spec`: (logical axes of the rows, logical axes of the results).
+    """
+    return _multiply_gathered(kernel, place, which, spec, x, _cast_and_gather(which, weights, x.dtype, place), tiles)
 
 
-def _times(
+def _multiply_gathered(
     kernel: str,
     place: Placement,
     which: tuple[Weight, ...],
@@ -169,7 +174,8 @@ def _times(
     computed: tuple[jax.Array, ...],
     tiles: Any,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows `x` by each of the expert weights, which are passed cast and gathered."""
+    """Multiplies rows `x` by each of the expert weights. Unlike the weights of `_multiply`, the weights `computed` are
+    already cast to the compute dtype and gathered."""
 
     def run(x, weights, tiles):
         return tuple(_shaped(KERNELS[kernel].forward(_flat(x), w, tiles), spec[1]) for w in weights)
@@ -183,8 +189,8 @@ def _multiply_forward(kernel, place, which, spec, x, weights, tiles):
     # If weights are gathered again for the gradient, the residuals are the weights as stored, which costs no memory.
     # If a checkpoint recomputes the products, the weights are gathered for the recomputation: the compiler would not
     # notice that both gathers are the same.
-    computed = _computed(which, weights, x.dtype, place)
-    outs = _times(kernel, place, which, spec, x, computed, tiles)
+    computed = _cast_and_gather(which, weights, x.dtype, place)
+    outs = _multiply_gathered(kernel, place, which, spec, x, computed, tiles)
     kept = None if all(one.frozen for one in which) else x
     return outs, (kept, weights, None if which[0].regather else computed, tiles)
 
@@ -192,7 +198,7 @@ def _multiply_forward(kernel, place, which, spec, x, weights, tiles):
 def _multiply_backward(kernel, place, which, spec, residuals, d_outs):
     x, weights, computed, tiles = residuals
     if computed is None:
-        computed = _computed(which, weights, d_outs[0].dtype, place)
+        computed = _cast_and_gather(which, weights, d_outs[0].dtype, place)
     products, trained = KERNELS[kernel], [not one.frozen for one in which]
 
     def run(x, weights, d_outs, tiles):
@@ -218,23 +224,22 @@ def _multiply_backward(kernel, place, which, spec, residuals, d_outs):
         # of which keeps its shard, lets the compiler reduce and scatter in one operation. The sum over replicas then
         # adds shards.
         part = next(parts)
-        shard = place.gradient(_sum(part, 1), ("replicas", *one.axes))
-        d_weights.append(stored_like(place.gradient(_sum(shard, 0), one.axes).astype(w.dtype), w))
+        shard = place.gradient(_sum_in_own_dtype(part, 1), ("replicas", *one.axes))
+        d_weights.append(stored_like(place.gradient(_sum_in_own_dtype(shard, 0), one.axes).astype(w.dtype), w))
     return d_x, tuple(d_weights), None
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def _sum(parts: jax.Array, axis: int) -> jax.Array:
-    """Returns the sum over an axis in the dtype of `parts`. `jnp.sum` would send float32 between devices."""
+def _sum_in_own_dtype(parts: jax.Array, axis: int) -> jax.Array:
+    # `jnp.sum` would send float32 between devices.
     return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (axis,))
 
 
-def _computed(
+def _cast_and_gather(
     which: Sequence[Weight], weights: Sequence[jax.Array], dtype: jnp.dtype, place: Placement
 ) -> tuple[jax.Array, ...]:
-    """Returns the weights as a layer multiplies them: cast to `dtype`, then gathered."""
     return tuple(place.weight(to_device(w).astype(dtype), one.axes) for one, w in zip(which, weights))
 
 
@@ -249,14 +254,15 @@ def _shaped(y_XN: jax.Array, axes: Axes) -> jax.Array:
 def enter(
     kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *, regather: bool
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows by each parameter [E, D, F]. Returns one result [X, F] per parameter. `regather`: as in
-    `layers.enter`."""
+    """Multiplies rows [X, tensor, D] by the weights of their experts, for each parameter [E, D, F]. Returns one result
+    [X, F] per parameter. `regather`: True to gather the parameters again in the backward pass (see `layers.enter`)."""
     which = tuple(Weight.from_param(p, regather) for p in params)
     return _multiply(kernel, place, which, (ROWS, HIDDEN), x_X1D, tuple(p[...] for p in params), plan.tiles)
 
 
 def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any, *, regather: bool) -> jax.Array:
-    """Multiplies rows [X, F] by the parameter [E, F, D]. Returns [X, tensor, D]. `regather`: as in `layers.enter`."""
+    """Multiplies rows [X, F] by the weights of their experts, the parameter [E, F, D]. Returns [X, tensor, D].
+    `regather`: True to gather the parameter again in the backward pass (see `layers.enter`)."""
     return _multiply(kernel, place, (Weight.from_param(p, regather),), (HIDDEN, ROWS), act_XF, (p[...],), plan.tiles)[0]
 
 

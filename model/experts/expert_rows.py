@@ -1,4 +1,5 @@
-"""The order of expert rows on a device: an integer plan, and functions that move tokens along it.
+"""The order of expert rows on a device: plans of integer indices, and functions that move arrays between tokens and
+rows.
 
 A row is one pair of a token and one of its experts. Rows are sorted by expert, in one of two layouts. Tiles: each
 expert's rows fill whole tiles, the last one padded, and the experts' tiles are adjacent (MegaBlocks, Gale et al. 2022,
@@ -77,7 +78,7 @@ class Tiles:
       expert: for each tile the index of its expert, from 0 on this device.
       first: for each expert the index of its first tile.
       count: for each expert its number of tiles. Tiles after the last expert's tiles are empty.
-      filled: see `Shape`.
+      filled: number of rows that hold tokens if the experts are balanced, for cost estimates; 0 if all rows do.
     """
 
     expert: jax.Array
@@ -105,11 +106,11 @@ class Plan:
 
 
 def rank_in_expert(expert_N: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the rank of each choice (pair of token and expert) within its expert, and the number of choices of each
-    expert.
+    """Numbers the choices (pairs of token and expert) of each expert from 0. Returns the number of each choice [N], and
+    how many choices each expert has [E], both int32.
 
-    Both are int32. `expert_N`: expert indices; the value `experts` marks an expert of another device. Uses a stable
-    sort, because a running count would need an array [N, E].
+    `expert_N`: the expert of each choice; the value `experts` marks an expert of another device. Uses a stable sort,
+    because a running count would need an array [N, E].
     """
     order_N = jnp.argsort(expert_N, stable=True)
     counts_E = jnp.bincount(expert_N, length=experts + 1)[:experts].astype(jnp.int32)
@@ -150,10 +151,10 @@ def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
 
 
 def sources(place_N: jax.Array, rows: int) -> jax.Array:
-    """Inverts row positions. Returns for each of `rows` rows the index of the choice that it holds, int32 [X], or N if
-    it is empty.
+    """Inverts the assignment of choices to rows. Returns the index of the choice in each row, int32 [rows]; N for an
+    empty row.
 
-    `place_N`: the row of each of N choices.
+    `place_N`: the index of the row of each of N choices.
     """
     return (
         jnp.full(rows, place_N.size, jnp.int32).at[place_N].set(jnp.arange(place_N.size, dtype=jnp.int32), mode="drop")
@@ -161,8 +162,8 @@ def sources(place_N: jax.Array, rows: int) -> jax.Array:
 
 
 def make_tiles(first_E: jax.Array, tiles_E: jax.Array, shape: Shape) -> Tiles:
-    """Returns the tiles of the experts from each expert's first row and number of tiles, the results of
-    `first_rows`."""
+    """Returns the assignment of tiles to experts. `first_E`: the index of each expert's first row. `tiles_E`: its
+    number of tiles, int32 [E]."""
     first = first_E // shape.tile
     expert = jnp.searchsorted(first + tiles_E, jnp.arange(shape.tiles), side="right").astype(jnp.int32)
     # An expert whose rows exceed the buffer gets no tiles for the excess rows.
@@ -188,10 +189,12 @@ def tokens_of_rows(y_XD: jax.Array, plan: Plan) -> jax.Array:
 
 
 def rows_of_choices(w_TK: jax.Array, plan: Plan) -> jax.Array:
-    """Moves numbers of choices [T, K] to the rows of the choices. Returns [X], with 0 for padding rows."""
+    """Copies one float per choice (pair of token and expert), such as its router weight, to the row of the choice: [T,
+    K] -> [X]. Padding rows get 0."""
     return jnp.take(w_TK.reshape(-1), plan.source_X, mode="fill", fill_value=0)
 
 
 def choices_of_rows(w_X: jax.Array, plan: Plan) -> jax.Array:
-    """Moves numbers of rows [X] to the choices in the rows. Returns [T, K], with 0 for choices without a row."""
+    """Copies one float per row to the choice (pair of token and expert) in the row: [X] -> [T, K]. Choices without a
+    row get 0."""
     return jnp.take(w_X, plan.place_TK, mode="fill", fill_value=0)

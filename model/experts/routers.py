@@ -43,7 +43,7 @@ def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig)
     """
     scores_BLE = ROUTERS[config.router](logits_BLE)
     picked_by_BLE = jax.lax.stop_gradient(scores_BLE if bias_E is None else scores_BLE + bias_E[None, None])
-    _, expert_BLK = jax.lax.top_k(_open_groups(picked_by_BLE, config), config.experts_per_token)
+    _, expert_BLK = jax.lax.top_k(_mask_closed_groups(picked_by_BLE, config), config.experts_per_token)
     weight_BLK = jnp.take_along_axis(scores_BLE, expert_BLK, axis=-1)
     if config.router_renormalize:
         weight_BLK = weight_BLK / (weight_BLK.sum(-1, keepdims=True) + SMALL)
@@ -53,8 +53,9 @@ def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig)
     return Choice(expert_BLK, weight_BLK * config.router_scale, share_BLE)
 
 
-def _open_groups(scores_BLE: jax.Array, config: ModelConfig) -> jax.Array:
-    """Returns scores that are -inf for experts outside the token's best groups (node-limited routing of DeepSeek-V3).
+def _mask_closed_groups(scores_BLE: jax.Array, config: ModelConfig) -> jax.Array:
+    """Keeps the scores [B, L, E] of experts in the token's `router_top_groups` best groups and sets all other scores to
+    -inf, so that a token chooses experts from these groups only (node-limited routing of DeepSeek-V3).
 
     A group's score is the sum of its two best experts' scores.
     """

@@ -26,8 +26,8 @@ class View:
 
     Fields:
       positions_BT: int32, the position of each token in its sequence, -1 for padding.
-      table_BP: int32, for each run of PAGE positions of a sequence the index of its page. The index is NOBODY, the
-        scratch page, if the run has no page.
+      table_BP: int32, the page table: for each PAGE consecutive positions of a sequence the index of the page that
+        stores them; NOBODY, the scratch page, if they have no page.
     """
 
     positions_BT: Any  # jax.Array in a step, np.ndarray before it, ShapeDtypeStruct if a step is only compiled
@@ -35,7 +35,8 @@ class View:
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array]:
-        """Where the keys and values of each token are stored: (page index, offset in the page), int32 [B, T] each."""
+        """The storage location of each token's keys and values: (page index, offset in the page), int32 [B, T] each.
+        Padding tokens are on the scratch page."""
         positions_BT = jnp.maximum(self.positions_BT, 0)
         pages_BT = jnp.take_along_axis(self.table_BP, positions_BT // PAGE, axis=1)
         return jnp.where(self.positions_BT < 0, NOBODY, pages_BT), positions_BT % PAGE
@@ -83,25 +84,25 @@ class PagePool:
     def write(self, k_BTGK: jax.Array, v_BTGV: jax.Array | None, view: View) -> "PagePool":
         """Returns the pool after the keys and values of a step's tokens are written to it."""
         at = view.places
-        keys, key_scales = _put(self.keys, self.key_scales, k_BTGK, at)
+        keys, key_scales = _write_pages(self.keys, self.key_scales, k_BTGK, at)
         if v_BTGV is None or self.values is None:
             return dataclasses.replace(self, keys=keys, key_scales=key_scales)
-        values, value_scales = _put(self.values, self.value_scales, v_BTGV, at)
+        values, value_scales = _write_pages(self.values, self.value_scales, v_BTGV, at)
         return PagePool(keys, values, key_scales, value_scales, self.compute)
 
     def read(self, pages_BP: jax.Array, value_width: int) -> tuple[jax.Array, jax.Array]:
         """Returns the keys [B, S, G, K] and values [B, S, G, V] in the pages `pages_BP`, in the compute dtype."""
-        k_BSGK = _get(self.keys, self.key_scales, pages_BP, self.compute)
+        k_BSGK = _read_pages(self.keys, self.key_scales, pages_BP, self.compute)
         if self.values is None:
             return k_BSGK, k_BSGK[..., :value_width]
-        return k_BSGK, _get(self.values, self.value_scales, pages_BP, self.compute)
+        return k_BSGK, _read_pages(self.values, self.value_scales, pages_BP, self.compute)
 
 
-def _put(
+def _write_pages(
     pool: jax.Array, scales: jax.Array | None, new_BTGK: jax.Array, at: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Writes keys or values `new_BTGK` at (page, offset). Returns the pages and their scales. Pages in 8 bits have one
-    scale per token and head."""
+    """Writes keys or values `new_BTGK` to `pool` at (page, offset). Returns the pages and their scales. Pages in 8 bits
+    have one scale per token and head; other pages have None."""
     if scales is None:
         return pool.at[at].set(new_BTGK.astype(pool.dtype)), None
     integers = jnp.issubdtype(pool.dtype, jnp.integer)
@@ -114,8 +115,8 @@ def _put(
     return pool.at[at].set(narrow_BTGK.astype(pool.dtype)), scales.at[at].set(scale_BTG)
 
 
-def _get(pool: jax.Array, scales: jax.Array | None, pages_BP: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the pages of each sequence concatenated, [B, S, G, K]."""
+def _read_pages(pool: jax.Array, scales: jax.Array | None, pages_BP: jax.Array, dtype: DTypeLike) -> jax.Array:
+    # The pages of each sequence are concatenated.
     B, P = pages_BP.shape
     pages = pool[pages_BP].reshape(B, P * PAGE, *pool.shape[2:])
     if scales is None:

@@ -32,9 +32,9 @@ def gather(
     longest."""
     k_BSGK, v_BSGV = pool.read(view.table_BP, value_width)
     scores_BGRTS = _scores(q_BTHK, k_BSGK, scoring, width)
-    scores_BGRTS = _masked(scores_BGRTS, jnp.arange(k_BSGK.shape[1]), view)
+    scores_BGRTS = _mask_later_keys(scores_BGRTS, jnp.arange(k_BSGK.shape[1]), view)
     probs_BGRTS = jax.nn.softmax(scores_BGRTS, axis=-1).astype(v_BSGV.dtype)
-    return _joined(jnp.einsum("bgrts,bsgv->btgrv", probs_BGRTS, v_BSGV), q_BTHK)
+    return _merge_heads(jnp.einsum("bgrts,bsgv->btgrv", probs_BGRTS, v_BSGV), q_BTHK)
 
 
 def blocks(
@@ -54,7 +54,7 @@ def blocks(
         sums_BGRTV, most_BGRT, total_BGRT = carry
         k_BSGK, v_BSGV = pool.read(jax.lax.dynamic_slice_in_dim(table_BP, i * count, count, 1), value_width)
         scores_BGRTS = _scores(q_BTHK, k_BSGK, scoring, width)
-        scores_BGRTS = _masked(scores_BGRTS, i * count * PAGE + jnp.arange(count * PAGE), view)
+        scores_BGRTS = _mask_later_keys(scores_BGRTS, i * count * PAGE + jnp.arange(count * PAGE), view)
         above_BGRT = jnp.maximum(most_BGRT, scores_BGRTS.max(-1))
         probs_BGRTS = jnp.exp(scores_BGRTS - above_BGRT[..., None])
         kept_BGRT = jnp.exp(most_BGRT - above_BGRT)
@@ -73,11 +73,10 @@ def blocks(
     turns = view.positions_BT.max() // (count * PAGE) + 1
     sums_BGRTV, _, total_BGRT = jax.lax.fori_loop(0, turns, turn, start)
     context_BGRTV = sums_BGRTV / jnp.maximum(total_BGRT, 1e-30)[..., None]
-    return _joined(jnp.moveaxis(context_BGRTV, 3, 1), q_BTHK)
+    return _merge_heads(jnp.moveaxis(context_BGRTV, 3, 1), q_BTHK)
 
 
 def _scores(q_BTHK: jax.Array, k_BSGK: jax.Array, scoring: Scoring, width: int) -> jax.Array:
-    """Returns the attention scores, float32 [B, G, R, T, S]."""
     B, T, H, K = q_BTHK.shape
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K).astype(k_BSGK.dtype)
@@ -85,14 +84,12 @@ def _scores(q_BTHK: jax.Array, k_BSGK: jax.Array, scoring: Scoring, width: int) 
     return scoring(products, width)
 
 
-def _masked(scores_BGRTS: jax.Array, positions_S: jax.Array, view: View) -> jax.Array:
-    """Masks the scores of keys that are after the position of the query's token."""
+def _mask_later_keys(scores_BGRTS: jax.Array, positions_S: jax.Array, view: View) -> jax.Array:
     allowed_BTS = positions_S[None, None] <= view.positions_BT[..., None]
     return jnp.where(allowed_BTS[:, None, None], scores_BGRTS, jnp.finfo(jnp.float32).min)
 
 
-def _joined(context_BTGRV: jax.Array, q_BTHK: jax.Array) -> jax.Array:
-    """Merges the head dimensions of the context: returns [B, T, H, V] in the dtype of the queries."""
+def _merge_heads(context_BTGRV: jax.Array, q_BTHK: jax.Array) -> jax.Array:
     B, T, H, _ = q_BTHK.shape
     return context_BTGRV.reshape(B, T, H, -1).astype(q_BTHK.dtype)
 

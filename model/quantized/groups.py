@@ -1,10 +1,10 @@
-"""4-bit integers with a scale and a zero point per group of inputs of an output, the format of AWQ folders.
+"""4-bit integer weights, the format of AWQ folders. The inputs of each output are divided into groups; a group has one
+scale and one zero point.
 
     weight = (code - zero) * scale,  code and zero in 0..15,  scale float16
 
 Codes are rounded to nearest (Jacob et al. 2018, arXiv 1712.05877, section 2.1). Groups are those of Lin et al. 2023
-(arXiv 2306.00978, section 2): the 15 steps cover the range from the minimum to the maximum of a group, with 0
-included.
+(arXiv 2306.00978, section 2): the 15 steps cover the range from the minimum to the maximum of a group, with 0 included.
 """
 
 import jax
@@ -51,7 +51,7 @@ def pack(codes: jax.Array) -> jax.Array:
 
 
 def unpack(packed: jax.Array) -> jax.Array:
-    """Inverts `pack`."""
+    """Inverts `pack`: returns the 4-bit codes, uint8 [inputs, ...], of bytes [inputs / 2, ...]."""
     # Shifts by 0 and by 4, because a concatenation of both halves would be a separate kernel.
     shift = jnp.array([0, 4], jnp.uint8).reshape(1, 2, *[1] * (packed.ndim - 1))
     return ((packed[:, None] >> shift) & LARGEST).reshape(2 * packed.shape[0], *packed.shape[1:])

@@ -116,8 +116,8 @@ SCALE_BLOCK = 256
 def _dynamic_levels() -> np.ndarray:
     """Returns the 256 levels of the signed dynamic 8-bit data type of bitsandbytes, float32 in ascending order.
 
-    The levels are 0, 1 and numbers of both signs in each decade from 1e-7 to 1. Each decade has twice as many levels
-    as the decade below, which are the centers of equal intervals.
+    The levels are 0, 1, and levels of both signs in each of the 7 decades from 1e-7 to 1. Decade k is divided into 2^k
+    equal intervals, whose centers are its levels.
     """
     positive: list[float] = []
     for decade in range(7):
@@ -134,13 +134,13 @@ SCALE_BOUNDS = (SCALE_LEVELS[1:] + SCALE_LEVELS[:-1]) / 2
 
 
 def scale_blocks(scales: int) -> int:
-    """Returns the number of blocks of 256 that `scales` scales fill. The last block may be shorter."""
+    """Returns the number of blocks for `scales` scales. A block has SCALE_BLOCK scales; the last block may be
+    shorter."""
     return -(-scales // SCALE_BLOCK)
 
 
-def _mean(x: Any, numbers: Any) -> Any:
-    """Returns the mean of an array. It is summed pairwise, so that the result is equal on every mesh and device.
-    `numbers`: the module NumPy or jax.numpy."""
+def _pairwise_mean(x: Any, numbers: Any) -> Any:
+    # Summed pairwise, so that the result is equal on every mesh and device. `numbers` is NumPy or jax.numpy.
     count = x.size
     x = numbers.pad(x.reshape(-1), (0, (1 << (count - 1).bit_length()) - count))
     while x.size > 1:
@@ -151,7 +151,7 @@ def _mean(x: Any, numbers: Any) -> Any:
 def encode_scales(scale_OB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Quantizes scales [outputs, blocks] on the host. Returns codes uint8 [outputs, blocks], float32 scales (one per
     256 codes) and the subtracted mean, float32 []."""
-    mean = _mean(scale_OB, np)
+    mean = _pairwise_mean(scale_OB, np)
     x = (scale_OB - mean).reshape(-1)
     x = np.pad(x, (0, -x.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
     largest = np.abs(x).max(-1)
@@ -165,7 +165,7 @@ def encode_scales_on_device(scale_BO: jax.Array) -> tuple[jax.Array, jax.Array, 
     256 codes) and the subtracted mean, float32 []."""
     blocks, outputs = scale_BO.shape
     scale = scale_BO.T.reshape(-1)
-    mean = _mean(scale, jnp)
+    mean = _pairwise_mean(scale, jnp)
     x = jnp.pad(scale - mean, (0, -scale.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
     largest = jnp.abs(x).max(-1)
     x = x * (1 / jnp.maximum(largest, SMALLEST))[:, None]

@@ -76,10 +76,11 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Base(Format):
-    """The functions that quantize loaded weights on the host, for a quantized format of `lora.base`.
+    """A quantized format of `lora.base`, with the functions that quantize a weight on the host while it is loaded, one
+    range of outputs after the other.
 
     Fields:
-      encode: weights [outputs, inputs] of some outputs -> codes and scales of these outputs.
+      encode: weights [some outputs, inputs] -> codes and scales of these outputs.
       finish: codes and scales of all outputs -> the stored arrays, in the shapes that `Format.parts` gives.
     """
 

@@ -59,14 +59,17 @@ def quantized(block: AnyModule, base: str) -> AnyModule:
 
 
 def matrix_of(p: nnx.Param) -> Matrix:
-    """Returns the shape of a weight parameter as a matrix. Either its inputs or its outputs have the model width."""
+    """Returns the shape of a weight parameter as a matrix [inputs, outputs]. If the first dimension is the model width
+    D, it is the input: [D, H, K] has D inputs. Else all dimensions before D are inputs: [H, K, D] has H * K inputs."""
     axes = p.get_metadata()["axes"]
     return Matrix(p.shape, axes, axes.index("d_model") or 1)
 
 
 def quantized_weights(model: nnx.Module) -> dict[str, tuple[str, Matrix]]:
-    """Returns the dotted path of every quantized weight, such as `blocks.attention.w_q` -> (name of its format, its
-    shape as a matrix)."""
+    """Returns the quantized weights of a model: dotted path -> (name of the storage format, shape as a matrix).
+
+    A path is, for example, `blocks.attention.w_q`.
+    """
     return {
         ".".join(map(str, path)): (node.base, node.matrix)
         for path, node in nnx.iter_graph(model)

@@ -20,8 +20,8 @@ from bytescope.model.placement import Axes, Placement
 
 @dataclasses.dataclass(frozen=True)
 class Gathered(Placement):
-    """The placement inside a loop whose module parameters are already gathered. Activations are sharded as by
-    `place`."""
+    """The placement of modules inside the loop over tiles, before which all parameters are gathered: it shards
+    activations like `place` and leaves parameters unchanged."""
 
     place: Placement
 
@@ -76,9 +76,12 @@ def tiled(
         weights = gather(values)
 
         def turn(x, i):  # in place: a tile's result overwrites its input
-            return _put(x, tile(place, _pick(x, i), weights), i), None
+            return _write_tile(x, tile(place, _read_tile(x, i), weights), i), None
 
-        return jax.lax.scan(turn, _cut(x_BLD, place, tiles), jnp.arange(tiles))[0].reshape(x_BLD.shape), (x_BLD, values)
+        return jax.lax.scan(turn, _split_into_tiles(x_BLD, place, tiles), jnp.arange(tiles))[0].reshape(x_BLD.shape), (
+            x_BLD,
+            values,
+        )
 
     def backward(kept, d_BLD):
         x_BLD, values = kept
@@ -89,44 +92,42 @@ def tiled(
         return d_BLD, d_values
 
     def gradients(place, x_BLD, d_BLD, weights):
-        x = _cut(x_BLD, place, tiles)
+        x = _split_into_tiles(x_BLD, place, tiles)
         # A checkpoint, so that reports recognize the recomputation.
-        recompute = jax.checkpoint(lambda x, own: tile(place, x, _with(weights, trained, own)), prevent_cse=False)
+        recompute = jax.checkpoint(lambda x, own: tile(place, x, _replace_at(weights, trained, own)), prevent_cse=False)
         own = [weights[at] for at in trained]
 
         def turn(carry, i):
             d, sums = carry
-            d_tile, d_weights = jax.vjp(recompute, _pick(x, i), own)[1](_pick(d, i))
-            return (_put(d, d_tile, i), [one + new.astype(one.dtype) for one, new in zip(sums, d_weights)]), None
+            d_tile, d_weights = jax.vjp(recompute, _read_tile(x, i), own)[1](_read_tile(d, i))
+            return (_write_tile(d, d_tile, i), [one + new.astype(one.dtype) for one, new in zip(sums, d_weights)]), None
 
         zeros = [jnp.zeros(weight.shape, jnp.float32) for weight in own]
-        d, sums = jax.lax.scan(turn, (_cut(d_BLD, place, tiles), zeros), jnp.arange(tiles))[0]
+        d, sums = jax.lax.scan(turn, (_split_into_tiles(d_BLD, place, tiles), zeros), jnp.arange(tiles))[0]
         return d.reshape(d_BLD.shape), [one.astype(weight.dtype) for one, weight in zip(sums, own)]
 
     over.defvjp(forward, backward)
     return over(x_BLD, [state[...] for state in states])
 
 
-def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """Returns `values` with the elements at the indices `places` replaced by `new`."""
+def _replace_at(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
     replaced = dict(zip(places, new))
     return [replaced.get(at, value) for at, value in enumerate(values)]
 
 
-def _cut(x_BLD: jax.Array, place: Placement, tiles: int) -> jax.Array:
+def _split_into_tiles(x_BLD: jax.Array, place: Placement, tiles: int) -> jax.Array:
     """Reshapes [B, L, D] to [B, devices that share the sequence, tiles, positions of a tile, D]."""
     B, L, D = x_BLD.shape
     parts = place.stream_parts
     return x_BLD.reshape(B, parts, tiles, L // parts // tiles, D)
 
 
-def _pick(x: jax.Array, i: jax.Array) -> jax.Array:
-    """Returns tile `i` of the array `x` that `_cut` returned: [B, positions of the tile on all devices, D]."""
+def _read_tile(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Returns tile `i` of `x`, a result of `_split_into_tiles`: [B, positions of the tile on all devices, D]."""
     B, _, _, _, D = x.shape
     return jax.lax.dynamic_index_in_dim(x, i, 2, keepdims=False).reshape(B, -1, D)
 
 
-def _put(x: jax.Array, y_BCD: jax.Array, i: jax.Array) -> jax.Array:
-    """Replaces tile `i` of the array `x` that `_cut` returned."""
+def _write_tile(x: jax.Array, y_BCD: jax.Array, i: jax.Array) -> jax.Array:
     B, parts, _, positions, D = x.shape
     return jax.lax.dynamic_update_index_in_dim(x, y_BCD.reshape(B, parts, positions, D), i, 2)

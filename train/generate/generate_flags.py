@@ -36,7 +36,10 @@ def add_dtype(parser: argparse._ActionsContainer) -> None:
 
 
 def add_weights(parser: argparse._ActionsContainer) -> None:
-    """Adds the flag --weights, the storage format of a config's weights. A folder of weights has its own format."""
+    """Adds the flag --weights: the format in which the weights of the blocks are stored, such as int4.
+
+    The flag is for models that a config describes. A folder of weights already has a format.
+    """
     parser.add_argument(
         "--weights",
         choices=STORED_WEIGHTS,
@@ -192,7 +195,11 @@ def check_pool(args: argparse.Namespace) -> None:
 
 
 def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
-    """Returns (flag, value) of each flag for dtype, devices, KV cache and weights whose value is not the default."""
+    """Returns (name, value) of each flag for dtype, devices, KV cache and weights whose value is not the default, such
+    as ("tensor", 2).
+
+    A command that does not generate rejects these flags.
+    """
     defaults = {
         "dtype": "",
         "tensor": 1,
@@ -237,7 +244,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def start_devices(args: argparse.Namespace) -> None:
-    """Starts jax on the devices that the command line asks for. Commands that load weights call this first."""
+    """Configures jax before it is imported: its compilation cache and, on a CPU, fsdp x tensor simulated devices.
+
+    Commands that load weights call this first.
+    """
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
     if choose_platform(fraction=TRAIN_FRACTION.value) == "cpu":  # before jax is imported

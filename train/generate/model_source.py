@@ -192,7 +192,7 @@ def describe_model(
     dtype: str = "",
     base: str = UNQUANTIZED,
 ) -> Model:
-    """Describes the model of a config on fsdp x tensor devices.
+    """Returns the shapes, dtypes and shardings of a config's model on fsdp x tensor devices. No array is allocated.
 
     Args:
       dtype: dtype of parameters and computation, a key of DTYPES; "" means float32 on a CPU and bfloat16 elsewhere.

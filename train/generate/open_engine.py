@@ -37,7 +37,7 @@ OTHERS = (64, 512)
 
 
 def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int, count: int | None) -> EngineSizes:
-    """Returns the static shapes of an engine, with 0 pages, since the size of the KV cache is computed later.
+    """Returns the static shapes of an engine's programs. The number of KV cache pages is left at 0, to be set later.
 
     Args:
       longest: maximum number of token positions of the model.
@@ -68,12 +68,18 @@ def budget(
     target: Target,
     tell: Callable[[str], None] = lambda name: None,
 ) -> tuple[Budget, dict[str, ReportRecord]]:
-    """Compiles the steps and finds the largest KV cache that fits. Returns the memory, and step -> its memory report.
+    """Finds the maximum number of KV cache pages that fits on a device next to the weights and the temporary buffers.
+
+    Returns the memory budget (bytes of each part, and the number of pages), and program name -> its memory report.
 
     Args:
+      steps: the step programs, which are compiled here to measure their temporary buffers.
+      sizes: static shapes of the programs. Their number of pages is ignored.
       limit: bytes that may be used on one device.
-      drawing: which steps to compile: True for steps that sample, False for steps that take the most likely token.
-      tell: function that is called with the name of each step before the step is compiled.
+      drawing: which programs to compile: True for programs that sample, False for programs that take the most likely
+        token.
+      target: the devices to report on.
+      tell: function that is called with the name of each program before the program is compiled.
 
     Raises:
       DoesNotFit: not even one page of the KV cache fits.
@@ -103,7 +109,6 @@ def with_pages(sizes: EngineSizes, pages: int) -> EngineSizes:
 
 
 def _local_steps(args: argparse.Namespace, source: Source) -> Steps:
-    """Returns the step programs of the model for the devices of this process."""
     return _steps(args, source.config, jax.devices(), source.base)
 
 

@@ -16,7 +16,9 @@ class NoPages(Exception):
 
 
 class Pages:
-    """Allocates the pages 1 to count - 1 of a KV cache. Page 0 (NOBODY) is the scratch page, which no sequence gets.
+    """Allocates the pages of a KV cache to sequences. A page stores the keys and values of a fixed number of tokens.
+
+    The pages have the numbers 1 to count - 1. Page 0 (NOBODY) is the scratch page, which no sequence gets.
 
     A full page is identified by its tokens and all tokens before it. A later sequence that begins with the same tokens
     shares the page instead of computing it again. A page keeps its content after its sequence has ended, until another
@@ -79,8 +81,9 @@ class Pages:
         return shared
 
     def computed(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Records the content of the full pages of a sequence, so that others can share them. `tokens` are its
-        computed tokens.
+        """Records which tokens the full pages of a sequence contain, so that later sequences can share these pages.
+
+        `tokens`: the tokens of the sequence whose keys and values are in the KV cache.
         """
         for page, name in zip(pages, names(tokens)):
             if page not in self._name and name not in self._known:

@@ -70,7 +70,9 @@ class Running:
         return len(self.tokens) - self.computed
 
     def take(self, token: int) -> None:
-        """Appends the next token to the answer. Sets `ended` if this token ends the answer."""
+        """Appends a generated token to the answer. Sets `ended` if it is a stop token or the answer has its maximum
+        length.
+        """
         self.tokens.append(token)
         if token in self.request.stops:
             self.ended = "stop"

@@ -33,10 +33,11 @@ class ScoredText:
 
 
 class Scorer:
-    """Scores texts of up to `length` tokens, and computes at most `chunk` tokens per step.
+    """Computes the log-probabilities of the tokens of texts, each of up to `length` tokens, at most `chunk` tokens per
+    step.
 
     Args:
-      steps: the model and its devices. The generation programs of `steps` are not compiled.
+      steps: the model, its devices and its kernels. Only programs that score are compiled.
     """
 
     def __init__(self, steps: Steps, length: int, chunk: int):
@@ -46,14 +47,21 @@ class Scorer:
 
     @property
     def bytes(self) -> int:
-        """Bytes on one device of the weights, the KV cache, and the temporary buffers of the largest program. Compiles
-        the program if necessary.
+        """Sum of the bytes on one device of the weights, the KV cache, and the temporary buffers of the largest
+        program.
+
+        Compiles the program if necessary.
         """
         own = own_bytes(self._compiled(self.sizes.chunk))
         return self._steps.weight_bytes + self.sizes.pages * self._steps.page_bytes + own
 
     def score(self, params: Any, texts: Sequence[Sequence[int]]) -> Iterator[ScoredText]:
-        """Yields each text when it is scored. Short texts come first, and several of them are scored in one step."""
+        """Yields each text with the log-probabilities of its tokens. Short texts come first, several of them per step.
+
+        Args:
+          params: the weights on the devices.
+          texts: the token ids of each text.
+        """
         pools = self._steps.make_pools(self.sizes.pages)
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
         while order:
@@ -68,8 +76,9 @@ class Scorer:
     def _batch(
         self, params: Any, pools: Any, texts: Sequence[Sequence[int]], width: int
     ) -> tuple[list[np.ndarray], Any]:
-        """Scores texts, one per row, in steps of `width` tokens. Returns the log-probabilities of each text, and the
-        new KV cache.
+        """Computes the log-probabilities of the tokens of some texts, in steps of `width` tokens of each text.
+
+        Returns one float32 array for each text, and the new KV cache.
         """
         rows = self.sizes.chunk // width
         table, page = np.full((rows, self.sizes.table), NOBODY, np.int32), NOBODY + 1

@@ -57,11 +57,10 @@ class EngineSizes:
         return (*(width for width in (PAGE, 4 * PAGE) if width < self.chunk), self.chunk)
 
     def rows(self, count: int, width: int) -> int:
-        """Returns the number of rows of the program that computes `count` rows of `width` tokens each. The other rows
-        are padding.
+        """Returns the number of rows (batch size) of the program that runs `count` sequences with `width` tokens each.
 
-        A program for prompts always has chunk / width rows. The number of rows of a program for single tokens is a
-        power of four, or the maximum number of sequences, so that few programs have to be compiled.
+        Rows beyond `count` are padding, so that few programs have to be compiled. A program for prompts always has
+        chunk / width rows. A program for single tokens has a power of four, or the maximum number of sequences.
         """
         if width > 1:
             return self.chunk // width
@@ -96,8 +95,9 @@ def run_step(
 
 
 def own_bytes(compiled: CompiledStage) -> int:
-    """Returns the bytes on a device that a program needs in addition to its arguments; 0 if the runtime reports no
-    memory statistics.
+    """Returns the bytes of a program's temporary buffers and results on one device, without its arguments.
+
+    Returns 0 if the runtime reports no memory statistics.
     """
     stats = stats_of(compiled)
     return 0 if stats is None else stats.own_bytes
@@ -156,7 +156,7 @@ class Steps:
         return jax.tree.map(one, shapes)
 
     def make_pools(self, pages: int) -> list[Any]:
-        """Returns an empty KV cache."""
+        """Allocates an empty KV cache of this many pages on the devices. Returns the cache of each layer."""
         places = jax.tree.map(lambda leaf: leaf.sharding, self.pool_shapes(pages))
         return jax.jit(
             lambda: decode.make_pools(self.model.config, pages, self.stored, self.model.precision.compute),
@@ -164,7 +164,10 @@ class Steps:
         )()
 
     def traced(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
-        """Traces the program for `rows` rows of `width` tokens each."""
+        """Traces the step program for a batch of `rows` sequences with `width` tokens each.
+
+        `drawing`: True if the next tokens are sampled, False for the most likely tokens.
+        """
         everywhere = self.model.layout.sharding()
 
         def array(*shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -194,7 +197,10 @@ class Steps:
         )
 
     def compilation(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> Compilation:
-        """Returns the compiled program for `rows` rows of `width` tokens each."""
+        """Returns the compiled step program for a batch of `rows` sequences with `width` tokens each.
+
+        `drawing`: True if the next tokens are sampled, False for the most likely tokens.
+        """
         key = sizes.pages, sizes.table, rows, width, drawing
         if key not in self._compilations:
             with self.for_kernels():
@@ -212,12 +218,17 @@ class Steps:
         return for_pallas(self.model.layout.mesh) if needed else contextlib.nullcontext()
 
     def report(self, sizes: EngineSizes, rows: int, width: int, drawing: bool, target: Target) -> ReportRecord:
-        """Returns the memory report of the program for `rows` rows of `width` tokens each."""
+        """Returns the memory report of the step program for a batch of `rows` sequences with `width` tokens each.
+
+        `drawing`: True if the next tokens are sampled. `target`: the devices to report on.
+        """
         return report_of(self.compilation(sizes, rows, width, drawing), target=target, roles=ROLES)
 
     def extra_bytes(self, sizes: EngineSizes, report: ReportRecord) -> int:
-        """Returns the bytes on a device that a program needs in addition to parameters and KV cache, including runtime
-        overheads.
+        """Returns the bytes on a device that a program needs besides the parameters and the KV cache: temporary
+        buffers, results and runtime overheads.
+
+        `report`: the memory report of the program.
         """
         return report.predicted_bytes - self.weight_bytes - sizes.pages * self.page_bytes
 

@@ -24,7 +24,7 @@ UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 character
 
 @dataclasses.dataclass
 class Growing:
-    """The text of an answer to which tokens are added.
+    """The text of one answer, which grows with each generated token.
 
     Fields:
       tokenizer: decodes the tokens.
@@ -81,7 +81,8 @@ def _begun(text: str, stop: str) -> int:
 
 
 class Prompts:
-    """Turns prompts into token ids. A context manager, which ends the process that renders chat templates.
+    """Turns prompts into token ids. Use it in a `with` statement, at whose end the helper process that renders chat
+    templates is stopped.
 
     Args:
       source: the model and its tokenizer.
@@ -130,7 +131,13 @@ class Prompts:
         return (*self.source.begin, *map(int, self._tokenizer().encode(text)))
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[int, ...]:
-        """Returns the token ids of a conversation, rendered up to the point at which the next answer begins."""
+        """Returns the token ids of a conversation under the chat template, up to where the assistant's next answer
+        begins.
+
+        Args:
+          messages: the turns of the conversation, each with the strings `role` and `content`.
+          where: name of the conversation in error messages.
+        """
         if not all(
             isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
             for turn in messages

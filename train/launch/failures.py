@@ -40,7 +40,10 @@ def too_big(report: ReportRecord) -> str:
 
 
 def _out_of_memory(report: ReportRecord | None, device: Any, advice: Advice) -> DoesNotFit:
-    """Returns the error for a device that ran out of memory. The message has the predicted and the measured bytes."""
+    """Returns the error for a device that ran out of memory, with the predicted and the measured peak bytes.
+
+    `advice`: returns the lines of advice below the message.
+    """
     live = sample(device)
     known = [f"predicted {human(report.predicted_bytes)}" if report else "no prediction"]
     if live and live.peak_bytes:

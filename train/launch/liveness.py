@@ -61,12 +61,14 @@ class Stalls:
         self._heard: dict[int, tuple[float, str]] = {}
 
     def at(self, doing: str) -> None:
-        """Records that this process makes progress, and what it is doing. `doing`: "" if no other process can be
-        waiting for it."""
+        """Records that this process makes progress, and its current activity, such as "in step 12".
+
+        `doing`: the activity; "" if no other process can be waiting for this one.
+        """
         self.doing, self._last_step = doing, self._clock()
 
     def hear(self, index: int, where: str) -> None:
-        """Records a message of another process: what it is doing, and on which host."""
+        """Records a message of another process. `where`: its activity and its host, such as "in step 12 on node3"."""
         self._heard[index] = (self._clock(), where)
 
     def silent(self, seconds: float = 0.0) -> Mapping[int, str]:
@@ -96,8 +98,10 @@ class Stalls:
             self._tell(f"no step for {now - self._last_step:.0f} s: {straggler}")
 
     def _straggler(self, now: float) -> str:
-        """Returns text that names the processes that the others wait for. Returns "" if another process prints that
-        text."""
+        """Returns text that names the processes that the others wait for, or "" if process 0 prints that text instead.
+
+        `now`: the time of the clock in seconds.
+        """
         silent = [
             f"process {index} has been silent for {now - self._heard[index][0]:.0f} s, last seen {where}"
             for index, where in self.silent().items()
@@ -147,8 +151,10 @@ class Link:
         self._reader.start()
 
     def at(self, doing: str) -> None:
-        """Records that this process makes progress, and what it is doing. `doing`: "" if no other process can be
-        waiting for it."""
+        """Records that this process makes progress, and its current activity, such as "in step 12".
+
+        `doing`: the activity; "" if no other process can be waiting for this one.
+        """
         self._stalls.at(doing)
 
     def gather(self, value: Any) -> list[Any]:
@@ -167,14 +173,16 @@ class Link:
         raise SystemExit(code)
 
     def settle(self, seconds: float) -> None:
-        """Waits this many seconds for an error of another process. If one arrives, this process ends with the same
-        exit code."""
+        """Waits up to this many seconds for an error of another process, which may have caused an error of this one.
+
+        If one arrives, this process ends with the other's exit code.
+        """
         self._reader.join(seconds)
         if self._code is not None:
             self._reader.join()
 
     def close(self) -> None:
-        """Ends the connections without an error, after all other processes have done so too."""
+        """Closes the connections at the normal end of a run, after the other processes have announced their end too."""
         self._send("bye")
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
@@ -188,7 +196,6 @@ class Link:
         return f"[process {self.index}] " if self.index else ""
 
     def _send(self, *message: Any) -> None:
-        """Sends a message to all connected processes."""
         with self._lock:
             for peer in self._peers.values():
                 peer.send(*message)
@@ -215,7 +222,9 @@ class Link:
             self._tell(line)
 
     def _vote(self, index: int, value: Any) -> None:
-        """Collects a value from each process, on process 0. Once all values are there, sends them to all processes."""
+        """On process 0, collects one value from each process. Once all values have arrived, sends the list of them to
+        all.
+        """
         with self._lock:
             self._votes[index].append(value)
             if all(self._votes):

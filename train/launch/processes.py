@@ -145,8 +145,10 @@ class Processes:
         return self.gather(value if self.first else None)[0]
 
     def at(self, doing: str) -> None:
-        """Records that this process makes progress, and what it is doing. `doing`: "" if no other process can be
-        waiting for it."""
+        """Records that this process makes progress, and its current activity, such as "in step 12".
+
+        `doing`: the activity; "" if no other process can be waiting for this one.
+        """
         if self._link is not None:
             self._link.at(doing)
 
@@ -154,7 +156,7 @@ class Processes:
     def together(self) -> Iterator[None]:
         """A context manager in which an error of one process ends all processes, with the exit code of the error.
 
-        Clean-up after the context must not wait for other processes.
+        Clean-up code outside the context must not wait for other processes, because they may have ended.
         """
         try:
             yield
@@ -195,9 +197,11 @@ ALONE = Processes()
 def start(address: Address | None, args: argparse.Namespace, stall_timeout: float) -> Processes:
     """Connects this process with the other processes of the run. Call it before jax starts a backend.
 
-    address: the result of `find(args)`. stall_timeout: seconds without progress after which a line names the
-    straggler, or 0 for never. A process that sends no messages is named after a quarter of that time. A process that
-    is only suspended does not end the run.
+    Args:
+      address: the result of `find(args)`; None for a run of one process.
+      args: the parsed flags of `add_flags`.
+      stall_timeout: seconds without progress after which a line names the straggler, or 0 for never. A process that
+        sends no messages is named after a quarter of that time. A suspended process does not end the run.
 
     Raises:
       UserError: the port is already in use.

@@ -210,8 +210,10 @@ def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> di
 
 
 class _Door:
-    """Accepts the connections of the other processes on process 0. `peers` gets the processes that know the secret;
-    other connections are closed."""
+    """Accepts connections on process 0 until all other processes of the run have connected.
+
+    `peers` gets the connections that send the secret of the run (process number -> connection); others are closed.
+    """
 
     def __init__(self, listener: socket.socket, count: int, token: str, peers: dict[int, Peer]):
         self._listener, self._count, self._token, self._peers = listener, count, token, peers
@@ -344,7 +346,7 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
 
 
 def _answer(peer: Peer, seconds: float) -> list[Any] | None:
-    """Returns the first message of a connection. Returns None if none arrives within this many seconds."""
+    """Waits up to `seconds` for the first message of a connection. Returns the message, or None if none arrives."""
     peer.connection.settimeout(seconds)
     try:
         messages = peer.receive()

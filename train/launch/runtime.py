@@ -178,8 +178,8 @@ class CapturedStderr:
 def captured_stderr() -> Iterator[CapturedStderr]:
     """A context manager that captures standard error, for calls whose failure is reported in one line.
 
-    After a failed read, threads of a library print tracebacks of other reads, some only when a coroutine is
-    garbage-collected.
+    If one of several concurrent reads fails, library threads print tracebacks of the other reads too, some only when a
+    coroutine is garbage-collected.
     """
     sys.stderr.flush()
     captured, screen = CapturedStderr(), os.dup(2)
@@ -201,18 +201,21 @@ def captured_stderr() -> Iterator[CapturedStderr]:
 
 
 def silence_abandoned() -> None:
-    """Silences tracebacks of abandoned coroutines and tensorstore writes from now on. A failed read or write leaves
-    them behind.
+    """From now on, suppresses errors that Python prints for reads and writes that were abandoned because another one
+    failed.
 
-    Such writes report to an event loop that is already closed.
+    They come from coroutines that are garbage-collected unfinished, and from tensorstore writes whose event loop is
+    already closed.
     """
     if not isinstance(sys.unraisablehook, _AbandonedFilter):
         sys.unraisablehook = _AbandonedFilter(sys.unraisablehook)
 
 
 class _AbandonedFilter:
-    """An unraisable hook that ignores errors of abandoned coroutines and writes. Other errors go to the hook that was
-    installed before."""
+    """An unraisable hook that ignores errors of abandoned coroutines and of writes whose event loop is closed.
+
+    Other errors go to the hook that was installed before.
+    """
 
     def __init__(self, before: Callable[[Any], Any]):
         self._before = before

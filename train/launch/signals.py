@@ -79,7 +79,9 @@ def end_quietly() -> None:
 
 
 def silence() -> None:
-    """Redirects standard output and standard error to the null device, unless they are files."""
+    """Drops further output of the process, because its terminal is closed: redirects standard output and standard error
+    to the null device. A stream that is redirected to a file is kept.
+    """
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):

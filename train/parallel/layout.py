@@ -48,18 +48,22 @@ class Layout(Placement):
 
     @property
     def local(self) -> "Layout":
-        """The layout to use inside a `jax.shard_map` over the data-parallel ranks."""
+        """This layout for use inside a `jax.shard_map` over the data-parallel ranks, where arrays are local to one
+        rank.
+        """
         # All axes if no other axis has more than one device: then there is nothing for the compiler to shard.
         return dataclasses.replace(self, manual=BATCH if self._size(AXES) > self.ranks else AXES)
 
     @property
     def staged(self) -> "Layout":
-        """The layout to use inside a `jax.shard_map` over the stages of a pipeline."""
+        """This layout for use inside a `jax.shard_map` over the stages of a pipeline, where arrays are local to one
+        stage.
+        """
         return dataclasses.replace(self, manual=("stage",))
 
     @property
     def ring(self) -> Ring | None:
-        """The ring of devices that share a sequence; None without context parallelism."""
+        """The ring of devices among which ring attention divides a sequence; None without context parallelism."""
         if self.mesh.shape["context"] == 1:
             return None
         batch, heads = self._used(RULES["batch"]), self._used(RULES["heads"])
@@ -67,13 +71,16 @@ class Layout(Placement):
 
     @property
     def peers(self) -> Peers:
-        """The devices that share the experts."""
+        """The group of devices among which the experts are divided."""
         emulated = self.mesh.devices.flat[0].platform == "cpu"
         return Peers("expert", self.mesh.shape["expert"], emulated)
 
     def exchange(self, slots: bool) -> str:
-        """Returns the row of EXCHANGES (model/experts/exchange.py) by which tokens are sent to their experts. `slots`:
-        True if each expert has a fixed maximum number of tokens."""
+        """Returns how tokens are sent to the devices of their experts, such as "all_to_all": a row of EXCHANGES
+        (model/experts/exchange.py).
+
+        `slots`: True if each expert has a fixed maximum number of tokens.
+        """
         if self.peers.size == 1:
             return super().exchange(slots)
         if self.dispatch != "auto":
@@ -88,7 +95,7 @@ class Layout(Placement):
 
     @property
     def stream_parts(self) -> int:
-        """The number of devices that share the sequence in norms and in the residual stream."""
+        """The number of devices among which the sequence is divided in norms and in the residual stream."""
         return self._size(self.mesh_axes("stream"))
 
     def positions(self, length: int) -> jax.Array:
@@ -146,7 +153,7 @@ class Layout(Placement):
                 f"logical axes {tuple(axes)} use mesh axis {twice} twice: {' and '.join(claims)}; "
                 "give each mesh axis to one dimension"
             )
-        return PartitionSpec(*map(_entry, dims))
+        return PartitionSpec(*map(_spec_entry, dims))
 
     def split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
         """Returns for each dimension the mesh axes over which it is sharded. Axes with one device are left out."""
@@ -172,11 +179,10 @@ class Layout(Placement):
         return self._constrain(x, self.spec(axes))
 
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
-        """Runs `function(layout, *arrays, weights)` on each rank's own tokens, inside a `jax.shard_map`. The arrays
-        are [B, L, D].
+        """Runs `function(layout, *arrays, weights)` in a `jax.shard_map` in which each rank has only its own tokens.
 
-        The function returns a result [B, L, D] and the gradient of each weight. The gradients are summed over the
-        ranks.
+        The arrays are [B, L, D]. The function returns a result [B, L, D] and a list with the gradient of each weight.
+        `by_rank` returns the same, with the gradients summed over the ranks.
         """
         axes = tuple(axis for axis in TOKENS if axis not in self.manual)
         if self._size(axes) == 1:
@@ -223,7 +229,10 @@ class Layout(Placement):
         return self.gather(w, axes) if self.strategy.by_layer else self._constrain(w, self.spec(axes))
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Gathers a parameter along the model width, which ZeRO shards."""
+        """Gathers the shards of a parameter that ZeRO distributes over devices. Tensor and expert sharding remain.
+
+        `axes`: the logical axes of the parameter.
+        """
         # Constrained as stored first: otherwise the partitioner may gather `w` before its cast, with twice the bytes.
         stored = self.spec(axes, state=True)
         w = self._constrain(w, stored)
@@ -242,11 +251,17 @@ class Layout(Placement):
         return self._constrain(w, self.spec(axes))
 
     def shard_like_stored(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns a copy of the parameter `w` with the sharding of the stored parameter."""
+        """Shards `w`, a cast copy of a parameter, like the parameter itself is stored between steps.
+
+        `axes`: the logical axes of the parameter.
+        """
         return self._constrain(w, self.spec(axes, state=self.strategy.stored))
 
     def total(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """Shards a gradient, or a sum of gradients, like stored gradients. Its dtype must already be `reduce`."""
+        """Returns a gradient, or a sum of gradients, with the sharding in which gradients are stored until the update.
+
+        Unlike `gradient`, it does not cast: the dtype must already be `reduce`.
+        """
         return self._constrain(d_w, self.spec(axes, state=self.strategy.gradients))
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
@@ -263,8 +278,12 @@ class Layout(Placement):
         return self.total(d_w, axes)
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
-        """Returns a function that applies `function` on each device to the device's shards of the arguments, by
-        `jax.shard_map`."""
+        """Wraps `function` in a `jax.shard_map`: on each device it is applied to the device's shards of the arguments.
+
+        Args:
+          inputs, outputs: trees of logical axes, with the structure of the arguments and of the result.
+          sums: for each output the logical axes over which the devices' partial results are summed.
+        """
         left = set(AXES) - set(self.manual)
         # Inside the stages of a pipeline axes of one device count too: the partitioner of a kernel accepts no
         # automatic axis.
@@ -293,8 +312,13 @@ class Layout(Placement):
         return {} if self.manual else {"mesh": self.mesh}
 
     def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
-        """Returns `function`, a kernel that has its own partitioner, wrapped so that it can be called on sharded
-        arrays. Inside a `jax.shard_map` the kernel is applied to each device's shards."""
+        """Returns `function`, a kernel that has its own partitioner, in a form that can be called on sharded arrays.
+
+        Inside a `jax.shard_map` the kernel is applied to each device's shards.
+
+        Args:
+          inputs, outputs: trees of logical axes, with the structure of the arguments and of the result.
+        """
         # A partitioner (`custom_partitioning`) needs the mesh of its arguments. JAX does not provide it if some axes
         # of the mesh are manual, and the compilation fails. If all axes are manual, there is nothing left to
         # partition.
@@ -312,8 +336,7 @@ class Layout(Placement):
                 )
 
 
-def _entry(dim: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """Returns the PartitionSpec entry of a dimension that is sharded over the mesh axes `dim`."""
+def _spec_entry(dim: tuple[str, ...]) -> str | tuple[str, ...] | None:
     if not dim:
         return None
     return dim if len(dim) > 1 else dim[0]
@@ -324,12 +347,14 @@ def _is_axes(node: object) -> bool:
 
 
 def match_parameters(state, params, shardings, default: NamedSharding):
-    """Returns shardings for the tree `state`, such as optimizer state, from the shardings of the parameters.
+    """Returns shardings for a tree such as optimizer state, taken from the shardings of the parameters.
 
-    A leaf belongs to the parameter whose path is the end of the leaf's path. If it has the parameter's shape, it is
-    sharded like the parameter. If it is smaller and its dimensions divide the parameter's dimensions, as the scales of
-    quantized blocks do, it is sharded like the parameter along the dimensions that the mesh axes divide. Every other
-    leaf gets `default`.
+    A leaf belongs to the parameter whose path is the end of the leaf's path:
+
+    - A leaf with the parameter's shape is sharded like the parameter.
+    - A smaller leaf whose dimensions divide the parameter's dimensions, such as the scales of quantized blocks, is
+      sharded like the parameter. Dimensions that are too small to divide among the devices are replicated.
+    - Every other leaf gets `default`.
     """
     known = {
         path: (leaf.shape, sharding)
@@ -349,8 +374,10 @@ def match_parameters(state, params, shardings, default: NamedSharding):
 
 
 def _coarser(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Returns the parameter's sharding for an array of the smaller `shape`. Dimensions that the mesh axes do not
-    divide are replicated."""
+    """Returns the parameter's sharding for an array of the smaller `shape`.
+
+    Dimensions that cannot be divided evenly among the devices of their mesh axes are replicated.
+    """
 
     def kept(dim, size):
         axes = (dim,) if isinstance(dim, str) else dim or ()

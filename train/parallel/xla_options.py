@@ -48,8 +48,11 @@ GPUS = ("gpu", "cuda")  # platform names of present devices, and of described de
 
 
 def pipelined(version: str = jaxlib.__version__) -> Options:
-    """Returns the compiler options that overlap collectives with other loop iterations, for jaxlib `version` (such as
-    "0.11.2")."""
+    """Returns the compiler options with which XLA runs the collectives of one loop iteration while another iteration
+    computes.
+
+    `version`: the version of jaxlib, such as "0.11.2".
+    """
     known = tuple(int(part) for part in version.split(".")[:2])
     name, value = next(row for first, row in PIPELINED.items() if known >= first)
     return {name.format(kind): value for kind in ("all_gather", "reduce_scatter", "all_reduce")}
@@ -60,8 +63,8 @@ def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Op
 
     Args:
       xla: the config group `xla`. Each value is the name of a row of TABLE, or "" for the compiler's default.
-      prefetch: the config key `mesh.prefetch`.
-      platform: the platform name of the devices.
+      prefetch: the config key `mesh.prefetch`, the number of layers whose parameters are gathered in advance.
+      platform: the platform name of the devices, such as "gpu".
 
     Raises:
       ValueError: a value is not in TABLE, or is set although `platform` is not a GPU. The message has the remedy.

@@ -40,7 +40,11 @@ class PipelineForward:
     ) -> jax.Array:
         """Returns the output of the last block after the final norm, [B, L, D] in the compute dtype.
 
-        The arguments are explained in `Transformer.hidden_and_load`.
+        Args:
+          params, frozen: trained and frozen parameters.
+          tokens_BL: int32 token ids.
+          segments_BL: for packed rows, the number of each position's example, int32 from 1, or 0 for padding.
+          real_BL: bool, False for padding; None if there is no padding.
         """
         model = nnx.merge(self.graph, merge_parameters(params, frozen))
         packed = model.packed(segments_BL, real_BL)

@@ -40,10 +40,11 @@ class Ticks:
     Fields:
       forward, backward: [ticks, stages, 3], for each stage the micro-batch, the chunk, and the slot for saved
         residuals.
-      enter: micro-batch whose embedding the first stage reads.
-      end: [ticks, 2], micro-batch whose loss is computed, and the slot of its output.
-      leave: micro-batch whose gradient leaves the first stage.
-      keep: slot in which the output of the last stage in this tick is stored.
+      enter: [ticks], the micro-batch that enters the first stage, so that its embedding is computed.
+      end: [ticks, 2], the micro-batch whose loss is computed, and the slot in which the last block's output waits.
+      leave: [ticks], the micro-batch whose backward pass ends on the first stage, so that its embedding gradient is
+        computed.
+      keep: [ticks], the slot in which the last block's output of this tick is stored until its loss is computed.
     """
 
     forward: jax.Array
@@ -77,8 +78,10 @@ jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineGradients:
-    """Computes the loss sums (tally) and gradients of all A micro-batches in a pipeline: (weights, batch [A, B, L],
-    keys [A, B], factor, frozen) -> (tally, gradients).
+    """Computes the loss sums (tally) and gradients of an update, whose A micro-batches pass through pipeline stages.
+
+    The call is (weights, batch [A, B, L], dropout keys [A, B], factor, frozen parameters) -> (tally, gradients).
+    `factor` is the loss scale by which gradients are multiplied; None for no scaling.
 
     Fields:
       graph: the graph definition of the Transformer without the layers in the stages.
@@ -126,14 +129,22 @@ class PipelineGradients:
         return jnp.take(load_NE, jnp.asarray(rows.numbers), axis=0, mode="fill", fill_value=0)
 
     def transformer(self, rest: Any, stacks: Any, frozen: Any) -> Any:
-        """Returns the model without the layers in the stages: embedding, final norm and head."""
+        """Returns the Transformer without the layers in the stages (embedding, final norm and head) from its
+        parameters.
+
+        Args:
+          rest, stacks: trained parameters outside and inside the stages.
+          frozen: parameters that are not trained.
+        """
         return nnx.merge(self.graph, merge_parameters({**rest, **stacks}, frozen))
 
     def _micros(
         self, rest: Any, stacks: Any, frozen: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None
     ) -> Micro:
-        """Returns what the blocks need for each micro-batch, such as dropout keys and segment ids. Leaves are [A,
-        ...]."""
+        """Returns the inputs of the blocks, such as dropout keys and segment ids, for all micro-batches.
+
+        Leaves are [A, ...].
+        """
         model = self.transformer(rest, stacks, frozen)
         segments, real = batch.get("segments"), self.mask(batch)
         packed = None
@@ -147,7 +158,7 @@ class PipelineGradients:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The loop over ticks of one call of `PipelineGradients`."""
+    """One call of `PipelineGradients`: its arguments, and the body of the loop over ticks."""
 
     whole: PipelineGradients
     stacks: Any
@@ -164,11 +175,11 @@ class _Run:
 
     @property
     def _once(self) -> str:
-        """The scope name of a loop that has one iteration per micro-batch, summed over all ticks."""
+        """The named scope of a loop that has one iteration in the ticks with a micro-batch, and none in the others."""
         return turns_scope(1, self.whole.schedule.micro_batches, self.whole.schedule.ticks)
 
     def start(self) -> dict[str, Any]:
-        """Returns the values of the loop before the first tick."""
+        """Returns the initial carry of the loop over ticks: zero buffers and sums, name -> array or tree."""
         whole, stages = self.whole, self.whole.schedule.stages
         shape, dtype = self._stream
         between_PBLD = jnp.zeros((stages, *shape), dtype)
@@ -300,7 +311,10 @@ class _Run:
         return [(jnp.asarray(unit.rows.count), jnp.asarray(unit.rows.first)) for unit in self.whole.units]
 
     def _end(self, carry: dict[str, Any], table: Ticks, y_PBLD: jax.Array) -> jax.Array:
-        """Returns the gradient of the last block's output [B, L, D]. Adds the loss and its gradients to `carry`."""
+        """Computes the loss of the micro-batch that ends in this tick, and adds the loss and its gradients to `carry`.
+
+        Returns the gradient of the last block's output [B, L, D], zeros if no micro-batch ends.
+        """
         micro, slot = table.end
         last, _ = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
         if self.whole.schedule.output_slots:
@@ -395,8 +409,11 @@ class _Run:
         return self._shard_stream(d_PBLD)
 
     def _pooled(self, carry: dict[str, Any]) -> jax.Array:
-        """Returns [A, 2, E] for A micro-batches: each expert's fraction of the choices and its mean score, averaged
-        over all layers with experts."""
+        """Returns the router statistics for a balance loss that pools all layers, float32 [A, 2, E].
+
+        For each of A micro-batches and E experts they are the fraction of the token choices that went to the expert,
+        and its mean score, both averaged over the layers with experts.
+        """
         layers = sum(len(unit.rows.places) for unit in self.whole.units if unit.routed)
         return carry["pool"].sum(0) / layers
 

@@ -21,8 +21,13 @@ BY_DEFAULT = (None, "device", "unpinned_host")  # memory kinds that programs wri
 
 
 def describe_reordered(abstract: Any, order: Order, wanted: Order) -> Any:
-    """Returns the shapes and shardings of `abstract` after its stacked layers are reordered from `order` to
-    `wanted`."""
+    """Returns the shapes and shardings that the tree `abstract` has after `reorder`.
+
+    An order maps the name of a layer stack to the layer index of each of its rows, -1 for an unused row.
+
+    Args:
+      order, wanted: the order before and after.
+    """
 
     def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
         shape, sharding = (len(want), *leaf.shape[1:]), leaf.sharding
@@ -39,6 +44,8 @@ def describe_reordered(abstract: Any, order: Order, wanted: Order) -> Any:
 
 def reorder(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
     """Reorders the stacked layers of a tree from `order` to `wanted`. Rows without a layer are 0.
+
+    An order maps the name of a layer stack to the layer index of each of its rows, -1 for an unused row.
 
     Args:
       abstract: shapes and shardings of the result. If it is given, each input array is deleted once it is replaced. If
@@ -71,8 +78,10 @@ def _take(leaf: jax.Array, places: np.ndarray) -> jax.Array:
 def _of_stacks(
     tree: Any, order: Order, wanted: Order, function: Callable[..., Any], kept: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
-    """Applies `function(row order, wanted row order, leaf)` to the leaves of stacks that must be reordered, and `kept`
-    to all other leaves."""
+    """Applies `function(row order, wanted row order, leaf)` to each leaf of a layer stack whose order must change.
+
+    Applies `kept(leaf)` to every other leaf of the tree.
+    """
     moved = {}
     for stack in {*order, *wanted}:
         layers = sorted(layer for layer in (order.get(stack) or wanted[stack]) if layer >= 0)

@@ -1,8 +1,8 @@
-"""Bubble, activations and parameters of pipeline schedules as published, for pipelines with a separate program per
-stage.
+"""Bubble, activation memory and parameter copies of pipeline schedules, as published. Publications assume a separate
+program per stage.
 
-Costs are those of all layers of a stage for one micro-batch: F for the forward pass, B for the gradients of inputs, W
-for the gradients of weights.
+Times are for all layers of a stage and one micro-batch: F is the forward pass, B the gradients of inputs, W the
+gradients of weights.
 """
 
 import dataclasses

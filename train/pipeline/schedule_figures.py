@@ -1,7 +1,8 @@
 """The costs of a schedule: the bubble, by formula and by simulation of its table, and the stash of every stage.
 
 The unit of time is the forward pass of one stage's layers for one micro-batch. A backward pass takes 2, or 3 if blocks
-are recomputed, of which weight gradients are 1 if they are separate units.
+are recomputed. If weight gradients are computed separately, the backward pass and the weight gradients take 1 each, or
+2 each if blocks are recomputed, because each recomputes them.
 """
 
 import dataclasses
@@ -14,7 +15,13 @@ from bytescope.train.pipeline.schedule import IDLE, Schedule, divide_layers
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Duration of each kind of work for all layers of a stage and one micro-batch, in seconds or any other unit."""
+    """Duration of each kind of work for all layers of a stage and one micro-batch, in seconds or any other unit.
+
+    Fields:
+      forward: a forward pass.
+      backward: a backward pass, with the recomputation of blocks, and with weight gradients unless they are separate.
+      weights: weight gradients that are computed separately, else 0.
+    """
 
     forward: float = 1.0
     backward: float = 3.0
@@ -37,7 +44,7 @@ def bubble(stages: int, micro_batches: int, virtual: int = 1) -> Fraction:
 
 
 def expected_bubble(schedule: Schedule) -> tuple[str, Fraction]:
-    """Returns (formula, value) of a schedule's bubble, the fraction (0 to 1) of time that a stage is idle.
+    """Returns (formula as text, value) of a schedule's bubble, the fraction (0 to 1) of time that a stage is idle.
 
     More chunks per stage make the bubble smaller, except in the V placement.
     """
@@ -46,8 +53,8 @@ def expected_bubble(schedule: Schedule) -> tuple[str, Fraction]:
 
 
 def held_share(schedule: Schedule, layers: int) -> Fraction:
-    """Returns the residuals that the program allocates on each stage, relative to the residuals of all `layers` for
-    one micro-batch.
+    """Returns the memory that every stage allocates for saved residuals, as a multiple of the residuals of all `layers`
+    for one micro-batch.
 
     Every stage allocates as many slots as the fullest stage needs, each with room for the largest chunk.
     """
@@ -123,7 +130,10 @@ def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = Fa
 
 
 def full_ticks(schedule: Schedule) -> int:
-    """Returns the time of a schedule as a number of full ticks, each one forward and one backward pass. A tick with
-    only one of the two passes counts as a fraction."""
+    """Returns the duration of a schedule as a number of full ticks, rounded.
+
+    A full tick is one forward and one backward pass of a chunk. A tick with only one of the two passes counts as the
+    corresponding fraction.
+    """
     whole = (TOGETHER[True].forward + TOGETHER[True].backward) / schedule.virtual
     return round(simulate(schedule).seconds / whole)

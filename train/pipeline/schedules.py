@@ -1,4 +1,6 @@
-"""Builds the schedules by name, each from its rule of ticks. Stashes get the minimum number of slots."""
+"""Builds pipeline schedules by name: computes the tick of every forward and backward pass, and assigns the slots in
+which stages save residuals. Each stage uses the minimum number of slots.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -153,7 +155,11 @@ def _table(
     backward: Times,
     weights: Times | None = None,
 ) -> Schedule:
-    """Returns a schedule from the tick of each (micro-batch, virtual stage). Stash slots are assigned here."""
+    """Builds a `Schedule` from the tick of each piece of work, (micro-batch, virtual stage) -> tick, and assigns stash
+    slots.
+
+    `weights`: the ticks of separately computed weight gradients; None if there are none.
+    """
     ticks = max(max(times.values()) for times in (forward, backward, weights or backward)) + 1
     where = {k: (stage, chunk) for stage, held in enumerate(placement) for chunk, k in enumerate(held)}
     last_use = weights or backward

@@ -63,7 +63,7 @@ class StackUnit:
       block: (x_BLD, parameters of a layer, layer index, key_B, packed) -> (x_BLD, load), under the remat policy.
       weights: casts and shards the gradients of these parameters.
       routed: True if the layers have experts.
-      turns: the named scope that gives the iteration counts of the loops over a chunk's layers (memory/hlo/loops.py).
+      turns: the named scope of the loops over a chunk's layers, which contains their iteration counts (`turns_scope`).
       recipe, dtypes: which residuals are saved, and their dtypes. Both are filled when the forward pass is traced.
     """
 
@@ -76,10 +76,10 @@ class StackUnit:
     dtypes: list = dataclasses.field(default_factory=list)
 
     def _pullback(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro) -> tuple:
-        """Runs one layer. Returns ((y_BLD, losses), pullback, router statistics).
+        """Runs one layer under `jax.vjp`. Returns ((y_BLD, losses), pullback, router statistics).
 
-        `losses` are the balance loss and the z loss [2]. If the balance loss is pooled over all layers, they are the
-        mean scores of the experts and the z loss [E + 1].
+        `losses` are float32 [2], the balance loss and the z loss. If the balance loss is pooled over all layers, they
+        are [E + 1], the mean scores of the E experts and the z loss.
         """
 
         def run(x_BLD, own):
@@ -147,8 +147,14 @@ class StackUnit:
     def run(
         self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any, micro: Micro
     ) -> jax.Array:
-        """Returns the output of the first `count` layers of a chunk, without saving residuals. The arguments are
-        explained in `forward`."""
+        """Returns the output of the first `count` layers of a chunk, without saving residuals.
+
+        Args:
+          chunk: index of the chunk on the stage.
+          count: number of layers to run; 0 on a stage that does not have the chunk.
+          first: for each chunk the index of its first layer.
+          own, fixed: trained and frozen parameters, [rows of the stage, ...].
+        """
 
         def turn(index, x_BLD):
             weights = merge_parameters(*row_of((own, fixed), chunk * self.rows.rows + index))
@@ -169,10 +175,17 @@ class StackUnit:
         busy_AE: jax.Array | None,
         micro: Micro,
     ) -> tuple[jax.Array, Any]:
-        """Returns the gradient of the chunk's input, and `sums` with the gradients of its layers added.
+        """Runs the backward pass of a chunk. Returns the gradient of its input, and `sums` with the gradients of its
+        layers added.
 
-        The arguments are explained in `forward`. `busy_AE`: each expert's fraction (0 to 1) of a micro-batch's
-        choices, averaged over all layers; None unless the balance loss is pooled.
+        Args:
+          unit: indices of micro-batch, chunk and slot.
+          count, first: for each chunk its number of layers and the index of its first layer.
+          d_BLD: the gradient of the chunk's output.
+          stash: the saved residuals, [slots, rows of a chunk, ...].
+          own, fixed: trained and frozen parameters, [rows of the stage, ...].
+          busy_AE: each expert's fraction (0 to 1) of a micro-batch's choices, averaged over all layers; None unless the
+            balance loss is pooled.
         """
         number, chunk, slot = unit
         d_losses = micro.coefficients
@@ -201,8 +214,9 @@ class StackUnit:
 
 
 def _shared(number: jax.Array, micro: Micro) -> Leaves:
-    """Returns arrays that may be among a layer's residuals but need not be saved, because the backward pass has them
-    anyway."""
+    """Returns the arrays that a layer's backward pass has anyway, such as segment ids, and that need not be saved as
+    residuals.
+    """
     return jax.tree.leaves((number, micro.packed, micro.tokens, micro.coefficients))
 
 
@@ -228,10 +242,14 @@ def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
 
 
 def turns_scope(max_turns: int, total: int, times: int) -> str:
-    """Returns the scope name of a loop that runs `times` times, with `total` iterations in all and at most `max_turns`
-    per run.
+    """Returns the named scope with which a loop states how often it runs, such as `turns_8_mean_64_56`.
 
-    memory/hlo/loops.py reads these numbers from the name.
+    The memory report needs these numbers because XLA does not know the iteration counts (memory/hlo/loops.py).
+
+    Args:
+      max_turns: maximum number of iterations of one run of the loop.
+      total: iterations of all runs together.
+      times: number of runs.
     """
     return f"turns_{max_turns}_mean_{total}_{times}"
 
@@ -254,7 +272,10 @@ def stack_units(
 
 
 def inside(layout: Layout, function: Callable, inputs: Any, outputs: Any) -> Callable:
-    """Returns `function` applied on each stage to the stage's shards. The compiler shards over the other mesh axes."""
+    """Wraps `function` in a `jax.shard_map` over the pipeline stages. The compiler shards over the other mesh axes.
+
+    `inputs`, `outputs`: PartitionSpecs of the arguments and of the result.
+    """
     return jax.shard_map(
         function, mesh=layout.mesh, in_specs=inputs, out_specs=outputs, axis_names={STAGE}, check_vma=False
     )
@@ -271,10 +292,11 @@ def broadcast_from(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
 
 
 def when(condition: jax.Array, function: Callable[[Any], Any], carried: Any, turns: str) -> Any:
-    """Returns `function(carried)` if `condition` is true, else `carried`. It is a loop with one or no iteration, which
-    updates `carried` in place.
+    """Returns `function(carried)` if `condition` is true, else `carried`.
 
-    `turns`: the scope name, which contains the number of times the condition is true (`turns_scope`).
+    It is a loop with one or no iteration, which updates `carried` in place; a `jax.lax.cond` would copy it.
+
+    `turns`: the named scope of the loop, which contains the number of times the condition is true (`turns_scope`).
     """
     with jax.named_scope(turns):
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)

@@ -12,8 +12,8 @@ from bytescope.train.pipeline.schedule import Schedule, divide_layers
 
 @dataclasses.dataclass(frozen=True)
 class StackRows:
-    """The order of one stack of layers when it is sharded over the stages: stage by stage, and within a stage chunk by
-    chunk.
+    """The order in which a stack of layers is stored if it is sharded over pipeline stages: stage by stage, and within
+    a stage chunk by chunk.
 
     Fields:
       stack: the name of the stack.

@@ -137,7 +137,7 @@ def lines(report: ReportRecord, levers: Sequence[Lever], tried: Sequence[TriedLe
 
 
 def _line_of(lever: Lever, report: ReportRecord, known: bool) -> str:
-    """Returns the advice line of a memory saving that was not compiled.
+    """Returns the advice line of a memory saving that was not compiled: its config flags and its cost.
 
     known: whether the report has the bytes of each category. If so, the line begins with the maximum bytes that the
     saving frees.

@@ -174,12 +174,14 @@ def _fields_given(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> di
 
 
 def _parameters_per_layer(experts: Mapping[str, Any]) -> float:
-    """Returns the number of parameters of a layer with experts, relative to a dense GPT layer of the same width h.
+    """Returns how many times as many parameters a layer with experts has as a dense GPT layer of the same width h.
 
     A dense layer has 12 h^2 parameters. Attention has 4 h^2, and each expert has 8 h^2.
 
+    experts: the fields of `ExpertShape`, field -> value.
+
     Raises:
-        ReportError: the flags describe the layers in more detail, so that the count does not follow from h.
+        ReportError: the flags set the width of experts or the layers that have them, which needs the model's shape.
     """
     if experts["width"] or experts["dense_layers"] or experts["every"] > 1:
         raise ReportError(

@@ -1,5 +1,6 @@
-"""Describes a program for the remat search, which looks for the least recomputation that fits: the graph of one block,
-and the remat policies to try."""
+"""Describes a program for the remat search, which looks for the least recomputation that fits: the graph of operations
+in one block, and the remat policies to try.
+"""
 
 import dataclasses
 import math
@@ -38,7 +39,7 @@ def trace_gradient(program: Program) -> Any:
 
 
 def _loss_of_micro_batch(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the loss function of one micro-batch without recomputation, and the shapes of its arguments.
+    """Returns the loss function of one micro-batch without recomputation, and its arguments as ShapeDtypeStructs.
 
     The first argument is the trained parameters.
     """
@@ -72,8 +73,7 @@ def describe_block(program: Program) -> LayerGraph:
         micro_batches = Fraction(max(program.schedule.stash_slots) * rows.rows, len(rows.places))
 
     def shards(name: str) -> Fraction:
-        """Returns the number of devices that a named tensor is sharded over, divided by the number of micro-batches of
-        the tensor that one device stores at once."""
+        # By how much the bytes of a tensor on one device are smaller than the bytes of one whole micro-batch.
         count = 1
         for axes in program.layout.split(activation_axes(NAMES[name][0])):
             count *= math.prod(program.mesh.shape[axis] for axis in axes)
@@ -96,10 +96,10 @@ def max_ranges(program: Program) -> int:
 
 
 def fixed_policies(moving: bool = False) -> dict[str, tuple[str, ...] | None]:
-    """Returns the named remat policies to try: policy -> names of the tensors that it saves, or None if only the
-    compiler knows them.
+    """Returns the named remat policies to try: policy -> names of the tensors that it saves. `full` and `none` are left
+    out.
 
-    The policies `full` and `none` are not included.
+    The value is None if it is not known before compiling what the policy saves.
 
     moving: True for the policies that move tensors to host memory, False for the other policies.
     """

@@ -41,7 +41,7 @@ class Case:
 
     @property
     def accumulates(self) -> bool:
-        """Returns whether an update can consist of more than one micro-batch."""
+        """Returns whether the config allows gradient accumulation, which means several micro-batches per update."""
         return not self.flat["optimizer.fused_backward"] and not self.flat["offload.params"]
 
     @property
@@ -78,9 +78,9 @@ class Case:
         return self.axes["fsdp"] * self.axes["expert"] * self.axes["context"]
 
     def shards(self, ranks: int) -> bool:
-        """Returns whether ZeRO can shard the model over `ranks` devices.
+        """Returns whether ZeRO can divide every parameter evenly over `ranks` devices.
 
-        `ranks` must divide the width of the model and, with latent attention, the ranks of the latents.
+        `ranks` must divide `model.d_model` and, with latent attention, `model.mla_kv_rank` and `model.mla_q_rank`.
         """
         keys = ["model.d_model"]
         if self.flat.get("model.attention_kind") == "mla":
@@ -89,10 +89,10 @@ class Case:
 
     @property
     def routing(self) -> tuple[ExpertShape, int, int] | None:
-        """The arguments of the formulas that count the tokens that are sent to experts; None if no tokens are sent.
+        """Returns (shape of the experts, tokens per device and micro-batch, number of devices that share the experts).
 
-        They are the shape of the experts, the number of tokens per device and micro-batch, and the number of devices
-        that share the experts. A model without experts, or with `model.moe_kernel=dense`, sends no tokens.
+        These are the arguments of the formulas that count the tokens sent to experts. Returns None if no tokens are
+        sent: the model has no experts, or `model.moe_kernel=dense`.
         """
         if "model.moe_every" not in self.flat or self.flat["model.moe_kernel"] == "dense":
             return None

@@ -46,7 +46,8 @@ class ConfigFactory(ProgramFactory):
         return prepare_program(build_program(name, pairs, target), target, configs.load_flat(name, pairs))
 
     def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns the config keys of one row of `compare`, in which the value of `--remat` is replaced by config keys.
+        """Returns the config keys of one row of `compare`, with the value of `--remat` replaced by config keys:
+        `custom(a,b)` becomes `remat.policy=custom` and `remat.save=(a,b)`.
 
         With a policy other than `custom`, the tensor names that the config sets for `custom` are cleared, because they
         would be an error.
@@ -78,7 +79,7 @@ class ConfigFactory(ProgramFactory):
         return configs.load_flat(*split(overrides))
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """Checks a config without devices.
+        """Checks the values of a config as far as this is possible without knowing the devices.
 
         Raises:
             ValueError: the config cannot run on any target. The error has an `exit_code`.
@@ -87,19 +88,28 @@ class ConfigFactory(ProgramFactory):
 
     def sources(self) -> Sequence[Path]:
         """Returns the source files that determine a training step: the model, and the parts of the trainer that build
-        the step."""
+        it.
+
+        If one of these files changes, cached results are not used any more.
+        """
         return row_cache.source_files(program_modules())
 
     def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
         """Returns the source files whose code chooses the plan for `remat.policy=auto`; () if the config has another
-        policy."""
+        policy.
+
+        If one of these files changes, cached results are not used any more.
+        """
         return row_cache.source_files(plan_modules()) if resolved.get(POLICY) == AUTO else ()
 
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Returns the bytes and FLOPs that published formulas give for a row of `compare`; None if the formulas do not
-        cover it.
+        """Returns the bytes and FLOPs that published formulas give for a compiled config; None if they do not cover it.
 
         The result is a `formulas.reconcile.Formula` as a JSON object.
+
+        Args:
+            resolved: the whole config, dotted key -> value.
+            answer: the worker's JSON record of the compiled program (`memory.compare.worker`).
         """
         from bytescope.memory.formulas import reconcile
         from bytescope.train.plan.config_facts import model_facts
@@ -141,7 +151,8 @@ FACTORY = ConfigFactory()
 def program_modules() -> tuple[ModuleType, ...]:
     """Returns the modules and packages whose code determines a training step, or the figures of the step in `compare`.
 
-    A package stands for all its modules. Searches, views, commands and the training loop are not included.
+    If this code changes, cached results are not used any more. A package stands for all its modules. Searches, views,
+    commands and the training loop are not included.
     """
     from bytescope import model
     from bytescope.memory import formulas
@@ -158,8 +169,10 @@ def program_modules() -> tuple[ModuleType, ...]:
 
 
 def plan_modules() -> tuple[ModuleType, ...]:
-    """Returns the modules and packages whose code chooses the plan for `remat.policy=auto`. A package stands for all
-    its modules."""
+    """Returns the modules and packages whose code chooses the plan for `remat.policy=auto`.
+
+    If this code changes, cached results are not used any more. A package stands for all its modules.
+    """
     from bytescope.memory import remat, seconds
     from bytescope.train.plan import config_grid, remat_auto
 
@@ -190,7 +203,7 @@ def config_mistakes() -> Iterator[None]:
 
 
 def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
-    """Checks a config without devices.
+    """Checks the values of a config as far as this is possible without knowing the devices.
 
     Raises:
         ValueError: a value of the config is invalid on every target. The error has an `exit_code`.
@@ -217,7 +230,8 @@ def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Targe
 
 
 def prepare_program(program: Program, target: Target, config: Mapping[str, Any]) -> PreparedProgram:
-    """Returns a program together with the facts that `report` and `compare` need about it. It is not compiled yet.
+    """Returns a program, which is not compiled yet, with the facts that `report` and `compare` show about it, such as
+    its config and its tokens per update.
 
     config: the config to show in the report, dotted key -> value.
     """

@@ -259,7 +259,6 @@ def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
 
 
 def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys `model.*` of a config, without the prefix."""
     return {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
 
 
@@ -375,8 +374,10 @@ def named_segment(policy: str, layers: int) -> RematSegment:
 
 
 def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
-    """Returns the ranges of layers of a config, each with its remat policy; () if `remat.policy=auto` has no plan
-    yet."""
+    """Returns the ranges of consecutive layers of a config, each with its remat policy.
+
+    Returns () if `remat.policy=auto` has no plan yet.
+    """
     if "segments" in config:
         parts = config["segments"]
         return tuple(segment(p["policy"], p["layers"], p["groups"], p["save"], p["offload"]) for p in parts)
@@ -394,7 +395,7 @@ def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
 
 
 def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
-    """Returns the remat policy of the layers that are in no range of `remat.layers`."""
+    """Returns the policy `remat.policy`, which applies to all layers outside the ranges of `remat.layers`."""
     policy, layers = config["remat.policy"], config["model.n_layers"]
     if policy == "custom":
         return segment(policy, layers, 1, config["remat.save"], config["remat.offload"])
@@ -404,10 +405,9 @@ def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> Rema
 
 
 def _exchange(config: Mapping[str, Any], platform: str) -> str:
-    """Returns the name of the collective that sends token rows to the devices of their experts
-    (`StepLayout.exchange`).
+    """Returns the collective that sends tokens to the devices of their experts, such as "all_to_all".
 
-    Returns "" on a CPU for `ragged_all_to_all`, which the CPU emulates.
+    It is the value of `StepLayout.exchange`. Returns "" on a CPU for `ragged_all_to_all`, which the CPU emulates.
     """
     asked, on_cpu = config["mesh.dispatch"], platform == "cpu"
     if asked == "auto" and config["model.moe_kernel"] == "capacity":

@@ -1,4 +1,5 @@
-"""Converts config keys into rows of a comparison, command-line flags, and the remat keys of a policy or a plan.
+"""Converts config keys into rows of a comparison and into command-line flags, and remat policies and plans into config
+keys.
 
 A key is dotted, such as `remat.policy`. Its value is the text that the command line takes. This module compiles
 nothing.
@@ -36,7 +37,13 @@ class ConfigRow(Row):
         return f"--{key}={value}" if key == CONFIG else f"--config.{key}={as_text(value)}"
 
     def command(self, source: str, target: str, given: str) -> str:
-        """Returns the command that runs this row: `bytescope train` if the row fits, otherwise `bytescope report`."""
+        """Returns the command that runs this row: `bytescope train` if the row fits, otherwise `bytescope report`.
+
+        Args:
+            source: the name of the config.
+            target: the name of the target.
+            given: the flags that all rows share.
+        """
         fits = self.fits is not False and self.ok
         return elements.command(source, {"name": target}, given, flags(self), fits=fits)
 
@@ -93,7 +100,7 @@ def remat_keys(policy: str, layers: str = "") -> dict[str, str]:
 
 
 def plan_keys(plan: LayerPlan) -> dict[str, str]:
-    """Returns the config keys of a plan that the remat search found.
+    """Returns the config keys that select a plan of the remat search, dotted key -> text.
 
     A plan is one policy for all layers, or ranges of layers, each with the tensors that it saves.
     """

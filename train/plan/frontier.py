@@ -1,6 +1,7 @@
 """Finds the remat plan with the least recomputation that fits, for each of several memory budgets of one target.
 
-`Front` searches with programs that `train.plan.trials.Trials` compiles. The functions below it are pure.
+The plans of all budgets are called a front (the Pareto front of memory and cost). `Front` searches with programs that
+`train.plan.trials.Trials` compiles. The functions below it are pure.
 
 The JSON of a front has these keys (sizes are bytes on ONE device, null if unknown):
 
@@ -240,7 +241,7 @@ def points_of(
 def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Returns the command-line flags that run a remat plan, quoted for a shell.
 
-    The flags set the remat policy, and the other `keys` whose value in `values` differs from `config`.
+    The flags set the remat policy, and those other `keys` whose value the plan changes.
 
     Args:
         keys: the config keys that the plan sets, dotted key -> text.
@@ -297,7 +298,9 @@ def cheapest(points: Sequence[Point], cost: str) -> Point | None:
 
 
 def plans_of(points: Sequence[Point]) -> list[Point]:
-    """Returns one point for each different plan, the one with the smallest budget. They are sorted by budget."""
+    """Returns the first point of each different plan, which is the point with the smallest budget. They are sorted by
+    budget.
+    """
     first: dict[str, Point] = {}
     for point in points:
         first.setdefault(point.plan, point)

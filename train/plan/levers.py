@@ -121,8 +121,8 @@ def build_levels(
     Args:
         stages: the stages in the order in which they are applied.
         config: the whole config, dotted key -> value.
-        given: the keys that the command line sets. No level changes them, so a stage that sets one of them is left
-            out.
+        given: the keys that the command line sets. No level changes them, so a stage that sets one of them is left out.
+            The stage fp32 is kept without these keys.
         refused: stage -> the reason why the config cannot run with it.
     """
     given, left_out, levels = set(given), dict[str, str](), list[Level]()
@@ -215,10 +215,10 @@ def to_json(
 
 
 def flags_of(level: Level) -> str:
-    """Returns the command-line flags that the memory saving of this level adds.
+    """Returns the command-line flags that the memory saving of this level adds, quoted for a shell.
 
-    The first level also sets the keys of BASELINE. To keep its flags short, keys with the value "false" are left out,
-    and keys that neither the level's own saving nor a default saving sets.
+    The first level sets all keys of BASELINE. To keep its flags short, only keys that its own saving or a default
+    saving changes are shown, and no key with the value "false".
     """
     changed = set(STAGES[level.stage].keys)
     for stage in DEFAULT:

@@ -101,8 +101,8 @@ def adds(level: Record) -> str:
 
 
 def numbered_adds(level: Record) -> str:
-    """Returns the number of a level, which is also the label of its bar, and the config keys that its memory saving
-    sets.
+    """Returns the number of a level, which is the label of its bar, and the config keys that its memory saving sets,
+    such as "2 remat.policy=full".
 
     A saving that sets no key is named by its title instead.
     """
@@ -327,7 +327,11 @@ def _command(staircase: Mapping[str, Any], level: Mapping[str, Any]) -> str:
 
 
 def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the data of the page's bars as JSON values. `scale` is the number of bytes at full bar length."""
+    """Returns the data of the page's bars as JSON values.
+
+    The keys are `levels` (one bar each: bytes of each category, whether it fits, costs), `categories`, `unit`, `limit`
+    (bytes of a device), `target`, and `scale` (the number of bytes at full bar length).
+    """
     levels = staircase["levels"]
     sizes, limit = [level["allocated_bytes"] or 0 for level in levels] or [1], _limit(levels)
     return {

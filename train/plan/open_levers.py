@@ -51,7 +51,7 @@ class Lever:
         return flags(self.keys)
 
     def max_freed_bytes(self, report: ReportRecord) -> int:
-        """Returns the maximum bytes on one device that the lever can free.
+        """Returns the maximum bytes on one device that the lever can free, minus the bytes that it needs itself.
 
         They are computed from the memory breakdown at the peak. Fragmentation counts as memory that can be freed.
         """
@@ -112,7 +112,7 @@ def flags(keys: Keys) -> str:
 
 
 def _saving(name: str, case: Case) -> Lever | None:
-    """Returns the memory saving `name` of the catalogue as a lever; None if it does not apply to the config."""
+    """Returns the row `name` of the catalogue of savings as a lever; None if it does not apply to the config."""
     row = SAVINGS[name]
     return Lever(row.all_keys, row.frees, row.same_curve, row.costs) if row.applies(case) else None
 
@@ -155,7 +155,7 @@ def _micro(case: Case) -> Lever | None:
 
 
 def _micro_keys(case: Case, times: int) -> dict[str, str]:
-    """Returns the keys that split each micro-batch of an update into `times` smaller micro-batches.
+    """Returns the config keys that split each micro-batch of an update into `times` smaller ones, dotted key -> text.
 
     The number of sequences per update stays the same.
     """

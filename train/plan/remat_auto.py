@@ -37,7 +37,7 @@ NOMINAL = roofline.Figures({"fp32": 1e11}, 2e10, 2e10, dict.fromkeys(roofline.LI
 
 
 def figures_of(target: targets.Target) -> roofline.Figures:
-    """Returns the FLOP/s and bytes/s of a target, by which remat plans are ranked before they are compiled.
+    """Returns the FLOP/s and bytes/s of a target, with which the remat search orders plans before it compiles them.
 
     The rates are the same in every process. For an unknown device, and for a CPU without `--rates=FILE`, they are the
     constants in NOMINAL.

@@ -80,7 +80,10 @@ def _with_remedy(case: Case, finding: Finding) -> Finding:
 
 
 def _first_lever_keys(case: Case, key: str) -> Keys | None:
-    """Returns the config keys of the first unused memory saving that sets `key`; None if there is none."""
+    """Returns the config keys of the cheapest memory saving that sets `key` and that the config does not use yet.
+
+    Returns None if there is none.
+    """
     return next((lever.keys for lever in open_levers(case.report) if key in lever.keys), None)
 
 
@@ -156,9 +159,10 @@ def _even_stages(case: Case, finding: Finding) -> Remedy | None:
 
 
 def _smaller_state(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the smallest set of memory savings with which the training state is below the memory limit of a device.
+    """Returns the remedy for training state that exceeds the memory of a device: the fewest memory savings that make it
+    fit.
 
-    If no set is enough, the remedy is the number of devices that are needed with ZeRO-3.
+    If no set of savings is enough, the remedy is the number of devices that are needed with ZeRO-3.
     """
     report, limit = case.report, case.report.limit_bytes or 0
     chosen = _fewest_levers(report, limit)
@@ -203,8 +207,12 @@ def _state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
 
 
 def _fits_host(report: ReportRecord, lever: Lever, whole: int) -> bool:
-    """Returns whether the host has room for the training state that a memory saving moves there. Returns True if the
-    host's memory is unknown."""
+    """Returns whether the host has room for the training state that a memory saving moves there.
+
+    Returns True if the host's memory is unknown.
+
+    whole: the bytes of training state on one device without the saving.
+    """
     if not any(key.startswith("offload.") for key in lever.keys):
         return True
     moved = whole - _state_bytes(report, [lever])
@@ -237,7 +245,8 @@ class _Keeping(NamedTuple):
 def _keep_more(case: Case, finding: Finding) -> Remedy | None:
     """Returns the remedy for unused memory: the remat policy that should fit and avoids the most recomputation.
 
-    The policy is used for all layers, or only for the first layers if not all fit.
+    The policy is used for all layers, or only for the first layers if not all fit. If no policy helps, the remedy is
+    `remat.policy=auto`. Returns None if there is no unused memory.
     """
     spare = spare_memory.measure_spare(case.report)
     if spare is None:
@@ -270,6 +279,8 @@ def _all_layers(case: Case, policy: str, recomputed: float) -> _Keeping | None:
 
     The bytes that the formulas give are compared with the activations that the compiled program stores at its peak.
     Returns None if the formulas do not cover the policy, or if it stores no more than the current policy.
+
+    recomputed: the FLOPs that are recomputed now, as a fraction of the model's FLOPs.
     """
     none, now, then = (_formula(case, name) for name in ("none", case.flat["remat.policy"], policy))
     if none is None or then is None or none.hardware_flops is None or then.hardware_flops is None:
@@ -314,7 +325,6 @@ def _formula(case: Case, policy: str) -> reconcile.Formula | None:
 
 
 def _policy_keys(case: Case, policy: str) -> dict[str, str]:
-    """Returns the config keys that apply a remat policy to all layers and clear the keys that contradict it."""
     cleared = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat.get(key)}
     return {"remat.policy": policy, **cleared}
 

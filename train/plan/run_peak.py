@@ -16,7 +16,7 @@ from bytescope.train.step.optimizer.host_offload import device_bytes, device_siz
 
 
 def loop_overhead(program: Program) -> LoopOverhead:
-    """Returns the bytes that the training loop keeps on a device in addition to the arguments of one call of the step.
+    """Returns the arrays that the training loop keeps on a device in addition to the arguments of one call of the step.
 
     While the last call of an update runs, the device also holds the other batches of this update, the batches of the
     next update (train/run/feed.py), and the metrics of the previous update, which have not been read yet. The batch of
@@ -37,7 +37,7 @@ def peaks(program: Program) -> dict[str, int]:
     state = device_bytes(program.state)
     batch = device_bytes(program.eval_shapes)
     evaluation = program.evaluate.lower(program.state.params, program.eval_shapes, program.state.frozen)
-    sizes = {"init": max(_turns_of_init(program)), "evaluation": state + 2 * batch + _own_bytes(evaluation)}
+    sizes = {"init": max(_bytes_per_init_program(program)), "evaluation": state + 2 * batch + _own_bytes(evaluation)}
     if program.config.train.sample_tokens:
         sizes["sample"] = state + sample_bytes(program)
     return sizes
@@ -50,12 +50,8 @@ def _own_bytes(lowered: jax.stages.Lowered) -> int:
     return stats.own_bytes if stats else 0
 
 
-def _turns_of_init(program: Program) -> Iterator[int]:
-    """Yields the bytes on one device during each program that `Program.init` runs, including the results of earlier
-    programs.
-
-    `init` runs several programs, one after the other, if part of the training state is in host memory.
-    """
+def _bytes_per_init_program(program: Program) -> Iterator[int]:
+    # `init` runs several programs, one after the other, if part of the training state is in host memory.
 
     def make(seed):
         return init_state(

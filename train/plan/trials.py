@@ -240,9 +240,9 @@ class Trials:
         return self.target.host_bytes_per_device
 
     def compiled(self, answer: Mapping[str, Any]) -> PlanFigures:
-        """Converts the worker's JSON record of a variant into the record that the remat search reads.
+        """Converts the worker's JSON record of a variant into the figures that the remat search compares.
 
-        That record has the bytes on one device, and the predicted seconds and recomputed FLOPs per update.
+        They are the bytes on one device and in host memory, and the predicted seconds and recomputed FLOPs per update.
         """
         if answer["status"] != "ok":
             return PlanFigures(status=answer["status"])

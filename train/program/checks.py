@@ -1,4 +1,5 @@
-"""Checks that the settings of a config fit together, and makes all choices of a program.
+"""Checks that the settings of a config fit together, and derives from them what a program needs: mesh, kernels, batch
+sizes, remat policies, frozen parameters.
 
 `check` runs every check once, in a fixed order, so that a config with several mistakes always fails with the same
 error. Single values are checked earlier, by `program_settings.read_settings`. Problems that are visible only in the
@@ -88,7 +89,10 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
 
 
 def check_without_devices(settings: Settings) -> None:
-    """Checks the settings that can be checked without devices. Raises ValueError if a remat policy does not exist."""
+    """Raises ValueError if the config names a remat policy, tensor or layer range that does not exist.
+
+    The check needs no devices, so a command can report this mistake before it looks for devices.
+    """
     if settings.remat.policy != AUTO:
         settings.layer_policies(fp8=False)
 
@@ -127,8 +131,9 @@ def _check_ring_and_length(settings: Settings, layout: Layout) -> None:
 
 
 def _check_tiles(settings: Settings, layout: Layout) -> None:
-    """Raises ValueError if the number of sequence positions per device is not divisible by `model.mlp_chunk`, or if
-    `remat.policy=custom` saves a tensor that the tiled MLP recomputes."""
+    """Raises ValueError if the tiles of `model.mlp_chunk` tokens, in which the MLP is computed, do not divide the
+    tokens per sequence and device, or if `remat.policy=custom` saves a tensor of the MLP, which is recomputed tile by
+    tile."""
     chunk, positions = settings.model.mlp_chunk, settings.seq_len // layout.stream_parts
     if not chunk:
         return
@@ -377,7 +382,9 @@ def _choose_adapters(settings: Settings, layout: Layout, model: ModelConfig) -> 
 
 
 def _choose_frozen(choices: Choices) -> frozenset[str]:
-    """Returns the dotted paths of the parameters that are not trained. The field `choices.frozen` is not read."""
+    """Returns the dotted paths of the parameters that are not trained: with adapters all parameters of the base model,
+    else those that `optimizer.freeze` matches, and always the router biases. `choices.frozen` is ignored, because this
+    function computes it."""
     model, patterns = choices.model, choices.settings.optimizer.freeze
     biases = model.experts > 0 and model.router_bias
     if not choices.lora and not patterns and not biases:

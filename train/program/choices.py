@@ -52,28 +52,29 @@ class Choices:
 
     @property
     def config(self) -> ConfigDict:
-        """All keys of the config."""
+        """The whole config from which the choices were made."""
         return self.settings.config
 
     @property
     def loss(self) -> LossConfig:
-        """The group `loss` of the config."""
+        """The config keys `loss.*`: kind of cross-entropy, chunk size, and coefficients of the experts' auxiliary
+        losses."""
         return self.settings.loss
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """The group `optimizer` of the config."""
+        """The config keys `optimizer.*`, such as name, learning rate and clipping."""
         return self.settings.optimizer
 
     @property
     def batch_names(self) -> tuple[str, ...]:
-        """The names of the arrays of a batch."""
+        """The names of the int32 arrays in a batch: "inputs" and "targets", and for some data "segments" or "mask"."""
         return self.settings.batch_names
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Name of a stack of layers -> the layer index of each row of the stack. Only the stacks that a pipeline
-        stores in another order than the model are included."""
+        """Layers in the order in which a pipeline stores them: name of a stack of layers -> for each of its rows the
+        index of the layer, -1 for an unused row. Stacks in the model's own order are left out."""
         return self.stages.order if self.stages else {}
 
     def transformer(

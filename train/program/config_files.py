@@ -83,7 +83,7 @@ def describe_keys() -> list[tuple[str, str, str]]:
     The meaning is the comment at the key's assignment in configs/base.py, on the same line or above it.
     """
     source = Path(base.__file__).read_text(encoding="utf-8")
-    lines, comments = source.splitlines(), _comments(source)
+    lines, comments = source.splitlines(), _comments_by_line(source)
     meanings: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assign):
@@ -95,8 +95,7 @@ def describe_keys() -> list[tuple[str, str, str]]:
     return [(key, as_text(value), meanings.get(key, "")) for key, value in flatten(base.get_config()).items()]
 
 
-def _comments(source: str) -> dict[int, str]:
-    """Returns the comments of Python source text, line number -> comment."""
+def _comments_by_line(source: str) -> dict[int, str]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
 
@@ -198,8 +197,8 @@ def _nearest(key: str, valid: dict[str, Any]) -> str:
 
 
 def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:
-    """Returns the dotted keys whose last part is `name` or its synonym in SYNONYMS. `valid`: the keys to search, by
-    default those of the base config."""
+    """Returns the dotted keys whose last part is `name`, or a synonym of it in SYNONYMS, as suggestions for a
+    misspelled key. `valid`: the keys to search, by default those of the base config."""
     name = SYNONYMS.get(name, name)
     return [full for full in valid or flatten(base.get_config()) if full.rpartition(".")[2] == name]
 

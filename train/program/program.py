@@ -1,6 +1,7 @@
-"""Turns a config and devices into the step that runs, its abstract arguments and its initializer.
+"""A training step with its abstract arguments, compiler options and initializer (`Program`), built from a config and
+devices.
 
-The loop runs `Program.step`, and reports analyze `Program.lower()`, which is the same program.
+The training loop runs `Program.step`, and memory reports analyze `Program.lower()`, which is the same program.
 """
 
 import contextlib
@@ -67,7 +68,8 @@ class Program(Choices):
 
     @property
     def scanned(self) -> bool:
-        """True if one call of the step takes the global batch of an update: A micro-batches in arrays [A, B, L]."""
+        """True if one call of the step processes all A micro-batches of an update, in arrays [A, B, L]; False if it
+        processes one micro-batch [B, L]."""
         return self.settings.batch.mode == "scan"
 
     @property
@@ -124,7 +126,8 @@ class Program(Choices):
             return self.step.lower(self.state, self.batch_shapes)
 
     def _for_kernels(self) -> contextlib.AbstractContextManager:
-        """Returns a context manager in which the program's Pallas kernels, if it has any, can be lowered."""
+        """Returns a context manager that tells Pallas which GPU to compile for, if the program has Pallas kernels.
+        Without it Pallas cannot lower kernels for described devices that are not present."""
         needed = self.matmul[0] == "fp8_native" or self.moe_kernel[0] == "grouped"
         return for_pallas(self.mesh) if needed else contextlib.nullcontext()
 
@@ -175,10 +178,11 @@ class Program(Choices):
         )
 
     def init_around(self, params: Any) -> TrainState:
-        """Returns the initial state with the given parameters, which are not copied. They must already have the
-        program's shardings.
+        """Returns the initial training state with the given parameters, such as loaded weights, instead of random ones.
+        The arrays are used without a copy, so they must already have the program's shardings.
 
-        With adapters `params` are the frozen parameters, and the adapters are initialized as in `init`.
+        Without adapters `params` are all parameters of the model. With adapters they are the frozen base parameters,
+        and the adapters are initialized as in `init`.
         """
         if self.lora:
 
@@ -229,10 +233,14 @@ def state_around(
     frozen: Any = None,
     routed: tuple[int, int] | None = None,
 ) -> TrainState:
-    """Returns the state before the first step with the given trained and frozen parameters.
+    """Returns the training state before the first step, for given parameters.
 
-    The optimizer state depends only on the shapes of the trained parameters. `routed`: (number of layers with experts,
-    experts in each), None without experts.
+    Args:
+      params: the trained parameters. Only their shapes matter for the optimizer state.
+      optimizer: the optimizer of `make_optimizer`.
+      scaling: the rule of dynamic loss scaling, None without loss scaling.
+      frozen: the parameters that are not trained, None if all are trained.
+      routed: (number of layers with experts, experts in each), None without experts.
     """
     loss_scale = None if scaling is None else scaling.init()
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed), loss_scale, frozen)
@@ -333,8 +341,8 @@ def assemble(choices: Choices, decided: str = "") -> Program:
 
 
 def _micro_steps(choices: Choices) -> int | Callable[[jax.Array], jax.Array]:
-    """Returns the number of micro-steps per update whose gradients `optax.MultiSteps` accumulates; 1 if it is not
-    used.
+    """Returns how many calls of the step `optax.MultiSteps` combines into one optimizer update; 1 if the step itself
+    accumulates the gradients.
 
     With `batch.accumulation_schedule`, returns a function from the update's index to this number.
     """
@@ -391,7 +399,6 @@ def _make_local_loss(choices: Choices) -> Loss | None:
 
 
 def _make_scaling(choices: Choices) -> Scaling | None:
-    """Returns the rule of dynamic loss scaling. Returns None if the precision preset has none."""
     if choices.precision.loss_scale != "dynamic":
         return None
     keys, batch = choices.settings.precision, choices.batch
@@ -413,7 +420,8 @@ def _make_partwise(
     micro_steps: int | Callable[[jax.Array], jax.Array],
     state: TrainState,
 ) -> PartwiseUpdate | None:
-    """Returns the optimizer update that is computed layer by layer. Returns None if no config key needs it."""
+    """Returns the optimizer update that is computed for one layer at a time. Returns None if no config key needs it
+    (`Settings.layerwise_key`)."""
     if not choices.settings.layerwise_key:
         return None
     assert isinstance(micro_steps, int)  # an update layer by layer has no schedule of the accumulation
@@ -477,7 +485,8 @@ def _bias_rate(choices: Choices, abstract: Transformer) -> float:
 
 
 def pipeline_notes(choices: Choices, state: TrainState) -> tuple[str, ...]:
-    """Returns notes for the report of a pipelined step, which explain its numbers. Returns () without a pipeline."""
+    """Returns sentences for the memory report of a pipelined step: the idle share (bubble) of the schedule, how seconds
+    and sent bytes are counted, and parameters in unused rows. Returns () without a pipeline."""
     schedule, stages = choices.schedule, choices.stages
     if schedule is None or stages is None:
         return ()

@@ -20,7 +20,7 @@ from bytescope.train.step.optimizer.rules import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """The group `lora` of a config. configs/base.py explains each key."""
+    """LoRA adapters: the config keys `lora.*`. configs/base.py explains each key."""
 
     rank: int
     alpha: float
@@ -31,7 +31,8 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """The group `precision` of a config. configs/base.py explains each key."""
+    """The dtypes of parameters, computation and gradients, and the loss scale: the config keys `precision.*`.
+    configs/base.py explains each key."""
 
     preset: str
     param: str
@@ -49,7 +50,8 @@ class PrecisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RematConfig:
-    """The group `remat` of a config. configs/base.py explains each key."""
+    """Activations to save, recompute or move to host memory: the config keys `remat.*`. configs/base.py explains each
+    key."""
 
     policy: str
     budget: str
@@ -64,7 +66,8 @@ class RematConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadConfig:
-    """The group `offload` of a config. configs/base.py explains each key."""
+    """Placement of optimizer state and parameters in host memory: the config keys `offload.*`. configs/base.py explains
+    each key."""
 
     optimizer: bool
     params: bool
@@ -72,7 +75,7 @@ class OffloadConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The group `mesh` of a config. configs/base.py explains each key."""
+    """The device mesh and the sharding strategy: the config keys `mesh.*`. configs/base.py explains each key."""
 
     strategy: str
     stage: int
@@ -93,7 +96,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """The group `pipeline` of a config. configs/base.py explains each key."""
+    """The schedule of pipeline parallelism: the config keys `pipeline.*`. configs/base.py explains each key."""
 
     schedule: str
     virtual: int
@@ -132,7 +135,8 @@ class Settings:
 
     @property
     def layerwise_key(self) -> str:
-        """The first setting, as key=value, that requires an optimizer update layer by layer; "" if there is none."""
+        """The first setting, such as "offload.params=true", that requires the optimizer to update one layer at a time;
+        "" if there is none."""
         asked = {
             "optimizer.fused_backward=true": self.optimizer.fused_backward,
             "offload.optimizer=true": self.offload.optimizer,

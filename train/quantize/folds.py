@@ -1,4 +1,5 @@
-"""Groups the weight matrices of a block that share an input, with the parameters that take the inverse of its scales.
+"""Groups the weight matrices of a block that share an input. Their input channels are scaled before rounding to 4 bits,
+and the inverse scales are multiplied into the parameters that compute the input.
 
     (x / s) (s W) = x W:  rows of the weights W are multiplied by s, and the parameters that produce x are divided by s
 
@@ -24,13 +25,15 @@ Params = Mapping[str, Any]  # path in the block -> parameter
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """The weight matrices of a layer that multiply the same input, such as q, k and v, and so share their scales.
+    """A group of weight matrices in a block that multiply the same input, such as q, k and v, and so share one scale
+    per input channel.
 
     Fields:
       name: name in messages.
       input: name of the input in the block, given by jax's checkpoint_name.
       weights: paths of the weights in the block.
-      before: which parameters before the input are divided by the scales, a key of BEFORE; "" if none can be.
+      before: the parameters that are divided by the scales because they compute the input, as a key of BEFORE: a norm,
+        the value projection or the up projection. "" if no parameters can be.
       clipped: paths of the weights whose quantization groups may be clipped.
     """
 
@@ -62,11 +65,11 @@ def folds_of(config: ModelConfig) -> tuple[Fold, ...]:
 
 
 def shared(fold: Fold, config: ModelConfig, magnitudes_I: Any) -> Any:
-    """Returns the mean magnitude of each input, float32 [inputs]. Inputs that must have the same scale get the average
-    of their magnitudes.
+    """Averages the mean magnitudes |x| of input channels that must have the same scale, float32 [inputs] -> float32
+    [inputs].
 
-    Only inputs of the output projection are averaged: they must have the same scale if their query heads share a value
-    head.
+    Only inputs of the attention output projection are averaged, over the query heads that share a value head: their
+    scales are divided out of the same column of the value projection. Other inputs are returned unchanged.
     """
     if fold.before != "values":
         return magnitudes_I
@@ -78,12 +81,12 @@ def shared(fold: Fold, config: ModelConfig, magnitudes_I: Any) -> Any:
 def fold_in(
     fold: Fold, config: ModelConfig, params: Params, scale_I: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Multiplies the weights of a fold by the scales of their inputs, and divides the parameters before them by the
-    scales.
+    """Multiplies the weights of a group by the scales of their input channels, and divides the parameters that compute
+    these inputs (`Fold.before`) by the scales.
 
-    Returns the parameters of the block, float32 on the host, and the scales that were applied. The vector of a norm is
-    rounded to float16, in which it will be stored, and the applied scales are computed from the rounded vector. So
-    only the quantization of weights changes what the model computes.
+    Returns the parameters of the block, float32 on the host, and the scales [inputs] that were applied. The vector of a
+    norm is rounded to float16, in which it will be stored, and the applied scales are computed from the rounded vector.
+    So only the quantization of weights changes what the model computes.
     """
     folded = dict(params)
     scale_I = BEFORE[fold.before](config, folded, np.asarray(scale_I, np.float32))

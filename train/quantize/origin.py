@@ -53,8 +53,8 @@ class Origin:
 
 
 def open_origin(path: Path, step: int | None, group: int) -> Origin:
-    """Opens the weights of a run or a folder to quantize them. `group` is the number of inputs that will share a
-    scale.
+    """Opens the weights of a run or a folder to quantize them. `group`: number of inputs whose 4-bit codes will share a
+    quantization scale. `step`: the checkpoint of a run, None for the newest.
 
     Raises:
       UserError: the weights cannot be read, are already quantized, or cannot be stored in a 4-bit format.

@@ -110,7 +110,7 @@ class Output:
       force: True to delete partial output and start from the beginning.
 
     Attributes:
-      done: the rows of errors of the finished layers, one row per layer, in order.
+      done: a record for each finished layer, in order: its number and its quantization errors (see `note`).
 
     Raises:
       UserError: the folder has partial output with other settings.
@@ -141,8 +141,8 @@ class Output:
         self._files = existing or Files(self.folder, self.tensors, shard_bytes)
 
     def _read_progress(self) -> list[dict[str, Any]]:
-        """Returns the rows of the layers that an interrupted command has finished. Raises UserError if they were
-        quantized with other settings.
+        """Returns the records of the layers that an interrupted command has finished, from progress.json. Raises
+        UserError if they were quantized with other settings.
         """
         try:
             progress = json.loads((self.folder / PROGRESS).read_text())
@@ -175,13 +175,13 @@ class Output:
         for one in self.tensors:
             if one.layer != layer:
                 continue
-            path = _within(one.path)
+            path = _path_in_block(one.path)
             array = packed[path][one.part] if one.part else self._half(one, params[path])
             self._files.write(one, [np.ascontiguousarray(array)])
 
     def note(self, row: Mapping[str, Any]) -> None:
-        """Records that the next layer is finished. `row` has the errors of the layer. Raises OSError if the disk
-        cannot be written.
+        """Records in progress.json that the next layer is finished. `row`: the layer's number and quantization errors,
+        a row of `QuantizationResult.layers`. Raises OSError if the disk cannot be written.
         """
         self._files.sync()
         beside = self.folder / f".{PROGRESS}"
@@ -200,7 +200,7 @@ class Output:
         for one in self.tensors:
             if one.layer != layer:
                 continue
-            array, path = self._files.read(one, DTYPES[one.dtype]), _within(one.path)
+            array, path = self._files.read(one, DTYPES[one.dtype]), _path_in_block(one.path)
             if one.part:
                 packed.setdefault(path, {})[one.part] = array
             else:
@@ -236,6 +236,5 @@ class Output:
         return half
 
 
-def _within(path: str) -> str:
-    """Returns the path of a parameter without the prefix for its layer."""
+def _path_in_block(path: str) -> str:
     return path.split(".", 2)[2] if path.startswith("blocks.") else path

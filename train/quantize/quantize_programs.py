@@ -29,12 +29,12 @@ from bytescope.train.weights.packed_folder import matrices
 
 @dataclasses.dataclass(frozen=True)
 class CallSizes:
-    """The static sizes of a call of a program.
+    """The sizes of the arrays for which the quantization programs are compiled.
 
     Attributes:
       rows: windows of text per call.
       length: tokens per window.
-      group: number of inputs that share a scale.
+      group: number of inputs whose 4-bit codes share a quantization scale.
     """
 
     rows: int
@@ -95,13 +95,13 @@ class Programs:
         return self._array(self.sizes.rows, self.sizes.length, dtype=jnp.int32)
 
     def inputs_of(self, fold: Fold) -> int:
-        """Returns the number of inputs of the weights in a fold."""
+        """Returns the number of input channels of the weights in a group that shares an input."""
         return self.matrices[fold.weights[0]].sizes[0]
 
     @property
-    def _sums(self) -> dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-        """Maps the name of each watched input x [tokens, I] to the shapes of two sums over the tokens: the sum of |x|,
-        [I], and X'X, [I, I].
+    def _sum_shapes(self) -> dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+        """Returns the shapes of the statistics that are summed over the calibration tokens: name of an input x [tokens,
+        I] of weights -> (shape [I] of the sum of |x|, shape [I, I] of X'X).
         """
         sums = {}
         for fold in self.folds:
@@ -110,8 +110,11 @@ class Programs:
         return sums
 
     def no_sums(self) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Returns the initial sums, before any token is added: arrays of zeros on the device."""
-        return jax.tree.map(lambda like: jax.device_put(np.zeros(like.shape, like.dtype), self._place), self._sums)
+        """Returns the statistics of weight inputs (sum of |x| and X'X, as `watch` computes) before any token is added:
+        arrays of zeros on the device."""
+        return jax.tree.map(
+            lambda like: jax.device_put(np.zeros(like.shape, like.dtype), self._place), self._sum_shapes
+        )
 
     def _weight(self, path: str) -> jax.ShapeDtypeStruct:
         return self._array(*self.matrices[path].sizes)
@@ -147,10 +150,11 @@ class Programs:
         )
 
     def watch(self) -> Compilation:
-        """Compiles the program that runs a block and sums the statistics of the inputs of its weights.
+        """Compiles the program that runs a block and adds statistics of its tokens to sums: for each input x of
+        weights, the sum of |x| [I] and X'X [I, I].
 
-        It takes the parameters of the block, the layer number, x and the sums so far; x and the sums are donated. It
-        returns the output of the block, and the sums with these tokens added.
+        It takes the parameters of the block, the layer number, x [B, L, D] and the sums so far; x and the sums are
+        donated. It returns the output of the block [B, L, D], and the sums with these tokens added.
         """
 
         def run(params, layer, x_BLD, sums):
@@ -164,7 +168,13 @@ class Programs:
             return y_BLD, added
 
         return self._compiled(
-            ("watch",), run, self.block_shapes, self._array(dtype=jnp.int32), self._x, self._sums, donate_argnums=(2, 3)
+            ("watch",),
+            run,
+            self.block_shapes,
+            self._array(dtype=jnp.int32),
+            self._x,
+            self._sum_shapes,
+            donate_argnums=(2, 3),
         )
 
     def _run_block(self, params: Any, layer: jax.Array, x_BLD: jax.Array) -> jax.Array:
@@ -187,9 +197,9 @@ class Programs:
         return self._compiled(("head",), run, self.shell_shapes, self._x, self._tokens)
 
     def search(self, fold: Fold) -> Compilation:
-        """Compiles the program that searches the scales of a fold.
+        """Compiles the program that finds the best scales of the input channels that the weights of `fold` share.
 
-        It takes X'X and mean |x| of the input and the weights [I, O]. It returns the result of
+        It takes X'X [I, I] and the mean of |x| [I] of the input, and the weights, each [I, O]. It returns the result of
         `scale_search.search_scale`.
         """
         size = self.inputs_of(fold)
@@ -203,10 +213,11 @@ class Programs:
         return self._compiled(("search", fold.name), run, self._array(size, size), self._array(size), weights)
 
     def quantize(self, fold: Fold, path: str) -> Compilation:
-        """Compiles the program that quantizes a weight.
+        """Compiles the program that quantizes the weight at `path`, which belongs to the group `fold`.
 
-        It takes X'X, the scales, the weight and the scaled weight. It returns the codes, their error, and the error of
-        plain rounding without scales for comparison.
+        It takes X'X of the input [I, I], the scales of the input channels [I], the weight [I, O] and the scaled weight
+        [I, O]. It returns the 4-bit codes, their error, and the error of plain rounding without scales for comparison.
+        Errors are fractions of the outputs' mean square.
         """
         shape, clip, group = self.matrices[path].sizes, self._clip and path in fold.clipped, self.sizes.group
 
@@ -243,7 +254,7 @@ class Programs:
             return report_of(compilation, target=target).predicted_bytes + beside
 
         peaks = {"embedding": measure("embedding", self.embed()), "one block": measure("one block", self.watch())}
-        grams = {fold.input: device_bytes(self._sums[fold.input]) for fold in self.folds}
+        grams = {fold.input: device_bytes(self._sum_shapes[fold.input]) for fold in self.folds}
         for fold in self.folds:
             beside = sum(grams.values()) - grams[fold.input]
             if searching and fold.before:

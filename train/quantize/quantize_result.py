@@ -15,7 +15,7 @@ class Memory:
     Fields:
       device: program -> bytes on the device while it runs.
       limit: bytes of the device that may be used.
-      streams: host bytes of the residual streams of the texts.
+      streams: host bytes of the activations between two layers, for the calibration and the held-out text.
       layer: host bytes of one layer, or of the parameters outside the layers if those are larger.
       held: host bytes of a run's checkpoint that stay in memory.
       folder: bytes of the written weights on disk.
@@ -40,7 +40,8 @@ class Memory:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory that the quantization needs: activations, one layer, and the checkpoint data that stay
+        loaded."""
         return self.streams + self.layer + self.held
 
 
@@ -82,7 +83,7 @@ class QuantizationResult:
 
     @property
     def weights(self) -> list[str]:
-        """Paths of the quantized weights of a layer, in order."""
+        """Paths of the quantized weights in a layer, such as "attention.w_q", in order."""
         return [row["weight"] for row in self.layers[0]["weights"]]
 
     def to_json(self) -> str:

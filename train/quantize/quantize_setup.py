@@ -192,8 +192,14 @@ def _count_memory(
     folder: int,
     held: int = 0,
 ) -> Memory:
-    """Returns the memory that a quantization needs. `held`: host bytes of a checkpoint that stay in memory because its
-    stacks of layers are decoded as a whole.
+    """Returns the memory that a quantization needs.
+
+    Args:
+      tokens: (number of calibration tokens, number of held-out tokens).
+      peaks: program -> bytes on the device while it runs.
+      limit: bytes of the device that may be used.
+      folder: bytes of the weights to write.
+      held: host bytes of a run's checkpoint that stay in memory, because stacked layers can only be read together.
     """
     calibration, held_out = tokens
     streams = (calibration + 2 * held_out) * model.d_model * jax.numpy.dtype(programs.precision.compute).itemsize

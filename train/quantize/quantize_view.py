@@ -115,8 +115,11 @@ def result_page(result: QuantizationResult) -> str:
 
 
 def page_data(result: QuantizationResult) -> dict[str, Any]:
-    """Returns the data of the plot of errors by layer: the layer numbers and the error of each line, a fraction from 0
-    to 1.
+    """Returns the data of the plot of errors by layer: the layer numbers, and name of a line -> its error in each
+    layer, a fraction from 0 to 1.
+
+    The lines are the mean error of plain rounding, the mean error of the written weights (left out if they are plainly
+    rounded), and the error of the residual stream.
     """
     shares = {
         "rounding": [mean_error(row)[0] for row in result.layers],
@@ -130,8 +133,9 @@ def page_data(result: QuantizationResult) -> dict[str, Any]:
 
 
 def heat(result: QuantizationResult) -> list[dict[str, Any]]:
-    """Returns the rows of the heat map, one per layer. For each weight, a row has the error, the error relative to the
-    largest error (0 to 1), and the exponent of its scales.
+    """Returns the rows of the heat map, one per layer. A row has a cell for each quantized weight: `share`, its error
+    relative to the largest error of all weights (0 to 1), and as text the error in percent, the exponent `power` of its
+    scales and a tooltip.
     """
     most = max(one["error"] for row in result.layers for one in row["weights"]) or 1.0
     return [

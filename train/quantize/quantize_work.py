@@ -66,7 +66,8 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of `Quantization.run`. QuantizationResult explains its fields."""
+    """The result of `Quantization.run`: a record of errors for each layer, and the perplexity of the held-out text
+    before and after quantization. The fields are those of `QuantizationResult`."""
 
     layers: list[dict[str, Any]]
     before: float
@@ -74,11 +75,16 @@ class Outcome:
 
 
 class Quantization:
-    """Quantizes one model. Call `run`.
+    """Quantizes the weights of one model to 4 bits, layer by layer. Call `run`.
 
     Args:
+      origin: the model and its unquantized weights.
+      programs: the compiled device programs.
+      method: how scales and clipped ranges are chosen.
       tokens: calibration windows and held-out windows, each int32 [windows, tokens]. Both numbers of windows are
         multiples of the windows per program call.
+      output: the folder to write.
+      tell: called with (calls done, total calls, activity) to show progress.
     """
 
     def __init__(
@@ -101,7 +107,7 @@ class Quantization:
 
     @property
     def calls(self) -> int:
-        """Total number of calls of programs that process windows."""
+        """Total number of program calls that run a batch of windows through a layer, for the progress display."""
         rows = self.programs.sizes.rows
         return self.origin.model.n_layers * (len(self._calibration) + 2 * len(self._held_out)) // rows
 
@@ -109,15 +115,15 @@ class Quantization:
         """Quantizes and writes all layers. A layer that an interrupted command has finished is read instead of
         quantized again.
         """
-        self.output.write(-1, self._tables(), {})
-        shell = put(self._tables(), self.programs.shell_shapes)
+        self.output.write(-1, self._outside_parameters(), {})
+        shell = put(self._outside_parameters(), self.programs.shell_shapes)
         calibration, original = (self._embed(shell, tokens) for tokens in (self._calibration, self._held_out))
         del shell  # frees the device: the tables are read again at the end
-        streams = Streams(calibration, original, self._embed(self._written_tables(), self._held_out))
+        streams = Streams(calibration, original, self._embed(self._written_outside_parameters(), self._held_out))
         for layer in range(self.origin.model.n_layers):
             self._layer(layer, streams)
-        before = self._perplexity(put(self._tables(), self.programs.shell_shapes), streams.original)
-        return Outcome(self.output.done, before, self._perplexity(self._written_tables(), streams.written))
+        before = self._perplexity(put(self._outside_parameters(), self.programs.shell_shapes), streams.original)
+        return Outcome(self.output.done, before, self._perplexity(self._written_outside_parameters(), streams.written))
 
     # ---- a layer ----------------------------------------------------------------------------------------------
 
@@ -141,8 +147,11 @@ class Quantization:
             self.output.note({"layer": layer, "stream": drift(streams), "weights": errors})
 
     def _forward(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
-        """Runs the residual stream x_NLD through a block and overwrites it with the block's output. If `watch` is set,
-        returns the sums over the inputs of the block's weights.
+        """Runs the residual stream x_NLD through a block, in batches of windows, and overwrites it with the block's
+        output.
+
+        `what`: the activity that the progress display shows. If `watch` is set, returns sums over the tokens for each
+        input x of the block's weights (sum of |x| and X'X, from `Programs.watch`); else None.
         """
         rows, number = self.programs.sizes.rows, np.int32(layer)
         program = (self.programs.watch() if watch else self.programs.block()).executable
@@ -206,12 +215,12 @@ class Quantization:
 
     # ---- both ends --------------------------------------------------------------------------------------------
 
-    def _tables(self) -> dict[str, np.ndarray]:
-        """Returns the parameters outside the layers."""
+    def _outside_parameters(self) -> dict[str, np.ndarray]:
         return {path: self._parameter(path).astype(np.float32) for path in self._outside}
 
-    def _written_tables(self) -> Any:
-        """Returns the parameters outside the layers as they were written, on the device. Vocabulary padding is 0."""
+    def _written_outside_parameters(self) -> Any:
+        """Returns the written parameters outside the layers (embedding tables, final norm, head) on the device.
+        Vocabulary padding is 0."""
         stored, like = self.output.read(-1)[0], self.programs.shell_shapes
         sizes = {".".join(path): leaf.shape for path, leaf in flatten_dict(like).items()}
         padded = {}

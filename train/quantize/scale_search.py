@@ -50,13 +50,15 @@ def share_of(gram_II: jax.Array, w_IO: jax.Array, replaced_IO: jax.Array) -> jax
 def search_scale(
     gram_II: jax.Array, magnitudes_I: jax.Array, weights: Sequence[jax.Array], group: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Searches the scales of weights that share an input. Returns the best scales [inputs], the exponent of the
-    magnitudes in them, and the error of each exponent that was tried [POWERS].
+    """Finds the scales of the input channels that several weights share, which minimize the error of the quantized
+    weights' outputs. Returns the best scales [inputs], the exponent of the magnitudes in them, and the error of each
+    exponent that was tried [POWERS].
 
     Args:
       gram_II: X'X of the inputs.
       magnitudes_I: mean |x| of the inputs.
-      group: number of inputs that share a scale.
+      weights: the weights, each [inputs, outputs].
+      group: number of inputs whose 4-bit codes share a quantization scale.
     """
 
     def error(power: jax.Array) -> jax.Array:
@@ -76,14 +78,14 @@ def search_scale(
 def quantize(
     gram_II: jax.Array, scale_I: jax.Array, w_IO: jax.Array, group: int, clip: bool
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Quantizes a scaled weight. Returns its codes, zero points and scales, as `groups.encode` does, and its error as
-    a fraction of the outputs' mean square.
+    """Quantizes a weight whose input channels are already scaled. Returns its codes, zero points and quantization
+    scales, as `groups.encode` does, and the error of its outputs as a fraction of their mean square.
 
     Args:
       gram_II: X'X of the inputs, before they were divided by `scale_I`.
-      scale_I: scale of each input.
+      scale_I: scale of each input channel.
       w_IO: the scaled weight, float32.
-      group: number of inputs that share a scale.
+      group: number of inputs whose 4-bit codes share a quantization scale.
       clip: True to clip the range of groups if that reduces the error.
     """
     gram_II = gram_II / (scale_I[:, None] * scale_I[None])

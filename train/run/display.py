@@ -91,7 +91,7 @@ class Display:
                 TextColumn("{task.completed}/{task.total}"),
                 BarColumn(bar_width=None),
                 TaskProgressColumn(),
-                _Left(self),
+                _RemainingTime(self),
                 console=console,
                 transient=True,
                 expand=True,
@@ -138,7 +138,8 @@ class Display:
             self._paced, self._began, self._start = True, time.monotonic(), row["step"]
 
     def note(self, text: str) -> None:
-        """Prints a line of text between the rows, without interpreting markup or cutting the line."""
+        """Prints a line of text between the rows. Square brackets are printed as they are, and a long line is not
+        shortened."""
         self._console.print(Text(safe(text)), soft_wrap=True, highlight=False)
 
     def left(self, step: int) -> str:
@@ -148,14 +149,12 @@ class Display:
         return f"{clock((time.monotonic() - self._began) / done * (self._steps - step))} left"
 
 
-class _Left(TextColumn):
-    """The column of the progress bar that shows the remaining time."""
-
+class _RemainingTime(TextColumn):
     def __init__(self, display: Display):
         super().__init__("")
         self._display = display
 
     def render(self, task: Task) -> Text:
-        """Returns the remaining time. It is empty before the first step, whose duration is not typical."""
+        # Empty before the first step, whose duration is not typical.
         step = int(task.completed)
         return unwrapped(Text(self._display.left(step) if step > self._display._start else ""))

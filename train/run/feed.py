@@ -13,9 +13,9 @@ from bytescope.train.run.profile import hosted
 HostBatch = dict[str, np.ndarray]
 
 
-def _pieces(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
-    """Returns the rows of a batch [..., B, L] on this process's devices, as (first row, end) of each range, in order
-    and without duplicates."""
+def _local_row_ranges(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
+    """Returns the rows of a batch [..., B, L] that are on this process's devices, as (first row, row after the last) of
+    each range, in order and without duplicates."""
     indices = shape.sharding.addressable_devices_indices_map(shape.shape).values()
     return sorted({index[-2].indices(shape.shape[-2])[:2] for index in indices})
 
@@ -25,7 +25,7 @@ def local_rows(program: Program) -> list[slice]:
     slices = []
     for micro in range(program.batch.read_steps):
         first = micro * program.batch.rows
-        for start, stop in _pieces(program.eval_shapes["inputs"]):
+        for start, stop in _local_row_ranges(program.eval_shapes["inputs"]):
             slices.append(slice(first + start, first + stop))
     return slices
 
@@ -45,7 +45,7 @@ def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, j
 
 def _put_array(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
     places, rows = {}, 0  # first row of a part in the global batch -> its row in `array`
-    for start, stop in _pieces(shape):
+    for start, stop in _local_row_ranges(shape):
         places[start] = rows
         rows += stop - start
 

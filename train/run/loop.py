@@ -117,8 +117,10 @@ class Run:
         return bool(self.agreed)
 
     def record(self, row: dict[str, Any], values: dict[str, Any] | None = None) -> None:
-        """Records one row of metrics: writes it to metrics.jsonl and the recorders, and prints it. `values`: all
-        metrics of the row's step."""
+        """Appends a row of metrics to metrics.jsonl, sends it to the recorders (TensorBoard, wandb) and prints it.
+
+        `values`: the metrics that the step returned. They contain the expert loads, which only TensorBoard records.
+        """
         self.log.write(row)
         self.recorders.write(row, loads_by_layer(values or {}, self.program.model))
         self.display.show(row)

@@ -1,4 +1,5 @@
-"""The metrics of a run: one JSON object per row, and the model FLOPs for its utilization."""
+"""Writes the metrics of a run to metrics.jsonl, one JSON object per row, and counts the model FLOPs from which MFU
+(model FLOPs utilization) is computed."""
 
 import json
 import math
@@ -111,7 +112,7 @@ def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[s
 def has_evaluation(path: Path, step: int) -> bool:
     """Returns True if the metrics file `path` contains an evaluation after step `step`."""
     for line in _lines(path):
-        row = _parse(line)
+        row = _parse_row(line)
         if row is not None and row["step"] == step and "eval_loss" in row:
             return True
     return False
@@ -121,8 +122,8 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
-def _parse(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
-    """Parses a line of metrics.jsonl. Returns None if the line is incomplete or damaged."""
+def _parse_row(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
+    # None if the line is incomplete or damaged.
     try:
         row = json.loads(line)
         return row if isinstance(row["step"], int) and any(kind in row for kind in kinds) else None
@@ -137,8 +138,10 @@ class MetricsLog:
     rows again.
 
     Args:
+      path: the file.
+      step: number of updates that are done when the run starts or resumes.
       enabled: False to write nothing, because another process writes the file.
-      kinds: a valid row has at least one of these keys.
+      kinds: keys of which each row has at least one. Other rows in the file are damaged and removed.
     """
 
     def __init__(self, path: Path, step: int, enabled: bool = True, kinds: Collection[str] = KINDS):
@@ -147,7 +150,7 @@ class MetricsLog:
             return
         kept = []
         for line in _lines(path):
-            row = _parse(line, kinds)
+            row = _parse_row(line, kinds)
             if row is not None and row["step"] <= step:
                 kept.append(json.dumps(row) + "\n")
         write_atomically(path, "".join(kept))

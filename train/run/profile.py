@@ -137,7 +137,7 @@ class Profile:
         if self._running:
             self.end()
             return
-        jax.profiler.start_trace(self.workdir / FOLDER, create_perfetto_trace=True, profiler_options=_options())
+        jax.profiler.start_trace(self.workdir / FOLDER, create_perfetto_trace=True, profiler_options=_trace_options())
         self._running = True
 
     def end(self) -> None:
@@ -168,8 +168,7 @@ class Profile:
         )
 
 
-def _options() -> jax.profiler.ProfileOptions:
-    """Returns profiler options that trace the host's annotations and the device, but not Python calls."""
+def _trace_options() -> jax.profiler.ProfileOptions:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return options

@@ -82,8 +82,8 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
     """Prints what is known before the program is compiled: model, batch, devices and mesh, kernels and remat policy.
 
     Args:
-      data: description of the data source. It is shown if the data consists of examples.
-      verbose: True to also show the data, parameters by component, and the reason for each kernel.
+      data: description of the training data. Without `verbose` it is not shown for plain text (`data.format=text`).
+      verbose: True to also show parameters by component, the jax version and the reason for each kernel.
     """
     counts = parameters_by_component(program.state.model_params, quantized_weights(program.abstract()))
     model, remat = program.model, program.config.remat

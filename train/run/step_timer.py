@@ -99,7 +99,7 @@ class Clock:
         seconds, waiting = now - self._ticked, self._waiting - self._waited_before
         compiling = self._compiles.seconds - self._compiled_before
         saving, was_saving = self._saving(), self._was_saving
-        self._mark(now)
+        self._begin_update(now)
         median = tokens * statistics.median(self._recent) if len(self._recent) >= MIN_REMEMBERED else 0.0
         self._recent.append(seconds / max(tokens, 1))
         if not median or seconds < max(SLOW * median, median + SLOW_S):
@@ -110,8 +110,7 @@ class Clock:
             doing.append(("writing a checkpoint", 0.0))
         return Slow(seconds, median, tuple(doing))
 
-    def _mark(self, now: float) -> None:
-        """Records when an update starts."""
+    def _begin_update(self, now: float) -> None:
         self._ticked, self._waited_before, self._compiled_before = now, self._waiting, self._compiles.seconds
         self._was_saving = self._saving()
 
@@ -136,7 +135,7 @@ class Clock:
     def skip(self) -> None:
         """Begins a new lap without counting the time since the end of the last lap."""
         self._began, self._steps, self._tokens, self._waiting = time.perf_counter(), 0, 0, 0.0
-        self._mark(self._began)
+        self._begin_update(self._began)
 
     def close(self) -> None:
         """Waits until the devices have finished all dispatched steps."""

@@ -1,7 +1,7 @@
-"""The texts that a run prints before its first step and at its end: lines with a title and a text.
+"""The texts that a run prints before its first step and at its end: lines with a title and a text, such as parameters,
+predicted memory and speed, and the commands to continue with.
 
-The functions have no side effects. They turn figures of the program, its report and measured figures into lines for
-the console, which are never cut.
+Long texts are wrapped, never cut.
 """
 
 import dataclasses

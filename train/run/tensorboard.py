@@ -56,7 +56,8 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def summary(report: ReportRecord) -> dict[str, str]:
-    """Returns what a report predicts for one device, name -> text."""
+    """Returns the predicted memory of the step on one device as text for TensorBoard: "peak", "allocated", "predicted"
+    and "limit" -> bytes such as "12.30 GiB", and "verdict" -> "fits", "tight" or "exceeds"."""
     return {
         "peak": human(report.peak_bytes),
         "allocated": human(report.allocated_bytes),
@@ -100,8 +101,8 @@ class Events:
             began,
             protos.custom_scalars({"run": {title: ["Multiline", tags] for title, tags in CHARTS.items()}}),
         )
-        self._text("config", _lines(f"{key} = {json.dumps(value)}" for key, value in config.items()), step)
-        self._text("report", _lines(f"{name}: {text}" for name, text in summary(report).items()), step)
+        self._text("config", _code_block(f"{key} = {json.dumps(value)}" for key, value in config.items()), step)
+        self._text("report", _code_block(f"{name}: {text}" for name, text in summary(report).items()), step)
         self._file.flush()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -133,7 +134,7 @@ class Events:
     def finish(self, step: int, sample: str) -> None:
         """Adds the generated sample text of the finished run, and marks the run as finished."""
         if sample:
-            self._text("sample", _lines(sample.splitlines()), step)
+            self._text("sample", _code_block(sample.splitlines()), step)
         self._add(self._ended, step=step)
         self._file.flush()
 
@@ -172,6 +173,5 @@ def _hparam(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else json.dumps(value)
 
 
-def _lines(lines: Any) -> str:
-    """Formats lines as a Markdown code block."""
+def _code_block(lines: Any) -> str:
     return "\n".join(f"    {line}" for line in lines)

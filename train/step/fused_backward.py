@@ -87,14 +87,15 @@ class FusedBackward:
         stack = None if computed is params else computed["blocks"]
         blocks, total, d_BLD = self._backward(params, opt_state, stack, base, kept, d_BLD, tokens, rounding)
         (d_begin,) = pull_begin(d_BLD)
-        grads = self._kept_as(jax.tree.map(jnp.add, d_end, d_begin))
+        grads = self._cast_and_shard(jax.tree.map(jnp.add, d_end, d_begin))
         return loss, *self._finish(params, opt_state, blocks, grads, total, tokens, rounding)
 
     def _forward(
         self, model: Any, stack: Any, base: Any, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
     ) -> tuple[jax.Array, list]:
-        """Returns the output of the last block and, for each range of layers with equal remat policy, its pullbacks,
-        residuals [layers, ...], layer indices and number of layers per loop iteration."""
+        """Runs all blocks on x_BLD and saves what the backward pass needs. Returns the output of the last block, and
+        for each range of layers with equal remat policy a tuple: function that rebuilds a layer's pullback from its
+        residuals, residuals [layers, ...], layer indices, number of layers per loop iteration."""
         out = []
         for run, block in model.layers():
             segment, recipe = run.segment, Pullback()
@@ -124,8 +125,18 @@ class FusedBackward:
         tokens: jax.Array,
         rounding: jax.Array,
     ) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
-        """Returns the updated stacks (parameters, optimizer state), the sum of squares of the blocks' gradients, and
-        the gradient of the blocks' input."""
+        """Runs the backward pass through all blocks and updates each layer in it. Returns the updated stacks of layers
+        as lists of leaves (parameters, optimizer state), the sum of squares of the blocks' gradients, and the gradient
+        of the blocks' input.
+
+        Args:
+          copies: the stacks in the compute dtype, from which layers are read; None to read `params`.
+          base: the stacks of frozen parameters.
+          segments: the second result of `_forward`.
+          d_BLD: gradient of the last block's output.
+          tokens: number of unmasked targets of the batch.
+          rounding: the key for stochastic rounding.
+        """
         # XLA's GPU compiler transposes arrays that are gathered or scattered over their last dimension. Without
         # `row_major` it transposes the stacks, also those of the optimizer, and allocates copies of all layers.
         part = self._stack()
@@ -138,13 +149,15 @@ class FusedBackward:
             source = stacks[0] if copies is None else jax.tree.leaves(copies)
             own = [row_major(fetch(row_of(leaf, number))) for leaf in (*source, *jax.tree.leaves(base))]
             d_BLD, d_own = join(kept, own)(d_BLD)
-            grads = self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
+            grads = self._cast_and_shard({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
             grads = jax.tree.leaves(grads)
             if self.weights.layout.mesh.size > 1:  # on one device XLA would then transpose the products' activations
                 grads = [row_major(grad) for grad in grads]
             with jax.named_scope("optimizer"):
                 square = squares(grads)
-                stacks = self.update.layer(part, number, *stacks, grads, shared, self._scale(square, inverse), rounding)
+                stacks = self.update.layer(
+                    part, number, *stacks, grads, shared, self._clip_factor(square, inverse), rounding
+                )
             return (d_BLD, stacks, total + square), None
 
         carry = (d_BLD, ([p[i] for i in part.params], [s[i] for i in part.kept]), jnp.zeros((), jnp.float32))
@@ -158,8 +171,7 @@ class FusedBackward:
             )
         return carry[1], carry[2], carry[0]
 
-    def _kept_as(self, grads: Any) -> Any:
-        """Casts and shards gradients as the optimizer update expects them."""
+    def _cast_and_shard(self, grads: Any) -> Any:
         axes = {name: self.weights.axes[name] for name in grads}
         return dataclasses.replace(self.weights, axes=axes).gradients(grads)
 
@@ -185,7 +197,7 @@ class FusedBackward:
             square = squares(grads)
             g = jax.tree.leaves({**grads, "blocks": params["blocks"]})  # aligned with the leaves of the parameters
             rest = [own for own in update.parts[0] if own is not part]
-            scales = dict.fromkeys([own.group for own in rest], self._scale(square, inverse))
+            scales = dict.fromkeys([own.group for own in rest], self._clip_factor(square, inverse))
             update.run(rest, p, s, g, shared, scales, rounding)
             return update.result(p, s, shared, jnp.sqrt(total + square) * inverse, opt_state[0])
 
@@ -195,7 +207,7 @@ class FusedBackward:
     def _inverse(self, tokens: jax.Array) -> jax.Array:
         return 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
 
-    def _scale(self, square: jax.Array, inverse: jax.Array) -> jax.Array:
-        """Returns the factor that turns a summed gradient into the clipped mean gradient. `square`: sum of squares of
-        the summed gradient. `inverse`: factor from the sum to the mean."""
+    def _clip_factor(self, square: jax.Array, inverse: jax.Array) -> jax.Array:
+        """Returns the factor that turns a gradient summed over tokens into the clipped mean gradient. `square`: sum of
+        squares of the summed gradient. `inverse`: 1 / number of tokens."""
         return clip_scale(jnp.sqrt(square) * inverse, inverse, self.update.max_norm)

@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """The group `loss` of a config. configs/base.py explains each key."""
+    """The kind of cross-entropy and the auxiliary losses of experts: the config keys `loss.*`. configs/base.py explains
+    each key."""
 
     kind: str
     balance: float

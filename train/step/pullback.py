@@ -42,7 +42,8 @@ class Pullback:
         return kept
 
     def join(self, kept: Leaves, own: Leaves, shared: Leaves) -> Any:
-        """Returns the pullback of the layer with the given residuals, parameters and shared arrays."""
+        """Rebuilds the pullback of a layer, for its backward pass, from the saved residuals `kept`, the layer's
+        parameters `own` and the arrays `shared` by all layers."""
         places = {"own": own, "kept": kept, "shared": shared}
         return self.tree.unflatten(
             [what if where == "constant" else places[where][what] for where, what in self.sources]

@@ -19,9 +19,10 @@ class Weights:
 
     Fields:
       layout: the sharding of arrays over the mesh.
-      axes, contracted, always_float32: trees with the structure of the parameters, from the functions of the same
-        names (`logical_axes`, ...) in model/transformer.py.
-      precision: dtypes by role.
+      axes: tree of the parameters' logical axes (`logical_axes` in model/transformer.py).
+      contracted, always_float32: trees of bools (functions of the same names in model/transformer.py): True if only
+        matrix products read the parameter, and True if it is float32 in every precision.
+      precision: the dtypes of parameters, computation and gradients.
     """
 
     layout: Layout
@@ -66,7 +67,7 @@ class Weights:
         return self._map(keep, grads)
 
     def totals(self, grads: Any) -> Any:
-        """Shards the sums of gradients over micro-batches as gradients are stored. Their dtype does not change."""
+        """Shards gradients that are summed over micro-batches like stored gradients. Their dtype does not change."""
         return self._map(self.layout.total, grads)
 
     def _map(self, function: Callable, *trees: Any) -> Any:

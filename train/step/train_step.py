@@ -66,11 +66,12 @@ class StepParts:
 
     @property
     def precision(self) -> Precision:
-        """The dtypes by role."""
+        """The dtypes of parameters, computation and gradients."""
         return self.weights.precision
 
     def objective(self, params: Any, batch: Batch, dropout_key_B: jax.Array | None, frozen: Any = None) -> jax.Array:
-        """Returns the total loss, which is differentiated."""
+        """Returns the scalar that is differentiated: the cross-entropy summed over tokens, with the auxiliary losses of
+        experts."""
         return self.loss(params, batch, dropout_key_B, frozen)[0]
 
     def rounding_key(self, state: TrainState) -> jax.Array:

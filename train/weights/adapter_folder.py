@@ -55,7 +55,7 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
     """Sets rank, alpha and targets in `config.lora` from the folder `init.adapter` if lora.rank is 0. Otherwise checks
     that the config agrees with the folder.
 
-    `given` has the dotted keys of the command line, which are never changed.
+    `given`: the config keys that the user set on the command line, such as "lora.alpha". They are never changed.
 
     Raises:
       UserError: a value differs, or the adapter is not plain LoRA, or it belongs to another model.
@@ -94,10 +94,14 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
 
 
 def origin(adapter: str, base: str) -> str:
-    """Returns a text that says which folder the adapters were read from. If they were trained with a base model of
-    another name, the text also has this name.
+    """Describes the folder of the adapters for the start of a run: "from FOLDER". If the adapters were trained with a
+    base model of another name than `base`, the text also has this name.
 
-    If two models have equal shapes, only the name distinguishes them.
+    A mismatch is only shown, because models with equal shapes differ in nothing but the name.
+
+    Args:
+      adapter: the folder of the adapters.
+      base: the folder of the weights that the run uses them with.
     """
     folder = Folder.open_adapter(adapter)
     theirs = folder.config.get("base_model_name_or_path")

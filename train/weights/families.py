@@ -18,10 +18,11 @@ REQUIRED = None
 
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
-    """A tensor of a model family, and which of our parameters it contains.
+    """Says which tensor on disk contains one of our parameters, and in which layout.
 
-    Several parameters may share an axis of a tensor. In an axis of several letters, they may share the last letter: in
-    "(h k) c" with the parts k and u, each h has k rows of the first parameter and then u rows of the second.
+    Several of our parameters may share a tensor, for example q, k and v in one matrix. Their rows then follow each
+    other along one axis. If the axis is written with several letters, they alternate: in "(h k) c" with the parts k and
+    u, each head h has k rows of the first parameter and then u rows of the second.
 
     Attributes:
         tensor: its name on disk.

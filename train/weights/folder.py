@@ -168,7 +168,7 @@ class Folder:
           UserError: the file has changed since it was verified, or a value is NaN or infinite.
         """
         tensor = self.tensors[name]
-        state = self._same(tensor.file)
+        state = self._check_unchanged(tensor.file)
         try:
             if tensor.dtype in FP8:  # safetensors returns no NumPy arrays of these dtypes
                 view = np.memmap(self.path / tensor.file, FP8[tensor.dtype], "r", tensor.start, tensor.shape)
@@ -188,8 +188,9 @@ class Folder:
             )
         return piece
 
-    def _same(self, name: str) -> State:
-        """Returns the size and time of a file. Raises UserError if the file has changed since it was verified.
+    def _check_unchanged(self, name: str) -> State:
+        """Returns (size in bytes, modification time) of a file. Raises UserError if the file has changed since it was
+        verified.
 
         Files are memory-mapped, and reading past the end of a file that has become shorter would end the process with
         SIGBUS.
@@ -332,8 +333,8 @@ def _index(root: Path) -> dict[str, str]:
 
 
 def _others(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[str, str] | None:
-    """Returns a file that the folder has instead of weights, and the reason why it is not supported. Returns None if
-    there is no such file.
+    """Returns (file name, reason why it is not supported) for a file that the folder has instead of weights, such as a
+    pickled model. Returns None if there is no such file. `kinds`: pairs (file name endings, reason).
     """
     try:
         names = sorted(os.listdir(root))

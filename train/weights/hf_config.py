@@ -168,8 +168,13 @@ class _Reader:
             raise self.wrong(key, f"bytescope supports only {' or '.join(map(str, values))}")
 
     def activation(self, names: str, ours: Mapping[str, str]) -> str:
-        """Returns our value of `model.mlp`. `names` has the possible keys of the activation function; the first that
-        is present is used.
+        """Returns our value of `model.mlp` for the model's activation function. Raises UserError if it is not
+        supported.
+
+        Args:
+          names: possible keys of the activation function in config.json, separated by |. The first that is present is
+            used.
+          ours: its supported values -> value of `model.mlp`. The first is the default.
         """
         name = next((name for name in names.split("|") if self.raw.get(name) is not None), None)
         value = next(iter(ours)) if name is None else self.raw[name]
@@ -272,8 +277,11 @@ class _Reader:
         return {"beta_fast": 32.0, "beta_slow": 1.0, **values}
 
     def stretch(self, values: Mapping[str, Any], key: str) -> float:
-        """Returns the attention factor of YaRN, 0.1 c ln(factor) + 1 (arXiv 2309.00071, section 3.4). c is the value
-        of `key`, or 1 if `key` is "".
+        """Returns the attention factor of YaRN, 0.1 c ln(factor) + 1 (arXiv 2309.00071, section 3.4); 1 if factor is at
+        most 1.
+
+        `values`: the YaRN settings, with the key "factor". `key`: the setting that has the coefficient c, such as
+        "mscale"; "" for c = 1.
         """
         factor = self.number("factor", values.get("factor"), 1e-6)
         coefficient = self.number(key, values[key]) if key else 1.0
@@ -402,9 +410,9 @@ FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], int | float]] = {
 TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda value: max(value, 1e-30) ** -0.5}
 
 
-def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
-    """Returns, for each layer, True if it has a sliding window. If config.json does not list the types of layers,
-    `default` maps the index of a layer to the answer.
+def _sliding_layers(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
+    """Returns for each layer True if it has a sliding window. `default`: layer index -> True if the layer has a window,
+    used if config.json does not list the types of layers.
     """
     layers, types = reader.raw["num_hidden_layers"], reader.raw.get("layer_types")
     if types is None:
@@ -415,12 +423,14 @@ def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
     return [kind == kinds[1] for kind in types]
 
 
-def _some(reader: _Reader, default: Callable[[int], bool]) -> int | None:
-    """Returns the number of positions of the sliding window, or None if no layer has a window. If the file does not
-    say which layers have one, `default` maps the index of a layer to the answer.
+def _window_if_any(reader: _Reader, default: Callable[[int], bool]) -> int | None:
+    """Returns the number of positions of the sliding window, or None if no layer has a window. `default`: layer index
+    -> True if the layer has a window, used if config.json does not list the types of layers.
     """
     window = reader.raw.get("sliding_window", 4096)
-    return None if window is None or not any(_layer_types(reader, default)) else reader.count("sliding_window", window)
+    return (
+        None if window is None or not any(_sliding_layers(reader, default)) else reader.count("sliding_window", window)
+    )
 
 
 def _if_used(reader: _Reader) -> int | None:
@@ -428,7 +438,7 @@ def _if_used(reader: _Reader) -> int | None:
     All layers have the same window.
     """
     reader.need("use_sliding_window", (False, True))
-    return _some(reader, lambda layer: True) if reader.raw.get("use_sliding_window") else None
+    return _window_if_any(reader, lambda layer: True) if reader.raw.get("use_sliding_window") else None
 
 
 def _last_layers(reader: _Reader) -> int | None:
@@ -440,14 +450,14 @@ def _last_layers(reader: _Reader) -> int | None:
         return None
     value = reader.raw.get("max_window_layers", 28)
     first = 0 if value == 0 else reader.count("max_window_layers", value)
-    return _some(reader, lambda layer: layer >= first)
+    return _window_if_any(reader, lambda layer: layer >= first)
 
 
 def _global_every(reader: _Reader) -> int:
     """Returns n if every n-th layer of a Gemma 3 model attends to all positions."""
     pattern = reader.raw.get("sliding_window_pattern")
     every = 6 if pattern is None else reader.count("sliding_window_pattern", pattern)
-    slide = _layer_types(reader, lambda layer: (layer + 1) % every != 0)
+    slide = _sliding_layers(reader, lambda layer: (layer + 1) % every != 0)
     if False in slide and reader.raw.get("layer_types") is not None:
         every = slide.index(False) + 1
     if slide != [(layer + 1) % every != 0 for layer in range(len(slide))]:
@@ -458,12 +468,14 @@ def _global_every(reader: _Reader) -> int:
 # Which layers of a family have a sliding window -> function that returns its positions, or None.
 WINDOWS: Mapping[str, Callable[[_Reader, Mapping[str, Any]], int | None]] = {
     "none": lambda reader, keys: None,
-    "all": lambda reader, keys: _some(reader, lambda layer: True),
-    "all, if given": lambda reader, keys: _some(reader, lambda layer: True) if "sliding_window" in reader.raw else None,
+    "all": lambda reader, keys: _window_if_any(reader, lambda layer: True),
+    "all, if given": lambda reader, keys: (
+        _window_if_any(reader, lambda layer: True) if "sliding_window" in reader.raw else None
+    ),
     "all, if used": lambda reader, keys: _if_used(reader),
     "last layers": lambda reader, keys: _last_layers(reader),
-    "every second": lambda reader, keys: _some(reader, lambda layer: layer % 2 == 0),
-    "but each n-th": lambda reader, keys: _some(reader, lambda layer: (layer + 1) % keys["global_every"] != 0),
+    "every second": lambda reader, keys: _window_if_any(reader, lambda layer: layer % 2 == 0),
+    "but each n-th": lambda reader, keys: _window_if_any(reader, lambda layer: (layer + 1) % keys["global_every"] != 0),
 }
 
 

@@ -37,10 +37,11 @@ class Leaf:
     Attributes:
       sizes: size of each letter of the pattern.
       shape: the shape in our layout.
-      axis: axis on disk that the parameter shares with other parameters.
-      before: index along this axis at which the parameter starts.
-      inner: letter of the shared dimension if the axis on disk has another letter before it, else "".
-      stored: sizes on disk if `inner` is set.
+      axis, before: if the parameter shares an axis on disk with other parameters, the axis, and the index along it at
+        which the parameter starts.
+      inner: if several parameters alternate along an axis on disk, as in "(h k) c" (see TensorRow), the letter of which
+        each has a range, here k; else "".
+      stored: sizes of the letters on disk if `inner` is set: the size of `inner` counts all alternating parameters.
       scale: the scales of an fp8 tensor, one per block of shape `block`; None for other tensors. Values of an fp8
         tensor are read as float32.
     """

@@ -119,7 +119,6 @@ class _Target:
         ]
 
     def array(self) -> jax.Array:
-        """Returns the filled array."""
         copies = [copy for shard in self.shards for copy in shard.copies()]
         array = jax.make_array_from_single_device_arrays(self.like.shape, self.sharding, copies)
         return array if self.sharding is self.like.sharding else jax.device_put(array, self.like.sharding)
@@ -151,7 +150,6 @@ class _Shard:
         jax.block_until_ready(self.buffers)  # otherwise unfinished transfers would fill the host memory
 
     def copies(self) -> list[jax.Array]:
-        """Returns the copies of the shard on its devices, one per device."""
         if self.buffer is not None:
             return [jax.device_put(self.buffer, SingleDeviceSharding(device)) for device in self.devices]
         return self.buffers
@@ -179,8 +177,8 @@ def _written(whole: jax.Array, piece: jax.Array, starts: jax.Array, order: tuple
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """Writes one parameter into one shard of an array. `index` is the index of the parameter in the leading axes of
-    the array: its layer and its expert.
+    """Reads one parameter of a layer or expert and writes it into one shard of an array that is stacked over layers and
+    experts. `index`: (layer, expert) of the parameter in the leading axes of the array; () if it is not stacked.
     """
 
     leaf: Leaf

@@ -88,7 +88,8 @@ def packed_paths(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def matrices(model: ModelConfig) -> dict[str, Matrix]:
-    """Returns the quantized matrices of a layer, by path in the layer, such as `attention.w_q`."""
+    """Returns the weights of a layer that a 4-bit folder stores quantized: path in the layer, such as `attention.w_q`
+    -> number and sizes of the weight's input and output axes."""
     return matrices_of(model, "int8")  # the format int8 fits matrices of any size
 
 

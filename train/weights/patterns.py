@@ -87,8 +87,8 @@ class Pattern:
         return cls(theirs, ours, "".join(re.findall(r"(\w)~", left)))
 
     def axis_of(self, part: str) -> tuple[int, bool]:
-        """Returns the axis on disk whose letters end with `part`, and True if the axis has other letters before
-        them.
+        """Finds the axis on disk whose last letters are `part`. Returns its index, and True if the axis has other
+        letters before them: for "(h k) c -> ...", `k` gives (0, True) and `c` gives (1, False).
         """
         letters = tuple(part.split())
         axis = next(axis for axis, group in enumerate(self.theirs) if group[-len(letters) :] == letters)

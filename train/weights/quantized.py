@@ -80,8 +80,8 @@ class QuantizedJob:
 
 
 def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
-    """Returns the weights of a layer that the format `base` quantizes, by path in the layer, such as
-    `attention.w_q`.
+    """Returns the weights of a layer that are stored quantized in the format `base`, such as "int8": path in the layer,
+    such as `attention.w_q` -> the weight's shape and its number of input axes. Returns {} for "bf16".
     """
     if base == "bf16":
         return {}
@@ -91,8 +91,9 @@ def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
 
 
 def as_computed(leaf: Leaf, base: str, matrix: Matrix) -> np.ndarray:
-    """Returns a weight quantized and dequantized, float32. A training step with `lora.base` set to this format
-    computes with these values.
+    """Quantizes a weight and dequantizes it again. Returns the float32 values with which a training step computes if
+    `lora.base` is the format `base`. An export reads frozen weights in this way, so that the exported model computes
+    like the trained one.
     """
     w = leaf.read()
     arrays = quantize(base, matrix, [w.reshape(matrix.sizes)])

@@ -139,8 +139,8 @@ def choose_sizes(target: Target) -> CalibrationSizes:
 
 
 def list_cases(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
-    """Returns the measurement cases of a calibration. Cases that predictions need come first. The others alternate
-    between the parts.
+    """Returns the measurement cases of a calibration in the order in which they are compiled: first the cases that
+    predictions need, then the others, one of each part (such as matrix products or collectives) in turn.
     """
     units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
     if target.peak_flops:
@@ -168,8 +168,11 @@ def list_cases(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationS
 
 
 def count_links(work: float, rate: float) -> int:
-    """Returns the number of kernel runs that make one call take about `CALL_SECONDS`. From `UNROLLED` on, it is a
-    multiple of `UNROLLED`. `work` is FLOPs or bytes of a run, and `rate` is FLOPs or bytes per second.
+    """Returns the number of kernel runs that together take about `CALL_SECONDS`, between `MIN_LINKS` and `MAX_LINKS`.
+    Numbers above `UNROLLED` are rounded down to a multiple of it, because the loop that runs the kernel is unrolled by
+    this factor.
+
+    `work`: FLOPs or bytes of one run. `rate`: FLOPs or bytes per second.
     """
     wanted = min(max(int(CALL_SECONDS * rate / work), MIN_LINKS), MAX_LINKS)
     return wanted if wanted < UNROLLED else wanted - wanted % UNROLLED
@@ -181,7 +184,8 @@ class Chain:
     overlap.
 
     Fields:
-        program: function (before, x, *others) -> results. The first result is the argument `before` of the next call.
+        program: function (before, x, *others) -> results, whose first result is passed as `before` to the next call. So
+            calls do not overlap either.
         before: the shape of `before`, a float32 array.
         inputs: (shape, dtype, scale) of x and the other arguments, which are filled with normally distributed numbers
             of standard deviation `scale`.
@@ -397,6 +401,9 @@ def _attention_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flop
 def _attend(device: JaxDevice, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
     """Returns a chain of attention calls. They use cuDNN's kernel on NVIDIA GPUs that compute in bfloat16, and XLA's
     matrix products on other devices.
+
+    `shape`: (batch, tokens, heads, head dimension) of queries, keys and values. `backward`: whether only the backward
+    pass is repeated. `links`: number of calls.
     """
     import jax
 

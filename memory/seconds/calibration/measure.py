@@ -69,6 +69,7 @@ class Calibration:
 
     Fields:
         rates: the measured rates of one device.
+        samples: the measured time of each case.
         left_out: label of a case -> the reason why it was not measured.
     """
 
@@ -86,7 +87,7 @@ class _Prepared:
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def visit(self) -> float:
-        """Runs the timed calls one after the other, and returns the mean seconds of one run of the kernel."""
+        """Calls the case's program `calls` times in a row, and returns the mean seconds of one run of the kernel."""
         began = time.perf_counter()
         for _ in range(self.calls):
             last = self.run()
@@ -151,14 +152,15 @@ class _TimeBudget:
         return time.monotonic() - self.began
 
     def late(self, needed: bool) -> bool:
-        """Returns whether too little time is left to compile a measurement case. `needed`: whether predictions need
-        the case.
+        """Returns whether too little time is left to compile another measurement case.
+
+        needed: whether predictions need the case. Such a case may be compiled later than others.
         """
         return self.passed > (self._limit if needed else _PREPARING * self.seconds)
 
     def over(self, turns: int) -> bool:
-        """Returns whether too little time is left for another round of measurements, after `turns` rounds. The first
-        round may take longer.
+        """Returns whether too little time is left for another round that measures every case, after `turns` rounds. The
+        first round may take longer than the given seconds.
         """
         return self.passed > (self.seconds if turns else self._limit)
 
@@ -205,8 +207,8 @@ def _sample(each: _Prepared) -> Sample:
     return Sample(case.part, case.key, case.size, case.work, median, spread)
 
 
-def _rounded(value: float) -> float:
-    """Rounds a value to four digits, because clocks are not more precise and the rates file stays small."""
+def _four_digits(value: float) -> float:
+    # Clocks are not more precise, and the rates file stays small.
     return float(f"{value:.4g}")
 
 
@@ -236,7 +238,7 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
     parts: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         parts[sample.part].append(sample)
-    floor = _rounded(min((sample.seconds for sample in parts[FLOOR]), default=0.0))
+    floor = _four_digits(min((sample.seconds for sample in parts[FLOOR]), default=0.0))
     products = _curves(parts[PRODUCTS], floor)
     peaks = {
         unit: max(target.peak_flops.get(unit, 0.0), *(rate for _, rate in products[unit,])) for (unit,) in products
@@ -260,10 +262,10 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
         attention=attention,
         memory=_bandwidth(parts[MEMORY], floor),
         floor_seconds=floor,
-        host_link_bytes_per_s=_rounded(min(sample.work / sample.seconds for sample in copies)),
-        host_link_seconds=_rounded(max((s.seconds for s in parts[HOST_LINK] if s.size <= SHORT), default=0.0)),
+        host_link_bytes_per_s=_four_digits(min(sample.work / sample.seconds for sample in copies)),
+        host_link_seconds=_four_digits(max((s.seconds for s in parts[HOST_LINK] if s.size <= SHORT), default=0.0)),
         collectives=_collectives(parts[COLLECTIVES]),
-        hop_seconds=_rounded(min(short, default=0.0)),
+        hop_seconds=_four_digits(min(short, default=0.0)),
         cores=chip.gpu.cores if chip and chip.gpu else 0,
         measured=dict(about),
         sources={
@@ -282,13 +284,13 @@ def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Cu
     """Returns key of a kernel -> its curve of FLOP/s (or bytes per second) over the size."""
     curves: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
-        curves[sample.key][float(sample.size)] = _rounded(sample.work / _work_seconds(sample, floor))
+        curves[sample.key][float(sample.size)] = _four_digits(sample.work / _work_seconds(sample, floor))
     return {key: tuple(sorted(points.items())) for key, points in curves.items()}
 
 
 def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
-    """Returns the curve of bytes per second of device memory over the bytes that a kernel moves. A copy and an
-    addition of equally large arrays make one point.
+    """Returns the curve of device memory: bytes that a kernel moves -> bytes per second. The kernels are a copy and an
+    addition of arrays. The measurements with arrays of the same size are averaged to one point.
     """
     by_size: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -296,7 +298,7 @@ def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
     points = {}
     for group in by_size.values():
         seconds = sum(_work_seconds(sample, floor) for sample in group)
-        points[statistics.fmean(sample.work for sample in group)] = _rounded(
+        points[statistics.fmean(sample.work for sample in group)] = _four_digits(
             sum(sample.work for sample in group) / seconds
         )
     return tuple(sorted(points.items()))
@@ -310,7 +312,7 @@ def _collectives(samples: Iterable[Sample]) -> tuple[CollectiveRate, ...]:
     for sample in samples:
         if sample.size > SHORT:
             kind, group = sample.key
-            curves[sample.key][float(sample.size)] = _rounded(WIRE[kind](group) * sample.work / sample.seconds)
+            curves[sample.key][float(sample.size)] = _four_digits(WIRE[kind](group) * sample.work / sample.seconds)
     return tuple(
         CollectiveRate(kind, group, 1, tuple(sorted(points.items()))) for (kind, group), points in curves.items()
     )

@@ -104,7 +104,7 @@ class Line:
 
 
 def _indented(head: Text, lines: Sequence[Text]) -> list[Text]:
-    """Returns the lines with `head` before the first one, and with the same width of spaces before all others."""
+    """Puts `head` before the first line, and indents all other lines by the width of `head`."""
     return [
         unwrapped(Text.assemble(head if not number else " " * head.cell_len, line)) for number, line in enumerate(lines)
     ]
@@ -117,8 +117,12 @@ def _style(step: Step) -> str:
 
 
 def describe_prediction(seconds: float | None, low: float | None, high: float | None) -> str:
-    """Returns a text for the predicted seconds per update and their interval, such as "predicted 0.721 s (0.65 to
-    0.81)"."""
+    """Returns the text for predicted seconds per update, such as "predicted 0.721 s (0.65 to 0.81)".
+
+    Args:
+        seconds: the prediction in seconds; None if there is none.
+        low, high: the ends of its interval in seconds.
+    """
     if seconds is None or low is None or high is None:
         return "no time is predicted"
     return f"predicted {rounded(seconds)} s ({within(low, high)})"

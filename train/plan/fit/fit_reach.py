@@ -71,8 +71,10 @@ class Reached:
 
     @property
     def verdict(self) -> str:
-        """The limit that was reached, such as "16,384 do not fit". If the variant does not fit, the bytes by which it
-        exceeds a budget."""
+        """What limits the size, such as "16,384 do not fit" or "the model's maximum".
+
+        If the variant itself does not fit, the bytes by which it exceeds a budget.
+        """
         if not self.step.fits:
             return self.step.verdict
         if self.most == "micro":
@@ -139,8 +141,10 @@ class Bracket:
         self.at = min(max(guess, self.fits + self.grain), self.fails - self.grain)
 
     def larger(self) -> Bracket:
-        """Returns the search for the next larger rank of adapters. It starts at the longest length that fits the
-        current rank."""
+        """Returns the initial state of the search for the next larger rank of adapters.
+
+        Its first length to try is the longest length that fits the current rank, which is also its upper bound.
+        """
         return Bracket(0, self.fails, self.fits, self.grain, self.slope)
 
 

@@ -90,10 +90,11 @@ class MeshResult:
         layout: a description of the mesh.
         step: the fastest variant that fits. If none fits, the variant with the fewest bytes. If none runs, a variant
             that cannot run.
-        lower_bound: a lower bound of the seconds per update of every variant of the mesh, if the search tried only
-            full recomputation on it. Otherwise 0; the prediction of `step` is used instead.
-        slower: how much slower the mesh is than the chosen configuration, as a fraction of the chosen seconds. It is a
-            lower bound if `lower_bound` is not 0. None if nothing was chosen.
+        lower_bound: a lower bound of the seconds per update of all variants of the mesh. It is 0 (unknown) if the
+            search tried anything but full recomputation on the mesh.
+        slower: how much slower the mesh is than the chosen configuration, as a fraction of the chosen seconds. It is
+            computed from `lower_bound` if that is known, else from the prediction of `step`. None if nothing was
+            chosen.
     """
 
     layout: str

@@ -50,9 +50,10 @@ class Squeeze:
     Attributes:
         what: a description of the savings.
         savings: names in the catalogue of savings (SAVINGS). Later savings override config keys of earlier ones.
-        blocks_to_host: whether saved activations may be moved to host memory even if no saving moves state there.
-        always: whether the set is tried even if an earlier one fits, because the memory that it frees may make the
-            step faster.
+        blocks_to_host: whether the set also allows saved activations in host memory. A set with a saving that moves
+            state to host memory always allows this.
+        always: whether the set is tried even if an earlier one fits, because the memory that it frees may make the step
+            faster.
     """
 
     what: str
@@ -70,7 +71,9 @@ class Squeeze:
 
     @property
     def levers(self) -> tuple[str, ...]:
-        """The names that `fit --levers` must all allow for this set of savings."""
+        """The levers of `fit --levers`, such as "offload", that must all be allowed if this set of savings is to be
+        tried.
+        """
         groups = [SAVINGS[name].group for name in self.savings]
         if self.blocks_to_host:
             groups.append("offload")
@@ -173,10 +176,10 @@ class Space:
         return [keys for keys in different.values() if self.micros(keys)]
 
     def axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the properties of a device mesh: name -> value.
+        """Returns the axis sizes and settings of a device mesh, such as {"fsdp": 8, "tensor": 1, "strategy": "zero3"}.
 
-        They are the size of each axis, without -1, the strategy ("ddp" if nothing is sharded), the pipeline schedule,
-        and whether sequences are sharded over the tensor axis.
+        The keys are each axis of AXES (its number of devices), `strategy` ("ddp" if nothing is sharded), `schedule`
+        (the pipeline schedule; "" without stages) and `sequence_parallel` ("true" or "false").
 
         keys: the config keys that select the mesh.
         """

@@ -55,7 +55,10 @@ class Step:
 
     @property
     def thrift(self) -> tuple[float, int, bool]:
-        """The sort key for variants whose predicted seconds tie. Less recomputation comes first, then less memory."""
+        """The sort key for variants whose predicted seconds tie.
+
+        Less recomputation comes first, then less memory on device and host, then a named remat policy.
+        """
         names = ("recompute_flops_fraction", "allocated_bytes", "host_bytes")
         return thrift(ConfigRow.from_answer(self.keys, {name: self.answer.get(name) for name in names}))
 

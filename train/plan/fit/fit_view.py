@@ -65,6 +65,8 @@ def slower(row: Mapping[str, Any]) -> str:
     """Returns how much slower a mesh is than the chosen configuration, such as "12.0%", "at least 34.0%" or "a tie".
 
     Returns "" for the chosen mesh, and for a mesh that does not fit.
+
+    row: an entry of the JSON key `layouts` (`train.plan.fit.fit_result`).
     """
     if row["slower"] is None or not row["fits"]:
         return ""
@@ -83,9 +85,11 @@ def lost(row: Record) -> str:
 
 
 def failed(row: Record) -> str:
-    """Returns why no variant of a mesh fits, in a few words; "" if one fits.
+    """Returns why no variant of a mesh fits, such as the bytes that are missing; "" if one fits.
 
-    If the mesh cannot run at all, the words are "cannot run", and the full reason is printed below the table.
+    If the mesh cannot run at all, the text is "cannot run", and the full reason is printed below the table.
+
+    row: an entry of the JSON key `layouts` (`train.plan.fit.fit_result`).
     """
     if row["fits"]:
         return ""
@@ -93,8 +97,9 @@ def failed(row: Record) -> str:
 
 
 def kind(step: Record) -> str:
-    """Returns the name of the colour of a variant's cell: "fits", "exceeds", or "tight" for a variant that cannot
-    run."""
+    """Returns the CSS class that colours the verdict of a variant: "fits", "exceeds" (does not fit) or "tight" (cannot
+    run).
+    """
     if step["fits"]:
         return "fits"
     return "tight" if step["allocated_bytes"] is None else "exceeds"
@@ -342,7 +347,8 @@ def _subject(out: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the data of the page's chart as JSON values: a point for each variant that could be compiled.
+    """Returns the data of the page's chart as JSON values: one point for each variant that could be compiled, with its
+    bytes and predicted seconds.
 
     `number` is the row of the variant in the table, from 1. `chosen` says whether the variant is the chosen one or, if
     nothing fits, the one that is closest to fitting. `unit` is the unit of the axis as (name, number of bytes).
@@ -421,14 +427,12 @@ def _figures_of_best(out: Mapping[str, Any], best: Mapping[str, Any]) -> list[He
             seconds(measured.get("step_seconds")),
             f"{count(measured.get('tokens_per_s', 0))} tokens/s on this machine",
         ),
-        *predictions({**best, "predicted_tokens_per_s": _speed(out, best["predicted_seconds"])}),
+        *predictions({**best, "predicted_tokens_per_s": _tokens_per_s(out, best["predicted_seconds"])}),
         HeaderFigure("recomputed", percent(best["recompute_flops_fraction"]), "of the model's FLOPs"),
     ]
 
 
-def _speed(out: Mapping[str, Any], step: float | None) -> float | None:
-    """Returns tokens per second, over all devices, for predicted seconds per update; None if the seconds are
-    unknown."""
+def _tokens_per_s(out: Mapping[str, Any], step: float | None) -> float | None:
     return out["batch_tokens"] / step if step else None
 
 
@@ -476,7 +480,7 @@ def _walk(out: Mapping[str, Any]) -> PageTable:
         return command(out["config"], out["target"], out["given"], keys, fits=step["fits"])
 
     records = [
-        {**step, "number": number, "tokens_per_s": _speed(out, step["predicted_seconds"])}
+        {**step, "number": number, "tokens_per_s": _tokens_per_s(out, step["predicted_seconds"])}
         for number, step in enumerate(out["walk"], 1)
     ]
     return page_table(

@@ -102,7 +102,7 @@ class Walk:
             step = judge_variant(stage, what, keys, answer, self.budget, self.trials)
             if step.fits:
                 step = self._compared_with_best(step)
-            if self.tightest is None or self._missing(step) < self._missing(self.tightest):
+            if self.tightest is None or self._excess_bytes(step) < self._excess_bytes(self.tightest):
                 self.tightest = step
         self.steps.append(step)
         self._show(step)
@@ -128,8 +128,7 @@ class Walk:
         fitting = [step for step in self.steps if step.fits]
         return [step for step in ranking.ties(fitting, _seconds) if step is not self.best]
 
-    def _missing(self, step: Step) -> float:
-        """Returns the bytes by which a variant exceeds the memory budgets of device and host."""
+    def _excess_bytes(self, step: Step) -> float:
         return max(step.allocated - self.budget, 0) + max(step.answer["host_bytes"] - self.trials.host_budget, 0)
 
     def _try_all(self, tries: Sequence[tuple[str, Mapping[str, str], str]]) -> list[Step]:
@@ -200,11 +199,11 @@ class Walk:
         to_beat = math.inf if self.best is None else self.best.seconds
         for bound, number in sorted(ranked):
             mesh, start = starts[number]
-            if bound < to_beat * (1 - TIE) or (self.best is not None and _same(self.best.keys, start)):
+            if bound < to_beat * (1 - TIE) or (self.best is not None and _same_without_remat(self.best.keys, start)):
                 to_beat = min(to_beat, self._grow_micro_batch(squeeze, base, mesh, to_beat))
 
     def _can_fit(self, step: Step, squeeze: Squeeze) -> bool:
-        """Returns whether some remat plan may fit with the mesh and micro-batch of `step`, which recomputes
+        """Returns whether some remat plan may fit with the mesh and micro-batch of `step`, a variant that recomputes
         everything.
 
         This is true if the step fits, or if it would fit with its saved activations in host memory.
@@ -228,8 +227,8 @@ class Walk:
     def bound(self, step: Step) -> float:
         """Returns a lower bound of the seconds per update for all remat plans with the mesh and micro-batch of `step`.
 
-        `step` recomputes everything. The bound is its predicted time minus the most recomputation time that a
-        plan can save.
+        step: a variant that recomputes everything. The bound is its predicted time minus the most recomputation time
+        that a plan can save.
         """
         return step.seconds - min(self._saved_fraction * ALIKE, 1.0) * self._recompute_seconds(step)
 
@@ -237,9 +236,10 @@ class Walk:
         return step.prediction.by_phase.get("recompute", 0.0) if step.prediction else 0.0
 
     def _update_saved_fraction(self, full: Step, plan: Step) -> None:
-        """Updates the fraction of recomputation time that is saved if nothing is recomputed.
+        """Lowers the estimate of the fraction of recomputation time that a plan without recomputation saves (see
+        `bound`).
 
-        The fraction is less than 1, because saving tensors takes time too.
+        The fraction is less than 1, because saving tensors takes time too. It stays unchanged if `plan` recomputes.
 
         Args:
             full: a variant that recomputes everything.
@@ -250,12 +250,14 @@ class Walk:
             self._saved_fraction = min(self._saved_fraction, (full.seconds - plan.seconds) / recompute)
 
     def _grow_micro_batch(self, squeeze: Squeeze, base: Keys, mesh: Keys, to_beat: float) -> float:
-        """Searches for the least recomputation with larger and larger micro-batches, as long as a larger one is
-        faster.
+        """Searches one mesh with larger and larger micro-batches, as long as a larger one is faster. For each
+        micro-batch, finds the least recomputation that fits.
 
-        Returns the seconds per update of the smallest micro-batch; infinity if it does not fit.
+        Returns the seconds per update of the smallest micro-batch; infinity if it does not fit or cannot be faster than
+        `to_beat`.
 
-        to_beat: the seconds per update that the smallest micro-batch has to beat.
+        to_beat: the seconds per update that the smallest micro-batch must beat, which are those of the fastest mesh so
+        far.
         """
         seconds_by_size: list[float] = []  # seconds per update of each micro-batch so far
         for size in self._sizes(squeeze, mesh):
@@ -267,7 +269,8 @@ class Walk:
             limit = best.seconds if seconds_by_size and best is not None else to_beat
             if self.bound(full) < limit * (1 - TIE):
                 seconds = self._least_recomputation(keys, squeeze.activations)
-            elif best is not None and _same(best.keys, keys):  # the best variant already has this micro-batch
+            elif best is not None and _same_without_remat(best.keys, keys):
+                # The best variant already has this micro-batch.
                 seconds = best.seconds
             else:
                 break
@@ -368,8 +371,7 @@ def _seconds(step: Step) -> float:
     return step.seconds
 
 
-def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
-    """Returns whether `keys`, without its remat keys, is equal to `variant`."""
+def _same_without_remat(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
     return {key: text for key, text in keys.items() if not key.startswith("remat.")} == dict(variant)
 
 
@@ -378,7 +380,10 @@ def _with_name(plan: LayerPlan, name: str, graph: LayerGraph, rates: RecomputeRa
 
     Ranges of layers that move tensors to host memory stay unchanged.
 
-    name: the name of the tensor.
+    Args:
+        name: the name of the tensor.
+        graph: the operations and tensors of a block.
+        rates: the FLOP/s and bytes/s of the device.
     """
     ranges: list[tuple[KeepPattern, int]] = []
     for pattern, count in plan.ranges:

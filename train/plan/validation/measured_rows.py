@@ -156,11 +156,12 @@ def reason_not_compared(fact: Fact) -> str:
 
 
 def target(chip: str, gpus: int, per_host: int) -> str:
-    """Returns the name of the target with this number of GPUs: a part of one host, or several whole hosts.
+    """Returns the name of the target with this number of GPUs, such as "h100:4" or "h100:2x8" (2 hosts with 8 GPUs
+    each).
 
     Args:
         chip: the type of GPU.
-        gpus: the total number of GPUs.
+        gpus: the total number of GPUs. If it exceeds `per_host`, whole hosts are used.
         per_host: number of GPUs per host.
     """
     return f"{chip}:{gpus}" if gpus <= per_host else f"{chip}:{gpus // per_host}x{per_host}"

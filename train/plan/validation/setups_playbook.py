@@ -23,7 +23,7 @@ one program, in which all stages share embedding and head.
 
 The measured runs differ from our program in the order and buckets of nanotron's collectives, in unfused norms and
 gates, and in the slack of torch's allocator. Kernel launches from Python are included in the prediction (`LAUNCH`).
-The network is that of the same cloud instances, measured by others.
+The bandwidth between hosts was measured by others on the same type of cloud instance.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def rows() -> tuple[MeasuredRow, ...]:
 
 
 def _row(number: int, fact: Fact) -> MeasuredRow:
-    gpus, reason = int(fact["gpus"]), _reason(fact)
+    gpus, reason = int(fact["gpus"]), _reason_to_exclude(fact)
     stages = int(fact["pp"])
     slots = SHAPES[fact["model"]][0] / stages * (int(fact["ga"]) + stages - 1)  # layers per stage, with the bubble
     launch = next(seconds for split, seconds in LAUNCH.items() if int(fact["tp"]) <= split)
@@ -103,14 +103,13 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         launch_seconds=launch * slots,
         host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _MAX_LAUNCH_FACTOR * launch,
         network=_NETWORK if gpus > _PER_HOST else "",
-        differs=_differs(number, fact),
+        differs=_likely_slowdown(number, fact),
         bytes_are="reserved",
         bytes_reason=_BYTES_DOUBTED.get(f"{number}", ""),
     )
 
 
-def _reason(fact: Fact) -> str:
-    """Returns why a measured run is not compiled or not scored; "" if it is."""
+def _reason_to_exclude(fact: Fact) -> str:
     if fact["suspect"] == "1":
         return "suspect: runs that should take equally long differ by 1.3x or more (network)"
     if int(fact["gbs_seqs"]) != _BATCH:
@@ -118,10 +117,12 @@ def _reason(fact: Fact) -> str:
     return ""
 
 
-def _differs(number: int, fact: Fact) -> str:
-    """Returns a problem of memory or network that made a run slow; "" if there is none.
+def _likely_slowdown(number: int, fact: Fact) -> str:
+    """Returns a sentence that says why a measured run was probably slower than its config explains: out of GPU memory,
+    or a slow network. Returns "" if no such cause is known.
 
-    The problem is inferred from other runs that did the same work in less time.
+    The causes are inferred from other runs that did the same work in less time. `number`: index of the run in the
+    table.
     """
     if f"{number}" in _OUT_OF_MEMORY_ROWS:
         return (

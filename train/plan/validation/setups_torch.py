@@ -63,15 +63,11 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         setup=_setup(fact),
         bytes_are="reserved" if fact["mem_gib"] else "",
         cohort="compiled" if fact["source_id"] in _COMPILED else "eager",
-        differs=_differs(fact),
+        differs=_likely_difference(fact),
     )
 
 
-def _differs(fact: Fact) -> str:
-    """Returns the first reason in DIFFERS that applies to a run; "" if none applies.
-
-    A reason is a likely cause of a difference between prediction and measurement.
-    """
+def _likely_difference(fact: Fact) -> str:
     return next((why for why, holds in DIFFERS.items() if holds(fact)), "")
 
 
@@ -96,10 +92,12 @@ _FOUNDRY_PRECISION = {
 
 
 def _foundry(fact: Fact) -> Setup:
-    """Returns the config nearest to MPT of llm-foundry (scripts/train/benchmarking).
+    """Returns (config name, overrides) that come nearest to a benchmark run of the MPT models in llm-foundry
+    (scripts/train/benchmarking).
 
     MPT has learned positions, layernorm, GELU with an MLP four times as wide as the model, a tied head and flash
-    attention. Gradients are summed over `ga` micro-batches. Blocks are recomputed if checkpointing is on.
+    attention. The table's column `ga` is the number of micro-batches per update. Blocks are recomputed if the run used
+    activation checkpointing.
     """
     return "gpt3_175b", shape(fact) | _FOUNDRY_PRECISION[fact["precision"]] | {
         "batch.accumulation": fact["ga"],
@@ -115,7 +113,8 @@ _LLAMA2 = {"llama2-7b": (32, 4096, 32, 11008), "llama2-13b": (40, 5120, 40, 1382
 
 
 def _fms(fact: Fact) -> Setup:
-    """Returns the config nearest to IBM's fms-fsdp with torch.compile.
+    """Returns (config name, overrides) that come nearest to a run of IBM's fms-fsdp with torch.compile, or a reason why
+    no config describes the run.
 
     Its strategy HSDP shards parameters within a host, and each host has a replica of the model.
     """

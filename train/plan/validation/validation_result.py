@@ -100,12 +100,13 @@ def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> Validat
         versions,
         tuple(cohorts.by_cohort(scored)),
         tuple(cohorts.by_source(scored)),
-        _elsewhere(runs),
+        _count_compiled_elsewhere(runs),
     )
 
 
-def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
-    """Returns pairs (compiler versions, number of runs) for the programs that another environment compiled."""
+def _count_compiled_elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
+    """Counts the programs that were compiled with other library versions, because this environment has no compiler for
+    their chip. Returns pairs (compiler versions, number of runs)."""
     counts: collections.Counter[str] = collections.Counter()
     for key in runs.elsewhere:
         versions = runs.answers[key].get("versions", {})
@@ -123,9 +124,9 @@ def score_row(
 
     Args:
         row: the measured run.
-        answer: the worker's JSON record of our nearest program, with its bytes.
-        prediction: the predicted seconds of our nearest program.
-        program: the name of the compiled program (`ScoredRun.program`).
+        answer: what the compiler reported for the program of `row.config`. Its key `allocated_bytes` is used.
+        prediction: the predicted seconds per update of this program.
+        program: name of the compiled program, to find runs that share one (`ScoredRun.program`).
     """
     seconds = validation_score.with_launches(prediction.seconds, row)
     return ScoredRun(

@@ -1,7 +1,8 @@
-"""Compiles the programs nearest to measured runs, and stores the compiler's record of each in a file. So a command can
-be continued, and new FLOP/s and bytes/s need no compile.
+"""Compiles a program for each measured run, with the config that comes nearest to the run, and stores the compiler's
+record of each program in a file. So an interrupted command can continue, and predictions with other FLOP/s and bytes/s
+need no compile.
 
-Rows with the same config share a program and its file. The name of a file contains digests of the program and of the
+Runs with the same config share a program and its file. The name of a file contains digests of the program and of the
 versions that compiled it. If this environment has no compiler for a chip (CUDA 13 dropped the V100), a file that
 another environment wrote into the same folder is used.
 """
@@ -47,11 +48,14 @@ class Runs:
 
 
 def jobs_of(rows: Sequence[MeasuredRow], factory: ProgramFactory) -> tuple[dict[str, worker_pool.Job], dict[str, str]]:
-    """Returns row id -> job that compiles the row's program, and row id -> reason why the row's config is invalid.
+    """Prepares the compilation of the program of each published measurement ("row"), without compiling.
 
-    Rows with a `reason` are left out. The name of a job, and of its file, is the name of the set followed by two
-    hashes. The first covers the resolved config, the target and the sources that determine a program; the second also
-    covers the versions of the libraries.
+    Returns row id -> job that compiles the row's program, and row id -> reason why the row's config is invalid. Rows
+    that already have a reason not to be compared (`row.reason`) are in neither.
+
+    A job, and the file of its result, is named by the set of measurements followed by two hashes. The first is of the
+    resolved config, the target and the source files that determine the program; the second also covers the versions of
+    the libraries.
     """
     jobs, programs, refused = Jobs(factory), Jobs(factory, {}), {}
     by_row: dict[str, worker_pool.Job] = {}
@@ -80,12 +84,13 @@ def run(
     workers: int | None = None,
     progress: worker_pool.Progress = lambda labels, done: None,
 ) -> Runs:
-    """Compiles the programs that have no file yet, in worker processes. After Ctrl-C the finished ones are kept.
+    """Compiles the programs of the measurements in worker processes and returns the compiler's record of each. Programs
+    that already have a file in `folder` are read, not compiled. After Ctrl-C the finished ones are returned.
 
     Args:
         rows: the published measurements.
         factory: builds the programs.
-        folder: the folder of the files.
+        folder: the folder with a file for each compiled program.
         workers: number of processes; None for as many as cores and memory allow, at most two.
         progress: called with the labels of the running jobs and the number of finished jobs.
     """
@@ -93,7 +98,7 @@ def run(
     if not jobs:
         return Runs({}, refused)
     gpus = {row.id: row.gpus for row in rows}
-    quickest_first = sorted(jobs, key=lambda key: _effort(jobs[key], gpus[key]))
+    quickest_first = sorted(jobs, key=lambda key: _compile_effort(jobs[key], gpus[key]))
     distinct = {jobs[key].name: jobs[key] for key in quickest_first}
     known = {name for name in distinct if row_cache.read(folder, name)}
     answers, _ = worker_pool.run(
@@ -109,7 +114,7 @@ def run(
         if answer.get("status") == "ok":
             usable[name] = answer
             continue
-        other = _elsewhere(folder, name)
+        other = _read_other_versions(folder, name)
         if other:
             usable[name] = other
             from_elsewhere.add(name)
@@ -131,29 +136,29 @@ def run(
 def finished(
     rows: Sequence[MeasuredRow], factory: ProgramFactory, folder: Path
 ) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
-    """Returns row id -> name of the file of its program, and row id -> contents of the file, if it exists.
-
-    Nothing is compiled.
+    """Reads the programs that were compiled before, without compiling any. Returns row id -> name of the file of its
+    program, and row id -> the compiler's record in this file. Rows whose file does not exist are missing from the
+    second.
     """
     jobs, _ = jobs_of(rows, factory)
     answers: dict[str, Mapping[str, Any]] = {}
     for key, job in jobs.items():
-        answer = row_cache.read(folder, job.name) or _elsewhere(folder, job.name)
+        answer = row_cache.read(folder, job.name) or _read_other_versions(folder, job.name)
         if answer:
             answers[key] = answer
     return {key: job.name for key, job in jobs.items()}, answers
 
 
-def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
+def _compile_effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
     """Returns a sort key by which jobs that compile quickly come first: the number of layers that are compiled
     separately, then the number of GPUs."""
     layers = 1 if job.resolved.get("model.scan", True) else int(job.resolved["model.n_layers"])
     return layers, gpus
 
 
-def _elsewhere(folder: Path, name: str) -> Mapping[str, Any] | None:
-    """Returns the worker's newest record of a program that was compiled with other library versions; None if there
-    is none."""
+def _read_other_versions(folder: Path, name: str) -> Mapping[str, Any] | None:
+    """Returns the compiler's record of a program from the newest file that another environment wrote with other library
+    versions; None if there is no such file. `name`: the name of the file in this environment."""
     program = name.rpartition("-")[0]
     newest_first = sorted(folder.glob(f"{program}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for file in newest_first:

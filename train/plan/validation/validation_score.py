@@ -35,7 +35,7 @@ class ScoredRun:
         device_seconds: predicted seconds per update on the device.
         predicted_seconds: `device_seconds`, or the seconds of the measured framework's kernel launches if they are
             more.
-        low, high: the interval of `predicted_seconds`.
+        low, high: the interval of predicted seconds per update in which four of five measured runs are expected.
         allocated_bytes: the bytes that our program allocates on one device.
         bound_by: the component of the prediction that takes longest, or `validation_result.HOST` for kernel launches.
         by_term: component of the prediction -> seconds.
@@ -59,7 +59,8 @@ class ScoredRun:
 
     @property
     def bytes_ratio(self) -> float | None:
-        """Our allocated bytes divided by the measured bytes; None if the bytes are not compared."""
+        """Bytes per device that our program allocates, divided by the measured bytes. None if the run has no measured
+        bytes, or if a reason is known not to compare them."""
         if not self.allocated_bytes or not self.row.measured_bytes or self.row.bytes_reason:
             return None
         return self.allocated_bytes / self.row.measured_bytes
@@ -96,7 +97,7 @@ class Group:
         model, gpus: the model and the number of GPUs.
         rows: number of runs.
         ratios: quantiles 0, 0.1, 0.5, 0.9 and 1 of predicted / measured seconds.
-        within: fraction of the ratios in `WITHIN`.
+        within: fraction of the ratios from 0.85 to 1.15 (`WITHIN`).
         free_median: the median ratio of the runs that are not bound by kernel launches.
         free_rows: number of runs that are not bound by kernel launches.
         spearman, spearman_by_tensor: rank correlation of the measured seconds with the prediction, and with the size
@@ -160,10 +161,10 @@ def groups(scored: Iterable[ScoredRun]) -> list[Group]:
 
 
 def _group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequence[ScoredRun]) -> Group:
-    """Returns how well predictions match the measured runs of one model on one number of GPUs.
+    """Returns how well predictions match the measured runs `some` of one model on one number of GPUs.
 
-    all_stages: if the runs in `some` have pipeline stages, all runs of the model on this number of GPUs, with and
-    without stages; otherwise empty.
+    `all_stages`: all runs of the model on these GPUs, with and without pipeline stages, if `some` are the runs with
+    stages. It is empty if `some` are the runs without stages.
     """
     timed = [one for one in some if one.ratio]
     ratios = sorted(one.ratio or 0.0 for one in timed)

@@ -60,8 +60,8 @@ def between(lowest: float, highest: float) -> str:
 
 
 def is_off(row: Record) -> str:
-    """Returns "exceeds", which colours the cell, if the ratio of predicted to measured seconds is outside `WITHIN`;
-    otherwise ""."""
+    """Returns the style of a table cell: "exceeds" (a warning colour) if the predicted seconds differ from the measured
+    ones by more than 15 % (`WITHIN`), else ""."""
     return "" if WITHIN[0] <= row["ratio"] <= WITHIN[1] else "exceeds"
 
 
@@ -283,7 +283,7 @@ def _seconds(validation: Mapping[str, Any]) -> RenderableType:
 def _order(validation: Mapping[str, Any]) -> RenderableType | None:
     """Renders the table of how many pairs of runs are predicted in the right order, for each model and number of GPUs.
 
-    If runs of all models are scored together too, groups with fewer than `_MIN_PAIRS` pairs are left out.
+    Groups with fewer than `_MIN_PAIRS` pairs are left out if there are also scores over the runs of all models.
     """
     groups = [
         group
@@ -329,16 +329,15 @@ def _bytes(validation: Mapping[str, Any]) -> RenderableType | None:
 
 def _doubted(validation: Mapping[str, Any]) -> list[Prose]:
     """Returns the runs whose measured bytes are not compared with our predictions, one line for each reason."""
-    apart = _by(validation["rows"], lambda row: row["bytes_reason"])
+    apart = _by_reason(validation["rows"], lambda row: row["bytes_reason"])
     return [
         Prose(f"{len(rows)} not compared: {one_line(reason)} ({'; '.join(map(_named_bytes, rows))})")
         for reason, rows in apart.items()
     ]
 
 
-def _by(rows: Sequence[Record], reason: Callable[[Record], str]) -> dict[str, list[Record]]:
-    """Groups runs by a reason: returns reason -> runs, in the order of first use. Runs without a reason are left
-    out."""
+def _by_reason(rows: Sequence[Record], reason: Callable[[Record], str]) -> dict[str, list[Record]]:
+    # Runs without a reason are left out.
     by_reason: dict[str, list[Record]] = {}
     for row in rows:
         if reason(row):
@@ -363,16 +362,17 @@ def _differing(validation: Mapping[str, Any]) -> RenderableType | None:
             f"{one_line(reason)}: "
             + "; ".join(f"{row['model']} on {row['gpus']}, {row['setup']} ({row['ratio']:.2f})" for row in rows)
         )
-        for reason, rows in _by(validation["rows"], lambda row: row["differs"] if row["ratio"] else "").items()
+        for reason, rows in _by_reason(validation["rows"], lambda row: row["differs"] if row["ratio"] else "").items()
     ]
     title = Text("runs that are known to differ from our program (predicted over measured seconds)", style="bold")
     return Group(title, *lines) if lines else None
 
 
 def _reasons(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Renders the likely reasons for predicted seconds outside `WITHIN`, one line for each reason with its runs."""
+    """Renders the likely reasons why predicted and measured seconds differ by more than 15 %: one line for each reason,
+    with its runs."""
     off = [row for row in worst_first(validation["rows"]) if row["ratio"] and is_off(row)]
-    by_reason = _by(off, lambda row: row["differs"] or "no reason is known")
+    by_reason = _by_reason(off, lambda row: row["differs"] or "no reason is known")
     if not by_reason:
         return None
     lines: list[RenderableType] = [Text("likely reasons for errors of more than 15 %", style="bold")]
@@ -412,7 +412,7 @@ def render_page(validation: Mapping[str, Any]) -> str:
         where="" if long else rates,
         facts=[],
         versions=versions(validation["versions"]),
-        figures=_figures(validation),
+        figures=_header_figures(validation),
         left=len(validation["left"]),
         cohorts=page_table(TableView((*cohort_columns("rows"), *COHORT_BYTES), validation["cohorts"])),
         sources=page_table(TableView((*cohort_columns("source"), *COHORT_BYTES), validation["sources"])),
@@ -467,11 +467,8 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _figures(validation: Mapping[str, Any]) -> list[HeaderFigure]:
-    """Returns the numbers to show at the top of the page.
-
-    There is no overall score, because runs of different models are never pooled.
-    """
+def _header_figures(validation: Mapping[str, Any]) -> list[HeaderFigure]:
+    # There is no overall score, because runs of different models are never pooled.
     unsaid = sum(len(group["rows"]) for group in validation["unsaid"])
     return [
         HeaderFigure("runs", str(len(validation["rows"])), "measured and predicted"),

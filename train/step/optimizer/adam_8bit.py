@@ -48,41 +48,43 @@ class EightBitState(NamedTuple):
     nu_scale: Any
 
 
-def _through(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
-    """Evaluates the piecewise linear function through the points (xs, ys) at `x`, as a sum of ramps, because compilers
-    can fuse a sum but not a table look-up."""
+def _interpolate(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
+    """Evaluates at `x` the piecewise linear function through the points (xs, ys). It is computed as a sum of clipped
+    ramps, because compilers can fuse a sum but not a table look-up."""
     ramps = [(y1 - y0) / (x1 - x0) * jnp.clip(x - x0, 0.0, x1 - x0) for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:])]
     return sum(ramps[1:], ramps[0])
 
 
 def encode_signed(x: jax.Array) -> jax.Array:
-    """Returns the nearest int8 code of each number in [-1, 1]."""
-    return jnp.copysign(jnp.round(_through(jnp.abs(x), _DECADES, _SIGNED)), x).astype(jnp.int8)
+    """Rounds each number in [-1, 1] to the nearest value of a dynamic 8-bit format, whose steps are finer near 0.
+    Returns int8 codes in [-127, 127]."""
+    return jnp.copysign(jnp.round(_interpolate(jnp.abs(x), _DECADES, _SIGNED)), x).astype(jnp.int8)
 
 
 def decode_signed(codes: jax.Array) -> jax.Array:
-    """Returns the float32 numbers in [-1, 1] of int8 codes."""
+    """Inverse of `encode_signed`: int8 codes -> float32 numbers in [-1, 1]."""
     x = codes.astype(jnp.float32)
-    return jnp.copysign(_through(jnp.abs(x), _SIGNED, _DECADES), x)
+    return jnp.copysign(_interpolate(jnp.abs(x), _SIGNED, _DECADES), x)
 
 
 def encode_unsigned(x: jax.Array) -> jax.Array:
-    """Returns the nearest uint8 code of each number in [0, 1]. Numbers above 0 never get code 0."""
-    code = jnp.round(_through(x, _DECADES, _UNSIGNED))
+    """Rounds each number in [0, 1] to the nearest value of a dynamic 8-bit format, whose steps are finer near 0.
+    Returns uint8 codes. Numbers above 0 never get code 0, because the optimizer divides by the decoded numbers."""
+    code = jnp.round(_interpolate(x, _DECADES, _UNSIGNED))
     return jnp.where(x > 0, jnp.maximum(code, 1.0), 0.0).astype(jnp.uint8)
 
 
 def decode_unsigned(codes: jax.Array) -> jax.Array:
-    """Returns the float32 numbers in [0, 1] of uint8 codes."""
-    return _through(codes.astype(jnp.float32), _UNSIGNED, _DECADES)
+    """Inverse of `encode_unsigned`: uint8 codes -> float32 numbers in [0, 1]."""
+    return _interpolate(codes.astype(jnp.float32), _UNSIGNED, _DECADES)
 
 
 def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the shape of the blocks in which a parameter's moments are quantized, with as many axes as the
-    parameter. None if the moments stay float32.
+    """Returns the shape of the blocks of a parameter whose 8-bit moments share one scale, for example (128, 1) for a
+    matrix of shape (1024, 512). Returns None if the moments stay float32.
 
-    The block shape divides `shape`. It has up to 128 elements along the first block axis of the matrix
-    (`MatrixAxes.block`). Further block axes are used only if the first gives fewer than 64 elements.
+    The block shape divides `shape` and has as many axes. Blocks extend up to 128 elements along the first axis of
+    `MatrixAxes.block`. If that axis gives fewer than 64 elements, they extend along the next axis too.
     """
     matrix = matrix_of(path)
     if matrix is None or math.prod(shape[len(shape) - matrix.inputs - matrix.outputs :]) < MIN_SIZE:
@@ -93,13 +95,14 @@ def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(block)
 
 
-def _blocks(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """Splits every axis of `x` into two, (number of blocks, elements of a block)."""
+def _split_into_blocks(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
+    """Splits every axis of `x` into two, (number of blocks, elements of a block): [256, 8] in blocks (128, 1) -> [2,
+    128, 8, 1]."""
     return x.reshape([n for size, own in zip(x.shape, block) for n in (size // own, own)])
 
 
-def _spread(scale: jax.Array) -> jax.Array:
-    """Reshapes the scales of blocks so that they broadcast against the result of `_blocks`."""
+def _broadcastable(scale: jax.Array) -> jax.Array:
+    """Reshapes the scales of blocks to broadcast against the result of `_split_into_blocks`: [2, 8] -> [2, 1, 8, 1]."""
     return scale.reshape([n for size in scale.shape for n in (size, 1)])
 
 
@@ -111,15 +114,15 @@ def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, j
       block: shape of a block, which divides the shape of `x`.
       encode: `encode_signed` or `encode_unsigned`.
     """
-    blocks = _blocks(x, block)
+    blocks = _split_into_blocks(x, block)
     scale = jnp.max(jnp.abs(blocks), axis=range(1, blocks.ndim, 2))
     inverse = jnp.where(scale > 0, 1.0 / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny), 0.0)
-    return encode(blocks * _spread(inverse)).reshape(x.shape), scale
+    return encode(blocks * _broadcastable(inverse)).reshape(x.shape), scale
 
 
 def dequantize(codes: jax.Array, scale: jax.Array, block: tuple[int, ...], decode) -> jax.Array:
     """Returns the float32 numbers of `codes`, in their shape. `decode` must match the `encode` of `quantize`."""
-    return (decode(_blocks(codes, block)) * _spread(scale)).reshape(codes.shape)
+    return (decode(_split_into_blocks(codes, block)) * _broadcastable(scale)).reshape(codes.shape)
 
 
 def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:

@@ -113,8 +113,14 @@ def leaf_groups(like: Any) -> list[list[int]]:
 
 
 def jit_leaves(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> Any:
-    """Returns a jitted function that computes only some leaves of the result of `make`, with the shardings of
-    `leaves`. `places`: the indices of these leaves."""
+    """Returns a jitted function that computes only some leaves of the tree that `make` returns, so that the other
+    leaves take no device memory.
+
+    Args:
+      make: the function that computes the whole tree.
+      leaves: all leaves of the tree as abstract arrays, for their shardings.
+      places: the indices of the leaves to compute.
+    """
 
     def some(*args):
         everything = jax.tree.leaves(make(*args))

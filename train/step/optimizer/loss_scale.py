@@ -90,11 +90,16 @@ def keep_if(done: jax.Array, new: Any, old: Any) -> Any:
 def undo_overflow(
     scaling: Scaling, scale: LossScale, new: tuple[Any, Any], old: tuple[Any, Any]
 ) -> tuple[Any, Any, LossScale]:
-    """Returns (params, optimizer state, loss scale) after an update that may have overflowed.
+    """Returns (params, optimizer state, loss scale) after an update, which is undone if a gradient overflowed.
 
-    `new` and `old` are (params, optimizer state) with and without the update. After an overflow the result is `old`,
-    except for the gradient norm, which shows the overflow. Under `optax.MultiSteps` an overflow in any micro-batch
-    stays in the sum of gradients until the last micro-batch, which then skips the update.
+    Args:
+      scaling: the rule that changes the loss scale.
+      scale: the loss scale before the update.
+      new, old: (params, optimizer state) with the update, and without it. After an overflow the result is `old`, but
+        with the gradient norm of `new`, which is infinite or NaN and so shows the overflow in the metrics.
+
+    Under `optax.MultiSteps` an overflow in any micro-batch stays in the sum of gradients until the last micro-batch,
+    which then skips the update.
     """
     params, opt_state = new
     multi = isinstance(opt_state, optax.MultiStepsState)

@@ -112,7 +112,6 @@ def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) ->
 
 
 def _is_expert_matrix(path: tuple) -> bool:
-    """Returns True if the parameter at `path` has a matrix for each expert."""
     keys = [str(getattr(key, "key", "")) for key in path]
     return "experts" in keys and keys[-1] != "w_router"
 
@@ -142,7 +141,7 @@ def each_matrix(
         def one(path, leaf):
             own, batched, batches = rule(path, leaf.shape)
             zeros = jnp.zeros(batched, leaf.dtype)  # parameters may be abstract here
-            return _batched(own.init, batches)(zeros)
+            return _vmap_leading_axes(own.init, batches)(zeros)
 
         return jax.tree_util.tree_map_with_path(one, params)
 
@@ -151,7 +150,7 @@ def each_matrix(
             if isinstance(grad, optax.MaskedNode):  # not part of this update
                 return grad, own
             inner, batched, batches = rule(path, grad.shape)
-            new, own = _batched(inner.update, batches)(grad.reshape(batched), own, param.reshape(batched))
+            new, own = _vmap_leading_axes(inner.update, batches)(grad.reshape(batched), own, param.reshape(batched))
             return new.reshape(grad.shape), own
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(
@@ -166,9 +165,8 @@ def each_matrix(
     return optax.GradientTransformation(init, update)
 
 
-def _batched(function: Callable, batches: int) -> Callable:
-    """Maps `function` over `batches` leading axes of its arguments."""
-    return _batched(jax.vmap(function), batches - 1) if batches else function
+def _vmap_leading_axes(function: Callable, batches: int) -> Callable:
+    return _vmap_leading_axes(jax.vmap(function), batches - 1) if batches else function
 
 
 def _clip_rms(elements: int) -> optax.GradientTransformation:

@@ -29,15 +29,16 @@ HOLE = optax.MaskedNode()  # optax ignores it, and it has no leaves
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Parameters that are updated together.
+    """A group of parameters that the optimizer updates together: a stack of layers, one unstacked layer, or one other
+    parameter.
 
     Fields:
-      params: indices of the leaves among all parameters.
-      kept: indices of the parameters' optimizer state among all leaves of the optimizer state.
-      turns: number of equal pieces along the first axis that are updated one after the other, such as the layers of a
-        stack, or ranges of rows of a large table in host memory. 0 to update everything at once.
+      params: indices of the group's leaves in the list of all parameters.
+      kept: indices of their optimizer state in the list of all leaves of the optimizer state.
+      turns: number of equal pieces along the first axis that are updated one after the other to save memory, such as
+        the layers of a stack, or ranges of rows of a large table in host memory. 0 to update everything at once.
       stacked: True if the pieces are layers.
-      group: if gradients are clipped by layer, parts with the same group number are clipped by their common norm.
+      group: if gradients are clipped by layer, parts with the same `group` are clipped by their common norm.
     """
 
     params: tuple[int, ...]
@@ -69,20 +70,19 @@ def rows_of_table(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _rows_sharded(sharding: jax.sharding.NamedSharding) -> bool:
-    """Returns True if the first axis is sharded over more than one device."""
     first = sharding.spec[0] if len(sharding.spec) else None
     axes = first if isinstance(first, tuple) else (first,)
     return any(sharding.mesh.shape[axis] > 1 for axis in axes if axis)
 
 
 def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list[Part], list[int]]:
-    """Groups parameters into parts that are updated together. Returns the parts, and the indices of the
-    optimizer-state leaves that belong to no parameter.
+    """Groups parameters into parts that are updated together. Returns the parts, and the indices of the optimizer-state
+    leaves that belong to no parameter, such as counters.
 
     Args:
       params, kept: trees of the parameters and of the optimizer state, abstract or concrete.
-      stacked: True if the first axis of the leaves of STACKS is the layer axis. Otherwise each entry of `blocks` is a
-        layer, and a part.
+      stacked: True if the layers are stacked, with the layer as the first axis of each leaf. A stack is then one part.
+        Otherwise each layer is a part.
       in_rows: True if large tables may be updated some rows at a time.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -106,8 +106,8 @@ def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list
 
 
 def _part_path(path: tuple, stacked: bool) -> tuple:
-    """Returns the path of the part that contains the parameter at `path`. The part is a stack if `stacked`, else a
-    block. Parameters outside the blocks are parts by themselves."""
+    """Returns the path of the part to which the parameter at `path` belongs: the stack of layers if `stacked`, else the
+    layer, such as `blocks.3`. A parameter outside the layers is its own part."""
     if path[0].key not in STACKS:
         return path
     return path[:1] if stacked else path[:2]
@@ -193,8 +193,16 @@ class PartwiseUpdate:
         key: jax.Array,
         when: jax.Array | None = None,
     ) -> None:
-        """Updates `parts`: replaces their elements in `p`, the list of all parameters, and `s`, the list of all
-        optimizer state. `g`: the gradients, in the order of `p`."""
+        """Updates some parts: replaces their leaves in the lists `p` and `s` in place.
+
+        Args:
+          parts: the parts to update.
+          p, s, g: leaves of all parameters, of the optimizer state, and of the gradients (in the order of `p`).
+          shared: leaves of the optimizer state that belong to no parameter, such as counters.
+          scales: `Part.group` -> factor from the summed gradient to the clipped mean gradient, from `scales`.
+          key: random key for the rounding of updated parameters.
+          when: False to leave everything unchanged, because the gradients of this update are not yet complete.
+        """
         after = None
         for part in parts:
             params, kept = self._after(([p[i] for i in part.params], [s[i] for i in part.kept]), after)
@@ -207,7 +215,16 @@ class PartwiseUpdate:
     def result(
         self, p: Leaves, s: Leaves, shared: Leaves, norm: jax.Array, clip: ClipState, when: jax.Array | None = None
     ) -> tuple[Any, Any]:
-        """Builds the trees (params, opt_state) from their updated leaves, and advances the counters."""
+        """Builds the trees (params, opt_state) after all parts were updated, and advances the counters of the
+        optimizer.
+
+        Args:
+          p, s: leaves of the updated parameters and of the optimizer state.
+          shared: leaves of the optimizer state that belong to no parameter, before the update.
+          norm: global norm of the mean gradient, stored for the metrics.
+          clip: the state of clipping before the update.
+          when: False if this call updated nothing, so that counters and norm do not change.
+        """
         for place, value in zip(self.parts[1], self.counted(shared)):
             s[place] = value if when is None else jnp.where(when, value, s[place])
         norm = norm if when is None else jnp.where(when, norm, clip.grad_norm)
@@ -216,8 +233,8 @@ class PartwiseUpdate:
 
     @staticmethod
     def _after(own: Any, before: jax.Array | None) -> Any:
-        """Returns `own` behind an optimization barrier that waits for `before`. Without the barrier the compiler
-        fetches the optimizer state of all parts at once."""
+        """Returns `own` behind an optimization barrier that waits for `before`, an array of the previous part. Without
+        the barrier the compiler fetches the optimizer state of all parts at once."""
         return own if before is None else jax.lax.optimization_barrier((own, before))[0]
 
     def scales(self, grads: Leaves, tokens: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
@@ -303,8 +320,18 @@ class PartwiseUpdate:
         scale: jax.Array,
         key: jax.Array,
     ) -> tuple[Leaves, Leaves]:
-        """Updates piece `index` of a part, such as a layer. Returns the part's (parameters, optimizer state). `grads`:
-        gradients of the piece, [1, ...] for a layer."""
+        """Updates one piece of a part, such as one layer of the stacked layers. Returns the (parameters, optimizer
+        state) of the whole part.
+
+        Args:
+          part: the part. Its `turns` must be above 0.
+          index: number of the piece.
+          params, kept: leaves of the whole part: parameters and optimizer state.
+          grads: gradients of the piece only, [1, ...] for a layer.
+          shared: leaves of the optimizer state that belong to no parameter, such as counters.
+          scale: factor from the summed gradient to the clipped mean gradient.
+          key: random key for the rounding of updated parameters.
+        """
         old = [_piece(part, leaf, index) for leaf in params], [_piece(part, leaf, index) for leaf in kept]
         new_params, new_kept = self.turn(part, *old, grads, shared, scale, key, index)
 
@@ -327,8 +354,12 @@ class PartwiseUpdate:
         key: jax.Array,
         index: jax.Array | int = 0,
     ) -> tuple[Leaves, Leaves]:
-        """Returns the new (parameters, optimizer state) of one part, or of its piece `index`. Each leaf stays in the
-        memory (device or host) that it is in."""
+        """Computes the optimizer update of one part, or of one piece of it, whose leaves are given. Returns their new
+        (parameters, optimizer state). Each leaf stays in the memory (device or host) that it is in.
+
+        `index`: number of the piece, which selects its random bits. Other arguments: as in `layer`, but for the given
+        leaves only.
+        """
         mean = [grad.astype(jnp.float32) * scale for grad in fetch(grads)]
         on_device = fetch(params)
         updates, new_kept, _ = self._rule(part, on_device, fetch(kept), mean, shared)
@@ -341,8 +372,8 @@ class PartwiseUpdate:
     def _rule(
         self, part: Part, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves
     ) -> tuple[Leaves, Leaves, Leaves]:
-        """Applies the optimizer rule to one part. Returns the updates of its parameters, its new optimizer state, and
-        the new `shared` leaves."""
+        """Applies the optimizer rule to one part on the device, with mean gradients `grads`. Returns the updates of its
+        parameters, its new optimizer state, and the new `shared` leaves, such as counters."""
         tree, kept_tree = self._trees
         params, grads = (tree.unflatten(_spread(part.params, leaves, tree.num_leaves)) for leaves in (params, grads))
         places = [*part.kept, *self.parts[1]]

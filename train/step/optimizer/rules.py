@@ -1,4 +1,5 @@
-"""Optimizers as rows of a table, clipping, schedules and accumulation. Gradients arrive as sums over tokens."""
+"""The table of optimizers, with gradient clipping, learning-rate schedules and accumulation. Gradients arrive as sums
+over tokens."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ CLIPS = ("global", "layer")
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The group `optimizer` of a config. configs/base.py explains each key."""
+    """The optimizer, its learning rate and clipping: the config keys `optimizer.*`. configs/base.py explains each
+    key."""
 
     name: str
     learning_rate: float
@@ -50,12 +52,12 @@ class ClipState(NamedTuple):
 
 
 def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that divides summed gradients by the number of tokens and clips the global norm, in
-    float32.
+    """Returns a transformation that turns gradients summed over tokens into their mean over tokens, and clips the
+    global norm of the mean, in float32.
 
-    The division is after accumulation, so that every unmasked token has the same weight. The update function also
-    takes `tokens`, the number of unmasked tokens, and `factor`, the loss scale's factor of the loss. `max_norm`: 0 for
-    no clipping. The norm is stored in the state for the metrics.
+    The division is after accumulation, so that every unmasked token has the same weight. The update function also takes
+    `tokens`, the number of unmasked tokens, and `factor`, by which loss scaling multiplied the loss and which is
+    divided out. `max_norm`: 0 for no clipping. The norm is stored in the state for the metrics.
     """
 
     def init(params):
@@ -125,8 +127,8 @@ SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def scale_by_batch(schedule: optax.Schedule, config: OptimizerConfig, batch: BatchAlgebra) -> optax.Schedule:
-    """Scales a learning-rate schedule with the batch size: multiplies it by (tokens of an update /
-    `base_batch_tokens`) to the power that `batch_scaling` selects.
+    """Scales a learning-rate schedule with the batch size: multiplies it by (tokens of an update / `base_batch_tokens`)
+    to the power 0, 0.5 or 1, for `batch_scaling` "none", "sqrt" or "linear".
 
     Raises:
       ValueError: `batch_scaling` is set without `base_batch_tokens`.

@@ -48,12 +48,15 @@ def _of_any_layer(name: str) -> str:
 
 
 def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> NamedSharding:
-    """Returns the sharding in which a frozen parameter is stored. It is the sharding in which a step computes with the
-    parameter.
+    """Returns the sharding in which a frozen parameter is stored between steps. A step reads it in this sharding,
+    without the gathered copy that zero1 and zero2 make of trained parameters.
 
-    Under zero3 it is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2, where a step
-    gathers trained parameters into a copy, a frozen parameter is stored gathered. Exceptions are the token table and
-    vectors, which stay sharded under zero2.
+    Under zero3 the parameter is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2 it
+    is not sharded over the data-parallel devices, except that under zero2 the token table and vectors stay sharded.
+
+    Args:
+      axes: the logical axes of the parameter, such as ("vocab", "d_model").
+      contracted: True if only matrix products read the parameter, False for token tables and vectors.
     """
     strategy = layout.strategy
     sharded = strategy.by_layer or (strategy.gradients and not contracted)
