@@ -7,7 +7,7 @@
 are 10 bytes per parameter. A device computes at most twice the mean number of pairs of a token and an expert; pairs
 beyond this number are dropped and counted.
 Hardware: 8 H100 of one host (described device; not yet measured on hardware).
-Memory: peak 61.59 GiB, allocated 61.59 GiB, predicted in use 61.62 GiB per device, of 72.32 GiB available;
+Memory: peak 61.59 GiB, allocated 61.59 GiB, predicted in use 61.62 GiB per device, of 72.78 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
 Speed: predicted 35,700 tokens/s; 38,080 with the settings of `bytescope fit mixtral_8x7b h100:8` (64.26 GiB), 56,571
   on h100:2x8 (62.33 GiB). The experts' kernels have not been measured.

@@ -137,7 +137,7 @@ def verdict_line(report: ReportRecord) -> RenderableType:
 
 
 def limit_line(target: Mapping[str, Any], limit: int | None) -> list[RenderableType]:
-    """Returns a line such as "limit 73.6 GiB: 92 % of the GPU's memory after CUDA's context". Returns [] if the limit
+    """Returns a line such as "limit 59.33 GiB: 75 % of the GPU's memory". Returns [] if the limit
     is not derived from a GPU's memory, for example if the user chose it.
     """
     share = limit_share(target, limit)

@@ -3,7 +3,7 @@
 In: plain strings and rich's Text. Out: objects that rich prints at the width available.
 
     blocks(head, SideBySide(left, right), table)    # a blank line between blocks; side by side from 100 columns
-    Prose("16.00 B of 72.32 GiB")                   # wraps between words, never between a number and its unit
+    Prose("16.00 B of 72.78 GiB")                   # wraps between words, never between a number and its unit
     Items([...])                                    # "a 1.00 GiB  b 2.00 GiB": wraps only between items
     CopyCommand("bytescope train ...")              # wraps with backslashes, as a shell expects
 """

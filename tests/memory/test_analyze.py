@@ -52,10 +52,10 @@ def traced_for_gpu(gpu):
     """Policy -> the training step traced for the H200, once; what is lowered alike is compiled once."""
     known = {}
 
-    def compiled(lowered, **fields):
+    def compiled(lowered, device_memory_bytes=None, **fields):
         text = lowered.as_text(debug_info=True)
         if text not in known:
-            known[text] = compile_lowered(lowered)
+            known[text] = compile_lowered(lowered, device_memory_bytes=device_memory_bytes)
         return dataclasses.replace(known[text], **fields)
 
     with pytest.MonkeyPatch.context() as patch:

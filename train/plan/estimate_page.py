@@ -220,5 +220,5 @@ def inputs(question: Question, recompute: str = "none") -> dict[str, Any]:
         "data": layout.data,
         "expert_parallel": layout.expert,
         "zero": layout.zero,
-        "memory": 72.32,  # GiB available on an H100
+        "memory": cards()["h100"]["memory"],
     }

@@ -19,7 +19,7 @@ from bytescope.memory.commands import compare_command
 from bytescope.memory.compare import compare_page, compare_text, row_cache, worker, worker_pool
 from bytescope.memory.compare import compare_rows as plan_rows
 from bytescope.memory.compare.jobs import Jobs
-from bytescope.memory.devices import targets
+from bytescope.memory.devices import platform, targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import rates
 from bytescope.memory.view import elements
@@ -270,6 +270,8 @@ def test_a_policy_that_a_search_settles_is_another_row_at_other_rates(file_of_ra
 
 def test_a_worker_takes_the_rates_of_its_job(file_of_rates):
     class Chooser:
+        memory_fraction = platform.JAX_FRACTION
+
         def describe(self, overrides, target):
             return {"source": rates.select(target).source}
 

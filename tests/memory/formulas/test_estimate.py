@@ -360,7 +360,7 @@ def test_a_copied_command_gives_the_figures_that_are_shown(tmp_path, capsys):
     ]
     assert seen[0][0] == "bytescope estimate llama_8b"
     h200 = str(estimate_page.cards()["h200"]["memory"])
-    assert [memory for _, _, memory, _ in seen] == ["72.32", "72.32", h200, h200, "7", "7"]
+    assert [memory for _, _, memory, _ in seen] == ["72.78", "72.78", h200, h200, "7", "7"]
     assert ["tokens/s, at most" in header for *_, header in seen] == [True, True, True, True, False, False]
     for command, shown, *_ in seen:
         words = shlex.split(command)
@@ -377,7 +377,7 @@ def test_the_presets_are_the_shipped_configs_and_the_chips(tmp_path, capsys):
     assert run(capsys, "llama_1b", "--data=4", f"--html={path}")[0] == 0
     page = one_file(path.read_text())
     assert set(page.data["models"]) == set(purposes()) and set(page.data["cards"]) == set(CHIPS)
-    assert page.data["cards"]["h100"]["memory"] == round(limits.limit_bytes(targets.parse("h100")) / 2**30, 2)
+    assert page.data["cards"]["h100"]["memory"] == round(limits.limit_bytes(targets.parse("h100@0.92")) / 2**30, 2)
     assert page.data["inputs"]["recompute"] == load_flat("llama_1b", ())["remat.policy"] == "full"
     assert "llama_1b · training memory by formula" in path.read_text() and page.data["inputs"]["data"] == 4
 

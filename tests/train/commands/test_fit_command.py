@@ -32,10 +32,10 @@ SMALL = [
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--budget=0"], "--budget=0 is out of range: a device has 72.32 GiB available; give more than 0"),
+        (["--budget=0"], "--budget=0 is out of range: a device has 72.78 GiB available; give more than 0"),
         (["--budget=-3GiB"], "--budget: '-3GiB' is not a valid size: write it as 72GiB"),
         (["--budget=x"], "--budget: 'x' is not a valid size"),
-        (["--budget=100GiB"], "--budget=100GiB is out of range: a device has 72.32 GiB available"),
+        (["--budget=100GiB"], "--budget=100GiB is out of range: a device has 72.78 GiB available"),
         (["--levers=remat,rmat"], "unknown lever 'rmat': did you mean remat"),
         (["--batch-tokens=5"], "--batch-tokens=5 is not a multiple of the sequence length 16: give a multiple of 16"),
         (["--batch-tokens=0"], "--batch-tokens=0 is too small: give 1 or more"),

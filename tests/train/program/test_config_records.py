@@ -12,6 +12,7 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.units import human, parse_bytes
 from bytescope.train import cli
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program.config_files import flatten, load
 from bytescope.train.program.program import build
 from bytescope.train.source import ConfigPath, find_source, shipped
@@ -50,7 +51,7 @@ class Record:
     @property
     def target(self) -> targets.Target:
         """What the sizes were compiled for."""
-        return targets.parse(cli.parse(self.of("report")[0]).target)
+        return targets.parse(cli.parse(self.of("report")[0]).target, TRAIN_FRACTION)
 
 
 def read(name: str) -> Record:
@@ -121,7 +122,9 @@ def test_the_recorded_bytes_are_the_compilers(name):
         pytest.skip(f"recorded with {', '.join(others)}")
     config, target = load(name), record.target
     report = report_of(
-        build(config, target.devices()).compile_for_report(exact=True), target=target, config=flatten(config)
+        build(config, target.devices()).compile_for_report(exact=True, pool_bytes=target.pool_bytes),
+        target=target,
+        config=flatten(config),
     )
     found = {"peak": report.peak_bytes, "allocated": report.allocated_bytes}
     if target.is_described:

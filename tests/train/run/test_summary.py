@@ -146,10 +146,11 @@ def test_no_speed_without_rates_and_no_limit_where_none_is_known():
 
 
 def test_the_share_of_the_gpu_is_printed_with_the_verdict_of_a_run():
-    target = {"platform": "cuda", "limit_bytes": 2 * GIB, "memory_fraction": 0.75}
+    fraction = {"memory_fraction": 0.75, "memory_fraction_source": "jax's default"}
+    target = {"platform": "cuda", "limit_bytes": 2 * GIB, **fraction}
     exceeds = dataclasses.replace(REPORT, limit_bytes=2 * GIB, target=target)
     for text in (str(summary.memory(exceeds)), too_big(exceeds)):
-        assert "75 % of the GPU's memory after CUDA's context" in text
+        assert "75 % of the GPU's memory (jax's default)" in text
 
 
 @pytest.mark.parametrize("width", WIDTHS)
