@@ -37,9 +37,12 @@ def human(count: float | None) -> str:
 
 
 def column_unit(figure: float, share: float = 0.1) -> tuple[str, int]:
-    """Returns (name, bytes) of the unit in which a table column is shown.
+    """Chooses the unit in which a table column shows bytes. Returns (name, bytes of the unit), such as ("GiB", 2**30).
 
-    The unit is the largest in which `figure` (a number of bytes) has a value of at least `share`.
+    Args:
+        figure: a number of bytes of the column, by which the unit is chosen.
+        share: minimum value that `figure` must have in the unit. With 0.1, at least 0.1 GiB are shown in GiB, and less
+            in MiB.
     """
     return next(((name, scale) for name, scale in COLUMN if figure >= scale * share), COLUMN[-1])
 
@@ -72,6 +75,8 @@ def parse_bytes(size: int | str) -> int:
 
 
 def reads_as_size(text: str) -> bool:
-    """Returns whether a text is a size above 0, with or without a unit, and cannot be a name."""
+    """Returns whether a text can be parsed as a size above 0, such as "72GiB" or "1000000". Callers use this to
+    distinguish a size from a name.
+    """
     match = _SIZE.match(text)
     return bool(match and match[2].lower() in _SCALES and float(match[1]) > 0)

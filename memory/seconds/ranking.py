@@ -27,8 +27,11 @@ Item = TypeVar("Item")
 
 
 def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the predicted seconds in a compare worker's answer as fields of `memory.compare.compare_rows.Row`.
-    Unknown fields are left out.
+    """Predicts the seconds, tokens/s and MFU of one compiled program, as keyword arguments for the row of a comparison
+    table (field of `memory.compare.compare_rows.Row` -> value). Fields without a value are left out.
+
+    `answer`: the JSON that the process which compiled the program returned, with its schedule and target. If the
+    seconds cannot be predicted, the key `unpredicted` holds the reason.
     """
     prediction, bound = step_prediction.predict_answer(answer), step_prediction.bound(answer)
     out: dict[str, Any] = {}

@@ -126,19 +126,20 @@ class DeviceRates:
         return curves + [(f"the bus bandwidth of {row.kind}", row.bus) for row in self.collectives]
 
     def unit(self, wanted: str) -> str:
-        """Returns the compute unit that computes in the dtype `wanted` (one of `cost.roofline.UNITS`): the unit of the
-        dtype, or else of the next larger dtype, or else of the nearest smaller one.
+        """Returns the compute unit whose measured rates apply to matrix products of the unit `wanted`, such as "bf16"
+        (names: `cost.roofline.UNITS`). It is `wanted` itself if it has rates, else the unit of the next larger dtype
+        that has, else of the nearest smaller one.
         """
         order = roofline.UNITS
         wider = order[order.index(wanted) :]
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
 
     def completed(self, listed: DeviceRates, hosts: int = 1) -> DeviceRates:
-        """Returns these rates for a target of `hosts` hosts. Collectives and latencies that they lack are taken from
-        `listed`.
+        """Fills the gaps of a calibration: returns a copy of these rates in which collectives and hop latencies that
+        were not measured are taken from `listed`, the built-in rates of the same chip.
 
         A calibration on one device measures no collectives, and a calibration on one machine measures none between
-        hosts.
+        hosts. Collectives between hosts are only added if the target has several hosts (`hosts`).
         """
         inside = any(row.hosts == 1 for row in self.collectives)
         between = any(row.hosts > 1 for row in self.collectives)
@@ -159,8 +160,8 @@ class DeviceRates:
         )
 
     def shared(self, devices: int) -> DeviceRates:
-        """Returns the rates of one of `devices` devices that a CPU simulates. They share the cores and the memory of
-        the CPU.
+        """Divides the rates of a CPU among `devices` simulated devices, which share its cores and its memory. Returns
+        the rates of one simulated device.
         """
         if devices < 2:
             return self

@@ -108,7 +108,8 @@ def select(target: Target | Mapping[str, Any], file: str | Path | None = None) -
 
 
 def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
-    """Refuses rates of another kind of device than the target's, by raising ReportError.
+    """Checks that the rates were measured on the same kind of device (jax's device_kind) as the target has. Raises
+    ReportError if not.
 
     `known`: the JSON of the target.
     """
@@ -138,7 +139,6 @@ def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
 
 
 def _count(known: Mapping[str, Any], field: str) -> int:
-    """Returns a number of devices from a target's JSON; 1 if the field is missing."""
     count = known.get(field, 1)
     if not is_count(count):
         raise ReportError(f"the report is damaged (target.{field} is {count!r:.40}): write it again")

@@ -54,10 +54,11 @@ class CompiledSchedule:
     """The compiled schedule of a program, for one device and one call.
 
     Fields:
-        steps: the kernels, collectives and copies in order; () if unknown.
-        order: the schedule as one record per instruction, without the FLOPs that `settle` adds; loop bodies occur
-            once.
-        settle: function that adds FLOPs to the kernels whose work the compiled module does not contain.
+        steps: the kernels, collectives and copies in the order in which they run; () if unknown.
+        order: the same schedule with one record per HLO instruction, to compute when each instruction starts. The body
+            of a loop is listed once. Kernels of unknown work have no FLOPs yet; `settle` adds them.
+        settle: function that returns a copy of its steps in which kernels of unknown work, such as custom calls, have
+            their FLOPs. The compiled module does not contain these FLOPs, so they are derived from the jaxpr.
     """
 
     steps: Steps = ()
@@ -86,38 +87,41 @@ def read_schedule(
     devices: int = 1,
 ) -> CompiledSchedule:
     """Returns the compiled schedule of a program, for one device and one call. The schedule is empty if it would have
-    too many records.
+    more than `_MAX_RECORDS` records.
 
-    Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, and a conditional
-    counts as its most expensive branch.
+    Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, and a conditional counts
+    as its most expensive branch.
 
-    FLOPs that the compiled module does not contain are added as follows:
-    - Library kernels of unknown work (FOREIGN) share the FLOPs that `flops` counts in their phase and that no other
-      kernel computes. If the products that the shapes of their arrays suggest add up to these FLOPs, they are these
-      products (TILED if their operands have 8 bits). Otherwise, each kernel gets a share in proportion to its bytes.
-    - Products of experts (GROUPED) get only the part of their rows' FLOPs that `flops` counts, because tiles without
-      rows cost nothing.
+    The compiled module does not contain the FLOPs of two kinds of kernels. They are derived from the FLOPs of the jaxpr
+    (`flops`), separately for each phase:
+    - Library kernels (kind FOREIGN) share the FLOPs of the jaxpr that no other kernel computes. If matrix products of
+      the shapes of their arrays would have the same total FLOPs, each kernel becomes its product (kind TILED if its
+      operands have 8 bits, else PRODUCT). Otherwise, the FLOPs are divided in proportion to the bytes of the kernels.
+    - Matrix products of experts (kind GROUPED) have room for the maximum number of rows. Their FLOPs are reduced to the
+      FLOPs of the jaxpr, because tiles without rows cost nothing.
 
     Args:
-        mesh: names and sizes of the mesh axes (unused, because the module lists groups).
+        mesh: names and sizes of the mesh axes (unused, because the module lists the device groups).
         per_host: number of devices of a host, 0 for one host.
-        flops: FLOPs of the global program; None if it was not traced.
+        flops: FLOPs of the global program, counted in its jaxpr; None if it was not traced.
         devices: number of devices.
     """
     walk = _ScheduleReader(attribution, per_host)
     steps = walk.computation(attribution.module.entry, "")
-    if walk.endless:
+    if walk.too_long:
         return CompiledSchedule()
-    settle = _settling(steps, _beyond(steps, flops, devices))
+    settle = _make_settle(steps, _missing_flops(steps, flops, devices))
     return CompiledSchedule(settle(steps), walk.ordered[attribution.module.entry, ""], settle)
 
 
 class _ScheduleReader:
-    """One pass over the compiled schedule. `endless`: whether the schedule has more than `_MAX_RECORDS` records."""
+    """Reads the schedule of a compiled module into records. `too_long`: whether it has more than `_MAX_RECORDS`
+    records, so that reading was stopped.
+    """
 
     def __init__(self, attribution: Attribution, per_host: int):
         self.attribution, self.module, self.per_host = attribution, attribution.module, per_host
-        self.endless = False
+        self.too_long = False
         self.begun: set[str] = set()
         self.known: dict[tuple[int, str], Steps] = {}
         self.ordered: dict[tuple[int, str], tuple[InstructionSteps, ...]] = {}
@@ -126,8 +130,8 @@ class _ScheduleReader:
         self.uncounted = host_transfers.uncounted(attribution.module)
 
     def computation(self, id: int, around: str) -> Steps:
-        """Returns the steps of one run of a computation. `around` is the phase of the instruction that calls the
-        computation.
+        """Returns the kernels, collectives and copies of one run of an HLO computation, such as a loop body. `around`:
+        the phase (`STEP_PHASES`) of the instruction that calls the computation, "" for the entry computation.
         """
         if (id, around) not in self.known:
             self.known[id, around] = self.ordered[
@@ -135,27 +139,24 @@ class _ScheduleReader:
             ] = ()  # ends the recursion if a damaged module calls itself
             out: list[Step] = []
             order: list[InstructionSteps] = []
-            for instruction in self.scheduled(id):
+            for instruction in self.scheduled_instructions(id):
                 steps = tuple(self.instruction(instruction, around))
                 order.append(InstructionSteps(instruction.name, steps, self.called_order(instruction, around)))
                 out += steps
-                self.endless |= len(out) > _MAX_RECORDS
-                if self.endless:
+                self.too_long |= len(out) > _MAX_RECORDS
+                if self.too_long:
                     return ()
             self.known[id, around], self.ordered[id, around] = merged(out), tuple(order)
-            self.endless = self.size(self.known[id, around]) > _MAX_RECORDS
+            self.too_long = self.count_records(self.known[id, around]) > _MAX_RECORDS
         return self.known[id, around]
 
-    def size(self, steps: Steps) -> int:
-        """Returns the number of records in the steps, including those in loops. The number for equal loops is computed
-        only once.
-        """
+    def count_records(self, steps: Steps) -> int:
+        # The records of a loop body were counted before the loop that contains it.
         inside = [step.steps for step in steps if isinstance(step, Loop)]
         self.sizes[id(steps)] = len(steps) + sum(self.sizes.get(id(each), 0) for each in inside)
         return self.sizes[id(steps)]
 
-    def scheduled(self, id: int) -> Iterator[Instruction]:
-        """Yields the instructions of a computation in the order in which they run."""
+    def scheduled_instructions(self, id: int) -> Iterator[Instruction]:
         computation = self.module.computations.get(id)
         if computation is None:
             return
@@ -174,9 +175,7 @@ class _ScheduleReader:
             yield from rule(self, one, around)
 
     def phase(self, one: Instruction, around: str) -> str:
-        """Returns the phase of an operation, one of `STEP_PHASES`. If its name does not show the phase, it counts to
-        the forward pass.
-        """
+        """Returns the phase of an instruction, one of `STEP_PHASES`; "forward" if its name does not show the phase."""
         phase = kernel_costs.phase_of(self.attribution, one, around)
         return phase if phase in STEP_PHASES else "forward"
 
@@ -197,8 +196,9 @@ class _ScheduleReader:
         return max(one.called, key=lambda id: _cost(self.computation(id, phase)), default=None)
 
     def called_order(self, one: Instruction, around: str) -> tuple[InstructionSteps, ...]:
-        """Returns the instructions, with their steps, of the computations that a loop, a call or a conditional
-        runs.
+        """Returns one record for each instruction of the computations that this instruction calls: of the body of a
+        loop, of the called function, or of the most expensive branch of a conditional. Returns () for other
+        instructions.
         """
         called: Iterable[int] = ()
         if one.opcode == "while":
@@ -216,17 +216,17 @@ class _ScheduleReader:
         for id in one.called:
             yield from self.computation(id, phase)
 
-    def wrapped(self, one: Instruction, around: str) -> Iterator[Step]:
-        """Yields the steps of an async-start instruction. If it starts a collective or a copy between device and host,
-        this runs on a stream of its own.
+    def async_start(self, one: Instruction, around: str) -> Iterator[Step]:
+        """Yields the records of an async-start instruction. A collective or a copy between device and host becomes a
+        `Start`, so that it overlaps with compute. Other operations count as if they were synchronous.
         """
         phase = self.phase(one, around)
         for id in one.called[:1]:
-            for instruction in self.scheduled(id):
+            for instruction in self.scheduled_instructions(id):
                 if is_collective(instruction.opcode):
                     yield from self.start(one, instruction, phase)
                 elif self.crosses(instruction):
-                    yield from self.crossing(instruction, phase, one.name)
+                    yield from self.host_copies(instruction, phase, one.name)
                 else:
                     yield from self.instruction(instruction, phase)
 
@@ -239,8 +239,10 @@ class _ScheduleReader:
             yield from self.start(one, one, self.phase(one, around))
 
     def start(self, start: Instruction, one: Instruction, phase: str) -> Iterator[Step]:
-        """Yields the start of a collective. Yields nothing if the collective sends nothing. The instruction `start` is
-        the collective itself or the async-start around it.
+        """Yields the `Start` record of the collective `one`; nothing if the collective sends no bytes.
+
+        `start`: the instruction that starts the collective: `one` itself, or the async-start instruction that contains
+        it.
         """
         kind = one.opcode.removesuffix("-start")
         groups, hosts = self.members(one)
@@ -264,8 +266,8 @@ class _ScheduleReader:
         return self.groups[key]
 
     def wait(self, one: Instruction, around: str) -> Iterator[Step]:
-        """Yields the wait for the operation that a done instruction ends, if the operation is on a stream of its own.
-        Update instructions between start and done are followed.
+        """Yields the `Wait` record of a -done instruction; nothing if its operation was not started as an overlapping
+        transfer. The start is found through the first operand, also if -update instructions are between start and done.
         """
         if one.opcode.endswith("-update"):
             return
@@ -279,7 +281,7 @@ class _ScheduleReader:
 
     def copy_start(self, one: Instruction, around: str) -> Iterator[Step]:
         if self.crosses(one):
-            yield from self.crossing(one, around, one.name)
+            yield from self.host_copies(one, around, one.name)
         else:
             yield from self.kernel(one, around)
 
@@ -298,11 +300,13 @@ class _ScheduleReader:
             yield one
             return
         for id in one.called:
-            yield from self.scheduled(id)
+            yield from self.scheduled_instructions(id)
 
-    def crossing(self, one: Instruction, around: str, name: str) -> Iterator[Start]:
-        """Yields a `Start` for each copy between device and host that an operation makes. If the number of iterations
-        of a loop around it is unknown, the whole array is assumed to be copied.
+    def host_copies(self, one: Instruction, around: str, name: str) -> Iterator[Start]:
+        """Yields a `Start` record for each copy between device and host memory that the instruction makes, also inside
+        a fusion. A slice that a loop of unknown trip count copies is counted as the whole array.
+
+        `name`: the name by which a `Wait` refers to the copies; "" if compute waits for them immediately.
         """
         self.begun.add(name)
         around = self.phase(one, around)
@@ -315,7 +319,7 @@ class _ScheduleReader:
 
     def kernel(self, one: Instruction, around: str) -> Iterator[Step]:
         if one.opcode in _CROSSING and self.crosses(one):
-            yield from self.crossing(one, around, "")
+            yield from self.host_copies(one, around, "")
             if one.opcode != "fusion":
                 return
         size, product = kernel_costs.traffic(self.module, one)
@@ -338,7 +342,7 @@ _RULES: dict[str, _Rule] = {
     "while": _ScheduleReader.loop,
     "conditional": _ScheduleReader.conditional,
     "call": _ScheduleReader.call,
-    "async-start": _ScheduleReader.wrapped,
+    "async-start": _ScheduleReader.async_start,
     "async-update": _ScheduleReader.wait,
     "async-done": _ScheduleReader.wait,
     "copy-start": _ScheduleReader.copy_start,
@@ -347,18 +351,19 @@ _RULES: dict[str, _Rule] = {
 
 
 def _cost(steps: Steps) -> int:
-    """Returns the cost of a branch of a conditional, to find the most expensive branch: the bytes of all kernels and
-    transfers, plus the bytes that a device could move in the time of the FLOPs.
+    """Returns the cost of a branch of a conditional, to find the most expensive branch: the bytes that its kernels and
+    transfers move, plus its FLOPs converted to bytes (one byte for every _FLOPS_PER_BYTE FLOPs).
     """
     own = sum(times * (kernel.bytes + kernel.flops // _FLOPS_PER_BYTE) for kernel, times in every_kernel(steps))
     return own + sum(step.bytes for step in steps if isinstance(step, Start))
 
 
-def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, int]:
-    """Returns phase -> FLOPs per device that the jaxpr contains beyond the matrix products that are known from the
-    module. FLOPs of masked attention pairs are included, as in the jaxpr.
+def _missing_flops(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, int]:
+    """Returns the FLOPs on one device that the jaxpr contains but that no matrix product known from the compiled module
+    computes, as phase -> FLOPs. These are the FLOPs of the kernels of unknown work.
 
-    Every device computes all FLOPs of a replicated kernel, and an equal share of all other FLOPs.
+    The jaxpr counts masked pairs of causal attention, so they are counted for known attention kernels too. Every device
+    computes all FLOPs of a replicated kernel, and an equal share of all other FLOPs.
     """
     if flops is None:
         return {}
@@ -375,18 +380,18 @@ def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, in
 
 @dataclasses.dataclass
 class _UnknownWork:
-    """Sums over the kernels of a phase whose work is not known from the module."""
+    """Sums over all kernels of one phase whose FLOPs the compiled module does not contain."""
 
     foreign_flops: int = 0  # FLOPs of the products that the arrays suggest
     foreign_bytes: int = 0
     grouped_flops: int = 0  # FLOPs for the maximum number of rows of experts
 
 
-def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Steps]:
-    """Returns a function that adds the missing FLOPs to the custom kernels and the products of experts in `steps`, or
-    in a part of `steps`.
+def _make_settle(steps: Steps, missing: Mapping[str, int]) -> Callable[[Steps], Steps]:
+    """Returns a function that adds the FLOPs that the compiled module does not contain to the library kernels and to
+    the matrix products of experts. The function accepts `steps` or a part of `steps`.
 
-    `beyond`: phase -> missing FLOPs, the sum over all of these kernels (from `_beyond`).
+    `missing`: phase -> FLOPs of all of these kernels together (from `_missing_flops`).
     """
     sums: dict[str, _UnknownWork] = {}
     for kernel, times in every_kernel(steps):
@@ -404,9 +409,9 @@ def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Step
     for phase, work in sums.items():
         filled[phase] = 1.0
         # Tiles without rows cost nothing, and the jaxpr does not count them.
-        if work.grouped_flops and phase in beyond:
-            filled[phase] = min(max(beyond[phase] - work.foreign_flops, 0) / work.grouped_flops, 1.0)
-        left[phase] = max(beyond.get(phase, 0) - round(filled[phase] * work.grouped_flops), 0)
+        if work.grouped_flops and phase in missing:
+            filled[phase] = min(max(missing[phase] - work.foreign_flops, 0) / work.grouped_flops, 1.0)
+        left[phase] = max(missing.get(phase, 0) - round(filled[phase] * work.grouped_flops), 0)
         if work.foreign_flops and abs(left[phase] - work.foreign_flops) * _PRECISION <= work.foreign_flops:
             are_products.add(phase)
 

@@ -7,8 +7,9 @@ multiprocessors and memory bandwidth. Compute stops where the schedule waits for
 order of the schedule determines the overlap, and the waiting if overlap falls short. A step ends when every stream is
 done.
 
-A loop is walked turn by turn until a turn takes as long as the one before and leaves the same transfers in flight.
-From there on nothing changes, so the remaining turns are multiplied. Nested loops are walked in the same way.
+The iterations of a loop are simulated one by one, until an iteration takes as long as the one before and leaves the
+same transfers in flight. All further iterations would be equal, so their seconds are added without simulating them.
+Nested loops are simulated in the same way.
 
 Not modelled: waiting for other devices that reach a collective later, and a host that launches too slowly.
 """
@@ -51,14 +52,14 @@ _COLLECTIVES = "collectives"
 # Kind of a copy over the host link -> its stream; other transfers are collectives.
 _STREAM = {TO_HOST: TO_HOST, TO_DEVICE: TO_DEVICE}
 STREAMS = (_COLLECTIVES, TO_HOST, TO_DEVICE)
-# Maximum number of turns of a loop that are walked. If the turns still differ then, the mean of the later half is
-# multiplied.
-_MAX_TURNS = 64
-# Maximum number of steps that are walked, where a turn of a loop counts as _TURN steps. Beyond it, one turn of each
-# loop is walked and multiplied. The maximum is a hundred times the steps of a real program and takes about a second;
-# it stops the walk of a damaged report with endlessly nested loops.
-_MAX_STEPS, _TURN = 400_000, 10
-# Relative difference below which two turns are equal.
+# Maximum number of iterations of a loop that are simulated. If the iterations still differ then, the mean of the later
+# half is used for the remaining ones.
+_MAX_ITERATIONS = 64
+# Maximum number of steps that are simulated, where an iteration of a loop adds _ITERATION steps. Beyond it, only one
+# iteration of each loop is simulated and multiplied. The maximum is a hundred times the steps of a real program and
+# takes about a second; it stops the simulation of a damaged report with endlessly nested loops.
+_MAX_STEPS, _ITERATION = 400_000, 10
+# Relative difference below which two iterations are equal.
 _TOLERANCE = 1e-9
 
 
@@ -81,8 +82,8 @@ class Walked:
 
 
 def walk(steps: Steps, rates: DeviceRates) -> Walked:
-    """Returns the predicted seconds of a schedule at these rates, by the model that the module's docstring
-    describes.
+    """Simulates a schedule at these rates and returns its predicted seconds. The module docstring describes the
+    simulation.
     """
     clock = _DeviceClock()
     clock.walk(_Prices(rates).priced(steps))
@@ -97,17 +98,16 @@ def walk(steps: Steps, rates: DeviceRates) -> Walked:
 def start_seconds(
     order: Sequence[InstructionSteps], settle: Callable[[Steps], Steps], rates: DeviceRates
 ) -> tuple[dict[str, float], float]:
-    """Returns (instruction -> seconds from the start of the step to the start of the instruction, seconds of the
-    step).
+    """Simulates a schedule to find when each instruction starts, for example to draw a timeline. Returns (name of the
+    instruction -> seconds from the start of the step to its start, seconds of the whole step).
 
-    `order` lists the body of a loop only once. The times in the body are stretched, so that this one iteration takes
-    the seconds of all iterations.
+    A loop body is listed once in `order`, although it runs many times. Its single iteration is drawn as long as the
+    whole loop: start times in the body are scaled to the seconds of all iterations.
 
     Args:
-        order: the schedule of one device and one call as one record per instruction, without the FLOPs that `settle`
-            adds.
-        settle: function that adds FLOPs to the kernels whose work the module does not contain
-            (`reading.CompiledSchedule`).
+        order: the schedule of one device and one call with one record per instruction, as in
+            `reading.CompiledSchedule`. Kernels of unknown work have no FLOPs yet.
+        settle: function that adds these FLOPs (`reading.CompiledSchedule.settle`).
     """
     clock, walk_of_starts = _DeviceClock(), _StartWalk(settle, rates)
     starts = walk_of_starts.place(order, clock)
@@ -116,26 +116,28 @@ def start_seconds(
 
 
 class _StartWalk:
-    """Simulates a schedule and records when each instruction starts. `placed`: number of instructions so far."""
+    """Simulates a schedule and records when each instruction starts. `visited`: number of instructions so far, which is
+    limited because a damaged module may nest calls endlessly.
+    """
 
     def __init__(self, settle: Callable[[Steps], Steps], rates: DeviceRates):
-        self.settle, self.prices, self.placed = settle, _Prices(rates), 0
+        self.settle, self.prices, self.visited = settle, _Prices(rates), 0
 
     def place(self, order: Sequence[InstructionSteps], clock: _DeviceClock) -> dict[str, float]:
-        """Simulates the instructions on a clock. Returns instruction -> seconds on this clock at which the instruction
-        starts.
+        """Simulates the instructions from the current time of `clock` on. Returns name of the instruction -> time in
+        seconds on this clock at which it starts, also for instructions in loop bodies.
         """
         starts: dict[str, float] = {}
-        self.placed += len(order)
+        self.visited += len(order)
         for one in order:
             began = clock.now
             starts.setdefault(one.name, began)
             inside: dict[str, float] = {}
             length = 0.0
             if (
-                one.inside and self.placed <= _MAX_STEPS
+                one.inside and self.visited <= _MAX_STEPS
             ):  # ends the walk of a damaged module with endlessly nested calls
-                once = clock.copy()
+                once = clock.copy_without_totals()
                 inside, length = self.place(one.inside, once), once.now - began
             clock.walk(self.prices.priced(self.settle(one.steps)))
             stretch = (clock.now - began) / length if length else 0.0
@@ -145,9 +147,14 @@ class _StartWalk:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Compute:
-    """Kernels that run one after the other: their total seconds, the part of these that is launch overhead
-    (`launching`), and the terms to which the two are added.
+class _PricedKernel:
+    """The predicted time of a kernel and its consecutive repetitions.
+
+    Fields:
+        seconds: total seconds, including launch overhead.
+        work: (phase, term of `TERMS`) to which the seconds without launch overhead are added.
+        launch: (phase, "launch"), to which the launch overhead is added.
+        launching: seconds of launch overhead.
     """
 
     seconds: float
@@ -157,8 +164,15 @@ class _Compute:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sent:
-    """A transfer on a stream: its seconds, and the (phase, term) to which the time of waiting for it is added."""
+class _PricedTransfer:
+    """The predicted time of a collective or host copy.
+
+    Fields:
+        name: the name by which a `Wait` refers to it; "" if compute waits immediately.
+        stream: one of `STREAMS`.
+        seconds: seconds of the transfer itself.
+        waits: (phase, term of `TERMS`) to which the time that compute waits for the transfer is added.
+    """
 
     name: str
     stream: str
@@ -167,18 +181,18 @@ class _Sent:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Turns:
-    """A loop of the schedule in which the seconds of every step are already computed."""
+class _PricedLoop:
+    """A loop that runs `trips` times, with the predicted seconds of each step of its body."""
 
     trips: int
     steps: tuple[_Priced, ...]
 
 
-_Priced = _Compute | _Sent | Wait | _Turns
+_Priced = _PricedKernel | _PricedTransfer | Wait | _PricedLoop
 
 
 class _Prices:
-    """Computes the seconds of the steps of a schedule. The seconds of equal kernels are computed only once."""
+    """Converts the records of a schedule to records with predicted seconds. Caches the seconds of equal kernels."""
 
     def __init__(self, rates: DeviceRates):
         self.rates = rates
@@ -193,18 +207,20 @@ class _Prices:
         if isinstance(step, Start):
             stream = _STREAM.get(step.kind, _COLLECTIVES)
             term = "collectives" if stream == _COLLECTIVES else "host_link"
-            return _Sent(step.name, stream, operation_seconds.transfer_seconds(step, self.rates), (step.phase, term))
+            return _PricedTransfer(
+                step.name, stream, operation_seconds.transfer_seconds(step, self.rates), (step.phase, term)
+            )
         if isinstance(step, Loop):
-            return _Turns(step.trips, self.priced(step.steps))
+            return _PricedLoop(step.trips, self.priced(step.steps))
         return step
 
-    def _price_kernel(self, kernel: ScheduledKernel) -> _Compute:
+    def _price_kernel(self, kernel: ScheduledKernel) -> _PricedKernel:
         once = dataclasses.replace(kernel, times=1) if kernel.times != 1 else kernel
         if once not in self._kernels:
             self._kernels[once] = operation_seconds.kernel_seconds(once, self.rates)
         taken = self._kernels[once]
         launching = min(self.rates.floor_seconds, taken)
-        return _Compute(
+        return _PricedKernel(
             seconds=taken * kernel.times,
             work=(kernel.phase, _TERM.get(kernel.kind, "memory")),
             launch=(kernel.phase, "launch"),
@@ -213,7 +229,9 @@ class _Prices:
 
 
 class _DeviceClock:
-    """The simulated time on each stream of the device, and the seconds so far by (phase, term)."""
+    """The state of the simulation: the current time, the time until which each stream is busy, the transfers in flight,
+    and the seconds spent so far by (phase, term). Times are in seconds from the start of the step.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -222,12 +240,14 @@ class _DeviceClock:
         self.last: dict[
             str, tuple[str, str]
         ] = {}  # stream -> (phase, term) to which waiting for its last transfer is added
-        self.started: dict[str, tuple[float, _Sent]] = {}  # name -> (end of the transfer, the transfer)
+        self.started: dict[str, tuple[float, _PricedTransfer]] = {}  # name -> (end of the transfer, the transfer)
         self.spent: dict[tuple[str, str], float] = {}
         self.steps = 0
 
-    def copy(self) -> _DeviceClock:
-        """Returns a clock with the same streams, whose seconds by (phase, term) are 0."""
+    def copy_without_totals(self) -> _DeviceClock:
+        """Returns a clock with the same time and the same transfers in flight, whose sums of seconds by (phase, term)
+        and by stream are 0.
+        """
         other = _DeviceClock()
         other.now, other.free, other.started = self.now, dict(self.free), dict(self.started)
         other.last, other.steps = dict(self.last), self.steps
@@ -236,11 +256,11 @@ class _DeviceClock:
     def walk(self, steps: tuple[_Priced, ...]) -> None:
         self.steps += len(steps)
         for step in steps:
-            if isinstance(step, _Compute):
+            if isinstance(step, _PricedKernel):
                 self._compute(step)
-            elif isinstance(step, _Sent):
+            elif isinstance(step, _PricedTransfer):
                 self._start(step)
-            elif isinstance(step, _Turns):
+            elif isinstance(step, _PricedLoop):
                 self._loop(step)
             elif step.name in self.started:  # a wait without a start is ignored
                 end, sent = self.started.pop(step.name)
@@ -251,7 +271,7 @@ class _DeviceClock:
         for stream in sorted(self.last, key=lambda stream: self.free[stream]):
             self._wait(self.free[stream], self.last[stream])
 
-    def _compute(self, step: _Compute) -> None:
+    def _compute(self, step: _PricedKernel) -> None:
         beside = max(self.free[_COLLECTIVES] - self.now, 0.0)
         slower = 1.0 + constants.SLOWDOWN
         taken = min(step.seconds * slower, step.seconds + beside * (1 - 1 / slower))
@@ -260,7 +280,7 @@ class _DeviceClock:
         self._spend(step.work, taken - step.launching * share)
         self.now += taken
 
-    def _start(self, step: _Sent) -> None:
+    def _start(self, step: _PricedTransfer) -> None:
         end = max(self.now, self.free[step.stream]) + step.seconds
         self.free[step.stream] = end
         self.busy[step.stream] += step.seconds
@@ -278,16 +298,17 @@ class _DeviceClock:
     def _spend(self, counts: tuple[str, str], taken: float) -> None:
         self.spent[counts] = self.spent.get(counts, 0.0) + taken
 
-    def _loop(self, loop: _Turns) -> None:
-        """Simulates a loop on a new clock that starts at 0, with the transfers in flight copied to it.
+    def _loop(self, loop: _PricedLoop) -> None:
+        """Simulates all iterations of a loop and adds their time to this clock.
 
-        On the clock of a long step, floating-point rounding would make the seconds of one iteration inexact.
+        A new clock that starts at 0, with the same transfers in flight, is used for the iterations. If their times were
+        added to those of a long step, floating-point rounding would hide that two iterations take equally long.
         """
         inside, began = _DeviceClock(), self.now
         inside.free = {stream: free - began for stream, free in self.free.items()}
         inside.started = {name: (end - began, sent) for name, (end, sent) in self.started.items()}
         inside.last, inside.steps = self.last, self.steps
-        inside.turns(loop)
+        inside.run_iterations(loop)
         self.now, self.steps = began + inside.now, inside.steps
         self.free = {stream: began + free for stream, free in inside.free.items()}
         self.started = {name: (began + end, sent) for name, (end, sent) in inside.started.items()}
@@ -296,20 +317,22 @@ class _DeviceClock:
         for counts, taken in inside.spent.items():
             self._spend(counts, taken)
 
-    def turns(self, loop: _Turns) -> None:
-        """Simulates the iterations of a loop on a clock that begins at 0."""
+    def run_iterations(self, loop: _PricedLoop) -> None:
+        """Simulates the iterations of a loop until they repeat, then adds the seconds of the remaining iterations. The
+        clock must begin at 0.
+        """
         first = second = half = self._state()
-        for turn in range(loop.trips):
+        for number in range(loop.trips):
             self.walk(loop.steps)
-            self.steps += _TURN
-            third, left = self._state(), loop.trips - turn - 1
-            if self.steps > _MAX_STEPS or (turn and _is_steady(first, second, third)):
+            self.steps += _ITERATION
+            third, left = self._state(), loop.trips - number - 1
+            if self.steps > _MAX_STEPS or (number and _is_steady(first, second, third)):
                 self._leap(second, third, left)
                 return
-            if turn + 1 == _MAX_TURNS // 2:
+            if number + 1 == _MAX_ITERATIONS // 2:
                 half = third
-            if turn + 1 == _MAX_TURNS:
-                self._leap(half, third, left / (_MAX_TURNS // 2))
+            if number + 1 == _MAX_ITERATIONS:
+                self._leap(half, third, left / (_MAX_ITERATIONS // 2))
                 return
             first, second = second, third
 
@@ -318,7 +341,9 @@ class _DeviceClock:
         return _State(self.now, dict(self.free), ends, dict(self.spent), dict(self.busy))
 
     def _leap(self, before: _State, after: _State, times: float) -> None:
-        """Adds the seconds between two states of the clock `times` times, instead of simulating equal iterations."""
+        """Advances the clock by `times` times the change from the state `before` to the state `after`, instead of
+        simulating further iterations of a loop that would change it equally.
+        """
         if not times:
             return
         self.now += times * (after.now - before.now)
@@ -334,7 +359,15 @@ class _DeviceClock:
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """The clock between two loop iterations. `ends`: name of a transfer in flight -> (end in seconds, stream)."""
+    """A copy of the clock's state between two loop iterations, in seconds.
+
+    Fields:
+        now: the current time.
+        free: stream -> time at which its last transfer ends.
+        ends: name of a transfer in flight -> (time at which it ends, its stream).
+        spent: (phase, term) -> seconds so far.
+        busy: stream -> seconds of transfers so far.
+    """
 
     now: float
     free: Mapping[str, float]
@@ -342,19 +375,19 @@ class _State:
     spent: Mapping[tuple[str, str], float]
     busy: Mapping[str, float]
 
-    def ahead(self) -> dict[str, float]:
-        """Returns name of a stream or of a transfer in flight -> seconds until it ends."""
+    def seconds_left(self) -> dict[str, float]:
+        """Returns the seconds from now until each stream and each transfer in flight is finished, by name."""
         streams = {f"stream {stream}": max(free - self.now, 0.0) for stream, free in self.free.items()}
         return streams | {name: end - self.now for name, (end, _) in self.ends.items()}
 
 
 def _is_steady(first: _State, second: _State, third: _State) -> bool:
-    """Returns whether two consecutive loop iterations, between three states of the clock, take the same time and leave
-    the same transfers in flight.
+    """Returns whether two consecutive loop iterations are equal: they take the same time and leave the same transfers
+    in flight. `first`, `second` and `third` are the clock before, between and after the two iterations.
     """
     length = third.now - second.now
     allowed = _TOLERANCE * max(length, 1e-12)
-    before, after = second.ahead(), third.ahead()
+    before, after = second.seconds_left(), third.seconds_left()
     return (
         math.isclose(length, second.now - first.now, rel_tol=_TOLERANCE, abs_tol=allowed)
         and before.keys() == after.keys()

@@ -130,10 +130,11 @@ def predict(
 
 
 def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flops: int, taken: float) -> float | None:
-    """Returns the MFU of one call (fraction 0 to 1), for the dtypes in which the schedule multiplies; None if the peak
-    rate of the device is unknown.
+    """Returns the MFU (model FLOPs utilization) of one call, a fraction of 0 to 1: the model's FLOPs per second divided
+    by the peak FLOP/s of the dtypes in which the schedule computes. Returns None if the peak is unknown.
 
-    `taken`: seconds of the call. The peak rate of a CPU is the highest measured rate.
+    `model_flops`: FLOPs of one call over all devices, without recomputation. `taken`: seconds of the call. The peak of
+    a CPU is the highest rate that was measured on it.
     """
     if target.get("platform") == "cpu":
         link = rates.host_link_bytes_per_s

@@ -59,8 +59,8 @@ _UNIT = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16
 
 
 def merged(steps: Iterable[Step]) -> Steps:
-    """Merges equal kernels that run between two other kinds of steps into one record, at the position of the first of
-    these kernels.
+    """Merges equal kernels into one record with a number of runs, to keep schedules short. Only kernels without a
+    collective, copy, wait or loop between them are merged; the record takes the position of the first of them.
     """
     out: list[Step] = []
     first: dict[tuple[object, ...], int] = {}  # fields of a kernel except times -> position in `out`

@@ -128,8 +128,9 @@ def title(config: str, target: Mapping[str, Any], what: str) -> str:
 
 
 def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
-    """Returns the header lines of a page that compares programs: the batch and the remat policy, if they are equal in
-    all rows, and the command-line flags that set config keys."""
+    """Returns header lines for a page that compares programs: their batch and remat policy, if these are equal in all
+    rows, and `given`, the config flags of the command line.
+    """
     batches, policies = ({row.get(key) for row in rows if row.get(key)} for key in ("batch", "policy"))
     tokens = sorted({row["tokens_per_update"] for row in rows if row.get("tokens_per_update")})
     out = [f"batch: {batches.pop()}"] if len(batches) == 1 else []
@@ -195,10 +196,10 @@ def figure(name: str, count: int | None, note: str = "") -> HeaderFigure:
 
 
 def predictions(row: Mapping[str, Any], whose: str = "") -> list[HeaderFigure]:
-    """Returns header figures for the predictions of a comparison's row: seconds per update with their interval,
-    tokens/s and MFU.
+    """Returns the header figures of a page for the program in one row of a comparison: predicted seconds per update
+    with their interval, tokens/s and MFU.
 
-    whose: a text that names the row, added to each figure's note.
+    whose: which program the figures belong to, such as "of the first that fits"; added to the note below each figure.
     """
     within = spread(row)
     figures = (
@@ -242,8 +243,8 @@ def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
-    """Returns a note that says which fraction of the GPU's memory the limit is. Returns [] if the limit is not defined
-    as a fraction of it.
+    """Returns a note that states a memory limit as a fraction of the GPU's memory, with the limit in bytes. Returns []
+    if the limit was not set as such a fraction.
 
     limit: bytes on one device.
     """

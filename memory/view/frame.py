@@ -94,10 +94,11 @@ _STYLE_ATTRIBUTE = re.compile(r' style="([\w:.% -]+)"')
 
 
 def without_style_attributes(text: Markup) -> tuple[Markup, Markup]:
-    """Replaces the style attributes of HTML, which the page's Content-Security-Policy forbids. Returns (HTML with
-    references, CSS rules for the references).
+    """Moves inline styles of HTML into a stylesheet, because the page's Content-Security-Policy forbids style
+    attributes. Returns (HTML, CSS rules).
 
-    Only attributes in the templates can match, because text from the data is escaped and contains no quotes.
+    Each `style="..."` becomes `data-style="N"`, and a CSS rule selects the elements with this number. Only attributes
+    in the templates can match, because text from the data is escaped and contains no quotes.
     """
     numbers: dict[str, int] = {}
 

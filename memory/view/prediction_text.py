@@ -52,8 +52,9 @@ def spent(report: ReportRecord) -> str:
 
 
 def unit(seconds: float) -> tuple[str, float]:
-    """Returns (name, seconds) of the unit in which a time is shown. Times below a tenth of a second are shown in a
-    unit smaller than seconds."""
+    """Chooses the unit in which a time is shown: the largest in which its value is at least 0.1. Returns (name, seconds
+    of the unit), such as ("ms", 1e-3).
+    """
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale / 10), _UNITS[-1])
 
 

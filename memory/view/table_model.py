@@ -189,10 +189,10 @@ class ColumnView:
         return None if self.skip_zero and not value else value
 
     def text(self, row: Any, place: str = TERMINAL, size: int | None = None) -> str:
-        """Returns a row's value in this column as text.
+        """Returns a row's value in this column as formatted text.
 
-        place: TERMINAL, PAGE or NOTEBOOK. size: bytes of the unit that the table's bytes share; None if each value has
-        its own unit.
+        place: TERMINAL, PAGE or NOTEBOOK. size: if all bytes of the table are shown in one unit, the bytes of this
+        unit, such as 2**30 for GiB; None if each value has its own unit.
         """
         value, kind = self.value(row), KINDS[self.kind]
         if value is None or value == "":

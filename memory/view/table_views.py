@@ -20,9 +20,10 @@ EMPHASIS_STYLES = {"winner": "bold", "total": "bold", "dim": "dim", "": ""}
 
 
 def terminal_table(view: TableView, size: int | None = None) -> FigureTable:
-    """Returns a table in the form that the terminal prints.
+    """Formats a table for the terminal.
 
-    size: bytes of the unit that all bytes share; None if each value has its own unit.
+    size: if all bytes of the table are shown in one unit, the bytes of this unit, such as 2**30 for GiB; None if each
+    value has its own unit.
     """
     columns = view.columns_for(TERMINAL)
     table = FigureTable(*map(terminal_column, columns))
@@ -43,8 +44,11 @@ def terminal_column(column: ColumnView) -> FigureColumn:
 
 
 def terminal_cell(column: ColumnView, row: Any, size: int | None = None) -> Text:
-    """Returns a row's cell for the terminal, coloured by the column's verdict on the row. Only cells of the kind
-    "lines" have more than one line."""
+    """Formats one cell of a table for the terminal, coloured by its verdict, such as "exceeds". Only cells of the kind
+    "lines" have more than one line.
+
+    size: the bytes of the unit of all bytes, as in `terminal_table`.
+    """
     text = column.terminal(row) if column.terminal else column.text(row, TERMINAL, size)
     if isinstance(text, Text):
         return text

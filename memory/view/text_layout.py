@@ -168,9 +168,9 @@ class SideBySide:
         room = options.max_width - self._gap
         wanted = [Measurement.get(console, options, part).maximum for part in (self._left, self._right)]
         min_right = room * 2 // 5  # columns reserved for the right block, if it needs them
-        left = _lines(self._left, max(min(wanted[0], room - min(wanted[1], min_right)), 1), console, options)
+        left = _render_lines(self._left, max(min(wanted[0], room - min(wanted[1], min_right)), 1), console, options)
         left_width = max((line.cell_len for line in left), default=0) + self._gap
-        right = _lines(self._right, options.max_width - left_width, console, options)
+        right = _render_lines(self._right, options.max_width - left_width, console, options)
         for number in range(max(len(left), len(right))):
             line = left[number] if number < len(left) else Text()
             if number < len(right) and right[number]:
@@ -178,14 +178,16 @@ class SideBySide:
             yield unwrapped(line)
 
 
-def _lines(part: RenderableType, width: int, console: Console, options: ConsoleOptions) -> list[Text]:
-    """Renders a block at this width and returns its lines."""
+def _render_lines(part: RenderableType, width: int, console: Console, options: ConsoleOptions) -> list[Text]:
     rendered = console.render_lines(part, options.update(width=width), pad=False)
     return [Text.assemble(*((segment.text, segment.style or "") for segment in line)) for line in rendered]
 
 
 def mixture(parameters: Mapping[str, int]) -> str:
-    """Describes the total and active parameter counts of a mixture of experts. Returns "" for a model whose parameters
-    are all active."""
+    """Returns a text such as "46,702,792,704 parameters, 12,879,925,248 of them active" for a mixture of experts, and
+    "" for a model whose parameters are all active.
+
+    `parameters`: "total" and "active" -> number of parameters.
+    """
     total, active = parameters.get("total", 0), parameters.get("active", 0)
     return f"{total:,} parameters, {active:,} of them active" if active < total else ""

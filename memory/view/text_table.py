@@ -161,7 +161,7 @@ class FigureTable:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         natural = self._natural()
-        return Measurement(1, min(_total(natural, self._gap), options.max_width))
+        return Measurement(1, min(_line_width(natural, self._gap), options.max_width))
 
     def _natural(self) -> dict[int, int]:
         """Returns the width of each column without shortening, by column index. Columns without a cell are left
@@ -178,12 +178,12 @@ class FigureTable:
         sentences are printed below the rows)."""
         natural, under = self._natural(), []
         widths = self._shrunk(natural, width, gap)
-        if _total(widths, gap) > width and (under := [at for at in natural if self.columns[at].under]):
+        if _line_width(widths, gap) > width and (under := [at for at in natural if self.columns[at].under]):
             widths = self._shrunk({at: size for at, size in natural.items() if at not in under}, width, gap)
         blocks, key = [], next(iter(widths))
         block = {key: widths.pop(key)}
         for at, size in widths.items():
-            if len(block) > 1 and _total({**block, at: size}, gap) > width:
+            if len(block) > 1 and _line_width({**block, at: size}, gap) > width:
                 blocks.append(block)
                 block = {key: block[key]}
             block[at] = size
@@ -197,7 +197,7 @@ class FigureTable:
         out, floors = dict(natural), {at: self._min_width(at) for at in natural}
         for sentences in (True, False):
             able = [at for at in out if self.columns[at].min_width is not None and self.columns[at].under is sentences]
-            while (excess := _total(out, gap) - width) > 0:
+            while (excess := _line_width(out, gap) - width) > 0:
                 can = [at for at in able if out[at] > floors[at]]
                 if not can:
                     break
@@ -261,6 +261,5 @@ class FigureTable:
         return unwrapped(out)
 
 
-def _total(widths: dict[int, int], gap: int) -> int:
-    """Returns the width of a line that contains these columns and the gaps between them."""
+def _line_width(widths: dict[int, int], gap: int) -> int:
     return sum(widths.values()) + gap * (len(widths) - 1)

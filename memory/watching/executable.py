@@ -38,8 +38,10 @@ class Statics:
         return bool(self.numbers or self.names)
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], StaticValues]:
-        """Separates the static arguments of a call from the others. Returns (positional arguments, keyword arguments,
-        values of the static arguments)."""
+        """Separates the static arguments of a call from the others. Returns (other positional arguments, other keyword
+        arguments, static arguments). The static arguments are two tuples of pairs: (index, value) of positional ones,
+        (name, value) of keyword ones.
+        """
         fixed = {number % len(args) for number in self.numbers if -len(args) <= number < len(args)}
         values = (
             tuple((number, args[number]) for number in sorted(fixed)),
@@ -154,8 +156,11 @@ def compile_jitted(
     kwargs: Mapping[str, Any],
     target: Target | str | None = None,
 ) -> tuple[Compilation, Target | None, Executable]:
-    """Compiles a jitted step for its arguments. Returns (compilation, target whose memory limits the program,
-    executable)."""
+    """Compiles a jitted step for its arguments. Returns (compilation, target, executable).
+
+    The target has the memory limit that the report judges the step by. If this process does not have the target's
+    devices, calling the executable raises ReportError.
+    """
     if target is not None and is_wrapper(jitted) and (args or kwargs):  # retargeted as in `memory.analyze`
         compilation, judged = compiled_for(jitted, args, kwargs, target=target)
         if not compilation.local:
@@ -187,8 +192,12 @@ def is_wrapper(jitted: Any) -> bool:
 
 
 def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Traces and, if needed, lowers a jitted step. Returns (stage to compile, jaxpr, lowered stage of the wrapper).
-    The last two are None for a step jitted by `jax.jit`."""
+    """Prepares a jitted step for compilation. Returns (traced or lowered step to compile, jaxpr, lowered step of the
+    library).
+
+    The last two are None for a step jitted by `jax.jit`, whose traced step has its jaxpr. For a step jitted by another
+    library, such as equinox, the library's own lowered step is needed by `_wrapped`.
+    """
     if not is_wrapper(jitted):
         return jitted.trace(*args, **kwargs), None, None
     traced = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
@@ -198,8 +207,12 @@ def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 
 
 def _wrapped(lowered: Any, executable: CompiledStage) -> Callable[..., Any]:
-    """Returns another library's compiled step that runs `executable`. The library's lowered stage is copied, and the
-    copy returns `executable` instead of compiling."""
+    """Returns a function that runs `executable` with the argument handling of another library, such as equinox.
+
+    Args:
+        lowered: the library's lowered step. A copy of it compiles to `executable`, so that nothing is compiled twice.
+        executable: the compiled step.
+    """
     own = copy.copy(lowered)
     object.__setattr__(own, "lowered", SimpleNamespace(compile=lambda *args, **kwargs: executable))
     return own.compile()

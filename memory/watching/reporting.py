@@ -51,7 +51,9 @@ class StepReporter:
         self._print_once(f"{self.name} is called without a watch: {type(error).__name__}: {why[:_MAX_ERROR]}{more}")
 
     def begin(self, device: JaxDevice, report: Report) -> None:
-        """Measures a device's memory before the first call. Later measurements are compared with it."""
+        """Measures the memory in use on a device before the first call, so that later measurements can be compared with
+        it. `report`: the report of the step, with the predicted bytes of its arguments.
+        """
         if self._before is None:
             self._before = before_arguments(device, report)
 
@@ -120,9 +122,10 @@ class StepReporter:
 
 
 def before_arguments(device: JaxDevice, report: Report) -> live.LiveMemory | None:
-    """Returns the memory that a device held before the arguments of a step were on it, estimated from a measurement
-    taken now. On a CPU, whose measurement covers the whole process, the predicted bytes of the arguments are
-    subtracted."""
+    """Measures the memory in use on a device, as a baseline without the arguments of the step. On a CPU, where the
+    process already contains the arguments, their predicted bytes are subtracted. On other devices, the measurement is
+    returned unchanged.
+    """
     sample = live.sample(device)
     if sample is None or sample.source != "host" or sample.in_use_bytes is None:
         return sample
@@ -131,8 +134,9 @@ def before_arguments(device: JaxDevice, report: Report) -> live.LiveMemory | Non
 
 
 def without_older_peak(before: live.LiveMemory | None, sample: live.LiveMemory | None) -> live.LiveMemory | None:
-    """Corrects the peak in a CPU's memory measurement. If the peak has not changed since the measurement `before`, it
-    is from compiling, not from the step, and is replaced with the bytes in use."""
+    """Removes the peak of compiling from a CPU's memory measurement `sample`. If the process's peak is the same as in
+    the measurement `before` the step, the step did not cause it, and it is replaced with the bytes in use.
+    """
     if before is None or sample is None or sample.source != "host" or sample.peak_bytes != before.peak_bytes:
         return sample
     return dataclasses.replace(sample, peak_bytes=sample.in_use_bytes)
@@ -143,11 +147,10 @@ def without_older_peak(before: live.LiveMemory | None, sample: live.LiveMemory |
 
 def is_exhausted(error: BaseException) -> bool:
     """Returns whether an error, or one of its causes, reports that a device or the compiler ran out of memory."""
-    return any(EXHAUSTED in str(each) and not isinstance(each, OSError) for each in _chain(error))
+    return any(EXHAUSTED in str(each) and not isinstance(each, OSError) for each in _with_causes(error))
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """Returns an error and all errors that caused it."""
+def _with_causes(error: BaseException | None) -> list[BaseException]:
     errors: list[BaseException] = []
     while error is not None and error not in errors:
         errors.append(error)
@@ -158,7 +161,7 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 def memory_line(error: BaseException) -> str:
     """Returns the line of an error's text that reports the failed allocation, beginning at the status code. If there
     is no such line, returns the whole text in one line."""
-    text = "\n".join(str(each) for each in _chain(error))
+    text = "\n".join(str(each) for each in _with_causes(error))
     line = next((line for line in text.splitlines() if EXHAUSTED in line), text)
     return in_one_line(line[max(line.find(EXHAUSTED), 0) :])
 
@@ -210,9 +213,10 @@ def _type(leaf: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _is_new(array: Any, device: JaxDevice, places: set[int]) -> bool:
-    """Returns whether an array has memory on a device that no earlier array shares.
+    """Returns whether an array has memory on a device that no earlier array has, so that shared buffers are counted
+    once.
 
-    places: the addresses of earlier arrays; the array's addresses are added.
+    places: the addresses of earlier arrays on the device; the array's own addresses are added to it.
     """
     try:
         addresses = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards if shard.device == device}

@@ -38,9 +38,13 @@ _MISMATCH = (TypeError, ValueError)
 
 @dataclasses.dataclass
 class _CompiledStep:
-    """A compiled form of the watched step.
+    """The watched step, compiled for arguments of certain shapes.
 
-    run: the function to call. leaves: shapes and dtypes of the arguments that it was compiled for.
+    Fields:
+        run: the function to call.
+        report: its memory report; None if the step could not be analyzed.
+        device: the device whose memory is measured.
+        leaves: shapes and dtypes of the arguments.
     """
 
     run: Callable[..., Any]
@@ -78,7 +82,7 @@ class Watched:
         self._reporter = StepReporter(name, tell, folder)
         self._every, self._limit, self._about, self.calls = every, limit, about, 0
         self._known: dict[Any, _CompiledStep] = {}
-        self._now, self._key = _CompiledStep(self._first), None
+        self._now, self._key = _CompiledStep(self._run_matching), None
         # The function that a call runs, and whether it is an executable, which raises for arguments of other shapes.
         self._run, self._exact = self._now.run, False
         # Executables of other libraries' wrappers do not check static arguments, so this class checks every call.
@@ -133,13 +137,18 @@ class Watched:
 
     # ---- choosing the executable of a call ----------------------------------------------------------------------
 
-    def _first(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the first call of the step. If this class must check static arguments itself, runs every call."""
+    def _run_matching(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the executable for the shapes, dtypes and static values of these arguments, and compiles it if it does
+        not exist yet. Used for the first call. Used for every call of a step that another library jitted, because such
+        an executable does not check its static arguments.
+        """
         return self._run_for_key(self._make_key(args, kwargs), args, kwargs)
 
     def _call_again(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call whose arguments the current executable does not accept. It uses another executable, compiled for
-        these arguments. If the current executable is the right one for the arguments, re-raises the error."""
+        """Repeats a call that failed because the current executable was compiled for other shapes or static values. The
+        call is run by an executable for these arguments. Re-raises `error` if the current executable was compiled for
+        exactly these arguments.
+        """
         key = self._make_key(args, kwargs)
         if key == self._key:
             raise error
@@ -170,7 +179,7 @@ class Watched:
         """Makes the executable with this key the current one, which the next call tries first."""
         self._key, self._now = key, self._known[key]
         self._exact = isinstance(self._now.run, Executable) and not self._checked
-        self._run = self._first if self._checked else self._now.run
+        self._run = self._run_matching if self._checked else self._now.run
 
     def _make_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the properties of arguments on which compiling depends: tree structure, shapes, dtypes, shardings
@@ -184,9 +193,10 @@ class Watched:
         return tree, tuple(self._leaf_key(leaf) for leaf in leaves), values
 
     def _leaf_key(self, leaf: Any) -> Any:
-        """Returns the properties of one argument leaf on which compiling depends: shape, dtype and sharding of an
-        array, or the type of another leaf. The value of another leaf is included if this class checks static
-        arguments."""
+        """Returns the properties of one argument leaf on which compiling depends. For an array: shape, dtype and, if it
+        is committed to devices, sharding. For any other leaf: its type, and also its value if the step was jitted by
+        another library, because the leaf may then be a static argument.
+        """
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             return leaf.shape, leaf.dtype, leaf.sharding if getattr(leaf, "committed", False) else None
         return (type(leaf), leaf) if self._checked else type(leaf)

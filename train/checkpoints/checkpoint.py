@@ -102,7 +102,14 @@ class Saved:
     """The part of a TrainState that a checkpoint contains.
 
     Frozen parameters are not saved, because a resumed run loads them again from their original source. Router biases
-    are part of `params`, because updates change them.
+    are part of `params`, although no gradient trains them, because every update changes them.
+
+    Fields:
+      step: number of optimizer updates so far, int32.
+      params: nested dict of the trained parameters and router biases.
+      opt_state: optax state without the gradient accumulator.
+      tally: sums over the micro-batches of the current update.
+      loss_scale: state of the loss scale; None unless the precision has one.
     """
 
     step: jax.Array
@@ -130,10 +137,11 @@ def portable(state: TrainState) -> Saved:
 
 
 def complete(saved: Saved, abstract: TrainState) -> TrainState:
-    """Converts the saved part of a state back to a TrainState (the inverse of `portable`). `abstract`: the abstract
-    state of the program.
+    """Converts the content of a checkpoint back to a TrainState (the inverse of `portable`), with a gradient
+    accumulator of zeros if the program has one. `abstract`: the shapes and shardings of the program's state.
 
-    The frozen parameters of the result are only the router biases, or None if there are none.
+    The `frozen` of the result contains the router biases only, or is None if there are none: other frozen parameters
+    are not in a checkpoint.
     """
     params, biases = split_parameters(saved.params, router_biases(saved.params))
     opt_state = saved.opt_state

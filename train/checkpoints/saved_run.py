@@ -182,8 +182,14 @@ def _steps(workdir: Path) -> list[int]:
 
 
 def _parameters(arrays: Mapping[str, str], sums: list[int], orders: Mapping[str, list[int]]) -> dict[str, Array]:
-    """Returns the parameters among the arrays of a checkpoint, dotted path -> description. `arrays` and `sums`
-    (checksums) have the same order."""
+    """Returns the parameters of a checkpoint, dotted path -> description. The checkpoint's other arrays are ignored.
+
+    Args:
+      arrays: path of each array -> its dtype and shape, such as "float32[4,8]".
+      sums: checksum of each array, in the same order.
+      orders: name of a stack of layers saved in the order of pipeline stages -> layer index of each row, -1 for an
+        unused row.
+    """
     parameters = {}
     for (path, described), checksum in zip(arrays.items(), sums, strict=True):
         if path.startswith(".params["):

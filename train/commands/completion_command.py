@@ -263,8 +263,11 @@ def _quoted(words: str) -> str:
 
 
 def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> str:
-    """Returns shell code with one function per table of words. `function` returns the code of one of them from the
-    name of the shell function and the table, which maps patterns of arguments to the words to offer.
+    """Returns the shell code of all lookups that a completion script makes, such as the flags of a command or the words
+    for a flag's value.
+
+    `function` generates one shell function. Its arguments are the name, such as "flags", and a table: pattern of the
+    function's shell arguments (such as "train" or "* --config.*") -> words to print.
     """
     values: dict[str, str] = {f"* --config.{key}": kind for key, kind in words.keys.items() if kind != NOTHING}
     flags: dict[str, str] = {}
@@ -301,8 +304,10 @@ def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> 
 
 
 def _shared(name: str, rows: Mapping[str, str]) -> str:
-    """Returns the code of a function for bash and zsh. The function prints the words of the first pattern in `rows`
-    that matches its arguments.
+    """Returns a shell function for bash and zsh that compares its arguments with the patterns in `rows` and prints the
+    words of the first pattern that matches.
+
+    `rows`: pattern, such as "train" or "* --config.*" -> words, separated by spaces.
     """
     if list(rows) == ["*"]:
         return f"_bytescope_{name}() {{ echo {_quoted(rows['*'])}; }}\n"
@@ -316,8 +321,8 @@ def _pattern(patterns: Iterable[str]) -> str:
 
 
 def _grouped(rows: Mapping[str, str]) -> list[tuple[list[str], str]]:
-    """Groups the patterns that have the same words. Returns (patterns, words) per group; the group with the pattern
-    that matches everything comes last.
+    """Groups the patterns that have the same words, to keep the shell code short. Returns (patterns, words) of each
+    group. Groups that end with a wildcard pattern come last, because the shell uses the first match.
     """
     groups: dict[str, list[str]] = {}
     for pattern, text in rows.items():

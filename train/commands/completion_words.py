@@ -99,9 +99,10 @@ def gather() -> Words:
 
 
 def _flags(parser: argparse.ArgumentParser, lists: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns flag -> kind of its value, such as "@file", or None if the flag has no value.
+    """Returns the flags of a command: flag -> kind of its value, such as "@file", or None if the flag has no value.
 
-    --config.KEY is left out, since completion offers the config keys themselves.
+    `lists`: kinds of the flags that take several names separated by commas (from `_lists`). --config.KEY is left out,
+    since completion offers the config keys themselves.
     """
     kinds: dict[str, str | None] = {}
     for action in parser._actions:
@@ -124,7 +125,9 @@ def _kind(action: argparse.Action) -> str:
 
 
 def _lists() -> dict[str, str]:
-    """Returns flag -> kind for the flags that take several names separated by commas."""
+    """Returns the kinds of the flags that take several names separated by commas, such as "--remat" -> "@list none
+    full".
+    """
     from bytescope.memory.formulas.model_shape import TARGETS
     from bytescope.model.remat.policies import POLICIES
     from bytescope.train.plan import levers

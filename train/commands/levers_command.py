@@ -46,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Adds the memory savings one by one and compiles the program after each; prints the memory and time of each stage
-    and writes the requested files.
+    """Applies memory savings such as bf16, remat or offload to a float32 program one after the other, and compiles the
+    program after each. Prints the memory and time after each saving, and writes the requested files.
 
-    Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished stages are printed and
-    written.
+    Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the savings compiled so far are printed
+    and written.
     """
     require_config(args)
     stages, target = levers.choose_stages(args.savings), args.target.strip().lower()
@@ -108,7 +108,11 @@ def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.J
 
 
 def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
-    """Returns the stage `level` with the memory, time and attention kernel that a worker process reported for it."""
+    """Returns a copy of `level` (a config with one more memory saving than the level before) with the memory, time and
+    attention kernel of its compiled program.
+
+    `answer`: the JSON that the compiling worker process returned.
+    """
     keys = {key: text for key, text in level.keys.items() if text not in ("()", "false")}
     return dataclasses.replace(
         level, row=ConfigRow.from_answer(keys, answer), kernel=answer["settled"]["model.attention"]
@@ -123,8 +127,14 @@ def _finish(
     interrupted: bool,
     given: str,
 ) -> None:
-    """Prints the compiled stages and writes the files of --json and --html. `given`: the config overrides of the
-    command line, written as flags.
+    """Prints the memory and time after each memory saving, and writes the files of --json and --html.
+
+    Args:
+        levels: the compiled levels; each has one more saving than the level before.
+        left_out: memory saving -> the reason why it could not be applied.
+        answers: name of a compile job -> the JSON that the worker process returned.
+        interrupted: whether Ctrl-C stopped the compilation.
+        given: the config overrides of the command line, written as flags.
     """
     from bytescope.memory.devices.compiler import versions
     from bytescope.train.plan import levers_view

@@ -102,12 +102,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _paper(name: str, like: Schedule) -> dict[str, Any]:
-    """Returns the bubble and the stash that a paper gives for the schedule `name`, as JSON values.
-
-    `like` is a schedule with the numbers of stages and micro-batches to use.
+    """Returns the bubble and the stash of the pipeline schedule `name` by its published formulas, as JSON values, to
+    compare them with our schedule.
 
     The bubble is the idle fraction of the step, 0 to 1. The stash is the memory of stored activations; 1 is what all
-    layers store for one micro-batch.
+    layers store for one micro-batch. `like`: a schedule with the number of stages and micro-batches to insert.
     """
     row, sizes = PUBLISHED[name], (like.stages, like.micro_batches)
     return {

@@ -171,7 +171,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _target(text: str) -> str:
-    """Returns `text` if it is a target such as h100. It is the second positional argument, given without --calibrate.
+    """Returns the second positional argument of `bytescope quantize` if it is a target such as h100. Without
+    --calibrate the command only predicts memory for a target.
 
     Raises UserError if it is not a target, because writing a folder needs --calibrate.
     """

@@ -228,7 +228,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     name, *rest = argv or [""]
     if name not in COMMANDS:
-        raise UserError(f"{_unknown(name)}; see bytescope --help")
+        raise UserError(f"{_unknown_command_message(name)}; see bytescope --help")
     module = COMMANDS[name].load()
     if hasattr(module, "parse"):
         args = module.parse(rest)
@@ -256,8 +256,7 @@ def _parse(name: str, argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _unknown(name: str) -> str:
-    """Returns the start of the error message for a command that does not exist."""
+def _unknown_command_message(name: str) -> str:
     if not name or name.startswith("-"):
         return f"no command is given: give one of {', '.join(COMMANDS)}"
     return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'of ' + ', '.join(COMMANDS)}"

@@ -146,8 +146,8 @@ def _report_generation(args: argparse.Namespace) -> int:
 
 
 def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
-    """Prints the memory savings that the config does not use yet, and a `bytescope fit` command that finds the fastest
-    configuration that fits.
+    """Prints memory savings that the config does not use yet, such as remat or an 8-bit optimizer, and a `bytescope
+    fit` command that finds the fastest configuration that fits.
     """
     from rich.text import Text
 

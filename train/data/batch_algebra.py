@@ -30,7 +30,15 @@ def batch_names(*, examples: bool, packing: bool, experts: bool) -> tuple[str, .
 
 @dataclasses.dataclass(frozen=True)
 class BatchConfig:
-    """The config group `batch`. Each key is explained in configs/base.py."""
+    """The config group `batch`.
+
+    Attributes:
+      micro: sequences per data-parallel rank and micro-step.
+      accumulation: micro-steps per optimizer update.
+      tokens: tokens per update, from which the accumulation is computed; 0 if not set.
+      accumulation_schedule: update:accumulation pairs, such as ("0:1", "1000:4"); () for a constant accumulation.
+      mode: "multisteps" (one call of the step per micro-step) or "scan" (a loop inside the step).
+    """
 
     micro: int
     accumulation: int
@@ -145,8 +153,8 @@ class BatchAlgebra:
 
     @property
     def read_steps(self) -> int:
-        """Number of micro-steps whose sequences are read together. It is all micro-steps of an update, or 1 if updates
-        differ in their number of micro-steps.
+        """Number of micro-steps whose sequences the data reader delivers as one batch: all micro-steps of an update. It
+        is 1 if a schedule changes their number, because all batches of a reader have the same size.
         """
         return 1 if self.schedule else self.accumulation
 

@@ -59,10 +59,11 @@ def environment():
 
 
 def rendered(template, variables, asked):
-    """Renders the conversation of the request `asked`.
+    """Renders a conversation with a chat template. Returns {"text": the whole conversation, "before": for each answer
+    the text before it, "up_to": for each answer the text up to its end}.
 
-    Returns the text of the conversation. If `asked` requests them, also returns the text before each answer and the
-    text up to the end of each answer.
+    `asked`: the request, a dict with "messages", "tools", and the booleans "before" and "up_to", which say whether
+    these two lists are needed; otherwise they are empty. `variables`: further variables of the template.
     """
     messages, tools = asked["messages"], asked["tools"]
 
@@ -88,8 +89,11 @@ class Allowance:
         self.used = 0.0, 0
 
     def spend(self, asked, answer, seconds):
-        """Subtracts the time and characters that a conversation used. Returns the reason to stop the template, or ""
-        if it may go on.
+        """Adds the allowance for one conversation and subtracts the time and characters that it used. Returns the
+        reason to stop the template if the allowance is used up, else "".
+
+        `asked`: the request. `answer`: the rendered texts, without "text" if rendering failed. `seconds`: the processor
+        time.
         """
         texts = (
             [answer["text"], *answer["before"], *answer["up_to"]] if "text" in answer else [""]

@@ -41,8 +41,11 @@ STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The files of token shards, by name. `folder` is the folder that contains their index.json, or None if there is
-    no index.
+    """The files of token shards, sorted by name.
+
+    Attributes:
+      title: name of the source, used in messages.
+      folder: the folder with the index.json of the shards, or None if there is no index.
     """
 
     title: str

@@ -298,7 +298,7 @@ class RecordTexts:
         return replace(self, chosen=chosen, scanned=self._scan)
 
     def split(self) -> tuple["RecordTexts", "RecordTexts"]:
-        """Returns (training part, held-out part). Copies of held-out documents are left out of both parts."""
+        """Returns (training part, held-out part). Copies of held-out documents are left out of the training part."""
         chosen = choose_held_out(self._scan.marks, self._scan.named)
         held_out = self._part(chosen)
         return self._part(~chosen).without(held_out), held_out

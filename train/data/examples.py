@@ -211,7 +211,11 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
 
 
 def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
-    """Yields, for each record: the name of the record for messages, whether its file is held out, and its content."""
+    """Yields (place, whether the record's file is held out, content) for each well-formed record. The place is its file
+    and line, for messages. Malformed records are counted in `skipped`.
+
+    `name`: a format, key of `CONTENTS`, which determines how the content is read.
+    """
     fields, content_of = CONTENTS[name]
     for record in read(files, fields, skipped):
         try:
@@ -222,10 +226,11 @@ def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple
 
 @contextlib.contextmanager
 def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Pair]], list[Tokens]]]:
-    """Yields a function that tokenizes prompts with completions.
+    """Yields a function that tokenizes prompts with completions. For each pair, the function returns (token ids [n],
+    True for each token to train on [n]), or the error `Malformed`.
 
-    The tokens of a pair are the tokenizer's begin token, if it has one, the prompt, the completion and an end token.
-    The completion and the end token are trained on.
+    The tokens are the tokenizer's begin token, if it has one, the prompt, the completion and an end token. By default,
+    only the completion and the end token are trained on.
     """
     begin, end = tokenizer.around[0], end_of_text(tokenizer)
 
@@ -266,7 +271,9 @@ def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Chat]], list[Tokens]]]:
-    """Yields a function that renders conversations with the chat template and tokenizes the text."""
+    """Yields a function that renders conversations with the chat template and tokenizes the text. For each
+    conversation, the function returns (token ids [n], True for each token to train on [n]), or the error `Malformed`.
+    """
     template = find_template(tokenizer, config.chat_template)
     guard = (
         SpecialTokenGuard(tokenizer)
@@ -351,11 +358,17 @@ def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
 
 
 def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn_end: str) -> list[tuple[int, int]]:
-    """Returns the span [from, to) of characters of each answer, including the token that ends the answer's turn.
+    """Finds the assistant's answers in a rendered conversation. Returns the span [from, to) of characters of each
+    answer, including the token that ends it.
 
-    `before` has the token ids of the text before each answer, rendered as for generation. This text must be the
-    beginning of the whole text, in characters and in ids. Otherwise the model would be trained on other tokens than it
-    gets in generation, so Malformed is raised.
+    Args:
+      text: the rendered conversation.
+      ids: token ids of the whole conversation.
+      before: for each answer, the token ids of the prompt that generation would use: the conversation up to the answer.
+      turn_end: the special token that ends an answer, or "" if the template writes none.
+
+    Raises Malformed if the conversation does not begin with exactly this prompt, in characters and in token ids,
+    because the model would then be trained on other tokens than it gets in generation.
     """
     spans: list[tuple[int, int]] = []
     for number, (prompt, prefix) in enumerate(zip(text.before, before, strict=True)):

@@ -1,10 +1,11 @@
 """Tokenizes a text that is too long for one call, in overlapping windows, to exactly the token ids of the whole text.
 
 If parts of a text are encoded separately, the ids at the cut are wrong, since a word is split or a space is put before
-each part. Here every window begins `OVERLAP` characters before the end of the last one. The two are joined in the
-middle of the longest run of tokens that both have at the same position of the text, which must have `AGREED` tokens or
-more. If there is no such run, for example in a word of a million characters, the windows are merged into one, in the
-end the whole text.
+each part. Here every window begins `OVERLAP` characters before the end of the previous window, so the overlap is
+tokenized twice. In the overlap, the longest run of tokens that both windows have at the same place is found; ids up to
+its middle are taken from the earlier window, ids after it from the later one. The run must have `AGREED` tokens or
+more. If there is no such run, for example in a word of a million characters, the two windows are merged into one and
+tokenized again; in the worst case, this window becomes the whole text.
 
 Why the ids are correct: merges of BPE on the two sides of a boundary do not depend on each other, and a merge across a
 boundary p depends only on the tokens at p at the time of the merge. Two windows that share the token left of p, and p
@@ -37,8 +38,9 @@ class Window:
 
     Attributes:
       start: index in the whole text of the part's first character.
+      text: the part.
       ids: token ids, unsigned [n].
-      spans: first and last + 1 character of each token in the whole text, int64 [n, 2].
+      spans: span [from, to) of the characters of each token, as indices in the whole text, int64 [n, 2].
     """
 
     start: int
@@ -78,7 +80,7 @@ def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[np.ndarray]:
 
 
 def _windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
-    """Yields a window for each piece of text. The window starts up to `OVERLAP` characters before the piece."""
+    """Tokenizes each piece of text together with up to `OVERLAP` characters before it. Yields one window per piece."""
     pieces, before, position = iter(pieces), "", 0
     while at_once := list(islice(pieces, AT_ONCE)):
         texts = []
@@ -91,10 +93,11 @@ def _windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
 
 
 def _joint(earlier: Window, first: int, window: Window) -> tuple[int, int] | None:
-    """Returns the indices, in each of the two windows, of the token in the middle of the longest run of tokens that
-    both windows contain. Returns None if that run is too short.
+    """Finds the place where two overlapping windows can be joined: the middle of the longest run of tokens that both
+    contain. Returns the index of this token in `earlier` and in `window`, or None if the run has fewer than `AGREED`
+    tokens.
 
-    Tokens of `earlier` before index `first` are not compared.
+    Tokens of `earlier` before index `first` are ignored.
     """
     begin = max(first, int(np.searchsorted(earlier.spans[:, 0], window.start)))
     end = int(np.searchsorted(window.spans[:, 1], earlier.stop, side="right"))
@@ -111,8 +114,9 @@ def _joint(earlier: Window, first: int, window: Window) -> tuple[int, int] | Non
 
 
 def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
-    """Returns (token id, first character, last + 1 character, count) of each token. The count distinguishes tokens
-    that have the same id and belong to the same character.
+    """Returns (token id, first character, end character (exclusive), count) of each token of a part of the window.
+    Equal tuples of two windows are the same token. The count (1, 2, ...) distinguishes equal tokens of the same
+    character.
     """
     rows: list[tuple[int, int, int, int]] = []
     seen: Counter[tuple[int, int, int]] = Counter()

@@ -237,7 +237,9 @@ def _rows(path: Path, batches: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def _tables(path: Path) -> Iterator[Any]:
-    """Yields the module pyarrow. Turns its errors into UserError, and raises UserError if it is not installed."""
+    """Context manager that imports pyarrow to read the table file `path`, and yields the module. Errors of pyarrow are
+    raised as UserError, and so is a missing installation.
+    """
     try:
         import pyarrow
         import pyarrow.parquet

@@ -23,7 +23,9 @@ _MINIMUMS = {"seq_len": 1, "prefetch": 0, "workers": 0, "skip_bad": 0}
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The config group `data`. Raises UserError if a value is out of range or not known."""
+    """The config group `data`, whose keys the comments beside the fields and configs/base.py explain. Raises UserError
+    if a value is out of range or not known.
+    """
 
     source: str  # "stdlib", or a file, folder or glob: text, records, or token shards (.bin, .npy)
     eval_source: str  # held-out data; "": a part of the source is held out

@@ -161,10 +161,10 @@ class JsonTokenizer:
         return self._varied(self._tokenizer.to_str())
 
     def renamed(self) -> tuple["JsonTokenizer", dict[str, str]]:
-        """Returns a copy of this tokenizer in which special tokens have names that do not occur in text, and the dict
-        special token -> new name.
+        """Returns (copy of this tokenizer with renamed special tokens, special token -> its new name). With it, a text
+        in which a special token such as <|im_end|> was replaced can be encoded, and the old names are ordinary text.
 
-        Raises UserError if the new names would change a token id.
+        The new names do not occur in text. Raises UserError if a new name has another token id than the old one.
         """
         content = json.loads(self._tokenizer.to_str())
         names = {token: f"{NAME[0]}{number}{NAME[1]}" for number, token in enumerate(self.special)}

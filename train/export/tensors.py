@@ -27,11 +27,14 @@ PIECE = 2**20  # maximum number of elements of a parameter that are converted at
 
 @dataclasses.dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to write.
+    """A tensor of the exported model, which contains one or more of our parameters (such as q, k and v in one matrix).
 
     Attributes:
+      name: its Hugging Face name.
       dtype: safetensors name of the dtype, such as "BF16".
-      parts: (dotted path, TensorRow of the model family) of each of our parameters that the tensor contains, in order.
+      shape: its shape on disk.
+      parts: for each of our parameters in it, in order: (dotted path, TensorRow, which says where and in which layout
+        the parameter is in the tensor).
     """
 
     name: str
@@ -94,7 +97,7 @@ class Parameters:
         self._open: dict[str, StoredArray] = {}  # array name -> open array
         self._quantized = matrices_of(model, run.config.lora.base)
         shapes = parameters_of(model)
-        stored = {path: self._stored(path) for path in shapes}
+        stored = {path: self._stored_place(path) for path in shapes}
         own = {name for name in run.arrays if not is_adapter(name)}
         if surplus := sorted(own - {place.array for place in stored.values() if place}):
             raise UserError(
@@ -114,8 +117,7 @@ class Parameters:
         if missing := [path for path, place in stored.items() if not place]:
             self._leaves = _frozen(run, model, folder, missing)
 
-    def _stored(self, path: str) -> Place | None:
-        """Returns where the checkpoint stores a parameter, or None if it does not contain the parameter."""
+    def _stored_place(self, path: str) -> Place | None:
         return stored_at(self._model, path, self._run.arrays)
 
     def read(self, path: str) -> np.ndarray | Slices:
@@ -128,7 +130,7 @@ class Parameters:
             matrix = self._quantized.get(path.split(".", 2)[-1]) if path.startswith("blocks.") else None
             return as_computed(leaf, self._run.config.lora.base, matrix) if matrix else leaf.read()
         self._open = {name: array for name, array in self._open.items() if not array.is_read}  # frees finished arrays
-        place = self._stored(path)
+        place = self._stored_place(path)
         assert place is not None  # __init__ has read the other parameters from the folder
         if place.array not in self._open:
             self._open[place.array] = self._run.stored(place.array)
@@ -173,8 +175,12 @@ def arrays(
 
 
 def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -> Iterator[np.ndarray]:
-    """Yields the pieces of a tensor from the pieces of the parameters that it contains. `row` is the family's row of
-    the first parameter.
+    """Joins parameters that share a tensor on disk, such as q, k and v. Yields the tensor in pieces.
+
+    Args:
+      columns: for each parameter, an iterator over its pieces.
+      row: the layout of the first parameter in the tensor.
+      sizes: letter of an axis -> its size.
     """
     axis, inner = Pattern.parse(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
     if inner:  # rows of the parameters alternate along the axis before their own
@@ -193,8 +199,14 @@ def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -
 def _pieces(
     ours: np.ndarray | Slices, row: TensorRow, sizes: Sizes, tensor: OutputTensor, count: int
 ) -> Iterator[np.ndarray]:
-    """Yields a parameter in pieces of `count` rows, in the layout on disk and in the dtype to write, without
-    vocabulary padding.
+    """Converts one parameter to the layout and dtype on disk. Yields it in pieces of `count` rows, without the padding
+    rows of the vocabulary.
+
+    Args:
+      ours: the parameter in our layout.
+      row: its layout in the tensor on disk.
+      sizes: letter of an axis -> its size.
+      tensor: the tensor to write, which has the dtype.
     """
     pattern, dtype = Pattern.parse(row.pattern), READABLE[tensor.dtype]
     outer = pattern.outer

@@ -87,7 +87,9 @@ class Engine:
             yield from (one for one in self.step() if one.ended)
 
     def finish(self, one: Running) -> None:
-        """Ends a request before its answer is complete, and sets its `ended` to "text"."""
+        """Ends a request early, for example because its text contains a stop string, and frees its KV cache pages. Its
+        `ended` becomes "text".
+        """
         if not one.ended:
             one.ended = "text"
         if one in self.running:
@@ -118,7 +120,7 @@ class Engine:
         ready = [one for one in self.running if one.missing == 1]
         if not behind or (ready and self._waited >= PATIENCE):
             self._waited = 0
-            self._room({one.number: len(one.tokens) for one in ready})
+            self._give_pages({one.number: len(one.tokens) for one in ready})
             return self._run([(one, one.computed) for one in ready if one in self.running], 1)
         self._waited = self._waited + 1 if ready else 0
         width = self._width(behind)
@@ -127,17 +129,17 @@ class Engine:
             taken = min(-(-one.missing // width), left)
             left -= taken
             wanted[one.number] = min(len(one.tokens), one.computed + taken * width)
-        self._room(wanted)
+        self._give_pages(wanted)
         pieces = []
         for one in behind:
-            if one in self.running:  # was not preempted by _room
+            if one in self.running:  # was not preempted by _give_pages
                 pieces += [(one, start) for start in range(one.computed, wanted[one.number], width)]
         return self._run(pieces, width)
 
     def _width(self, behind: Sequence[Running]) -> int:
-        """Returns the number of tokens per row, one of `EngineSizes.widths`, with which the next step computes the
-        most prompt tokens. If several are equally good, returns the largest, since the tokens of a row read the KV
-        cache pages of their sequence only once.
+        """Chooses the number of tokens per row (one of `EngineSizes.widths`) for the next step of prompt tokens: the
+        one with which the step computes the most. If several are equally good, returns the largest, since the tokens of
+        a row read the KV cache pages of their sequence only once.
         """
 
         def useful(width: int) -> int:
@@ -160,9 +162,11 @@ class Engine:
             one.known, one.computed = len(one.pages), len(one.pages) * PAGE
             self.running.append(one)
 
-    def _room(self, wanted: Mapping[int, int]) -> None:
-        """Gives requests enough pages of the KV cache. `wanted` maps the number of a request to its number of token
-        positions. If there are not enough free pages, the newest request is preempted.
+    def _give_pages(self, wanted: Mapping[int, int]) -> None:
+        """Gives each request enough KV cache pages for its tokens. While there are not enough free pages, preempts the
+        newest running request.
+
+        `wanted`: number of a request -> number of token positions for which it needs pages.
         """
         for one in list(self.running):
             while one.number in wanted and one in self.running:  # an earlier sequence may have preempted it
@@ -173,10 +177,9 @@ class Engine:
                     self.preempt(self.running[-1])
 
     def _run(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
-        """Computes up to `width` tokens of each sequence from its start index. Adds the next token to each sequence
-        whose tokens are all computed.
-
-        Returns the sequences that got a token.
+        """Runs the model once. For each (request, start index) in `pieces`, computes up to `width` tokens of the
+        request from this index on. A request whose tokens are then all computed gets its next token. Returns the
+        requests that got a token.
         """
         if not pieces:
             return []

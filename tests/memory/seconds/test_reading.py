@@ -227,7 +227,7 @@ def test_slices_of_host_memory_by_a_fusion_on_a_stream_of_its_own_and_on_the_sam
 @pytest.mark.parametrize(("dtype", "kind"), [("float8_e4m3fn", "tiled_product"), ("bfloat16", "product")])
 def test_a_confirmed_product_of_8_bits_scales_tiles(dtype, kind):
     steps = (ScheduledKernel("foreign", "forward", 64, 1024, dtype, (1, 8, 8, 8)),)
-    assert reading._settling(steps, {"forward": 1024})(steps)[0].kind == kind
+    assert reading._make_settle(steps, {"forward": 1024})(steps)[0].kind == kind
 
 
 def foreign(id, *operands):
@@ -290,10 +290,10 @@ def test_experts_compute_what_their_filled_rows_do(counted, expected):
     experts = ScheduledKernel("grouped_product", "forward", 10, 200, "bfloat16", (1, 10, 5, 2))
     unknown = ScheduledKernel("foreign", "forward", 30, 0, "bfloat16")
     steps = (Loop(1, (experts,)), experts, unknown)
-    found = reading._settling(steps, {"forward": counted})(steps)
+    found = reading._make_settle(steps, {"forward": counted})(steps)
     assert tuple(kernel.flops for kernel, _ in step_schedule.kernels(found)) == expected
     assert [kernel.kind for kernel, _ in step_schedule.kernels(found)][:2] == ["grouped_product"] * 2
-    (alone,) = reading._settling((experts,), {})((experts,))
+    (alone,) = reading._make_settle((experts,), {})((experts,))
     assert alone == experts, "nobody counted"
 
 
