@@ -4,7 +4,7 @@
     bytescope report gpt2_medium h200
 
 Hardware: one H200 (described device; not yet measured on hardware).
-Memory: peak 33.26 GiB, allocated 33.26 GiB, predicted in use 33.30 GiB per device, of 128.17 GiB available;
+Memory: peak 33.26 GiB, allocated 33.26 GiB, predicted in use 33.30 GiB per device, of 128.62 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
 Loss: not trained yet.
 """

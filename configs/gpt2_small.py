@@ -4,7 +4,7 @@ r"""GPT-2 124M (Radford et al. 2019) on token shards of its vocabulary, 50257 pa
     bytescope report gpt2_small h200
 
 Hardware: one H200 (described device; not yet measured on hardware).
-Memory: peak 13.54 GiB, allocated 13.63 GiB, predicted in use 13.66 GiB per device, of 128.17 GiB available;
+Memory: peak 13.54 GiB, allocated 13.63 GiB, predicted in use 13.66 GiB per device, of 128.62 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
 Loss: not trained at this size yet. Shrunk to two layers of width 128 on bytes: 1.95 nats per byte on 409,600 held-out
   bytes of Python 3.11's library after 400 updates of 2,048 tokens; two CPU cores, 2 min 25 s while other programs ran,

@@ -4,9 +4,9 @@
     python tests/bench/xla_limit.py configs             # every shipped config on its documented target
     python tests/bench/xla_limit.py configs llama_8b --json=rows.json
 
-`printed` compiles a program that needs more than XLA allows: XLA then logs the limit of its rematerialization pass. This
-is the limit of `memory.peak.xla_budget` plus the results. It does so for several slop factors, memory fractions and
-donated arguments. Exit code 1 if a figure differs by a byte.
+`printed` compiles a program that needs more than XLA allows: XLA then logs the limit of its rematerialization pass, the
+limit of `memory.peak.xla_budget` plus the results. It does so for several slop factors, memory fractions and donated
+arguments. Exit code 1 if a figure differs by a byte.
 
 `configs` compiles each config for its target under three assumptions about the device's memory: 80 % of the GPU, which
 XLA takes for a GPU that is not present; jax's pool at its default of 0.75; and the pool of `bytescope train` at 0.92.
