@@ -260,7 +260,7 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
         settled=settled,
         batch=settled["batch"],
         policy=policy_words(settled["segments"]),
-        choices=f"attention {kernel} ({why})\nproducts {matmul} ({how})",
+        choices=f"attention {kernel} ({why})\nmatmuls {matmul} ({how})",
         measure=lambda compilation: measure_program(program, compilation.compiled),
     )
 

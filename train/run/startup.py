@@ -100,7 +100,7 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
         (
             "program",
             f"{program.config.precision.preset} precision, remat "
-            f"{', '.join((*remat.layers, remat.policy))}, attention {kernel}, products {matmul}, "
+            f"{', '.join((*remat.layers, remat.policy))}, attention {kernel}, matmuls {matmul}, "
             f"loss {program.config.loss.kind}",
         ),
         ("remat", program.decided),

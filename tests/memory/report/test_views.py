@@ -169,7 +169,7 @@ def report(name=PLAIN, size=12_345_678_901):
 
 
 def show_report(console, name):
-    report_text.show(report(name), console, f"attention {name} (auto)\nproducts wide")
+    report_text.show(report(name), console, f"attention {name} (auto)\nmatmuls wide")
 
 
 def show_compare(console, name):

@@ -1,0 +1,71 @@
+"""XLA's memory limit: the formula in cases, and beside the line that XLA itself logs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bytescope.memory.analysis import report_of
+from bytescope.memory.devices import compiler, compiler_log, targets
+from bytescope.memory.devices.compiler import MemorySettings
+from bytescope.memory.peak import xla_budget
+from bytescope.memory.records.report_record import XlaBudget, XlaStats
+
+STATS = XlaStats(argument_bytes=30, output_bytes=12, alias_bytes=2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (MemorySettings(140), XlaBudget(140, 40, 95, 95)),
+        (MemorySettings(141, slop_percent=50), XlaBudget(141, 40, 50, 50)),
+        (MemorySettings(40), XlaBudget(40, 40, 95, 0)),
+        (MemorySettings(39), XlaBudget(39, 40, 95, 0)),
+        (MemorySettings(), XlaBudget(67_954_383_257, 40, 95, 64_556_664_056)),  # 80 % of an H100
+        (None, XlaBudget()),
+    ],
+)
+def test_the_limit_in_integer_arithmetic(settings, expected):
+    assert xla_budget.find(STATS, targets.parse("h100"), settings) == expected
+
+
+@pytest.mark.quick
+def test_only_nvidia_gpus_have_a_limit():
+    for target in (None, targets.parse("v5e"), targets.parse("cpu")):
+        assert xla_budget.find(STATS, target, MemorySettings(140)) == XlaBudget()
+    assert xla_budget.find(XlaStats(), targets.parse("h100"), MemorySettings(140)) == XlaBudget()
+
+
+def step(x_DD, w_DD):
+    """Keeps four activations until the end, which XLA's rematerialization cannot shorten."""
+    activations, h_DD = [], x_DD
+    for _ in range(4):
+        h_DD = jnp.sin(h_DD @ w_DD)
+        activations.append(h_DD)
+    for h_DD in reversed(activations):
+        x_DD = jnp.tanh((x_DD * h_DD) @ w_DD)
+    return x_DD
+
+
+@pytest.mark.oracle("cuda")
+@pytest.mark.parametrize(("donated", "slop", "fraction"), [(False, 95, 0.00021), (True, 50, 0.0004)])
+def test_the_limit_is_the_one_that_xla_logs(capfd, donated, slop, fraction):
+    """XLA logs the limit of its rematerialization pass, to which the results are added. Without the pool as the
+    device's memory it would be 80 % of the GPU, and nothing would be logged."""
+    target = targets.parse(f"h100@{fraction}")
+    place = jax.sharding.SingleDeviceSharding(target.devices()[0])
+    array = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=place)
+    lowered = jax.jit(step, donate_argnums=(0,) if donated else ()).lower(array, array)
+    with compiler_log.REDIRECTING:  # the log is not held back while this lock is taken
+        compilation = compiler.compile_lowered(
+            lowered, options={compiler.SLOP: slop}, device_memory_bytes=target.pool_bytes
+        )
+    report = report_of(compilation, target=target)
+    logged = re.search(r"Can't reduce memory use below \S+ \((\d+) bytes\)", capfd.readouterr().err)
+    assert logged and int(logged[1]) == report.xla_budget.limit_bytes + report.xla.output_bytes
+    assert report.xla_budget == XlaBudget(
+        target.pool_bytes, (2 if donated else 3) * 2**22, slop, report.to_json()["xla_limit_bytes"]
+    )
+    assert report.limit_bytes == target.pool_bytes
