@@ -7,7 +7,6 @@ import pytest
 from bytescope import memory
 from bytescope.memory.devices import targets
 from bytescope.train.program.program import build
-from bytescope.train.step.optimizer.rules import OPTIMIZERS
 from support.exhaustive import exhaustive
 from support.toy import made_state, run_losses, small_config, small_program, unfused_step
 
@@ -79,10 +78,8 @@ def test_a_layer_knows_its_number():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["adamw_8bit", *exhaustive("adafactor")])
-def test_rows_of_the_optimizer_table(name):
-    assert name in OPTIMIZERS
-    overrides = {"optimizer.name": name, "model.d_model": 64, "model.d_ff": 64}
+def test_a_rule_over_whole_matrices():
+    overrides = {"optimizer.name": "adamw_8bit", "model.d_model": 64, "model.d_ff": 64}
     np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
 
 
