@@ -6,23 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from bytescope import memory
+from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import (
-    ADAPTER_MASKS,
-    ADAPTERS,
-    EXPERTS,
-    LATENTS,
     MATMULS,
     OUTSIDE_CORE,
     POLICIES,
     LayerPolicies,
 )
 from bytescope.train.program.program import build
+from support.crossing import INPUT
 from support.exhaustive import exhaustive
 from support.toy import block_residuals, first_state, fixed_batches, run_losses, small_config, small_program
 
@@ -69,7 +64,7 @@ FIRST = {
     "full": "scan",
     "minimal": "chunked",
     "selective": "dropout",
-    "megatron": "scan",
+    "megatron": "dropout",
     "dots": "unrolled",
     "dots_no_batch": "chunked",
     "sqrt": "scan",
@@ -82,7 +77,7 @@ FIRST = {
     ("policy", "arithmetic"),
     [
         *FIRST.items(),
-        *exhaustive(*((policy, "dropout") for policy in ("full", "minimal", "megatron", "dots", "sqrt", "offload"))),
+        *exhaustive(("sqrt", "dropout")),
     ],
 )
 def test_gradients_equal_none(policy, arithmetic, kept):
@@ -108,45 +103,20 @@ def test_ranges_granularity_and_custom_equal_none(overrides, kept):
     assert_same(gradients(overrides), kept(**arithmetic))
 
 
-NAME_SETS = st.sets(
-    st.sampled_from(
-        sorted(
-            {*OUTSIDE_CORE, *MATMULS, "probs", "block_in", "mlp_out"} - {*ADAPTERS, *ADAPTER_MASKS, *EXPERTS, *LATENTS}
-        )
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=2, deadline=None, derandomize=True)
-@given(names=NAME_SETS, scan=st.booleans())
-def test_any_set_of_names_gives_the_same_gradients(kept, names, scan):
-    arithmetic = {} if scan else {"model.scan": False}
-    traced = names - {"lse", "attn_out_mask", "mlp_out_mask"}
-    if traced:
-        assert_same(
-            gradients({**arithmetic, "remat.policy": "custom", "remat.save": ",".join(sorted(traced))}),
-            kept(**arithmetic),
-        )
-
-
 ONE, FSDP, TENSOR = {}, {"mesh.data": 2, "mesh.fsdp": 4}, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 # Every pair of (scanned or not, accumulation, mesh, kernel) is in some row: policy, scan, mode, mesh, kernel.
 EVERYWHERE = [
     ("selective", False, "multisteps", TENSOR, "naive"),
-    ("custom", True, "scan", TENSOR, "naive"),
+    ("custom", True, "scan", TENSOR, "chunked"),
     ("sqrt", True, "multisteps", FSDP, "chunked"),
     ("offload", False, "scan", FSDP, "naive"),
     ("dots_no_batch", False, "scan", ONE, "chunked"),
     ("offload_dots", True, "multisteps", ONE, "naive"),
-    ("dots", False, "scan", TENSOR, "chunked"),
 ]
 
 
 def updates(policy, scan, mode, mesh, kernel):
-    """Losses of three updates of two micro-batches each, the same sequences on every mesh."""
+    """Losses of two updates of two micro-batches each, the same sequences on every mesh."""
     ranks = mesh.get("mesh.data", 1) * mesh.get("mesh.fsdp", 1)
     names = {"remat.save": "up,context,k_rot"} if policy == "custom" else {}
     return run_losses(
@@ -165,7 +135,7 @@ def updates(policy, scan, mode, mesh, kernel):
             },
             8 if mesh else 1,
         ),
-        steps=3,
+        steps=2,
     )
 
 
@@ -240,7 +210,7 @@ def test_selective_keeps_megatrons_34_sbh(capsys):
 
 def counted(**overrides):
     program = small_program({"model.n_layers": 4, **overrides})
-    return program, flops.count(program.compile_for_report().jaxpr)
+    return program, flops.count(program.step.trace(program.state, program.batch_shapes).jaxpr)
 
 
 def test_recomputed_flops_are_exact():
@@ -267,8 +237,13 @@ def test_recomputed_flops_are_exact():
 
 def test_square_root_checkpointing_keeps_a_third_of_full_at_64_layers():
     reports = {
-        policy: memory.analyze(small_program({"model.n_layers": 64, "remat.policy": policy}).lower())
+        policy: report_of(small_program({"model.n_layers": 64, "remat.policy": policy}).compile_for_report())
         for policy in ("full", "sqrt")
+    }
+    layer = 8 * 32 * 32 * 4  # groups and blocks keep 8 + 8 inputs
+    assert {policy: report.residuals_by_name[INPUT] for policy, report in reports.items()} == {
+        "full": 64 * layer,
+        "sqrt": 16 * layer,
     }
     assert reports["sqrt"].breakdown["residuals"] <= reports["full"].breakdown["residuals"] / 3
     assert reports["sqrt"].peak_bytes < reports["full"].peak_bytes

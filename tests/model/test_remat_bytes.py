@@ -23,7 +23,7 @@ from bytescope.model.remat.policies import (
 )
 from bytescope.train.plan.block_description import trace_gradient
 from support.crossing import INPUT, crossing, custom, gradient
-from support.described import LAYERS, WIDE_GPU, compile_described
+from support.described import WIDE_GPU, compile_described
 from support.exhaustive import exhaustive
 from support.toy import small_program
 
@@ -91,7 +91,7 @@ def blocks(draw, scan):
     return keys, draw(st.sets(st.sampled_from(made(keys)), min_size=1, max_size=7))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(drawn=blocks(st.booleans()))
 def test_what_crosses_is_what_the_policy_names(drawn):
     keys, names = drawn
@@ -160,11 +160,11 @@ def test_the_compiled_step_holds_just_that(overrides, names, tensor):
 
 
 def test_unrolled_layers_hold_their_inputs():
-    program = small_program({"model.n_layers": 6, "data.seq_len": 64, "model.scan": False, "remat.policy": "full"})
+    program = small_program({"data.seq_len": 64, "model.scan": False, "remat.policy": "full"})
     found = report_of(program.compile_for_report()).residuals_by_name
     layer = B * 64 * 32 * 4
-    assert found["block_in"] == 5 * layer and found["(embed/gather)"] == layer  # the first starts from the embedding
-    assert sum(found.values()) - 6 * layer <= 64  # the angles' frequencies
+    assert found["block_in"] == 2 * layer and found["(embed/gather)"] == layer  # the first starts from the embedding
+    assert sum(found.values()) - 3 * layer <= 64  # the angles' frequencies
 
 
 def test_a_name_wider_than_its_readers_is_told():
@@ -201,33 +201,8 @@ def test_no_name_of_the_model_is_too_wide(preset, scan):
 @pytest.mark.exhaustive
 def test_unrolled_layers_offload_as_scanned_ones():
     """All that is offloaded is on the host at once, and the device holds no more than under the loop."""
-    stats = {
-        scan: compile_described("h200", {**WIDE_GPU, "model.scan": scan, "remat.policy": "offload_dots"}).stats
-        for scan in (True, False)
-    }
+    keys = {**WIDE_GPU, "model.n_layers": 2, "remat.policy": "offload_dots"}
+    stats = {scan: compile_described("h200", {**keys, "model.scan": scan}).stats for scan in (True, False)}
     widths = 4 * 512 + 2 * 1536
-    assert stats[False].host_temp_bytes == stats[True].host_temp_bytes == LAYERS * 4 * 1024 * widths * 2
+    assert stats[False].host_temp_bytes == stats[True].host_temp_bytes == 2 * 4 * 1024 * widths * 2
     assert stats[False].temp_bytes <= stats[True].temp_bytes
-
-
-@pytest.mark.exhaustive
-def test_square_root_on_a_gpu():
-    """64 layers of a GPT: groups and blocks keep 8 + 8 inputs, a quarter of the 64 of `full`."""
-    shape = {
-        **WIDE_GPU,
-        "model.n_layers": 64,
-        "batch.micro": 16,
-        "model.mlp": "gelu",
-        "model.norm": "layernorm",
-        "model.position": "learned",
-    }
-    reports = {
-        policy: report_of(compile_described("h200", {**shape, "remat.policy": policy})) for policy in ("full", "sqrt")
-    }
-    layer, inputs = 16 * 1024 * 512 * 2, {policy: report.residuals_by_name[INPUT] for policy, report in reports.items()}
-    assert inputs == {"full": 64 * layer, "sqrt": 16 * layer}
-    # What the last block gives is kept for the final norm; XLA of 0.12 is done with it before the peak.
-    last = layer if jax.__version_info__ < (0, 12) else 0
-    assert {report.breakdown["residuals"] - inputs[policy] for policy, report in reports.items()} == {last}
-    assert reports["sqrt"].breakdown["residuals"] <= reports["full"].breakdown["residuals"] / 3
-    assert reports["sqrt"].peak_bytes < reports["full"].peak_bytes

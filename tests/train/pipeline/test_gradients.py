@@ -33,6 +33,7 @@ MIXTURE = {
     "model.router_bias": True,
     "optimizer.router_bias_rate": 0.01,
 }
+FEW = {"batch.accumulation": 4}
 INTERLEAVED = {"pipeline.schedule": "interleaved", "pipeline.virtual": 2}
 
 
@@ -67,10 +68,7 @@ def plain():
         (4, 1, {"pipeline.schedule": "gpipe"}),
         (4, 1, INTERLEAVED),
         (2, 1, {"pipeline.schedule": "v"}),
-        *exhaustive(
-            (4, 2, {}),
-            (4, 1, {"pipeline.schedule": "v", "mesh.tensor": 2}),
-        ),
+        *exhaustive((4, 2, {})),
     ],
     ids=str,
 )
@@ -84,29 +82,18 @@ def test_every_schedule_has_the_losses_of_one_device(stages, ranks, overrides, p
     [
         ({"model.n_layers": 4, "batch.accumulation": 2, "lora.rank": 4}, {"mesh.tensor": 2}),
         *exhaustive(
-            ({"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
-            ({"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
             (
-                {"model.tie_embeddings": True, "model.position": "learned"},
-                {"remat.policy": "dots", "mesh.strategy": "zero1"},
+                {"model.dropout": 0.1, "model.tie_embeddings": True, "model.position": "learned", **FEW},
+                {"remat.policy": "minimal", "mesh.strategy": "zero1", **INTERLEAVED},
             ),
-            (
-                MIXTURE,
-                {
-                    "mesh.fsdp": 1,
-                    "mesh.expert": 2,
-                    "mesh.tensor": 2,
-                    "mesh.sequence_parallel": True,
-                    "pipeline.schedule": "v",
-                },
-            ),
+            ({"model.n_layers": 7, **FEW}, {"pipeline.schedule": "v", "remat.policy": "none"}),
         ),
     ],
     ids=str,
 )
-def test_dropout_uneven_layers_experts_and_adapters_have_the_losses_of_one_device(arithmetic, overrides, plain):
-    """Two stages of two data-parallel ranks, some of them of two tensor-parallel ranks each: the gradients of routers
-    and adapters, which the latter replicate, must not move between them where the other stage does not take part."""
+def test_dropout_uneven_layers_and_adapters_have_the_losses_of_one_device(arithmetic, overrides, plain):
+    """Two stages of two data-parallel ranks, some of them of two tensor-parallel ranks each: the gradients of
+    adapters, which the latter replicate, must not move between them where the other stage does not take part."""
     mesh = {"mesh.stage": 2, "mesh.fsdp": 2, "batch.micro": 2}
     program = small_program({**DEEP, **arithmetic, **mesh, **overrides}, 4 * overrides.get("mesh.tensor", 1))
     np.testing.assert_allclose(checked_losses(program), plain(**arithmetic), rtol=1e-6)
@@ -133,24 +120,6 @@ def test_a_collective_that_a_stage_skips_is_refused_in_a_line(devices):
 
 
 @pytest.mark.exhaustive
-def test_gradients_equal_those_of_one_device():
-    one, program = small_program({**DEEP, "batch.micro": 4}), pipelined(4, **INTERLEAVED)
-    batch = next(fixed_batches(32, 32, 64, 1))
-    batch = {name: jnp.asarray(x).reshape(8, 4, 32) for name, x in batch.items()}
-    keys = jax.random.split(jax.random.key(0), 32).reshape(8, 4)
-
-    def gradients(program):
-        state = first_state(program)
-        return jax.device_get(jax.jit(program.parts.gradients)(state, batch, keys))
-
-    (tally, wanted), (found_tally, found) = gradients(one), gradients(program)
-    found = reorder(found, program.order, {})
-    np.testing.assert_allclose(found_tally.loss, tally.loss, rtol=1e-6)
-    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(leaf, other, atol=1e-6 * np.abs(other).max())
-
-
-@pytest.mark.exhaustive
 def test_layers_that_are_all_frozen_have_no_gradients(plain):
     frozen = {"model.n_layers": 4, "batch.accumulation": 2, "optimizer.freeze": "blocks.*"}
     np.testing.assert_allclose(run_losses(pipelined(2, **frozen), steps=2), plain(2, **frozen), rtol=1e-6)
@@ -166,7 +135,7 @@ def test_sixteen_bits_stay_within_rounding(plain):
 def go_on(program, state, steps):
     """(losses of further updates on fixed batches, the state after them)."""
     losses = []
-    for host in fixed_batches(32, 32, 64, steps):
+    for host in fixed_batches(program.batch.global_rows, 32, 64, steps):
         batch = {name: x.reshape(*shape.shape) for (name, x), shape in zip(host.items(), program.batch_shapes.values())}
         state, metrics = program.step(state, put(batch, program.batch_shapes))
         losses.append(float(metrics["loss"]))
@@ -176,7 +145,7 @@ def go_on(program, state, steps):
 @pytest.mark.exhaustive
 def test_a_run_goes_on_under_other_stages_and_schedules(tmp_path):
     """From one device to a V of uneven stages, on to interleaved ones, and back: the curve of one device."""
-    layers = {"model.n_layers": 7}
+    layers = {"model.n_layers": 7, "batch.accumulation": 2}
     programs = [
         small_program({**DEEP, **layers, "batch.micro": 4}),
         pipelined(2, **layers, **{"pipeline.schedule": "v"}),
@@ -193,7 +162,7 @@ def test_a_run_goes_on_under_other_stages_and_schedules(tmp_path):
         losses, alone = go_on(programs[0], alone, 2)
         wanted += losses
         with contextlib.closing(Checkpoints(tmp_path / str(number), 1)) as checkpoints:
-            checkpoints.save(state, Position(1, 32), order=program.order)
+            checkpoints.save(state, Position(1, 8), order=program.order)
             checkpoints.wait()
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     np.testing.assert_allclose(*(jax.tree.leaves(each.params["blocks"])[0] for each in (state, alone)), atol=1e-6)
@@ -212,21 +181,26 @@ def test_evaluation_and_samples_pass_through_the_stages():
 
 
 @pytest.mark.exhaustive
-def test_loads_and_biases_of_experts_are_in_the_order_of_layers():
-    overrides = {**MIXTURE, "model.n_layers": 5, "batch.accumulation": 2}
+def test_experts_have_the_losses_loads_and_biases_of_one_device():
+    """The gradients of routers, which tensor-parallel ranks replicate, must not move between them where the other stage
+    does not take part. Loads and biases are in the order of layers."""
+    overrides = {**DEEP, **MIXTURE, "model.n_layers": 5, "batch.accumulation": 2}
+    mesh = {"mesh.stage": 2, "mesh.fsdp": 1, "mesh.expert": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True}
     found = []
     for program in (
-        small_program({**DEEP, **overrides, "batch.micro": 4}),
-        pipelined(2, **overrides, **{"pipeline.schedule": "v"}),
+        small_program({**overrides, "batch.micro": 4}),
+        small_program({**overrides, **mesh, "batch.micro": 2, "pipeline.schedule": "v"}, 8),
     ):
-        host = next(fixed_batches(8, 32, 64, 1))
-        batch = {name: x.reshape(2, 4, 32) for name, x in host.items()}
-        state, metrics = program.step(first_state(program), put(batch, program.batch_shapes))
+        step, state, losses = program.compile_for_report().compiled, first_state(program), []
+        for host in fixed_batches(8, 32, 64, 3):
+            batch = {name: x.reshape(2, 4, 32) for name, x in host.items()}
+            state, metrics = step(state, put(batch, program.batch_shapes))
+            losses.append(float(metrics["loss"]))
         frozen = reorder(jax.device_get(state.frozen), program.order, {})
-        found.append((np.asarray(metrics["expert_load"]), frozen["blocks"]["experts"]["router_bias"]))
-    np.testing.assert_allclose(*(load for load, _ in found), rtol=1e-6)
-    np.testing.assert_allclose(*(bias for _, bias in found))
-    assert np.abs(found[0][1]).max() == np.float32(0.01)
+        found.append((losses, np.asarray(metrics["expert_load"]), frozen["blocks"]["experts"]["router_bias"]))
+    for one, other in zip(*found):
+        np.testing.assert_allclose(other, one, rtol=1e-6)
+    assert 0 < np.abs(found[0][2]).max() <= np.float32(0.03)
 
 
 @pytest.mark.quick

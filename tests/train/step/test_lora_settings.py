@@ -19,12 +19,11 @@ ONE = {
     "optimizer.warmup_steps": 0,
 }
 SETTINGS = {
-    "muon": ({"optimizer.name": "muon"}, 1),
+    "muon, unrolled": ({"optimizer.name": "muon", "model.scan": "false", "model.n_layers": 2}, 1),
     "adafactor": ({"optimizer.name": "adafactor"}, 1),
     "adamw_8bit": ({"optimizer.name": "adamw_8bit"}, 1),
     "fp16": ({"precision.preset": "fp16"}, 1),
     "context, bf16_params": ({"mesh.context": 2, "precision.preset": "bf16_params"}, 2),
-    "unrolled": ({"model.scan": "false", "model.n_layers": 2}, 1),
 }
 
 

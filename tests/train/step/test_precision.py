@@ -113,8 +113,6 @@ LEDGER = {
     "model.d_ff": 256,
 }
 SUMMED = {"batch.micro": 4, "batch.accumulation": 2}
-# XLA of 0.12 has added up one table's gradient before the peak, where the head has a table of its own.
-EARLY = 0.04 if jax.__version_info__ >= (0, 12) else 0
 
 
 def ledger(keys, devices):
@@ -135,21 +133,10 @@ def ledger(keys, devices):
         ),
         *exhaustive(
             ({"preset": "bf16"}, {"params": 4, "gradients": 4, "optimizer": 8, "total": 16}),
-            (
-                {"preset": "fp32_grads", **SUMMED, "batch.mode": "scan", "model.tie_embeddings": False},
-                {
-                    "params": 4,
-                    "copies": 2,
-                    "gradients": 2 - EARLY,
-                    "accumulator": 4,
-                    "optimizer": 8,
-                    "total": 20 - EARLY,
-                },
-            ),
             ({"preset": "bf16_params"}, {"params": 2, "gradients": 2, "optimizer": 8, "total": 12}),
         ),
     ],
-    ids=["16", "20 scan", "16 bf16", "20 untied", "12"],
+    ids=["16", "20 scan", "16 bf16", "12"],
 )
 def test_the_ledger_shows_the_bytes_of_a_preset(keys, rows):
     keys = {key if "." in key else f"precision.{key}": value for key, value in keys.items()}
@@ -292,16 +279,22 @@ def test_twenty_steps_are_near_float32(preset, near):
 
 
 LAYOUTS = {
-    "zero2": ("bf16_grads", {"batch.micro": 2, "mesh.strategy": "zero2"}, 4),
     "ddp scan": ("fp16", {"batch.micro": 1, "batch.accumulation": 2, "batch.mode": "scan", "mesh.strategy": "ddp"}, 4),
     "unrolled multisteps": (
         "fp16",
         {"batch.micro": 2, "batch.accumulation": 2, "mesh.tensor": 2, "model.scan": False},
         4,
     ),
-    "all axes": (
+    "zero2, all axes": (
         "bf16_grads",
-        {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True, "loss.kind": "full"},
+        {
+            "batch.micro": 4,
+            "mesh.strategy": "zero2",
+            "mesh.context": 2,
+            "mesh.tensor": 2,
+            "mesh.sequence_parallel": True,
+            "loss.kind": "full",
+        },
         8,
     ),
 }
@@ -318,7 +311,7 @@ def test_layouts_train_alike(layout):
     ("name", "keys"),
     [
         *((name, {"precision.preset": "bf16_params"}) for name in OPTIMIZERS),
-        *exhaustive(*((name, {"precision.preset": "fp16", **SUMMED}) for name in ("adamw_bf16", "adafactor", "muon"))),
+        *exhaustive(*((name, {"precision.preset": "fp16", **SUMMED}) for name in ("adamw_bf16", "muon"))),
     ],
     ids=str,
 )

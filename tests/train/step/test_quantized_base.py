@@ -64,7 +64,18 @@ def test_a_step_is_that_over_the_dequantized_weights(base, expected):
     [
         (1, {"remat.policy": "minimal"}),
         *exhaustive(
-            (1, {"model.scan": "false", "remat.policy": "full", "model.mlp_chunk": 8}),
+            (
+                2,
+                {
+                    "model.scan": "false",
+                    "remat.policy": "full",
+                    "model.mlp_chunk": 8,
+                    "mesh.fsdp": 2,
+                    "mesh.strategy": "zero1",
+                    "batch.micro": 2,
+                    "batch.accumulation": 2,
+                },
+            ),
             (
                 8,
                 {
@@ -77,7 +88,6 @@ def test_a_step_is_that_over_the_dequantized_weights(base, expected):
                     "remat.policy": "full",
                 },
             ),
-            (2, {"mesh.fsdp": 2, "mesh.strategy": "zero1", "batch.micro": 2, "batch.accumulation": 2}),
         ),
     ],
     ids=str,

@@ -139,9 +139,7 @@ def device_bytes(tree):
 
 
 @described
-@pytest.mark.parametrize(
-    ("name", "target"), [*exhaustive(("adamw_8bit", "h200"), ("adamw", "h100:8"), ("adafactor", "h200"))]
-)
+@pytest.mark.parametrize(("name", "target"), exhaustive(("adamw_8bit", "h200"), ("adamw", "h100:8")))
 def test_host_bytes_are_the_moments(name, target):
     assert name in OPTIMIZERS
     program, report = report_on({**OPTIMIZER, "optimizer.name": name, "mesh.fsdp": -1}, target)
@@ -153,7 +151,7 @@ def test_host_bytes_are_the_moments(name, target):
     for direction in ("to device", "to host"):
         rows = [row for row in report.transfers if row.direction == direction]
         moved = sum(row.bytes for row in rows)
-        assert 0.99 * moments < moved < 1.02 * moments + 4096  # adafactor keeps zeros that nothing reads
+        assert 0.99 * moments < moved < 1.02 * moments + 4096
         assert sum(row.seconds for row in rows) == moved / targets.parse(target).host_link_bytes_per_s
 
 
