@@ -17,7 +17,7 @@ from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import METHODS, Collective, Communication, ReportRecord, Transfer
 from bytescope.memory.report.post_mortem_text import memory_sum
 from bytescope.memory.report.report_data import page_data
-from bytescope.memory.report.report_text import over, overheads, overlapped_by
+from bytescope.memory.report.report_text import over, overheads, overlapped_by, xla_limit
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
@@ -209,7 +209,11 @@ def _extra_lines(report: ReportRecord) -> list[str]:
         if count
     ]
     others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
-    return [line for line in (others, overheads(report), times.spent(report), times.at_least(report)) if line]
+    return [
+        line
+        for line in (others, overheads(report), xla_limit(report), times.spent(report), times.at_least(report))
+        if line
+    ]
 
 
 def _communication(report: ReportRecord) -> PageTable | None:

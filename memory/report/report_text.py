@@ -111,7 +111,13 @@ def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
     lines: list[RenderableType] = [Items(filter(None, named)), verdict_line(report), *map(Prose, plain)]
     if verbose:
         lines.append(Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"))
-        details = (times.spent(report), times.at_least(report), *choices.splitlines(), overheads(report))
+        details = (
+            times.spent(report),
+            times.at_least(report),
+            *choices.splitlines(),
+            overheads(report),
+            xla_limit(report),
+        )
         lines += [Prose(line, "dim") for line in details if line]
     return Group(*lines)
 
@@ -157,6 +163,19 @@ def overheads(report: ReportRecord) -> str:
     if card := _items(report, CARD):
         parts.append(f"outside the pool {card}")
     return "; ".join(parts)
+
+
+def xla_limit(report: ReportRecord) -> str:
+    """Returns one line with the bytes of temporary values in the program and the limit that XLA planned with; "" if the
+    limit is unknown."""
+    budget = report.xla_budget
+    if budget.limit_bytes is None:
+        return ""
+    return (
+        f"XLA plans with {human(budget.base_bytes)}: arguments and results take {human(budget.io_bytes)}, temporary "
+        f"values {human(report.xla.temp_bytes)} of at most {human(budget.limit_bytes)}, which is {budget.slop_percent} % "
+        "of the rest"
+    )
 
 
 def _items(report: ReportRecord, where: str) -> str:
