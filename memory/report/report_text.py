@@ -173,8 +173,8 @@ def xla_limit(report: ReportRecord) -> str:
         return ""
     return (
         f"XLA plans with {human(budget.base_bytes)}: arguments and results take {human(budget.io_bytes)}, temporary "
-        f"values {human(report.xla.temp_bytes)} of at most {human(budget.limit_bytes)}, which is {budget.slop_percent} % "
-        "of the rest"
+        f"values {human(report.xla.temp_bytes)} of at most {human(budget.limit_bytes)} "
+        f"({budget.slop_percent} % of the rest)"
     )
 
 
