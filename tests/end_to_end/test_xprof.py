@@ -50,11 +50,8 @@ def test_other_programs(name, tmp_path):
         ("tiny", "cpu:1", {}),
         *exhaustive(
             ("tiny", "cpu:8", {"batch.accumulation": "2", "remat.policy": "full"}),
-            ("gpt2_xl", "h100:8", {"batch.mode": "scan"}),
-            ("llama_1b", "b200", {"model.attention": "chunked"}),
-            ("llama_8b", "h200:8", {"loss.kind": "full"}),
-            ("llama_405b", "h100:64x8", {}),
-            ("llama_8b", "rtx4090:8", {"precision.preset": "fp32", "remat.policy": "dots"}),
+            ("gpt2_xl", "h100:8", {"batch.mode": "scan", "model.attention": "chunked"}),
+            ("llama_8b", "rtx4090:8", {"precision.preset": "fp32", "remat.policy": "dots", "loss.kind": "full"}),
         ),
     ],
     ids=str,

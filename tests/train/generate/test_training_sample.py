@@ -42,7 +42,6 @@ LENGTH = {**SMALL, "data.seq_len": 48, "model.max_seq_len": 64, "precision.prese
         ({"mesh.fsdp": 2, "mesh.tensor": 2}, 4),
         *exhaustive(
             ({"model.scan": False}, 1),
-            ({"mesh.context": 2, "mesh.fsdp": 2}, 4),
         ),
     ],
     ids=str,
