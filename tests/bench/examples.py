@@ -26,7 +26,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "memory" / "examples"
 _BYTES = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)? (?:[KMGT]iB|B|bytes)\b")
 _JAXLIB = re.compile(r"^jaxlib (\S+)$", re.M)
 # Settings of the caller that would change what a notebook prints, or how its programs are compiled.
-_DROPPED = ("COLUMNS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_DROPPED = ("COLUMNS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from end_to_end.lives import Fault, Ground, Life, same
 def test_a_life_with_faults_ends_with_the_curve_of_one_without(tmp_path):
     """The cache and a checkpoint damaged, killed in a save: nothing is lost. Of all parameters, test_survival.py has
     kills and SIGTERM; here are adapters, whose base no checkpoint holds, and packed chats."""
-    ground = Ground(tmp_path / "ground", steps=60, adapters=True)
+    ground = Ground(tmp_path / "ground", steps=24, adapters=True)
     ground.undisturbed(1)  # fills the cache that is damaged first
     life = Life(ground, tmp_path / "run", random.Random(4))
     for kind in ("damaged compile cache", "killed in a save", "damaged checkpoint"):

@@ -168,8 +168,8 @@ def alone(place):
 @pytest.mark.exhaustive
 def test_two_processes_killed_told_to_stop_and_damaged(place, alone):
     """One run directory. Launched by SLURM, one of two processes is killed; its rows until then are bit for bit what
-    one process with the two devices computes. The run goes on as two processes of two devices each, of which one is told to
-    stop, and from a checkpoint that lacks the shards of that one as two of one device each."""
+    one process with the two devices computes. The run goes on as two processes of two devices each, of which one is
+    told to stop, and from a checkpoint that lacks the shards of that one as two of one device each."""
     workdir = place / "two"
     killed = Started(place, workdir, 2, told=by_slurm)
     killed.strike(1, signal.SIGKILL, workdir, rows_seen=5)
