@@ -128,7 +128,7 @@ class Target:
         Raises ReportError if the optional package that compiles for the devices is missing, or if the machine has too
         few devices.
         """
-        return list(_devices(self.name.partition("@")[0]))
+        return list(_devices(self.name))
 
     def mesh_devices(self, *sizes: int) -> np.ndarray:
         """Returns the devices as an array of shape `sizes`, for a `jax.sharding.Mesh`.
@@ -165,12 +165,12 @@ def names() -> tuple[str, ...]:
 
 
 def with_fraction(name: str, fraction: str | None) -> str:
-    """Returns a target's name with the value of --mem-fraction: ("h100:8", "0.9") -> "h100:8@0.9". Returns the name
-    unchanged if there is no value. Raises ReportError if the name already contains a fraction."""
+    """Returns a target's name with a memory fraction: ("h100:8", "0.9") -> "h100:8@0.9". Returns the name unchanged if
+    the fraction is None. Raises ReportError if the name already contains a fraction."""
     if fraction is None:
         return name
     if "@" in name:
-        raise ReportError(f"--mem-fraction={fraction} and target {name} both set a fraction: leave one out")
+        raise ReportError(f"the memory fraction {fraction} and target {name} both set a fraction: leave one out")
     return f"{name}@{fraction}"
 
 
@@ -282,6 +282,9 @@ def from_devices(devices: Sequence[JaxDevice], default_fraction: MemoryFraction 
     name = f"{chip.name}{count}"
     if chip.platform != "cuda":
         return _described(name, chip, shape)
+    if first in _GIVEN_FRACTIONS:
+        fraction = _GIVEN_FRACTIONS[first]
+        return _described(f"{name}@{fraction.value:g}", chip, shape, fraction)
     return _described(name, chip, shape, _fraction(default_fraction))
 
 
@@ -414,13 +417,19 @@ def platform_of(device: JaxDevice) -> str:
     return "rocm" if "rocm" in str(getattr(device.client, "platform_version", "")).lower() else "cuda"
 
 
+# Devices of targets with a fraction in their name -> the fraction. A program whose arguments are sharded over these
+# devices is then judged by it, although only the devices are known.
+_GIVEN_FRACTIONS: dict[JaxDevice, MemoryFraction] = {}
+
+
 @functools.lru_cache(maxsize=64)
 def _devices(name: str) -> tuple[JaxDevice, ...]:
     """Returns the jax devices of a target name. Calls with equal names return the same devices, because jax treats
     meshes over two equal topologies as different."""
     import jax
 
-    base, _, count = name.partition(":")
+    place, _, given = name.partition("@")
+    base, _, count = place.partition(":")
     if base == "local":
         return tuple(_start_jax(name, jax.devices))
     if base == "cpu":
@@ -433,8 +442,13 @@ def _devices(name: str) -> tuple[JaxDevice, ...]:
             )
         return tuple(devices[:n])
     chip = CHIPS[base]
-    shape = _SHAPES[chip.platform](name, chip, _numbers(count))
-    return tuple(gpu_devices(name, chip, shape) if chip.platform == "cuda" else tpu_devices(name, chip, shape))
+    shape = _SHAPES[chip.platform](place, chip, _numbers(count))
+    if chip.platform != "cuda":
+        return tuple(tpu_devices(name, chip, shape))
+    devices = tuple(gpu_devices(name, chip, shape))
+    if given:
+        _GIVEN_FRACTIONS.update(dict.fromkeys(devices, MemoryFraction(float(given), "set by the target")))
+    return devices
 
 
 def _start_jax(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDevice]:

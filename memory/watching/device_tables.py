@@ -64,16 +64,18 @@ def targets() -> Table:
     return Table(TARGETS, rows, note="A count or a shape follows a colon: h100:8, h100:2x8 (hosts x devices), v5e:4x4.")
 
 
-def target(name: str) -> Target:
+def target(name: str, fraction: float | None = None) -> Target:
     """Returns the target with a name such as "h100:8". Programs can be compiled for it without having the devices.
 
     `memory.target("h100:8").mesh(data=2, model=4)` returns a mesh over which the arguments of a step can be sharded.
 
-    Raises ReportError for an unknown name or for a shape that does not exist.
+    fraction: the part (0 to 1) of each GPU's memory that is in jax's pool, the same as "h100:8@0.9". If None, it is the
+    value of XLA_CLIENT_MEM_FRACTION, otherwise jax's default of 0.75. Raises ReportError for an unknown name, or for a
+    shape or a fraction that does not exist.
     """
     if not isinstance(name, str):
         raise ReportError(f'target {name!r:.60} is not a name: give text such as "h200:8"; memory.targets() lists them')
-    return target_names.parse(name)
+    return target_names.parse(target_names.with_fraction(name, None if fraction is None else f"{fraction:g}"))
 
 
 def live() -> Table:

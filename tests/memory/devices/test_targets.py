@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bytescope import memory
 from bytescope.memory.devices import chips, limits, platform, targets
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
@@ -258,3 +259,13 @@ def test_names_are_checked_without_importing_jax():
         "platform.choose_platform(); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.oracle("cuda")
+def test_devices_of_a_target_with_a_fraction_keep_it(unset):
+    """A mesh over them is all that a program may know of its target."""
+    target = memory.target("h100:8", fraction=0.9)
+    again = targets.from_devices(list(target.mesh(data=8).devices.flat))
+    assert again == target == targets.parse("h100:8@0.9") and again.pool_bytes == target.limit_bytes
+    plain = targets.from_devices(targets.parse("h100:8").devices())
+    assert plain.name == "h100:8" and plain.memory_fraction == 0.75
