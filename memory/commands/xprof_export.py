@@ -52,29 +52,29 @@ def pprof(report: ReportRecord) -> bytes:
     table = _Table()
     samples = []
     for buffer in sorted((b for b in report.buffers if b.at_peak and b.memory == "device"), key=lambda b: -b.bytes):
-        locations = [table.location(*frame) for frame in reversed(_stack(buffer))]
+        locations = [table.location_id(*frame) for frame in reversed(_stack_frames(buffer))]
         labels = b"".join(
-            _message(3, _int(1, table.string(key)) + _int(2, table.string(value)))
+            _message(3, _int(1, table.string_index(key)) + _int(2, table.string_index(value)))
             for key, value in _labels(buffer)
             if value
         )
         samples.append(_message(2, _packed(1, locations) + _packed(2, [buffer.bytes]) + labels))
-    value_type = _int(1, table.string("space")) + _int(2, table.string("bytes"))
-    comments = b"".join(_int(13, table.string(line)) for line in _comments(report))
+    value_type = _int(1, table.string_index("space")) + _int(2, table.string_index("bytes"))
+    comments = b"".join(_int(13, table.string_index(line)) for line in _comments(report))
     body = _message(1, value_type) + b"".join(samples) + b"".join(table.locations) + b"".join(table.functions)
-    tail = _message(11, value_type) + _int(12, 1) + comments + _int(14, table.string("space"))
+    tail = _message(11, value_type) + _int(12, 1) + comments + _int(14, table.string_index("space"))
     strings = b"".join(_message(6, text.encode()) for text in table.strings)
     return body + strings + tail
 
 
-def _stack(buffer: Buffer) -> list[tuple[str, str, int]]:
-    """Returns the stack frames of a buffer's sample as (name, file, line), from the root to the buffer."""
+def _stack_frames(buffer: Buffer) -> list[tuple[str, str, int]]:
     file, _, line = buffer.source.rpartition(":")
     scopes = [scope for scope in buffer.module.split("/") if scope]
     names = [buffer.category, *scopes]
     if buffer.op_name and buffer.op_name != buffer.name:  # an argument's operation is its own path
         names.append(buffer.op_name.rsplit("/", 1)[-1])
     leaf = (buffer.name, file or buffer.source, int(line) if file and line.isdigit() else 0)
+    # (name, file, line), from the root to the buffer
     return [(name, "", 0) for name in names] + [leaf]
 
 
@@ -104,19 +104,17 @@ class _Table:
         self.locations: list[bytes] = []
         self._ids: dict[tuple[str, str, int], int] = {}
 
-    def string(self, text: str) -> int:
-        """Returns the index of a string in the profile's string table. The empty string has index 0."""
+    def string_index(self, text: str) -> int:
         # Unpaired surrogates, which a damaged name may contain, cannot be encoded.
         return self.strings.setdefault(text.encode("utf-8", "replace").decode(), len(self.strings))
 
-    def location(self, name: str, file: str, line: int) -> int:
-        """Returns the id of a stack frame (called a location in pprof). Ids start at 1."""
+    def location_id(self, name: str, file: str, line: int) -> int:
         key = (name, file, line)
         if key not in self._ids:
             number = self._ids[key] = len(self._ids) + 1
-            text = self.string(name)
+            text = self.string_index(name)
             self.functions.append(
-                _message(5, _int(1, number) + _int(2, text) + _int(3, text) + _int(4, self.string(file)))
+                _message(5, _int(1, number) + _int(2, text) + _int(3, text) + _int(4, self.string_index(file)))
             )
             self.locations.append(_message(4, _int(1, number) + _message(4, _int(1, number) + _int(2, line))))
         return self._ids[key]

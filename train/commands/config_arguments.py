@@ -49,7 +49,7 @@ def settle_subject(args: argparse.Namespace) -> None:
     Raises:
       ReportError: the config or the target is given twice, or a positional argument is not a target.
     """
-    _settle_place(args)
+    _move_target(args)
     for name in ("config", "target"):
         by_position = vars(args).pop(f"{name}_here", None)
         if by_position is None:
@@ -63,8 +63,7 @@ def settle_subject(args: argparse.Namespace) -> None:
         args.target = "local"
 
 
-def _settle_place(args: argparse.Namespace) -> None:
-    """If --program or --hlo replaces the config, moves the first positional argument from config to target."""
+def _move_target(args: argparse.Namespace) -> None:
     from bytescope.memory.devices.targets import names
 
     flag = next((flag for flag in ("program", "hlo") if vars(args).get(flag) is not None), None)
