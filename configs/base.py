@@ -20,13 +20,7 @@ def get_config() -> ConfigDict:
     return config
 
 
-def _model() -> ConfigDict:
-    """Returns the config group `model`: the architecture.
-
-    If `experts` is above 0, the MLP of a block is a mixture of experts (model/experts); dense_layers and moe_every
-    select the blocks that have a dense MLP of width d_ff instead. The coefficients of the auxiliary losses are in the
-    group `loss`. If mlp_chunk is set, no remat policy saves the tensors mlp_norm, gate, up, act and mlp_out.
-    """
+def _model_group() -> ConfigDict:
     model = ConfigDict()
     model.d_model = 256  # width of the residual stream
     model.n_layers = 4  # transformer blocks
@@ -85,9 +79,7 @@ def _model() -> ConfigDict:
     return model
 
 
-def _init() -> ConfigDict:
-    """Returns the config group `init`: the Hugging Face folder and the peft folder from which initial parameters are
-    loaded. Without them, parameters are random."""
+def _init_group() -> ConfigDict:
     init = ConfigDict()
     init.folder = ""  # folder with config.json and safetensors to start from; empty: random weights
     # folder of peft adapters to start from; with lora.rank=0 rank, alpha and targets are read from it
@@ -95,9 +87,8 @@ def _init() -> ConfigDict:
     return init
 
 
-def _lora() -> ConfigDict:
-    """Returns the config group `lora`: low-rank adapters (Hu et al. 2021, arXiv 2106.09685). Only adapters are
-    trained; all other parameters are frozen."""
+def _lora_group() -> ConfigDict:
+    # Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): all other parameters are frozen.
     lora = ConfigDict()
     lora.rank = 0  # rank of the adapters; 0: no adapters, all parameters are trained
     lora.alpha = 16.0  # the output of an adapter is multiplied by alpha / rank
@@ -107,8 +98,7 @@ def _lora() -> ConfigDict:
     return lora
 
 
-def _loss() -> ConfigDict:
-    """Returns the config group `loss`: cross-entropy over the vocabulary and auxiliary losses."""
+def _loss_group() -> ConfigDict:
     loss = ConfigDict()
     loss.kind = "chunked"  # chunked: never holds the whole logits array | full
     loss.balance = 0.01  # coefficient of the experts' load-balance loss (Switch, arXiv 2101.03961)
@@ -120,16 +110,12 @@ def _loss() -> ConfigDict:
     return loss
 
 
-def _precision() -> ConfigDict:
-    """Returns the config group `precision`: a preset, and dtypes by role (model/precision.py). An empty dtype means
-    the dtype of the preset.
-
-    The presets: bf16 computes in bf16 with float32 master parameters. bf16_grads also stores gradients and a copy of
-    the parameters in bf16, which takes 16 bytes per parameter with Adam. fp32_grads is bf16_grads with float32 sums
-    over micro-batches, which takes 20 bytes. bf16_params has no float32 master parameters and rounds updates
-    stochastically. fp16 scales the loss dynamically. fp8 is bf16 with float8_e4m3fn operands in the weight matmuls of
-    the blocks: each 1x128 tile of an activation and each 128x128 tile of a weight has a scale.
-    """
+def _precision_group() -> ConfigDict:
+    # An empty dtype means the dtype of the preset. bf16: computes in bf16, float32 master parameters. bf16_grads: also
+    # gradients and a copy of the parameters in bf16, 16 bytes per parameter with Adam. fp32_grads: bf16_grads with
+    # float32 sums over micro-batches, 20 bytes. bf16_params: no float32 master parameters, stochastic rounding of
+    # updates. fp16: dynamic loss scale. fp8: bf16 with float8_e4m3fn operands in the weight matmuls of the blocks, one
+    # scale per 1x128 tile of an activation and per 128x128 tile of a weight.
     precision = ConfigDict()
     precision.preset = "bf16"  # a row of dtypes: bf16 | fp32 | bf16_grads | fp32_grads | bf16_params | fp16 | fp8
     precision.param = ""  # float32 | bfloat16: parameters between steps; updates are computed in float32
@@ -146,9 +132,8 @@ def _precision() -> ConfigDict:
     return precision
 
 
-def _remat() -> ConfigDict:
-    """Returns the config group `remat`: the tensors that blocks save for the backward pass. `bytescope policies` and
-    `bytescope names` list the possible values."""
+def _remat_group() -> ConfigDict:
+    # `bytescope policies` and `bytescope names` list the possible values.
     remat = ConfigDict()
     # none | full | selective | megatron | minimal | dots | dots_no_batch | sqrt | offload | offload_dots | custom
     # (remat.save, remat.offload) | auto (the least recomputation within remat.budget)
@@ -164,9 +149,7 @@ def _remat() -> ConfigDict:
     return remat
 
 
-def _data() -> ConfigDict:
-    """Returns the config group `data`: the training and evaluation data, their format and tokenizer, and the length of
-    sequences."""
+def _data_group() -> ConfigDict:
     data = ConfigDict()
     data.source = "stdlib"  # stdlib | file | folder | glob; text, records, or .bin/.npy token shards
     data.eval_source = ""  # held-out data; empty: one twentieth of the source, chosen by file name or record content
@@ -186,9 +169,7 @@ def _data() -> ConfigDict:
     return data
 
 
-def _batch() -> ConfigDict:
-    """Returns the config group `batch`: the number of sequences per micro-batch, and the number of micro-batches per
-    optimizer update (gradient accumulation)."""
+def _batch_group() -> ConfigDict:
     batch = ConfigDict()
     batch.micro = 8  # sequences per data-parallel rank and micro-step
     batch.accumulation = 1  # micro-steps per optimizer update
@@ -198,15 +179,10 @@ def _batch() -> ConfigDict:
     return batch
 
 
-def _optimizer() -> ConfigDict:
-    """Returns the config group `optimizer`: the optimizer, its learning rate schedule, weight decay, gradient clipping
-    and frozen parameters.
-
-    The best learning rate depends on the optimizer. Relative to adamw, lion needs about a tenth, adagrad ten times, and
-    momentum a hundred times or more. muon, adafactor and the other adamw variants need the same as adamw. A fused
-    backward pass updates a layer before the global gradient norm is known. It therefore needs clip_norm=0 or
-    clip="layer".
-    """
+def _optimizer_group() -> ConfigDict:
+    # The best learning rate relative to adamw: lion about a tenth, adagrad ten times, momentum a hundred times or more,
+    # others the same. A fused backward pass updates a layer before the global gradient norm is known, so it needs
+    # clip_norm=0 or clip="layer".
     optimizer = ConfigDict()
     # adamw | adamw_bf16 (first moment) | adamw_8bit (both) | adafactor | adagrad | rmsprop | momentum | lion | muon
     optimizer.name = "adamw"
@@ -228,18 +204,15 @@ def _optimizer() -> ConfigDict:
     return optimizer
 
 
-def _offload() -> ConfigDict:
-    """Returns the config group `offload`: training state in pinned host memory, which is streamed to the device layer
-    by layer. To offload activations, see remat.policy."""
+def _offload_group() -> ConfigDict:
+    # To offload activations, see remat.policy.
     offload = ConfigDict()
     offload.optimizer = False  # moments in host memory, read and written once per update
     offload.params = False  # master parameters in host memory; gradients pass through host memory too
     return offload
 
 
-def _mesh() -> ConfigDict:
-    """Returns the config group `mesh`: the number of devices on each mesh axis. The value -1, allowed for one axis,
-    means all remaining devices."""
+def _mesh_group() -> ConfigDict:
     mesh = ConfigDict()
     mesh.strategy = "zero3"  # ddp | zero1: masters and moments sharded | zero2: gradients too | zero3: parameters too
     mesh.stage = 1  # pipeline stages, each with a range of layers
@@ -255,22 +228,17 @@ def _mesh() -> ConfigDict:
     return mesh
 
 
-def _pipeline() -> ConfigDict:
-    """Returns the config group `pipeline`: the order in which the pipeline stages (mesh.stage) run the micro-batches
-    of an update. Pipelines need batch.mode=scan."""
+def _pipeline_group() -> ConfigDict:
+    # Pipelines need batch.mode=scan.
     pipeline = ConfigDict()
     pipeline.schedule = "1f1b"  # gpipe | 1f1b | interleaved | v | zero_bubble: bytescope pipeline draws them
     pipeline.virtual = 1  # chunks of layers per stage: several for interleaved, two for v
     return pipeline
 
 
-def _xla() -> ConfigDict:
-    """Returns the config group `xla`: options of XLA's GPU compiler (train/parallel/xla_options.py), for GPUs only. An
-    empty value selects XLA's default.
-
-    At optimization level O1 and above XLA pipelines collectives and hides their latency. On several GPUs these levels
-    cannot be combined with model.attention=chunked, because XLA (jaxlib 0.10 to 0.12) aborts.
-    """
+def _xla_group() -> ConfigDict:
+    # From O1 on, XLA pipelines collectives and hides their latency. On several GPUs these levels cannot be combined
+    # with model.attention=chunked, because XLA (jaxlib 0.10 to 0.12) aborts.
     xla = ConfigDict()
     xla.optimization_level = ""  # O0 | O1 | O2 | O3: effort that XLA spends on speed
     xla.latency_hiding = ""  # on | off: latency-hiding scheduler, which overlaps collectives and copies with compute
@@ -280,8 +248,7 @@ def _xla() -> ConfigDict:
     return xla
 
 
-def _train() -> ConfigDict:
-    """Returns the config group `train`: the length of a run, and when it evaluates, saves and logs."""
+def _train_group() -> ConfigDict:
     train = ConfigDict()
     train.steps = 1000  # optimizer updates
     train.log_every = 10  # updates between log lines
@@ -304,18 +271,18 @@ def _train() -> ConfigDict:
 
 
 GROUPS = {
-    "model": _model,
-    "init": _init,
-    "lora": _lora,
-    "loss": _loss,
-    "precision": _precision,
-    "remat": _remat,
-    "data": _data,
-    "batch": _batch,
-    "optimizer": _optimizer,
-    "offload": _offload,
-    "mesh": _mesh,
-    "pipeline": _pipeline,
-    "xla": _xla,
-    "train": _train,
+    "model": _model_group,
+    "init": _init_group,
+    "lora": _lora_group,
+    "loss": _loss_group,
+    "precision": _precision_group,
+    "remat": _remat_group,
+    "data": _data_group,
+    "batch": _batch_group,
+    "optimizer": _optimizer_group,
+    "offload": _offload_group,
+    "mesh": _mesh_group,
+    "pipeline": _pipeline_group,
+    "xla": _xla_group,
+    "train": _train_group,
 }

@@ -99,13 +99,13 @@ def report_of(
         account = _with_xla_totals(account, compilation.program, stats)
 
     transfers = host_transfers.find(module, target.host_link_bytes_per_s if target else 0.0)
-    overheads = runtime_overheads.find(_runtime_facts(account, read, stats, target, loop))
+    overheads = runtime_overheads.find(_runtime_overhead_facts(account, read, stats, target, loop))
     predicted = account.allocated_bytes + overhead_bytes(overheads, POOL)
     judged = JudgedProgram(
         **vars(account),
         **vars(_verdict(predicted, target, overhead_bytes(overheads, CARD))),
         collectives=read.collectives,
-        work=_work(read, transfers, per_host),
+        work=_roofline_work(read, transfers, per_host),
         target=target.to_json() if target else {},
         runtime_overheads=overheads,
     )
@@ -232,32 +232,25 @@ def _formula_rows(account: PeakAccount, read: ReadProgram) -> FormulaRows:
     )
 
 
-def _work(read: ReadProgram, transfers: Iterable[Transfer], per_host: int) -> Mapping[str, Any]:
-    """Returns the inputs of the roofline model: phase -> FLOPs and bytes of one device. Returns {} if the program was
-    not traced, because a compiled module does not contain the FLOPs of custom kernels.
-
-    The FLOPs are counted in the compiled kernels. If the schedule is unknown, each device is assumed to compute an
-    equal share of the traced FLOPs.
-    """
+def _roofline_work(read: ReadProgram, transfers: Iterable[Transfer], per_host: int) -> Mapping[str, Any]:
+    # Without a trace the FLOPs of custom kernels are unknown: a compiled module does not contain them.
     if read.counted is None:
         return {}
     on_device: Mapping[tuple[str, str], float] = step_schedule.flops_by_phase(read.schedule.steps)
+    # If the schedule is unknown, each device is assumed to compute an equal share of the traced FLOPs.
     if not read.schedule.steps:
         devices = read.placed.module.devices
         on_device = {key: count / devices for key, count in read.counted.by.items()}
     return step_work.by_phase(read.collectives, transfers, read.kernel_bytes, on_device, read.placed.mesh, per_host)
 
 
-def _runtime_facts(
+def _runtime_overhead_facts(
     account: PeakAccount,
     read: ReadProgram,
     stats: XlaStats,
     target: Target | None,
     loop: runtime_overheads.LoopOverhead | None,
 ) -> runtime_overheads.Facts:
-    """Collects the sizes and counts from which the memory that the runtime takes besides XLA's allocations is computed,
-    such as cuBLAS workspaces and NCCL buffers. If the target is None, no allocator is assumed.
-    """
     module = read.placed.module
     arguments = [b.bytes for b in account.buffers if b.phase == "argument" and b.memory == "device"]
     outputs = [b for b in account.buffers if b.phase == "output" and b.category == "outputs"]
@@ -265,7 +258,7 @@ def _runtime_facts(
     groups = {(item.axes, item.group) for item in read.collectives if item.group > 1}
     untuned = 0
     if target and target.is_described and target.platform == "cuda":
-        untuned = _untuned_product(module)
+        untuned = _untuned_product_bytes(module)
     chip = CHIPS.get(base_name(target.name)) if target else None
     return runtime_overheads.Facts(
         loop=loop or runtime_overheads.LoopOverhead(),
@@ -280,11 +273,9 @@ def _runtime_facts(
     )
 
 
-def _untuned_product(module: Module) -> int:
-    """Returns the bytes of the operands of the largest matrix product, which limit the cuBLAS workspace at run time.
-    Returns 0 if the program calls cuBLAS, because XLA then chose its kernels and their workspaces when it compiled the
-    program.
-    """
+def _untuned_product_bytes(module: Module) -> int:
+    # The largest operands limit the cuBLAS workspace at run time. If the program calls cuBLAS, XLA chose the workspaces
+    # when it compiled the program.
     if any("cublas" in instruction.target for instruction in module.instructions.values()):
         return 0
     products = (i for i in module.instructions.values() if i.opcode in kernel_costs.PRODUCTS)
@@ -391,18 +382,14 @@ def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Map
 
 
 def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:
-    """Returns whether the live range of every value is known without a heap trace, because no two temporary values
-    share memory.
-    """
+    # No two temporary values share memory, so every live range is known.
     return bool(program.allocations) and all(
         a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations
     )
 
 
 def _stats_from_allocations(program: hlo_buffers.HloProgram) -> XlaStats:
-    """Computes the memory statistics of a program from its buffer allocations. Used for an HloProto, which has no
-    executable that could report them.
-    """
+    # An HloProto has no executable that could report these sizes.
     main = [a for a in program.allocations if not a.thread_local and a.color == 0]
     alias = sum(a.size for a in main if a.entry_parameter and a.live_out)
     return XlaStats(

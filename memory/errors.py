@@ -35,10 +35,8 @@ class ReportError(ValueError):
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """Returns the lines that IPython shows instead of a traceback: the message, and the line of the user's code
-        that called bytescope.
-        """
-        return [f"{type(self).__name__}: {self}", *_called_from(self)]
+        # IPython shows these lines instead of a traceback.
+        return [f"{type(self).__name__}: {self}", *_find_calling_line(self)]
 
 
 class GuardError(ReportError, AssertionError):
@@ -53,10 +51,7 @@ class GuardError(ReportError, AssertionError):
     report: Any = None
 
 
-def _called_from(error: BaseException) -> list[str]:
-    """Returns the source line of the user's code that called bytescope, and its file and line number, from the error's
-    traceback. Returns [] if the traceback contains no such line.
-    """
+def _find_calling_line(error: BaseException) -> list[str]:
     import traceback
 
     own = os.path.dirname(os.path.abspath(__file__)) + os.sep

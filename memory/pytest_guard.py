@@ -39,7 +39,7 @@ def memory_report(request: pytest.FixtureRequest) -> Callable[..., Report]:
             report = memory.analyze(program, *args, **options)
         except memory.ReportError as error:
             raise error.with_traceback(None) from None
-        _attach(request.node, report)
+        _attach_report(request.node, report)
         return report
 
     return analyze
@@ -69,18 +69,17 @@ def _guard(item: pytest.Item) -> Callable[..., Report]:
         try:
             report = memory.assert_fits(program, *args, **options)
         except memory.GuardError as error:
-            _attach(item, error.report)
+            _attach_report(item, error.report)
             raise
         except memory.ReportError as error:  # hides the frames of this package: the test has the mistake
             raise error.with_traceback(None) from None
-        _attach(item, report)
+        _attach_report(item, report)
         return report
 
     return guard
 
 
-def _attach(item: pytest.Item, report: Any) -> None:
-    """Adds a report to the sections that pytest shows if the test fails."""
+def _attach_report(item: pytest.Item, report: Any) -> None:
     from bytescope.memory.report import report_text
     from bytescope.memory.view.console import plain_text
 

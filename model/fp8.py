@@ -159,7 +159,7 @@ class Linear:
 
     @property
     def contracted(self) -> int:
-        """The number of dimensions that a product contracts."""
+        """The number of dimensions over which the product of an activation with a weight sums, from `spec`."""
         left, right = self.spec.split("->")[0].split(",")
         return len(set(left) & set(right))
 
@@ -180,8 +180,6 @@ class Linear:
 
 
 def _quantize_and_tag(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Quantizes the activation in tiles of 128 features. Returns its values and scales, tagged with their checkpoint
-    names."""
     x = place(jax.lax.stop_gradient(x), how.kept)
 
     def quantize_rows(x):
@@ -234,13 +232,13 @@ def linear(how: Linear, place: Placement, x: jax.Array, weights: tuple[jax.Array
     """
     # Quantized and tagged outside the custom gradient: inside it both tags would be attributed to the same source
     # line.
-    return _linear(how, place, x, _quantize_and_tag(how, place, x) if how.name else None, weights)
+    return _multiply_quantized(how, place, x, _quantize_and_tag(how, place, x) if how.name else None, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear(how, place, x, quantized, weights):
-    """Returns the matrix products with `quantized`, the values and scales of `x`, or with `x` itself if `quantized` is
-    None. The gradient of the activation always goes to `x`."""
+def _multiply_quantized(how, place, x, quantized, weights):
+    # `quantized`: the values and scales of `x`. If it is None, `x` itself is saved, and each product quantizes it. The
+    # gradient always goes to `x`.
     return _products(how, place, quantized or (place(x, how.kept),), weights, x.dtype)
 
 
@@ -294,7 +292,7 @@ def _backward(how, place, residuals, d_outs):
     return place(dx, how.back), None, tuple(d_weights)
 
 
-_linear.defvjp(_forward, _backward)
+_multiply_quantized.defvjp(_forward, _backward)
 
 
 # ---- the product as one GPU kernel (Pallas, Triton): operands in, scaled and summed in registers ---------------------

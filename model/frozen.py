@@ -36,7 +36,7 @@ def freeze(model: Transformer, names: Collection[str], dtype: DTypeLike) -> Tran
 
 
 def names_of(model: Transformer) -> list[str]:
-    """Returns the dotted path of every parameter."""
+    """Returns the dotted path of every parameter, such as `blocks.attention.w_q`."""
     return [dotted(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
 
 

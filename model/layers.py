@@ -81,13 +81,10 @@ def read(p: nnx.Param | Quantized, dtype: DTypeLike, place: Placement) -> jax.Ar
 
 
 def _read_for(p: nnx.Param | Quantized, x: jax.Array, place: Placement) -> jax.Array:
-    """Returns the parameter in the dtype of `x`, gathered for its product with `x`.
-
-    If layers are unrolled, the compiler would dequantize the weights of many layers as early as it can. The result for
-    quantized weights therefore depends on `x`, so that dequantization waits for `x`.
-    """
     if not isinstance(p, Quantized):
         return read(p, x.dtype, place)
+    # In unrolled layers the compiler would dequantize the weights of many layers as early as it can. Their codes depend
+    # on `x`, so that dequantization waits for `x`.
     # A zero that the compiler cannot prove to be zero. An optimization barrier would be dropped before XLA fuses the
     # loops of several layers.
     zero = jnp.minimum(jnp.abs(x[(0,) * x.ndim].astype(jnp.int32)), 0)
@@ -113,10 +110,9 @@ def _narrow_rows_backward(place, residuals, d_BLD):
     table_VD, tokens_BL = residuals
 
     def sums(d_BLD, tokens_BL, rows_V):
-        """Returns the gradient of the table rows `rows_V` that a device stores: the float32 sums over its own tokens,
-        cast to the dtype in which devices exchange gradients."""
         row_BL = jnp.clip(tokens_BL, 0, table_VD.shape[0] - 1) - rows_V[0]
         row_BL = jnp.where(row_BL < 0, rows_V.size, row_BL)  # a negative index would count from the end
+        # Float32 sums over this device's tokens, cast to the dtype in which devices exchange gradients.
         zeros_VD = jnp.zeros((rows_V.size, d_BLD.shape[-1]), jnp.float32)
         return (place.reduced(zeros_VD.at[row_BL].add(d_BLD.astype(jnp.float32), mode="drop")),)
 
@@ -163,11 +159,10 @@ def _move_backward(place, axes, gradient_axes, residual, d_BLD):
 move.defvjp(_move_forward, _move_backward)
 
 
-def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns one einsum of `x` and a weight per (name, spec). Each is in a named scope, by which a report identifies
-    the compiled product."""
+def _einsum_each(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     out = []
     for (name, spec), weight in zip(specs, weights):
+        # Reports identify the compiled product by this name.
         with jax.named_scope(name):
             out.append(jnp.einsum(spec, x, weight))
     return tuple(out)
@@ -199,8 +194,6 @@ class _Product:
         return cls(name, spec, p.get_metadata()["axes"], p.get_metadata()["frozen"])
 
     def read(self, w: Any, dtype: DTypeLike, place: Placement) -> jax.Array:
-        """Returns the weight in `dtype`, gathered for the computation. `w`: the parameter as stored, an array or the
-        arrays of a quantized weight by name."""
         if self.stored:
             return dequantize(*self.stored, w, dtype, place)
         return place.weight(to_device(w).astype(dtype), self.axes)
@@ -226,7 +219,7 @@ def _regathered(
     """
     within = place(place(x, moves[1]), moves[0]) if moves else x
     read_weights = [one.read(w, x.dtype, place) for one, w in zip(products, weights)]
-    return _products([(one.name, one.spec) for one in products], within, read_weights)
+    return _einsum_each([(one.name, one.spec) for one in products], within, read_weights)
 
 
 def _regathered_forward(products, place, moves, x, weights):
@@ -285,7 +278,7 @@ def enter(
     # Sharded like the stream first: a remat policy then saves the shard, not the result of the gather.
     within_BLD = move(place(x_BLD, STREAM), place, WITHIN, STREAM)
     specs = [(each, spec) for each in params]
-    return _products(specs, within_BLD, [_read_for(p, within_BLD, place) for p in params.values()])
+    return _einsum_each(specs, within_BLD, [_read_for(p, within_BLD, place) for p in params.values()])
 
 
 def leave(

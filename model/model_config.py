@@ -132,7 +132,7 @@ class ModelConfig(ModelKeys):
 
     @property
     def value_width(self) -> int:
-        """Number of elements of a head's values."""
+        """Number of elements of one head's value vector for one token."""
         return self.mla_d_value if self.attention_kind == "mla" else self.d_head
 
     @property
@@ -147,7 +147,7 @@ class ModelConfig(ModelKeys):
 
     @property
     def expert_width(self) -> int:
-        """The MLP width of one expert."""
+        """The hidden width of one expert's MLP: `d_expert`, or `d_ff` if `d_expert` is 0."""
         return self.d_expert or self.d_ff
 
     @property
@@ -217,7 +217,6 @@ class ModelConfig(ModelKeys):
             )
 
     def _check_latent(self) -> None:
-        """Raises ValueError if other config keys contradict latent attention."""
         kind = "model.attention_kind=mla"
         for name in ("bias", "qkv_bias", "qk_norm"):
             if getattr(self, name):
@@ -242,7 +241,6 @@ class ModelConfig(ModelKeys):
             )
 
     def _check_experts(self) -> None:
-        """Raises ValueError if config keys contradict the experts."""
         if self.experts_per_token > self.experts:
             raise ValueError(
                 f"model.experts_per_token={self.experts_per_token} is more than model.experts={self.experts}: give "

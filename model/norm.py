@@ -30,7 +30,7 @@ def _scaled_forward(x_D, scale_D, place, axes):
 
 def _scaled_backward(place, axes, residuals, dy_D):
     x_D, scale_D = residuals
-    return dy_D * _broadcast_over_leading_dims(scale_D, x_D), _sum_others(place, axes, dy_D * x_D)
+    return dy_D * _broadcast_over_leading_dims(scale_D, x_D), _sum_over_leading_dims(place, axes, dy_D * x_D)
 
 
 def _shift(x_D: jax.Array, bias_D: jax.Array, place: Placement, axes: Axes) -> jax.Array:
@@ -44,7 +44,7 @@ def _shifted_forward(x_D, bias_D, place, axes):
 
 def _shifted_backward(place, axes, residuals, dy_D):
     del residuals
-    return dy_D, _sum_others(place, axes, dy_D)
+    return dy_D, _sum_over_leading_dims(place, axes, dy_D)
 
 
 # `_scale` and `_shift` with a custom gradient of the vector: it is summed over a device's own tokens and heads and
@@ -55,10 +55,9 @@ _scaled.defvjp(_scaled_forward, _scaled_backward)
 _shifted.defvjp(_shifted_forward, _shifted_backward)
 
 
-def _sum_others(place: Placement, axes: Axes, dy_D: jax.Array) -> jax.Array:
-    """Returns the gradient of a norm's scale or bias, [D]: the sum of `dy_D` over all dimensions but the last. Devices
-    exchange the sums in the dtype `place.reduce`. `axes`: logical axes of `dy_D`."""
+def _sum_over_leading_dims(place: Placement, axes: Axes, dy_D: jax.Array) -> jax.Array:
     others = tuple(range(dy_D.ndim - 1))
+    # Devices exchange the sums in the dtype `place.reduce`.
     own = place.own(lambda dy_D: (place.reduced(dy_D.sum(others)),), (axes,), ((None,),), sums=(axes[:-1],))
     return own(dy_D)[0].astype(dy_D.dtype)
 

@@ -41,7 +41,7 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """The number of ranks in the ring, C."""
+        """C, the number of ranks (devices) over which a sequence is sharded."""
         return self.mesh.shape[self.axis]
 
     @property
@@ -116,7 +116,7 @@ class Placement:
 
     @property
     def peers(self) -> Peers:
-        """The devices that share the experts."""
+        """The devices over which the experts of a layer are sharded. In this base class it is one device."""
         return Peers()
 
     def exchange(self, slots: bool) -> str:

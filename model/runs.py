@@ -31,7 +31,7 @@ class LayerRun:
 
     @property
     def size(self) -> int:
-        """The number of layers."""
+        """The number of consecutive layers in the run."""
         return self.segment.stop - self.segment.start
 
     @property

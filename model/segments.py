@@ -33,10 +33,15 @@ class Packed:
     def from_ids(
         cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None, place: Placement = ONE_DEVICE
     ) -> "Packed | None":
-        """Builds the record from segment ids, in the order of the row, and a mask that is False for padding, in the
-        order in which devices store tokens.
+        """Computes the token positions from the segment ids, and shards ids, positions and mask over the devices.
 
-        Returns None if both are None.
+        Args:
+          segments_BL: int32 segment ids, in the order of the row; None if every row is one example.
+          real_BL: bool, False for padding, in the order in which devices store tokens (`zigzag` order with ring
+            attention); None if every position is a token.
+          place: shards the arrays.
+
+        Returns None if both arrays are None.
         """
         if real_BL is not None:
             real_BL = place(real_BL, ("batch", "length"))

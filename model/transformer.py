@@ -216,7 +216,6 @@ class Transformer(nnx.Module):
         return x_BLD
 
     def _position_rows(self, x_BLD: jax.Array, packed: Packed | None) -> jax.Array:
-        """Returns the position embeddings for `x_BLD`, [1 or B, L, D]."""
         w_position = read(self.w_position, x_BLD.dtype, self.place)
         positions = token_positions(packed, x_BLD.shape[1], self.place)
         if positions.ndim == 1:

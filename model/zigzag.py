@@ -34,7 +34,7 @@ def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
 
 
 def unzigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """Inverts `zigzag`."""
+    """Inverts `zigzag`: reorders dimension `axis` of `x` from the zigzag order of `ranks` ranks to sequence order."""
     n = chunk_length(x.shape[axis], ranks)
     pairs = x.reshape(*x.shape[:axis], ranks, 2, n, *x.shape[axis + 1 :])
     early, late = (jax.lax.index_in_dim(pairs, half, axis + 1, keepdims=False) for half in (0, 1))

@@ -105,7 +105,7 @@ def run(argv: Sequence[str]) -> int:
         with chosen_rates(args):
             return command.load().run(args)
     except BrokenPipeError as error:
-        if not _reader_left():
+        if not _stdout_is_closed():
             return exit_code_of(error) or 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -120,8 +120,8 @@ def run(argv: Sequence[str]) -> int:
         return code
 
 
-def _reader_left() -> bool:
-    """Returns whether the reader of our standard output has closed it, as `head` does in a pipe."""
+def _stdout_is_closed() -> bool:
+    # `head` closes its end of a pipe.
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

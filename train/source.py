@@ -173,7 +173,6 @@ def _is_run_config(path: Path) -> bool:
 
 
 def _not_found_message(name: str | Path, kinds: tuple[type[SourcePath], ...]) -> str:
-    """Returns the error message for a name that matches none of the accepted `kinds`."""
     text, is_folder = str(name), os.path.isdir(_expand_home(name))
     if ConfigPath not in kinds:
         if WeightsPath not in kinds:

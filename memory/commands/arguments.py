@@ -40,7 +40,6 @@ class Parser(argparse.ArgumentParser):
         raise ReportError(f"{message}{': ' if near else ''}{suggestion(near)}; see {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        """Raises argparse.ArgumentError if a value is not one of the choices of its flag."""
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(
                 action, f"{value!r} is not an allowed value: {remedy_for(str(value), map(str, action.choices))}"

@@ -71,7 +71,7 @@ def render(calibration: Calibration, target: Target) -> Group:
     )
     for sample in sorted(calibration.samples, key=_sort_key):
         name, size = _NAMES[sample.part](sample)
-        rate, sheet = _rate(sample), _sheet(sample, target)
+        rate, sheet = _measured_rate(sample), _sheet(sample, target)
         table.add(
             name,
             size,
@@ -90,23 +90,21 @@ def render(calibration: Calibration, target: Target) -> Group:
 
 
 def _tabulate_thin_products(calibration: Calibration) -> Iterator[Any]:
-    """Yields a table of measured times of thin matrix products (one short dimension), beside times predicted from the
-    rates of square products."""
     thin = sorted((sample for sample in calibration.samples if sample.part == THIN), key=_sort_key)
     if not thin:
         return
     table = FigureTable(label("thin products, there and back"), *map(figure, ("measured", "predicted by cubes")))
     for sample in thin:
         table.add(
-            "x".join(map(str, sample.key[1:])), _time(sample.seconds), _predict_from_cubes(sample, calibration.rates)
+            "x".join(map(str, sample.key[1:])),
+            _time(sample.seconds),
+            _predict_from_square_products(sample, calibration.rates),
         )
     yield Text()
     yield table
 
 
 def _sort_key(sample: Sample) -> tuple:
-    """Returns the sort key of a sample's row in the table: first the part of the calibration, then the kernel, then
-    the size."""
     return (
         PARTS.index(sample.part),
         tuple((str(part), 0) if isinstance(part, str) else ("", part) for part in sample.key),
@@ -132,11 +130,11 @@ def _notes(calibration: Calibration) -> Iterator[Any]:
         yield Prose(f"not measured: {', '.join(names[:_MAX_LEFT_OUT])}{more}: {why}", "yellow")
 
 
-def _rate(sample: Sample) -> float:
-    """Returns the measured rate in FLOP/s or bytes/s. For collectives this is the bytes/s that one device sends.
-    Returns 0 for samples so small that they measure latency."""
+def _measured_rate(sample: Sample) -> float:
+    # Samples so small measure latency.
     if not sample.work or (sample.part in (COLLECTIVES, HOST_LINK) and sample.size <= SHORT):
         return 0.0
+    # The rate of a collective is the bytes/s that one device sends.
     share = WIRE[sample.key[0]](sample.key[1]) if sample.part == COLLECTIVES else 1.0
     return share * sample.work / sample.seconds
 
@@ -167,9 +165,7 @@ def _time(value: float) -> str:
     return f"{value * 1e3:,.4g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
-def _predict_from_cubes(sample: Sample, rates: DeviceRates) -> str:
-    """Returns the predicted time of a pair of thin matrix products as text. The prediction uses the rates of square
-    products."""
+def _predict_from_square_products(sample: Sample, rates: DeviceRates) -> str:
     unit, m, k, n = sample.key
     dtype, operand_bytes = _OPERANDS[unit]
     pair = (

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         type=_percent,
         default=None,
-        help="exit with 1 if peak or allocated bytes grew by more than PERCENT (default: never)",
+        help="exit with 1 if peak or allocated bytes grew from BEFORE to AFTER by more than PERCENT (default: never)",
     )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     parser.add_argument(
@@ -74,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _distinguish_names(before: str, after: str) -> tuple[str, str]:
-    """Returns the two file names shown on the page. If they are equal, the names of their folders are included."""
     paths = Path(before), Path(after)
     if paths[0].name != paths[1].name:
         return paths[0].name, paths[1].name

@@ -78,7 +78,7 @@ def report_annotations(report: ReportRecord) -> list[str]:
                 "error",
                 "does not fit",
                 f"{_name(report)} is predicted to take "
-                f"{human(report.predicted_bytes)}{_limit(report)}: {human(missing)} too much",
+                f"{human(report.predicted_bytes)}{_limit_text(report)}: {human(missing)} too much",
                 largest.source if largest else "",
             )
         )
@@ -92,9 +92,7 @@ def report_annotations(report: ReportRecord) -> list[str]:
     ]
 
 
-def _limit(report: ReportRecord) -> str:
-    """Returns the text " of LIMIT", where LIMIT is the memory limit in readable units; returns "" if the report has no
-    limit."""
+def _limit_text(report: ReportRecord) -> str:
     words = "; ".join(filter(None, (limit_share(report.target, report.limit_bytes), *pool_notes(report))))
     return f" of {human(report.limit_bytes)}{f' ({words})' if words else ''}" if report.limit_bytes else ""
 
@@ -125,7 +123,7 @@ def summary_of_difference(
 def summary_of_report(report: ReportRecord) -> str:
     """Returns the main figures of a report as a Markdown table for a GitHub job summary."""
     sentence = (
-        f"predicted **{human(report.predicted_bytes)}**{_limit(report)} per device: **{report.verdict}**; peak "
+        f"predicted **{human(report.predicted_bytes)}**{_limit_text(report)} per device: **{report.verdict}**; peak "
         f"{human(report.peak_bytes)}, allocated {human(report.allocated_bytes)}"
     )
     held = sorted(((row, size) for row, size in report.breakdown.items() if size), key=lambda row: -row[1])
@@ -183,8 +181,6 @@ def _percent(change: Change) -> str:
 
 
 def _split_location(source: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Returns (file, line) of a "file.py:line" source. If the file is in the repository, its path is relative to the
-    repository's root."""
     file, colon, line = source.rpartition(":")
     if not colon or not line.isdigit():
         return source, ""

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     write_files(args, report, compilation.proto, {})
     code = verdict(args, report)
     if code == DOES_NOT_FIT and args.program:
-        _advise(report)
+        _print_ways_to_fit(report)
     elif code == DOES_NOT_FIT:
         show_missing(report, [])
     return code
@@ -174,8 +174,7 @@ def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
     put(Group(Text(), Prose(f"does not fit: {words}", "bold red"), *advice))
 
 
-def _advise(report: ReportRecord) -> None:
-    """Prints changes that may reduce the memory of a user's program until it fits."""
+def _print_ways_to_fit(report: ReportRecord) -> None:
     from bytescope.memory.findings.post_mortem import ways_out
     from bytescope.memory.units import human
     from bytescope.memory.view.text_layout import Prose

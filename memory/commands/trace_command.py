@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--report",
         metavar="FILE",
         type=user_path,
-        help="compare the measured time with the prediction in this memory report of the traced program, which a run "
-        "writes as memory.json",
+        help="memory report of the traced program, such as memory.json in the run directory; its predicted time is "
+        "shown next to the measured time",
     )
     add_rates(parser)
     parser.add_argument(

@@ -53,29 +53,29 @@ def pprof(report: ReportRecord) -> bytes:
     table = _Table()
     samples = []
     for buffer in sorted((b for b in report.buffers if b.at_peak and b.memory == "device"), key=lambda b: -b.bytes):
-        locations = [table.location(*frame) for frame in reversed(_stack(buffer))]
+        locations = [table.location_id(*frame) for frame in reversed(_stack_frames(buffer))]
         labels = b"".join(
-            write_field(3, write_field(1, table.string(key)) + write_field(2, table.string(value)))
+            write_field(3, write_field(1, table.string_index(key)) + write_field(2, table.string_index(value)))
             for key, value in _labels(buffer)
             if value
         )
         samples.append(write_field(2, _packed(1, locations) + _packed(2, [buffer.bytes]) + labels))
-    value_type = write_field(1, table.string("space")) + write_field(2, table.string("bytes"))
-    comments = b"".join(write_field(13, table.string(line)) for line in _comments(report))
+    value_type = write_field(1, table.string_index("space")) + write_field(2, table.string_index("bytes"))
+    comments = b"".join(write_field(13, table.string_index(line)) for line in _comments(report))
     body = write_field(1, value_type) + b"".join(samples) + b"".join(table.locations) + b"".join(table.functions)
-    tail = write_field(11, value_type) + write_field(12, 1) + comments + write_field(14, table.string("space"))
+    tail = write_field(11, value_type) + write_field(12, 1) + comments + write_field(14, table.string_index("space"))
     strings = b"".join(write_field(6, text.encode()) for text in table.strings)
     return body + strings + tail
 
 
-def _stack(buffer: Buffer) -> list[tuple[str, str, int]]:
-    """Returns the stack frames of a buffer's sample as (name, file, line), from the root to the buffer."""
+def _stack_frames(buffer: Buffer) -> list[tuple[str, str, int]]:
     file, _, line = buffer.source.rpartition(":")
     scopes = [scope for scope in buffer.module.split("/") if scope]
     names = [buffer.category, *scopes]
     if buffer.op_name and buffer.op_name != buffer.name:  # an argument's operation is its own path
         names.append(buffer.op_name.rsplit("/", 1)[-1])
     leaf = (buffer.name, file or buffer.source, int(line) if file and line.isdigit() else 0)
+    # (name, file, line), from the root to the buffer
     return [(name, "", 0) for name in names] + [leaf]
 
 
@@ -105,18 +105,16 @@ class _Table:
         self.locations: list[bytes] = []
         self._ids: dict[tuple[str, str, int], int] = {}
 
-    def string(self, text: str) -> int:
-        """Returns the index of a string in the profile's string table. The empty string has index 0."""
+    def string_index(self, text: str) -> int:
         # Unpaired surrogates, which a damaged name may contain, cannot be encoded.
         return self.strings.setdefault(text.encode("utf-8", "replace").decode(), len(self.strings))
 
-    def location(self, name: str, file: str, line: int) -> int:
-        """Returns the id of a stack frame (called a location in pprof). Ids start at 1."""
+    def location_id(self, name: str, file: str, line: int) -> int:
         key = (name, file, line)
         if key not in self._ids:
             number = self._ids[key] = len(self._ids) + 1
-            text = self.string(name)
-            names = write_field(2, text) + write_field(3, text) + write_field(4, self.string(file))
+            text = self.string_index(name)
+            names = write_field(2, text) + write_field(3, text) + write_field(4, self.string_index(file))
             self.functions.append(write_field(5, write_field(1, number) + names))
             place = write_field(4, write_field(1, number) + write_field(2, line))
             self.locations.append(write_field(4, write_field(1, number) + place))

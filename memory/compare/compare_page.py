@@ -117,7 +117,7 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
     the program factory uses.
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
-    subject, target, several = _subject(rows, comparison["config"]), comparison["target"], len(_tasks(rows)) > 1
+    subject, target, several = _page_title(rows, comparison["config"]), comparison["target"], len(_tasks(rows)) > 1
     winner = next(iter(best_of_each(rows)), None) if not several else None
     with_formulas = any(row.formula for row in rows)
     return page(
@@ -128,9 +128,9 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
         where=where(target),
         facts=facts(comparison["rows"], comparison["given"]),
         versions=versions(comparison["versions"]),
-        figures=_figures(rows, winner),
-        best=(describe_method(winner), _command(comparison, winner)) if winner else None,
-        each=_best_of_each(comparison, rows) if several else None,
+        figures=_header_figures(rows, winner),
+        best=(describe_method(winner), _row_command(comparison, winner)) if winner else None,
+        each=_best_row_per_task(comparison, rows) if several else None,
         none_fits=bool(rows) and not any(row.fits is not False for row in rows if row.ok),
         interrupted=comparison.get("interrupted", False),
         grid=feasibility_grid.grid(rows),
@@ -164,10 +164,10 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
     keys = varying(rows)
     best = [row.overrides for row in best_of_each(rows)]
     lines = [
-        _line(row, entry, keys, row.overrides in best) | {"command": _command(comparison, row)}
+        _line(row, entry, keys, row.overrides in best) | {"command": _row_command(comparison, row)}
         for row, entry in zip(rows, comparison["rows"])
     ]
-    columns = [column for column in PAGE_COLUMNS if any(_has_figure(column, line["values"]) for line in lines)]
+    columns = [column for column in PAGE_COLUMNS if any(_has_value(column, line["values"]) for line in lines)]
     drawn = {column.key for column in columns} | {MEASURED, PREDICTED, RECOMPUTED, "allocated_bytes"}
     tasks = {task: number for number, task in enumerate(_tasks(rows))}
     for line in lines:  # there may be hundreds of rows: omit values that are not drawn, and replace long task keys
@@ -189,10 +189,9 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
     }
 
 
-def _has_figure(column: ColumnView, values: Mapping[str, float | None]) -> bool:
-    """Returns whether a column has a value to show. None is never shown. 0 is shown only in columns with gaps between
-    compiler and formula."""
+def _has_value(column: ColumnView, values: Mapping[str, float | None]) -> bool:
     value = values[column.key]
+    # 0 is shown only in columns with gaps between compiler and formula.
     return value is not None if column.kind == "gap" else bool(value)
 
 
@@ -210,17 +209,13 @@ def _tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return tasks
 
 
-def _command(comparison: Mapping[str, Any], row: Row) -> str:
-    """Returns the command that runs the program of a row. The row's own keys come last, so that they override the
-    flags of the comparison."""
+def _row_command(comparison: Mapping[str, Any], row: Row) -> str:
     source = "" if CONFIG in row.overrides else comparison["config"]
     target = row.overrides.get(TARGET) or comparison["target"].get("name", "")
     return row.command(source, target, comparison["given"])
 
 
-def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTable:
-    """Returns a table with the best row of each task, which is a group of rows that compute the same. Tasks keep their
-    order."""
+def _best_row_per_task(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTable:
     keys, records = task_keys(rows), []
     for members in _tasks(rows).values():
         best = next(iter(best_of_each(members)), None)
@@ -230,7 +225,7 @@ def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTab
                 "task": label(members[0], keys),
                 "how": describe_method(best) if best else "none fits",
                 "verdict": "" if best else "exceeds",
-                "command": _command(comparison, best) if best else "",
+                "command": _row_command(comparison, best) if best else "",
             }
         )
     return page_table(TableView(BEST_COLUMNS, records))
@@ -282,18 +277,12 @@ def _finite(value: float | None) -> float | None:
     return None if value is None or math.isinf(value) else value  # JSON has no infinity
 
 
-def _subject(rows: Sequence[Row], config: str) -> str:
-    """Returns the page's title: the names of the compared configs."""
+def _page_title(rows: Sequence[Row], config: str) -> str:
     names = list(dict.fromkeys(str(row.overrides[CONFIG]) for row in rows if CONFIG in row.overrides))
     return (", ".join(names) if len(names) <= 4 else f"{len(names)} configs") or config or "Combinations"
 
 
-def _figures(rows: Sequence[Row], best: Row | None) -> list[HeaderFigure]:
-    """Returns the large figures in the page's header: the number of combinations, the number of rows that fit, and the
-    memory and time of the best row.
-
-    best: the best row; None if no row fits, or if the rows are of several tasks.
-    """
+def _header_figures(rows: Sequence[Row], best: Row | None) -> list[HeaderFigure]:
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     limit = f"of {human(limits.pop())}" if len(limits) == 1 else "each within its own limit"
     figures = [

@@ -201,16 +201,15 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
             groups.setdefault(workload(row), []).append(row)
     optimal = set()
     for group in groups.values():
-        optimal |= _pareto_optimal(group)
+        optimal |= _pareto_optimal_ids(group)
     return [dataclasses.replace(row, pareto=id(row) in optimal) for row in rows]
 
 
-def _pareto_optimal(rows: Sequence[Row]) -> set[int]:
-    """Returns the `id` of each Pareto-optimal row of one task. Visits the rows by increasing bytes; a row is optimal
-    if it costs less than all rows before it."""
+def _pareto_optimal_ids(rows: Sequence[Row]) -> set[int]:
     _, cost = cost_of(rows)
     out: set[int] = set()
     min_cost, last = math.inf, None
+    # By increasing bytes: a row is optimal if it costs less than all rows before it.
     for row in sorted(rows, key=lambda row: (row.allocated_bytes, cost(row))):
         point = row.allocated_bytes, cost(row)
         if last is None or point == last or point[1] < min_cost:

@@ -107,8 +107,10 @@ def sources_of_rates(words: str, rates: Iterable[str], more: str = "") -> list[R
 
 def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -> RenderableType | None:
     out = [
-        *_reasons(rows, keys, lambda row: "" if row.ok else row.status, "red"),
-        *_reasons(rows, keys, lambda row: row.unpredicted and f"no seconds are predicted: {row.unpredicted}", "dim"),
+        *_list_reasons(rows, keys, lambda row: "" if row.ok else row.status, "red"),
+        *_list_reasons(
+            rows, keys, lambda row: row.unpredicted and f"no seconds are predicted: {row.unpredicted}", "dim"
+        ),
     ]
     out += sources_of_rates("predicted s, with its spread, tokens/s and MFU", (row.rates for row in rows))
     out += [
@@ -151,19 +153,15 @@ def as_fast(others: Sequence[str]) -> str:
     return f"tied within {TIE:.0%} of its predicted time: {named}; chosen for less recomputation, then less memory"
 
 
-def _reasons(
+def _list_reasons(
     rows: Sequence[Row], keys: Sequence[str], reason: Callable[[Row], str], style: str
 ) -> list[RenderableType]:
-    """Returns one line for each distinct reason. The line names the first row with this reason, the number of other
-    rows, and the reason.
-
-    reason: a function from a row to its reason. Rows for which it returns "" are skipped.
-    """
     failed: dict[str, list[Row]] = {}
     for row in rows:
         if reason(row):
             failed.setdefault(reason(row), []).append(row)
     out: list[RenderableType] = []
+    # One line per distinct reason: the first row, the number of other rows, the reason.
     for why, alike in failed.items():
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         out.append(Prose(Text.assemble((f"{one_line(label(alike[0], keys))}{more}: ", "bold"), safe(why), style=style)))

@@ -79,7 +79,7 @@ def grid(rows: Sequence[Row]) -> Grid | None:
     keys = sorted(varying(rows), key=lambda key: key == policy)  # the policy is last: its values are adjacent columns
     down, across = ([key for key in keys if rows[0].is_how(key) is how] for how in (False, True))
     cells = {(_values(row, down), _values(row, across)): row for row in rows}
-    names, columns = _ordered(rows, down), _ordered(rows, across)
+    names, columns = _distinct_values(rows, down), _distinct_values(rows, across)
     if min(len(names), len(columns)) < 2:
         return None
     winners = [row.overrides for row in best_of_each(rows)]
@@ -89,7 +89,7 @@ def grid(rows: Sequence[Row]) -> Grid | None:
     for before, line in zip([None, *names], names):
         squares = [_square(cells.get((line, column)), keys, size, largest, winners) for column in columns]
         new = before is not None and len(line) > 1 and before[0] != line[0]
-        lines.append(GridLine(_names(line, before), squares, new))
+        lines.append(GridLine(_line_names(line, before), squares, new))
     return Grid(unit, _legend(rows), _heads(down, across, columns, policy), lines)
 
 
@@ -103,9 +103,7 @@ def _values(row: Row, keys: Sequence[str]) -> Values:
     return tuple(row.value_text(key) for key in keys)
 
 
-def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
-    """Returns the distinct combinations of values that the rows have for `keys`. Values are ordered by their first
-    appearance."""
+def _distinct_values(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
     order = [list(dict.fromkeys(row.value_text(key) for row in rows)) for key in keys]
     return sorted(
         {_values(row, keys) for row in rows},
@@ -139,9 +137,8 @@ def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values]
     return heads
 
 
-def _names(line: Values, before: Values | None) -> list[str]:
-    """Returns the names at the left of a line. Leading names that are equal to the names of the line `before` are left
-    empty."""
+def _line_names(line: Values, before: Values | None) -> list[str]:
+    # Leading names that are equal to those of the line before are left empty.
     return ["" if before and before[: i + 1] == line[: i + 1] else text for i, text in enumerate(line)]
 
 
@@ -155,7 +152,9 @@ def _square(row: Row | None, keys: Sequence[str], size: int, largest: int, winne
     if row.recompute_flops_fraction is not None:
         title += f", {100 * row.recompute_flops_fraction:.1f} % recomputed"
     kind = _kind(row, share) + (" best" if row.overrides in winners else "")
-    return Square(_figure(row.allocated_bytes / size, whole=size == 1), kind, round(100 * min(share, 1)), title)
+    return Square(
+        _format_three_digits(row.allocated_bytes / size, whole=size == 1), kind, round(100 * min(share, 1)), title
+    )
 
 
 def _kind(row: Row, share: float) -> str:
@@ -166,8 +165,7 @@ def _kind(row: Row, share: float) -> str:
     return "near" if share > NEAR else "room"
 
 
-def _figure(value: float, whole: bool) -> str:
-    """Formats a number with about three digits, such as 342, 76.0 or 0.38. whole: round to an integer."""
+def _format_three_digits(value: float, whole: bool) -> str:
     if whole or value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 1 else f"{value:.2f}"

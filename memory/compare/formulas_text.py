@@ -39,8 +39,12 @@ def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console
 
 
 def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Prints the residual bytes, peak bytes and HFU/MFU of each compiled row next to the values of published
-    formulas."""
+    """Prints a table that compares compiled programs with published formulas for transformers.
+
+    A line for each row of `rows` that was compiled shows residual bytes and peak bytes on one device and HFU/MFU
+    (hardware FLOPs / model FLOPs), each as the compiler's value next to the formula's value. Notes below the table
+    explain the differences.
+    """
     keys, done = varying(rows), [row for row in rows if row.ok]
     unit, size = unit_of(done)
     named = key_columns(keys) or [ColumnView("key", kind="value", read=lambda record: "as configured")]

@@ -167,9 +167,6 @@ def _remedy(key: str, known: Sequence[str]) -> str:
 
 
 def _parse_value(key: str, text: Any, default: Any) -> Any:
-    """Converts the text of a command-line value to the type of the parameter's default, such as "8" -> 8 for an
-    integer. If the default is neither text, a boolean nor a number, the text is parsed as a Python literal, or returned
-    unchanged if it is none. Raises ReportError if the text does not have the type of the default."""
     if not isinstance(text, str) or isinstance(default, str):
         return text
     if isinstance(default, bool):
@@ -200,14 +197,13 @@ def _literal(text: str) -> Any:
 
 
 def _list_sources(module: ModuleType) -> list[Path]:
-    """Returns the .py files of a module's outermost package. If the module is in no package, returns its file and the
-    imported files in the same folder."""
     file = getattr(module, "__file__", None)
     if file is None:  # a notebook or an extension module
         return []
     top = sys.modules.get(module.__name__.partition(".")[0])
     if top is not None and "." in module.__name__ and hasattr(top, "__path__"):
         return sorted(path for folder in top.__path__ for path in Path(folder).rglob("*.py"))
+    # A module in no package: its file and the imported files in the same folder.
     folder = os.path.dirname(os.path.abspath(file))
     others = [getattr(other, "__file__", None) for other in list(sys.modules.values())]
     beside = {other for other in others if other and other.endswith(".py") and _is_within(other, folder)}

@@ -152,7 +152,6 @@ def _free_last_job() -> None:
 
 
 def _resident_bytes() -> int:
-    """Returns the resident host memory of this process in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

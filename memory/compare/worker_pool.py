@@ -121,7 +121,7 @@ class Worker:
         return {"status": self._describe_end(), "dead": True}
 
     def kill(self) -> None:
-        """Kills the process without waiting for it."""
+        """Kills the worker process without waiting until it has ended."""
         with contextlib.suppress(OSError):
             self._process.kill()
 
@@ -135,7 +135,6 @@ class Worker:
                     stream.close()
 
     def _describe_end(self) -> str:
-        """Describes why the process ended, by its signal or exit code and the last line of its stderr."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

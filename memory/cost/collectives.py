@@ -48,16 +48,13 @@ def find(attribution: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) 
         times = counts.get(instruction.computation, 0)
         kind = instruction.opcode.removesuffix("-start")
         if kind in WIRE and times:
-            collectives += _collective(attribution, mesh, per_host, instruction, kind, times)
+            collectives += _record_collective(attribution, mesh, per_host, instruction, kind, times)
     return tuple(collectives)
 
 
-def _collective(
+def _record_collective(
     attribution: Attribution, mesh: hlo_mesh.Axes, per_host: int, instruction: Instruction, kind: str, times: int
 ) -> Iterator[Collective]:
-    """Yields the record of a collective instruction that runs `times` times in a step; yields nothing if it sends no
-    bytes.
-    """
     module = attribution.module
     groups = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
     sent, group = share(kind, groups, module.devices)
@@ -80,7 +77,7 @@ def _collective(
         kind=kind,
         axes=hlo_mesh.spanned(groups, mesh),
         group=group,
-        dtype=_dtype(arrays),
+        dtype=_join_dtypes(arrays),
         times=times,
         bytes=payload,
         wire_bytes=round(sent * payload),
@@ -124,8 +121,7 @@ def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]
     return (WIRE[kind](group), group) if group > 1 else (0.0, group)
 
 
-def _dtype(arrays: Iterable[HloShape]) -> str:
-    """Returns the dtypes of the arrays joined by "+", the one with the most bytes first."""
+def _join_dtypes(arrays: Iterable[HloShape]) -> str:
     sizes: dict[str, int] = {}
     for shape in arrays:
         sizes[shape.dtype] = sizes.get(shape.dtype, 0) + shape.bytes

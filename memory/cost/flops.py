@@ -112,7 +112,7 @@ def count(jaxpr: Any) -> FlopCount:
 
     inner = jaxpr.jaxpr
     live, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
-    counted = _count(live, "")
+    counted = _count_jaxpr(live, "")
     return FlopCount(
         round(counted.total),
         round(counted.recomputed),
@@ -128,10 +128,7 @@ def count_equation(equation: Any) -> FlopCount:
     return _equation(equation, str(equation.source_info.name_stack))
 
 
-def _count(jaxpr: Any, stack: str) -> FlopCount:
-    """Counts the FLOPs of a jaxpr. `stack` is the name stack of the equation that contains the jaxpr; it is put before
-    the name stacks of the inner equations.
-    """
+def _count_jaxpr(jaxpr: Any, stack: str) -> FlopCount:
     total = FlopCount()
     for equation in jaxpr.eqns:
         total += _equation(equation, f"{stack}/{equation.source_info.name_stack}")
@@ -142,17 +139,13 @@ def _equation(equation: Any, stack: str) -> FlopCount:
     name = equation.primitive.name
     if name in KERNELS:
         flops, recomputed = KERNELS[name](equation)
-        return _marked(flops, recomputed, stack, _unit(equation))
+        return _kernel_count(flops, recomputed, stack, _compute_unit(equation))
     if name in OPAQUE:
         return FlopCount(notes=(f"{name}: the FLOPs of this foreign kernel are not counted",))
-    return CONTROL.get(name, _call)(equation, stack)
+    return CONTROL.get(name, _count_call)(equation, stack)
 
 
-def _marked(flops: int, recomputed: int, stack: str, unit: str) -> FlopCount:
-    """Returns the FLOP count of one kernel. Its phase is derived from the transformations in its name stack.
-
-    `recomputed`: FLOPs that the kernel recomputes itself.
-    """
+def _kernel_count(flops: int, recomputed: int, stack: str, unit: str) -> FlopCount:
     phase = next((phase for mark, phase in _PHASES if mark.search(stack)), "forward")
     by = {(phase, unit): flops}
     if RECOMPUTED.search(stack):
@@ -169,15 +162,13 @@ _WIDTHS = ("fp8", "bf16", "fp16", "fp32")
 _PRECISIONS = (("TF32", "tf32"), ("BF16", "bf16"), ("F16", "fp16"), ("HIGHEST", "fp32"), ("F32_F32", "fp32"))
 
 
-def _unit(equation: Any) -> str:
-    """Returns the compute unit of a matrix product: the larger dtype of its two operands, or, for float32 operands,
-    the precision in which they are multiplied.
-    """
+def _compute_unit(equation: Any) -> str:
     names = [str(variable.aval.dtype) for variable in equation.invars[:2]]
     units = ["fp8" if name.startswith("float8") else _UNITS.get(name, "fp32") for name in names]
     widest = max(units, key=_WIDTHS.index)
     if widest != "fp32":
         return widest
+    # Float32 operands may be multiplied in a lower precision.
     precision = str(equation.params.get("precision")).upper()
     return next((unit for word, unit in _PRECISIONS if word in precision), "tf32")
 
@@ -185,69 +176,56 @@ def _unit(equation: Any) -> str:
 # ---- equations that compute: (FLOPs, FLOPs among them that the kernel recomputes itself) --------------------------
 
 
-def _dot(equation: Any) -> tuple[int, int]:
-    """Returns (FLOPs of a matrix product, 0 for recomputed FLOPs). The FLOPs are 2 x output elements x contracted
-    elements.
-    """
+def _dot_flops(equation: Any) -> tuple[int, int]:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
     return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted), 0
 
 
-def _ragged_dot(equation: Any) -> tuple[int, int]:
-    """Returns (FLOPs of a grouped matrix product, 0 for recomputed FLOPs). Each row is multiplied by the matrix of its
-    group, which takes 2 x rows x contracted size x columns.
-
-    The left operand has the batch, the rows and the contracted dimensions.
-    """
+def _ragged_dot_flops(equation: Any) -> tuple[int, int]:
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     left, right = (variable.aval.shape for variable in equation.invars[:2])
     others = {*contracted, *batch, *numbers.rhs_group_dimensions}
     columns = math.prod(size for axis, size in enumerate(right) if axis not in others)
+    # The left operand has the batch, the rows and the contracted dimensions.
     return 2 * math.prod(left) * columns, 0
 
 
-def _convolution(equation: Any) -> tuple[int, int]:
-    """Returns (FLOPs of a convolution, 0 for recomputed FLOPs). The FLOPs are 2 x output elements x input features of
-    a group x window elements. Padding and dilation are not subtracted.
-    """
+def _convolution_flops(equation: Any) -> tuple[int, int]:
     shape = equation.invars[1].aval.shape
     features_out = equation.params["dimension_numbers"].rhs_spec[0]
     window = math.prod(size for axis, size in enumerate(shape) if axis != features_out)
     groups = equation.params["batch_group_count"]
+    # Padding and dilation are not subtracted.
     return 2 * math.prod(equation.outvars[0].aval.shape) * window // groups, 0
 
 
-def _attention(equation: Any) -> int:
-    """Returns the product B L S H K of a cuDNN attention call: batch x queries x keys x heads x head dimension.
-    Query-key pairs that a causal mask removes are included, as usual in the literature.
-    """
+def _attention_product(equation: Any) -> int:
     query, key = (variable.aval.shape for variable in equation.invars[:2])
     heads_first = equation.params["layout"] == 1  # jax's AttentionLayout: 0 is B L H K, 1 is B H L K
+    # B L S H K. Query-key pairs that a causal mask removes are included, as usual in the literature.
     return math.prod(query) * key[2 if heads_first else 1]
 
 
-def _attention_forward(equation: Any) -> tuple[int, int]:
-    """Returns (FLOPs of the attention products Q K^T and P V, 0 for recomputed FLOPs). The FLOPs are 4 B L S H K."""
-    return 4 * _attention(equation), 0
+def _attention_forward_flops(equation: Any) -> tuple[int, int]:
+    # The products Q K^T and P V.
+    return 4 * _attention_product(equation), 0
 
 
-def _attention_backward(equation: Any) -> tuple[int, int]:
-    """Returns (FLOPs of the attention gradient, recomputed FLOPs among them). The products for dP, dV, dQ and dK take
-    8 B L S H K, and recomputing Q K^T takes 2 B L S H K (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
-    """
-    return 10 * _attention(equation), 2 * _attention(equation)
+def _attention_backward_flops(equation: Any) -> tuple[int, int]:
+    # dP, dV, dQ and dK take 8 B L S H K. Recomputing Q K^T takes 2 (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
+    return 10 * _attention_product(equation), 2 * _attention_product(equation)
 
 
 KERNELS: dict[str, Callable[[Any], tuple[int, int]]] = {
-    "dot_general": _dot,
-    "fp8_tile_product": _dot,  # within the kernel of model/fp8.py
-    "ragged_dot_general": _ragged_dot,
-    "conv_general_dilated": _convolution,
+    "dot_general": _dot_flops,
+    "fp8_tile_product": _dot_flops,  # within the kernel of model/fp8.py
+    "ragged_dot_general": _ragged_dot_flops,
+    "conv_general_dilated": _convolution_flops,
 } | {
     f"dot_product_attention{kind}_{way}{wrapper}": rule
-    for way, rule in (("fwd", _attention_forward), ("bwd", _attention_backward))
+    for way, rule in (("fwd", _attention_forward_flops), ("bwd", _attention_backward_flops))
     for kind in ("", "_fp8")
     for wrapper in ("", "_wrapper")
 }
@@ -258,17 +236,16 @@ OPAQUE = frozenset(("ffi_call", "triton_kernel_call", "tpu_custom_call", "pure_c
 # ---- equations that contain others --------------------------------------------------------------------------
 
 
-def _call(equation: Any, stack: str) -> FlopCount:
-    """Counts a call whose body runs once, such as jit, checkpoint, custom_jvp_call or custom_vjp_call."""
-    return sum((_count(body, stack) for body in bodies(equation)), FlopCount())
+def _count_call(equation: Any, stack: str) -> FlopCount:
+    return sum((_count_jaxpr(body, stack) for body in bodies(equation)), FlopCount())
 
 
 def _scan(equation: Any, stack: str) -> FlopCount:
-    return _call(equation, stack).times(equation.params["length"])
+    return _count_call(equation, stack).times(equation.params["length"])
 
 
 def _while(equation: Any, stack: str) -> FlopCount:
-    once, mean = _call(equation, stack), MEAN_TURNS.search(stack)
+    once, mean = _count_call(equation, stack), MEAN_TURNS.search(stack)
     if mean:
         return once.times(Fraction(int(mean[1]), int(mean[2])))
     note = ("a while loop has no known trip count: its body is counted once",) if once.total else ()
@@ -276,39 +253,35 @@ def _while(equation: Any, stack: str) -> FlopCount:
 
 
 def _cond(equation: Any, stack: str) -> FlopCount:
-    branches = [_count(inner_jaxpr(branch), stack) for branch in equation.params["branches"]]
+    branches = [_count_jaxpr(inner_jaxpr(branch), stack) for branch in equation.params["branches"]]
     return max(branches, key=lambda branch: branch.total)
 
 
-def _linear_call(equation: Any, stack: str) -> FlopCount:
-    """Counts the forward function of a `linear_call`. Its transpose, which is its other jaxpr, does not run."""
-    return _count(inner_jaxpr(equation.params["callee"]), stack)
+def _count_linear_call(equation: Any, stack: str) -> FlopCount:
+    # The other jaxpr is the transpose, which does not run here.
+    return _count_jaxpr(inner_jaxpr(equation.params["callee"]), stack)
 
 
 def _shard_map(equation: Any, stack: str) -> FlopCount:
     mesh, manual = equation.params["mesh"], equation.params["newly_manual_axes"]
     shards = math.prod(size for axis, size in mesh.shape.items() if axis in manual)
-    return _partitioned(equation, stack).times(shards)
+    return _count_custom_partitioning(equation, stack).times(shards)
 
 
-def _partitioned(equation: Any, stack: str) -> FlopCount:
-    """Counts a `custom_partitioning` call. Its kernels are partitioned, so they do not count as replicated."""
-    return dataclasses.replace(_call(equation, stack), replicated={})
+def _count_custom_partitioning(equation: Any, stack: str) -> FlopCount:
+    # The kernels are partitioned, so they do not count as replicated.
+    return dataclasses.replace(_count_call(equation, stack), replicated={})
 
 
-def _pallas(equation: Any, stack: str) -> FlopCount:
-    """Returns the FLOPs that a Pallas kernel states in its `cost_estimate`, in the dtype of most matrix products in
-    its body.
-
-    If the kernel has no estimate, its body counts once for every grid point, including parts that the kernel skips by
-    its own conditions.
-    """
-    body, estimate = _call(equation, stack), equation.params["cost_estimate"]
+def _count_pallas_call(equation: Any, stack: str) -> FlopCount:
+    body, estimate = _count_call(equation, stack), equation.params["cost_estimate"]
     grid = equation.params["grid_mapping"].grid
     if estimate:
-        unit = max(body.by, key=body.by.__getitem__)[1] if body.by else _unit(equation)
-        count = _marked(estimate.flops, 0, stack, unit)
+        # The stated FLOPs count in the dtype of most matrix products in the body.
+        unit = max(body.by, key=body.by.__getitem__)[1] if body.by else _compute_unit(equation)
+        count = _kernel_count(estimate.flops, 0, stack, unit)
     elif all(isinstance(size, int) for size in grid):
+        # Includes parts that the kernel skips by its own conditions.
         count = body.times(math.prod(grid))
     else:
         count = body + FlopCount(notes=("a Pallas grid of unknown size is counted as one point",))
@@ -324,8 +297,8 @@ CONTROL: dict[str, Callable[[Any, str], FlopCount]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "linear_call": _linear_call,
+    "linear_call": _count_linear_call,
     "shard_map": _shard_map,
-    "custom_partitioning": _partitioned,
-    "pallas_call": _pallas,
+    "custom_partitioning": _count_custom_partitioning,
+    "pallas_call": _count_pallas_call,
 }

@@ -75,9 +75,6 @@ class _KernelBytes:
         return self.known[id, around]
 
     def sum_called(self, call: Instruction, phase: str) -> Sums:
-        """Returns the bytes that the computations called by an instruction move, in the form that `sum_computation`
-        returns. A loop counts with all iterations, a conditional only with the branch that moves the most bytes.
-        """
         inner = [self.sum_computation(id, phase) for id in call.called]
         if call.opcode == "conditional":
             return max(inner, key=lambda sums: sum(map(sum, sums.values())), default={})
@@ -169,11 +166,6 @@ def _device_bytes(shape: HloShape) -> int:
 
 
 def _operand_bytes_read(module: Module, user: Instruction, position: int, source: HloShape) -> int:
-    """Returns the bytes that an instruction reads from one operand. Slices and gathers read only a part of their first
-    operand, in-place updates none or a part of it.
-
-    `position`: index of the operand. `source`: shape of the operand.
-    """
     touched = None
     if position == 0 and user.opcode in _SLICING:
         touched = module.shape(user).elements

@@ -189,13 +189,11 @@ def _recompute_flops(variable: Any, makers: dict[Any, Any]) -> int:
 
 
 def _flops_for_outputs(equation: Any, wanted: set) -> int:
-    """Returns the FLOPs of an equation. If the equation calls a function, counts only the part of the function that
-    computes the outputs in `wanted`.
-    """
     from jax.interpreters import partial_eval
 
     inside = list(bodies(equation))
     if equation.primitive.name not in ("pjit", "jit", "closed_call", "custom_vjp_call") or len(inside) != 1:
         return flops.count_equation(equation).total
+    # Only the part of the called function that computes the wanted outputs.
     live, _ = partial_eval.dce_jaxpr(inside[0], [variable in wanted for variable in equation.outvars])
     return sum(flops.count_equation(inner).total for inner in live.eqns)

@@ -82,9 +82,6 @@ def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
 
 
 def _find_done(attribution: Attribution, start: Instruction) -> Instruction | None:
-    """Returns the done instruction that ends the asynchronous operation begun by `start`; None if there is none. Update
-    instructions between start and done are skipped.
-    """
     for _ in range(_MAX_UPDATES):
         after = [user for user in attribution.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
         if not after:
@@ -117,7 +114,6 @@ def flops(module: Module, instruction: Instruction, known: dict[int, int] | None
 
 
 def _dot_flops(module: Module, instruction: Instruction) -> int:
-    """Returns the FLOPs of a dot: 2 x result elements x contracted elements."""
     contracted: list[int] = []
     for field, value in wire.fields(module.data, instruction.span):
         if field == 30:
@@ -135,9 +131,6 @@ def _product(module: Module, instruction: Instruction, contracted: list[int]) ->
 
 
 def _library_call_flops(module: Module, instruction: Instruction) -> int:
-    """Returns the FLOPs of a library call: a GEMM or attention; 0 for other calls. The contracted axes of a GEMM and
-    the shape of the attention scores are in the call's backend settings.
-    """
     config = backend_config(module, instruction)
     gemm = _inner(config, "gemm_backend_config", "dot_dimension_numbers")
     if gemm:

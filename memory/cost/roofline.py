@@ -117,7 +117,7 @@ class Prediction:
     source: str = DATA_SHEET
 
     def to_json(self) -> dict[str, Any]:
-        """Returns every field as plain JSON values."""
+        """Returns field -> value as plain JSON values, times in seconds."""
         return dataclasses.asdict(self)
 
 
@@ -164,10 +164,10 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
     for window in _WINDOWS:
         parts = [work[phase] for phase in window if phase in work]
         for phase in window:
-            for term, value in _device_seconds(work.get(phase, {}), figures).items():
+            for term, value in _min_phase_seconds(work.get(phase, {}), figures).items():
                 by_term[term] += value
                 by_phase[phase] += value
-        overlapped = _overlapped_seconds(parts, figures)
+        overlapped = _min_overlapped_seconds(parts, figures)
         longest = max(overlapped, key=lambda term: overlapped[term])
         wait = max(overlapped[longest] - sum(by_phase[phase] for phase in window), 0.0)
         by_term[longest] += wait
@@ -176,12 +176,8 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
     return Prediction(sum(by_phase.values()), by_phase, by_term, bound_by, figures.source)
 
 
-def _device_seconds(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
-    """Returns the minimum seconds of one phase without the transfers that overlap it: {"products": seconds, "memory":
-    seconds, "collectives": seconds}.
-
-    `part`: FLOPs and bytes of the phase, in the form that the module's docstring describes.
-    """
+def _min_phase_seconds(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
+    # Without the transfers that overlap the phase.
     flops = sum(count / figures.flops_per_s(dtype) for dtype, count in part.get("flops", {}).items())
     return {
         "products": max(flops, part.get("product_bytes", 0) / figures.hbm_bytes_per_s),
@@ -190,15 +186,11 @@ def _device_seconds(part: Mapping[str, Any], figures: Figures) -> dict[str, floa
     }
 
 
-def _overlapped_seconds(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
-    """Returns the minimum seconds of the transfers that run at the same time as the compute of some phases:
-    {"collectives": seconds, "host_link": seconds of the slower direction}.
-
-    `parts`: FLOPs and bytes of each phase, in the form that the module's docstring describes.
-    """
+def _min_overlapped_seconds(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
     moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
     return {
         "collectives": sum(_sent(part.get("hidden_collective_bytes", {}), figures) for part in parts),
+        # The two directions do not share the link's rate.
         "host_link": max(moved) / figures.host_link_bytes_per_s,
     }
 
@@ -312,9 +304,6 @@ _WORK = {
 
 
 def _check_work(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Checks that all FLOPs and bytes in a report's `work` are numbers of at least 0, and returns it unchanged. Raises
-    ReportError if they are not.
-    """
     for phase, part in work.items():
         if not isinstance(part, Mapping):
             raise ReportError(f"the report is damaged (work.{phase} is {part!r:.40}): write it again")

@@ -203,8 +203,6 @@ def _newest_first(path: Path) -> float:
 
 
 def _remove_old_protos(entry: Path) -> None:
-    """Removes the oldest protos of a cache entry until the maximum number is left. Also removes all protos whose entry
-    no longer exists."""
     protos = sorted(entry.parent.glob(f"*{_BUFFERS}"), key=_newest_first)
     own = [path for path in protos if path.name.startswith(entry.name.removesuffix("cache"))]
     orphans = [path for path in protos if not (entry.parent / f"{path.name.rpartition('-')[0]}-cache").exists()]

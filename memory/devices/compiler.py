@@ -191,10 +191,10 @@ def compile_lowered(
     with contextlib.ExitStack() as settings:
         settings.enter_context(hold_back_log())
         if described:
-            settings.enter_context(_no_cache())
+            settings.enter_context(_disabled_compilation_cache())
         read_settings = settings.enter_context(_memory_settings(device_memory_bytes if described else None))
         result = _compile_or_load(lowered, options or {}, exact and not described)
-    module, assignment = (b"", b"") if result.proto else _serialize_module(result.compiled)
+    module, assignment = (b"", b"") if result.proto else _serialize_module_and_buffers(result.compiled)
     return Compilation(
         proto=result.proto,
         module=module,
@@ -215,7 +215,7 @@ def read_compiled(compiled: CompiledStage) -> Compilation:
 
     Raises ReportError if the executable does not contain its module.
     """
-    module, assignment = _serialize_module(compiled)
+    module, assignment = _serialize_module_and_buffers(compiled)
     return Compilation(
         module=module,
         assignment=assignment,
@@ -226,12 +226,7 @@ def read_compiled(compiled: CompiledStage) -> Compilation:
     )
 
 
-def _serialize_module(compiled: CompiledStage) -> tuple[bytes, bytes]:
-    """Returns an executable's serialized HloModuleProto and BufferAssignmentProto. The second is b"" if the backend
-    does not provide it.
-
-    Raises ReportError if the executable does not contain its module.
-    """
+def _serialize_module_and_buffers(compiled: CompiledStage) -> tuple[bytes, bytes]:
     try:
         modules = compiled.runtime_executable().hlo_modules()
         module = modules[0].as_serialized_hlo_module_proto()
@@ -304,7 +299,7 @@ def _compile_or_load(lowered: LoweredStage, options: Mapping[str, Any], exact: b
             with result.entry.removed() as is_removed:
                 result = _compile(lowered, options) if is_removed else result
     if not result.proto and exact:
-        with _no_cache():
+        with _disabled_compilation_cache():
             return _compile(lowered, options)
     if result.proto and result.entry is not None:
         stats_json = dataclasses.asdict(result.stats) if result.stats else None
@@ -313,11 +308,6 @@ def _compile_or_load(lowered: LoweredStage, options: Mapping[str, Any], exact: b
 
 
 def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResult:
-    """Compiles a program. If XLA fails with an error that other compiler options avoid, compiles again with these
-    options. The proto in the result is b"" if XLA wrote no proto with buffers.
-
-    Raises ReportError if a size that XLA computes overflows.
-    """
     try:
         return _compile_once(lowered, options)
     except Exception as error:  # XLA raises several types
@@ -337,18 +327,17 @@ def _compile_once(lowered: LoweredStage, options: Mapping[str, Any], notes: tupl
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # jax may compile small helper programs too; the step is the largest program.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)
-        proto = _proto_with_buffers(protos[-1]) if protos else b""
+        proto = _read_proto_with_buffers(protos[-1]) if protos else b""
     return _CompileResult(compiled, proto, stats_of(compiled), notes, entries[-1] if entries else None)
 
 
-def _proto_with_buffers(path: Path) -> bytes:
-    """Returns the serialized HloProto in a file that XLA wrote. Returns b"" if the file is truncated or has no buffer
-    assignment."""
+def _read_proto_with_buffers(path: Path) -> bytes:
     from bytescope.memory.hlo import dumps, wire
 
     try:
         proto = dumps.unpacked(path.read_bytes())  # gzip if the user's XLA_FLAGS ask for it
         for field, value in wire.fields(proto, (0, len(proto))):
+            # the buffer assignment
             if field == 3 and not isinstance(value, int) and value[1] > value[0]:
                 return proto
     except ReportError:  # a full disk cuts the dump off
@@ -409,14 +398,13 @@ def _slop_of_flags() -> int:
 
 
 @contextlib.contextmanager
-def _no_cache() -> Iterator[None]:
-    """Context manager that disables jax's persistent compilation cache. jax reads the setting only once, so its cache
-    state is reset."""
+def _disabled_compilation_cache() -> Iterator[None]:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]  # jax sets its options at run time
     jax.config.update("jax_enable_compilation_cache", False)
+    # jax reads the setting only once, so its cache state is reset.
     compilation_cache.reset_cache()
     try:
         yield

@@ -17,10 +17,10 @@ def free_host_bytes(root: str = "/") -> int:
     root: the root of the file system to read, for tests. Without /proc, all physical memory counts as free.
     """
     free = list(_cgroup_rooms(root))
-    used, limit = _proc_value(os.path.join(root, "proc/self/status"), "VmSize:"), address_space_limit()
+    used, limit = _read_proc_value(os.path.join(root, "proc/self/status"), "VmSize:"), address_space_limit()
     if used is not None and limit is not None:
         free.append(limit - used * 1024)
-    available = _proc_value(os.path.join(root, "proc/meminfo"), "MemAvailable:")
+    available = _read_proc_value(os.path.join(root, "proc/meminfo"), "MemAvailable:")
     free.append(physical_bytes(root) if available is None else available * 1024)
     return max(min(free), 0)
 
@@ -43,7 +43,7 @@ def address_space_limit() -> int | None:
 
 def physical_bytes(root: str = "/") -> int:
     """Returns the host's physical memory in bytes; 0 if it is unknown."""
-    total = _proc_value(os.path.join(root, "proc/meminfo"), "MemTotal:")
+    total = _read_proc_value(os.path.join(root, "proc/meminfo"), "MemTotal:")
     if total is not None:
         return total * 1024
     try:
@@ -74,16 +74,11 @@ def _cgroup_rooms(root: str) -> Iterator[int]:
 
 
 def _cgroup_free_bytes(group: str, limit_name: str, use_name: str, cache_key: str) -> int | None:
-    """Returns the bytes that processes can still take under the limit of one memory cgroup; None if it has no limit.
-    Cached files that the kernel can drop count as free.
-
-    group: folder of the cgroup. limit_name, use_name: names of the files with its limit and its use. cache_key: key of
-    the cached bytes in its file memory.stat.
-    """
     limit, use = _number(os.path.join(group, limit_name)), _number(os.path.join(group, use_name))
     if limit is None or use is None:  # "max" is not a number: no limit
         return None
-    return limit - use + (_proc_value(os.path.join(group, "memory.stat"), cache_key) or 0)
+    # Cached files that the kernel can drop count as free.
+    return limit - use + (_read_proc_value(os.path.join(group, "memory.stat"), cache_key) or 0)
 
 
 def _number(path: str) -> int | None:
@@ -91,9 +86,7 @@ def _number(path: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _proc_value(path: str, key: str) -> int | None:
-    """Returns the number after `key` in a file whose lines have the form "key number". Returns None if the key is
-    missing."""
+def _read_proc_value(path: str, key: str) -> int | None:
     for line in _lines(path):
         words = line.split()
         if len(words) > 1 and words[0] == key and words[1].isdigit():

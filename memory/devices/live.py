@@ -77,19 +77,19 @@ def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | No
         stats = device.memory_stats()
     except Exception:  # compile-only devices and old plugins raise various errors
         return None
-    rss, peak_rss = _resident()
+    rss, peak_rss = _current_and_peak_rss()
     if stats:
         return LiveMemory(
             device=device.device_kind,
             source="allocator",
             host_rss_bytes=rss,
             host_peak_rss_bytes=peak_rss,
-            **_allocator(stats),
-            **_card(device),
+            **_allocator_fields(stats),
+            **_nvml_fields(device),
         )
     if device.platform != "cpu":
         return LiveMemory(
-            device.device_kind, "allocator", host_rss_bytes=rss, host_peak_rss_bytes=peak_rss, **_card(device)
+            device.device_kind, "allocator", host_rss_bytes=rss, host_peak_rss_bytes=peak_rss, **_nvml_fields(device)
         )
     limit = rss + free_host_bytes() if host_limit and rss is not None else None
     return LiveMemory(
@@ -105,8 +105,6 @@ def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | No
 
 
 class _Predicted(Protocol):
-    """The protocol of an object with predicted bytes, such as a report."""
-
     @property
     def predicted_bytes(self) -> int: ...
 
@@ -155,8 +153,7 @@ def predicted_against_measured(report: _Predicted, live: LiveMemory | None, befo
     )
 
 
-def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the fields of LiveMemory that come from the statistics of XLA's allocator."""
+def _allocator_fields(stats: Mapping[str, int]) -> dict[str, Any]:
     in_use, limit = stats.get("bytes_in_use"), stats.get("bytes_limit")
     block = stats.get("largest_free_block_bytes")
     pool = stats.get("pool_bytes") or limit
@@ -173,11 +170,8 @@ def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _resident() -> tuple[int | None, int | None]:
-    """Returns (current, maximum) resident bytes of this process. Outside Linux, both are the maximum.
-
-    On Linux the values come from /proc, because `ru_maxrss` survives exec and includes the peak of the parent process.
-    """
+def _current_and_peak_rss() -> tuple[int | None, int | None]:
+    # Not `ru_maxrss` on Linux: it survives exec and includes the peak of the parent process.
     try:
         with open("/proc/self/status") as status:
             text = status.read()
@@ -193,9 +187,7 @@ def _resident() -> tuple[int | None, int | None]:
     return peak, peak
 
 
-def _card(device: JaxDevice) -> dict[str, int]:
-    """Returns the fields of LiveMemory that NVML reports for a CUDA device. Returns {} if NVML is not available or the
-    device is not a CUDA device."""
+def _nvml_fields(device: JaxDevice) -> dict[str, int]:
     if device.platform not in ("gpu", "cuda"):
         return {}
     try:
@@ -209,11 +201,10 @@ def _card(device: JaxDevice) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _nvml_handle(local_id: int) -> Any:
-    """Returns the NVML handle of the GPU that jax numbers `local_id` in this process. CUDA_VISIBLE_DEVICES, which
-    contains indices or UUIDs, is taken into account."""
     import pynvml
 
     pynvml.nvmlInit()
+    # indices or UUIDs
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     name = visible[local_id] if local_id < len(visible) else str(local_id)
     if name.isdigit():

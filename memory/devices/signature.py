@@ -73,11 +73,11 @@ def read_signature(lowered: LoweredStage) -> Signature | None:
     for path, _ in inside:
         place = keystr(path)  # [0][1]['w'] in (positional, keyword) arguments
         names.append(f"args{place[3:]}" if place.startswith("[0]") else place[3:])
-    for number, name in enumerate(_debug_names(debug, "arg_names", len(inside))):
+    for number, name in enumerate(_names_from_debug_info(debug, "arg_names", len(inside))):
         if not name.startswith(_LOST):
             names[number] = name
     names = _nnx_names(names, lowered.args_info)
-    paths = _debug_names(debug, "result_paths", len(outside)) or [keystr(path) for path, _ in outside]
+    paths = _names_from_debug_info(debug, "result_paths", len(outside)) or [keystr(path) for path, _ in outside]
     paths = _nnx_names(paths, lowered.out_info)
     # Newer versions of jax hoist constants out of the program; they are its first parameters.
     first = max(len(compile_args.get("global_in_avals", ())) - len(kept), 0)
@@ -91,13 +91,7 @@ def read_signature(lowered: LoweredStage) -> Signature | None:
     return Signature(tuple(arguments), tuple(results))
 
 
-def _debug_names(debug: Any, field: str, count: int) -> list[str]:
-    """Returns the names of a program's arguments or results that jax keeps for error messages. Returns [] if there are
-    not `count` names or one is empty.
-
-    debug: the `debug_info` of the lowered program. field: its attribute, "arg_names" or "result_paths". count: the
-    number of leaves.
-    """
+def _names_from_debug_info(debug: Any, field: str, count: int) -> list[str]:
     names = getattr(debug, field, None)
     return list(names) if isinstance(names, Collection) and len(names) == count and all(names) else []
 
@@ -117,7 +111,7 @@ def _nnx_names(names: Sequence[str], tree: Any) -> list[str]:
             paths.append("")
             continue
         counts = [len(jax.tree.leaves(state)) for state in node.states[0]]
-        inside = _nnx_paths(node, seen)
+        inside = _nnx_leaf_paths(node, seen)
         for number, count in enumerate(counts):
             paths += [inside[number] if len(inside) == len(counts) else ""] * count
     renamed = list(names)
@@ -131,7 +125,7 @@ def _nnx_names(names: Sequence[str], tree: Any) -> list[str]:
 
 
 def _is_nnx_object(node: Any) -> bool:
-    """Returns whether a tree node is a Flax NNX object, split into its graph definition and numbered leaves."""
+    # A Flax NNX object that is split into its graph definition and numbered leaves.
     return (
         type(node).__name__ == "NodeStates"
         and type(node).__module__.startswith("flax.")
@@ -141,9 +135,7 @@ def _is_nnx_object(node: Any) -> bool:
     )
 
 
-def _nnx_paths(node: Any, seen: dict[Any, Any]) -> list[str]:
-    """Returns the paths of a Flax NNX object's leaves in order. Returns [] if this version of Flax splits objects
-    differently."""
+def _nnx_leaf_paths(node: Any, seen: dict[Any, Any]) -> list[str]:
     try:
         from flax.nnx import graphlib
 

@@ -128,7 +128,7 @@ class Target:
         Raises ReportError if the optional package that compiles for the devices is missing, or if the machine has too
         few devices.
         """
-        return list(_devices(self.name))
+        return list(_devices_of_target(self.name))
 
     def mesh_devices(self, *sizes: int) -> np.ndarray:
         """Returns the devices as an array of shape `sizes`, for a `jax.sharding.Mesh`.
@@ -193,7 +193,7 @@ def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
             f"unknown target {name!r}: {hint}{' ' if hint else ''}Targets: {', '.join(names())} "
             "(cpu:8, h100:8, h100:2x8, h100:8@0.9, v5e:4x4)"
         )
-    shape = _numbers(count) if colon else ()
+    shape = _parse_shape(count) if colon else ()
     if colon and not shape:
         raise ReportError(
             f"target {name!r} has no number of devices after the colon: write a count such as 8 or a shape such as 2x8"
@@ -288,17 +288,15 @@ def from_devices(devices: Sequence[JaxDevice], default_fraction: MemoryFraction 
     return _described(name, chip, shape, _fraction(default_fraction))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """Parses the shape in a target's name, such as `2x8` -> (2, 8). Returns () if the text is not a shape of positive
-    numbers."""
+def _parse_shape(text: str) -> tuple[int, ...]:
+    # such as 2x8
     if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", text):
         return ()
     return tuple(int(part) for part in text.split("x"))
 
 
-def _gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns (hosts, devices per host) for a GPU target. A shape with one number means devices of one host. Raises
-    ReportError if no such machine exists."""
+def _check_gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
+    # (hosts, devices per host); one number means devices of one host
     full = (1, *shape)[-2:] if shape else (1, 1)
     per_host = chip.devices_per_host
     if len(shape) > 2 or full[1] > per_host:
@@ -317,9 +315,8 @@ def _gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
     return full
 
 
-def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Checks and returns the number of chips along each axis of a TPU slice. The first two must be even, because a
-    host has 2x2 chips. A slice with two axes may also be 1x1. Raises ReportError for other shapes."""
+def _check_tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
+    # The first two axes are even, because a host has 2x2 chips.
     rank = len(chip.max_shape)
     smallest = (1, 1) if rank == 2 else (2, 2, 1)
     full = shape or smallest
@@ -333,7 +330,7 @@ def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
     return full
 
 
-_SHAPES = {"cuda": _gpu_shape, "tpu": _tpu_shape}
+_SHAPES = {"cuda": _check_gpu_shape, "tpu": _check_tpu_shape}
 
 
 def _described(name: str, chip: Chip, shape: tuple[int, ...], fraction: MemoryFraction | None = None) -> Target:
@@ -371,7 +368,7 @@ def _cpu(name: str, shape: tuple[int, ...]) -> Target:
         raise ReportError(f"target {name!r} is not valid: CPU devices have a count and no shape; write cpu:8")
     n = shape[0] if shape else 1
     plain = f"cpu:{n}"
-    _devices(plain)
+    _devices_of_target(plain)
     return Target(
         plain,
         "cpu",
@@ -386,7 +383,7 @@ def _cpu(name: str, shape: tuple[int, ...]) -> Target:
 
 
 def _local() -> Target:
-    devices = _devices("local")
+    devices = _devices_of_target("local")
     first = devices[0]
     per_host = sum(d.process_index == first.process_index for d in devices)
     chip = next((c for c in CHIPS.values() if c.kind == first.device_kind), None)
@@ -422,10 +419,9 @@ def platform_of(device: JaxDevice) -> str:
 _GIVEN_FRACTIONS: dict[JaxDevice, MemoryFraction] = {}
 
 
+# Cached, because jax treats meshes over two equal topologies as different.
 @functools.lru_cache(maxsize=64)
-def _devices(name: str) -> tuple[JaxDevice, ...]:
-    """Returns the jax devices of a target name. Calls with equal names return the same devices, because jax treats
-    meshes over two equal topologies as different."""
+def _devices_of_target(name: str) -> tuple[JaxDevice, ...]:
     import jax
 
     place, _, given = name.partition("@")
@@ -442,21 +438,16 @@ def _devices(name: str) -> tuple[JaxDevice, ...]:
             )
         return tuple(devices[:n])
     chip = CHIPS[base]
-    shape = _SHAPES[chip.platform](place, chip, _numbers(count))
+    shape = _SHAPES[chip.platform](place, chip, _parse_shape(count))
     if chip.platform != "cuda":
         return tuple(tpu_devices(name, chip, shape))
-    devices = tuple(gpu_devices(name, chip, shape))
+    gpus = tuple(gpu_devices(name, chip, shape))
     if given:
-        _GIVEN_FRACTIONS.update(dict.fromkeys(devices, MemoryFraction(float(given), "set by the target")))
-    return devices
+        _GIVEN_FRACTIONS.update(dict.fromkeys(gpus, MemoryFraction(float(given), "set by the target")))
+    return gpus
 
 
 def _start_jax(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDevice]:
-    """Calls `devices`, which starts jax, and returns its result. Raises a one-line ReportError if jax cannot start,
-    for example because JAX_PLATFORMS names an absent platform.
-
-    name: the target's name for the message.
-    """
     try:
         return devices()
     except RuntimeError as error:

@@ -108,9 +108,7 @@ def _scope(buffer: Buffer) -> str:
 
 
 def _has_rows(buffer: Buffer, count: int) -> bool:
-    """Returns whether an array has `count` rows of the experts: one dimension, or the product of two or three adjacent
-    dimensions such as (experts, slots), equals `count`.
-    """
+    # One dimension, or adjacent dimensions such as (experts, slots).
     dims = buffer.shape
     return any(
         math.prod(dims[start : start + length]) == count

@@ -119,20 +119,16 @@ def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool:
         held: the live arrays on the device.
         pool: limit of the device's allocator in bytes; 0 if unknown.
     """
-    remedies = [*_enlarge_pool(report, pool), *_delete_arrays(report, held)]
+    remedies = [*_propose_larger_pool(report, pool), *_propose_to_delete_arrays(report, held)]
     if report is not None:
-        remedies += [*_apply_findings(report), *_checkpoint_module(report), *_compute_in_parts(report)]
+        remedies += [*_propose_remedies(report), *_propose_checkpoint(report), *_propose_to_compute_in_parts(report)]
         size = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss", "batch")) // 2
         if size >= MIN_SHARE * report.peak_bytes and not any(remedy.flags for remedy in remedies):
             remedies.append(WayOut(size, _BATCH))
     return tuple(remedies[:MAX_REMEDIES])
 
 
-def _enlarge_pool(report: ReportRecord | None, pool: int) -> Iterator[WayOut]:
-    """Proposes to let jax take a larger part of the GPU's memory. By default it takes only three quarters.
-
-    pool: limit of the allocator in bytes; 0 if unknown.
-    """
+def _propose_larger_pool(report: ReportRecord | None, pool: int) -> Iterator[WayOut]:
     memory = int(report.target.get("device_memory_bytes") or 0) if report else 0
     if 0 < pool < LOW_FRACTION * memory:
         yield WayOut(
@@ -142,8 +138,7 @@ def _enlarge_pool(report: ReportRecord | None, pool: int) -> Iterator[WayOut]:
         )
 
 
-def _delete_arrays(report: ReportRecord | None, held: Sequence[HeldArrays]) -> Iterator[WayOut]:
-    """Proposes to delete arrays on the device that are not arguments of the step."""
+def _propose_to_delete_arrays(report: ReportRecord | None, held: Sequence[HeldArrays]) -> Iterator[WayOut]:
     others = [group for group in held if group.others]
     size = sum(group.other_bytes for group in others)
     if not others or (report is not None and size < MIN_SHARE * report.peak_bytes):
@@ -158,15 +153,13 @@ def _delete_arrays(report: ReportRecord | None, held: Sequence[HeldArrays]) -> I
     )
 
 
-def _apply_findings(report: ReportRecord) -> Iterator[WayOut]:
-    """Proposes the remedies of a report's findings, in order of decreasing bytes."""
+def _propose_remedies(report: ReportRecord) -> Iterator[WayOut]:
     for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
         if finding.bytes >= MIN_SHARE * report.peak_bytes and finding.kind not in _USES_MORE:
             yield WayOut(finding.bytes, f"{finding.remedy} ({finding.message})", finding.flags)
 
 
-def _compute_in_parts(report: ReportRecord) -> Iterator[WayOut]:
-    """Proposes to compute the largest temporary array at the peak in several parts."""
+def _propose_to_compute_in_parts(report: ReportRecord) -> Iterator[WayOut]:
     buffers = [
         b
         for b in report.buffers
@@ -182,9 +175,8 @@ def _compute_in_parts(report: ReportRecord) -> Iterator[WayOut]:
         )
 
 
-def _checkpoint_module(report: ReportRecord) -> Iterator[WayOut]:
-    """Proposes to checkpoint the module with most residuals. Proposes nothing if a finding already names a function to
-    checkpoint."""
+def _propose_checkpoint(report: ReportRecord) -> Iterator[WayOut]:
+    # The finding already names a function to checkpoint.
     if any(finding.kind == "checkpoint_saves" for finding in report.findings):
         return
     sizes: Counter[str] = Counter()

@@ -47,7 +47,7 @@ class Spare(NamedTuple):
 
     @property
     def message(self) -> str:
-        """The finding's sentence about the unused memory."""
+        """The text of the finding, such as "12.5 GiB free and 30% of the model's FLOPs recomputed"."""
         return f"{human(self.free)} free and {self.recomputed:.0%} of the model's FLOPs recomputed"
 
 
@@ -82,8 +82,8 @@ def _with_policy(
 ) -> RuleResult:
     """Returns a finding that proposes a policy of jax.checkpoint that saves matrix products and fits in the unused
     memory. If no policy fits, it proposes to save the products of the function that recomputes the most FLOPs."""
-    devices, shards = max(program.module.devices, 1), _shards(report, program)
-    costliest, its_products = _costliest(products)
+    devices, shards = max(program.module.devices, 1), _activation_shards(report, program)
+    costliest, its_products = _costliest_function(products)
     message, free = spare.message, spare.free
     message += f", most of them in {costliest}" if costliest else ""
     for policy, batched in _POLICIES:
@@ -115,9 +115,7 @@ def _with_policy(
     )
 
 
-def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[RecomputedProduct]]:
-    """Returns (function, products): the innermost user function that recomputes the most FLOPs, such as "attention
-    (model.py:55)", and its matrix products. Returns ("", []) if no source location is known."""
+def _costliest_function(products: Iterable[RecomputedProduct]) -> tuple[str, list[RecomputedProduct]]:
     by_title: dict[str, list[RecomputedProduct]] = defaultdict(list)
     places: dict[str, str] = {}
     for product in products:
@@ -133,9 +131,8 @@ def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[Recompu
     return f"{title} ({places[title]})", by_title[title]
 
 
-def _shards(report: JudgedProgram, program: PlacedProgram) -> int:
-    """Returns an estimate of the number of devices over which activations are sharded: the largest number of devices
-    over which a batch argument is sharded."""
+def _activation_shards(report: JudgedProgram, program: PlacedProgram) -> int:
+    # An estimate: activations are sharded over as many devices as the batch arguments.
     sizes: Mapping[str, int] = dict(program.mesh)
     layouts = [program.layouts[number] for number in batch(report, program) if number in program.layouts]
     return max((math.prod(sizes.get(axis, 1) for axis in layout.axes) for layout in layouts), default=1)

@@ -65,7 +65,7 @@ def state_too_large(report: JudgedProgram, program: PlacedProgram) -> RuleResult
         f"parameters and optimizer state take {human(size)} of {human(limit)}: neither a smaller batch nor "
         "recomputation makes the program fit"
     )
-    whole = sum(leaf.whole for leaf in _leaves(report, program)) or size
+    whole = sum(leaf.whole for leaf in _state_arrays(report, program)) or size
     remedy = (
         f"shard parameters and optimizer state over {math.ceil(whole / limit)} devices or more with "
         "NamedShardings, or store the optimizer state in 8 bits or in host memory "
@@ -97,25 +97,25 @@ class _Leaf(NamedTuple):
     stacked: bool = False
 
     @property
-    def wasted(self) -> int:
-        """Bytes on one device that would be freed if the array were sharded over `axes`."""
+    def wasted_bytes(self) -> int:
+        # Would be freed if the array were sharded over `axes`.
         return self.buffer.bytes - self.buffer.bytes // self.copies
 
 
 def whole_state(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if arrays of the training state are replicated over several devices."""
-    leaves = [leaf for leaf in _leaves(report, program) if leaf.copies > 1]
+    leaves = [leaf for leaf in _state_arrays(report, program) if leaf.copies > 1]
     if not leaves:
         return None
     by_axes: dict[tuple[str, ...], list[_Leaf]] = {}
     for leaf in leaves:
         by_axes.setdefault(leaf.axes, []).append(leaf)
-    group = max(by_axes.values(), key=lambda group: sum(leaf.wasted for leaf in group))
-    size, axes, copies = sum(leaf.wasted for leaf in group), group[0].axes, group[0].copies
+    group = max(by_axes.values(), key=lambda group: sum(leaf.wasted_bytes for leaf in group))
+    size, axes, copies = sum(leaf.wasted_bytes for leaf in group), group[0].axes, group[0].copies
     trains = any(report.breakdown.get(row) for row in ("optimizer", "gradients", "residuals"))
     if not trains and copies < program.module.devices:  # tensor-parallel inference, replicated to serve more requests
         return None
-    others = len(group) < len(_leaves(report, program))
+    others = len(group) < len(_state_arrays(report, program))
     share, minimum = NOTABLE if trains else LARGE, _MIN_REPLICATED
     if others and trains:
         share, minimum = SMALL, MIN_ARRAY
@@ -127,8 +127,7 @@ def whole_state(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
     return RuleResult(size, message, _sharding_remedy(group[0]))
 
 
-def _leaves(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
-    """Returns the arrays of the training state. Returns [] for a program on one device."""
+def _state_arrays(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
     module, sizes = program.module, dict(program.mesh)
     out, stacked = [], _pmap_stacks(report, program)
     for number, (parameter, buffer) in arguments(report, program).items():
@@ -185,8 +184,6 @@ def _replica_axes(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], 
 
 
 def _list_leaves(leaves: Sequence[_Leaf]) -> str:
-    """Lists the largest arrays and counts the others, such as "params['embed'] float32[50304, 768] 147.38 MiB and 3
-    more"."""
     named = []
     for leaf in leaves[:_MAX_NAMED]:
         buffer = leaf.buffer
@@ -196,9 +193,6 @@ def _list_leaves(leaves: Sequence[_Leaf]) -> str:
 
 
 def _sharding_remedy(leaf: _Leaf) -> str:
-    """Returns the remedy for a replicated array in JAX's terms: a sharding for this array, such as "shard it ...:
-    params['w'] as jax.sharding.NamedSharding(mesh, P('data'))".
-    """
     if leaf.stacked:
         return (
             "jax.pmap stores a copy on each device: use jax.jit with a mesh instead, without the leading dimension, "

@@ -97,12 +97,12 @@ def in_loop(frame: Frame) -> bool:
     """Returns whether a stack frame's line is inside a loop or comprehension of its own function. Returns False if the
     source cannot be read."""
     return any(
-        start <= frame.line <= end for start, end in _loops_by_function(frame.file).get(_function_start(frame), ())
+        start <= frame.line <= end
+        for start, end in _loops_by_function(frame.file).get(_first_line_of_function(frame), ())
     )
 
 
-def _function_start(frame: Frame) -> int:
-    """Returns the first line of the innermost function around a stack frame's line; 0 for code outside functions."""
+def _first_line_of_function(frame: Frame) -> int:
     return max((start for start, end in _function_lines(frame.file) if start <= frame.line <= end), default=0)
 
 
@@ -131,7 +131,7 @@ def _loops_by_function(file: str) -> dict[int, list[tuple[int, int]]]:
     by_owner: dict[int, list[tuple[int, int]]] = {}
     for node in ast.walk(_tree(file)):
         if isinstance(node, _LOOPS):
-            owner = _function_start(Frame(file, node.lineno))
+            owner = _first_line_of_function(Frame(file, node.lineno))
             by_owner.setdefault(owner, []).append((node.lineno, node.end_lineno or node.lineno))
     return by_owner
 

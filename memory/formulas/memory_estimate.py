@@ -82,7 +82,7 @@ class Activations:
 
     @property
     def total(self) -> float:
-        """Bytes of all activations on a device."""
+        """Bytes of all activations on a device: kept, recomputed, and outside the layers."""
         return self.kept + self.recomputed + self.outside
 
 

@@ -110,12 +110,12 @@ class ModelShape:
 
     @property
     def score_width(self) -> int:
-        """Width of a head's queries and keys."""
+        """Elements of one head's query or key, including the rotary part of latent attention."""
         return self.head_width + (self.latent.rotary if self.latent else 0)
 
     @property
     def value_width(self) -> int:
-        """Width of a head's values."""
+        """Elements of one head's value vector for one token."""
         return self.latent.value if self.latent else self.head_width
 
     @property
@@ -135,9 +135,9 @@ class StepLayout:
         data: number of data-parallel ranks. They shard the training state by the ZeRO stage `zero` (0 to 3).
         expert: number of data-parallel ranks that share the routed experts.
         pipeline: number of pipeline stages, each with `interleave` chunks of layers.
-        stash: the activations that each stage keeps if all stages run one program, as a fraction of the activations of
-            all layers for one micro-batch. 0 if each stage has its own program; the formulas then describe the first
-            stage.
+        stash: 0 if each pipeline stage has its own program; the formulas then describe the first stage. If all stages
+            run one program, every stage allocates the same memory for activations that wait for their backward pass;
+            `stash` is this memory divided by the memory for the activations of all layers for one micro-batch.
     """
 
     tensor: int = 1

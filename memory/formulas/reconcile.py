@@ -105,7 +105,7 @@ def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
         peak_bytes=peak,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
-        notes=_notes(facts, asked, platform),
+        notes=_notes_on_omissions(facts, asked, platform),
         state_host_bytes=state["host"],
         frozen_bytes=state["frozen"],
     )
@@ -165,8 +165,7 @@ def _state(asked: Question, facts: ModelFacts) -> dict[str, float]:
 # ---- reasons for differences ---------------------------------------------------------------------------------
 
 
-def _notes(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]:
-    """Returns notes on the parts of this training step that the formulas do not include."""
+def _notes_on_omissions(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]:
     everything = any(segment.everything for segment in facts.segments)
     unknown = ", ".join(sorted({s.policy for s in facts.segments if not (s.known or s.everything)}))
     model, layout = asked.model, asked.layout
@@ -216,7 +215,7 @@ class FormulaLine(NamedTuple):
 
     @property
     def gap(self) -> float | None:
-        """The compiler's value minus the formula's value."""
+        """The compiler's value minus the formula's value, in bytes or FLOPs; None if either is unknown."""
         return None if self.compiler is None or self.formula is None else self.compiler - self.formula
 
     @property

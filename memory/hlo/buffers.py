@@ -101,7 +101,7 @@ def read(data: bytes) -> HloProgram:
                 assignment = wire.message(value)
         program = HloProgram(hlo_module.read_module(data, module)) if module else None
         if program and assignment:
-            _assignment(data, assignment, program)
+            _read_assignment(data, assignment, program)
     except WireError as error:
         raise ReportError(f"the bytes are not an HloProto ({error}): {_REMEDY}") from error
     if program is None or not program.module.instructions:
@@ -118,7 +118,7 @@ def read_module(data: bytes, assignment: bytes = b"") -> HloProgram:
     try:
         program = HloProgram(hlo_module.read_module(data, (0, len(data))))
         if assignment:
-            _assignment(assignment, (0, len(assignment)), program)
+            _read_assignment(assignment, (0, len(assignment)), program)
     except WireError as error:
         raise ReportError(
             f"the bytes are not an HloModuleProto ({error}): compile the program with this version of jax"
@@ -131,8 +131,7 @@ def read_module(data: bytes, assignment: bytes = b"") -> HloProgram:
     return program
 
 
-def _assignment(data: bytes, span: Span, program: HloProgram) -> None:
-    """Adds the buffers, allocations and heap traces of a BufferAssignmentProto to `program`."""
+def _read_assignment(data: bytes, span: Span, program: HloProgram) -> None:
     for field, value in wire.fields(data, span):
         if field == 1:
             buffer = _buffer(data, wire.message(value))

@@ -163,11 +163,9 @@ class Flow:
     def _passed_argument(
         self, parameter: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        """Returns (instruction, index) of the value that the caller passes for a parameter of a computation; None for a
-        parameter of the entry computation.
-        """
         callers = self.callers.get(parameter.computation)
         if not callers:
+            # a parameter of the entry computation
             return None
         caller = callers[0]
         if caller.opcode == "while":
@@ -220,18 +218,15 @@ class Flow:
         """
         pending, seen = [instruction], {instruction.id}
         while pending and len(seen) < limit:
-            for operand in self._inputs(pending.pop(0)):
+            for operand in self._input_instructions(pending.pop(0)):
                 if operand.id not in seen:
                     seen.add(operand.id)
                     pending.append(operand)
                     yield operand
 
-    def _inputs(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the instructions that compute the inputs of an instruction: its operands, the root of a called
-        computation, or what the caller passes for a parameter. Returns [] for tuples, loops and conditionals, because
-        only one element of their result may be read, and which one is unknown here.
-        """
+    def _input_instructions(self, instruction: Instruction) -> list[Instruction]:
         if instruction.opcode in ("tuple", "while", "conditional"):
+            # Only one element of the result may be read, and which one is unknown here.
             return []
         if instruction.opcode == "parameter":
             callers = [caller for caller in self.callers.get(instruction.computation, ()) if caller.opcode in _CALLING]

@@ -76,9 +76,9 @@ def skipped_collectives(
             key = (kind, groups_key(module.data, instruction.span))
             if key not in waits:
                 links = groups_of(module.data, instruction.span, module.devices)
-                waits[key] = links, _waits(kind, links, platform, processes)
+                waits[key] = links, _waiting_groups(kind, links, platform, processes)
             links, groups = waits[key]
-            for control in _controls(module, agreement.callers, computation.id, controls):
+            for control in _controls_around(module, agreement.callers, computation.id, controls):
                 labels = agreement.condition_labels(control)
                 apart = next((group for group in groups if len(set(labels[group].tolist())) > 1), None)
                 if apart is not None:
@@ -87,10 +87,8 @@ def skipped_collectives(
                     break
 
 
-def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) -> Groups:
-    """Returns the groups of devices that wait for each other in a collective, by the rules in this module's
-    docstring.
-    """
+def _waiting_groups(kind: str, links: Groups, platform: str, processes: Sequence[int]) -> Groups:
+    # The rules are in the module's docstring.
     if kind != "collective-permute":
         return links
     if platform == "cpu":
@@ -114,20 +112,16 @@ def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) ->
     return list(merged.values())
 
 
-def _controls(
+def _controls_around(
     module: Module, callers: Mapping[int, list[Instruction]], computation: int, known: dict[int, list[Instruction]]
 ) -> list[Instruction]:
-    """Returns the loops and conditionals that contain a computation, directly or through other computations.
-
-    `callers`: computation id -> instructions that call it. `known`: computation id -> result, a cache.
-    """
     if computation not in known:
         known[computation] = []  # ends the recursion if a damaged module calls itself
         around: dict[int, Instruction] = {}
         for caller in callers.get(computation, ()):
             if caller.opcode in ("while", "conditional"):
                 around[caller.id] = caller
-            around |= {outer.id: outer for outer in _controls(module, callers, caller.computation, known)}
+            around |= {outer.id: outer for outer in _controls_around(module, callers, caller.computation, known)}
         known[computation] = list(around.values())
     return known[computation]
 
@@ -159,10 +153,9 @@ class _Value:
         )
 
 
-def _join(values: Sequence[_Value]) -> _Value:
-    """Returns which devices are certain to hold equal results of a function of `values`: devices that agree on every
-    one of the values.
-    """
+def _combine_inputs(values: Sequence[_Value]) -> _Value:
+    """Returns which devices surely hold equal results of a function of `values`: the devices that agree on all of
+    them."""
     apart = [value.labels for value in values if not value.uniform]
     if not apart:
         return _Value(np.zeros(len(values[0].labels), np.int64))
@@ -175,12 +168,11 @@ def _numbered(labels: np.ndarray) -> np.ndarray:
     return np.unique(labels, return_inverse=True)[1].reshape(-1)
 
 
-def _either(values: Sequence[_Value]) -> _Value:
-    """Returns which devices are certain to hold equal results if the result is one of `values`, the same one on all
-    devices. If the values differ, devices must agree on every one of them.
-    """
+def _combine_alternatives(values: Sequence[_Value]) -> _Value:
+    """Returns which devices surely hold equal results if the result is one of `values`, the same one on all devices.
+    If the values differ, these are the devices that agree on all of them."""
     first = values[0]
-    return first if all(value is first or value.same(first) for value in values) else _join(values)
+    return first if all(value is first or value.same(first) for value in values) else _combine_inputs(values)
 
 
 def _shift(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -260,7 +252,7 @@ class _Agreement:
             if value is None:
                 continue
             if before is not None and not value.same(before):
-                value = _either((before, value))
+                value = _combine_alternatives((before, value))
             if not value.same(before):
                 self._values[current] = value
                 self._pending += self._users[current]
@@ -274,8 +266,8 @@ class _Agreement:
     def _get(self, instruction: Instruction | None, index: Index = ()) -> _Value | None:
         """Returns what is known so far about which devices agree on a value; None if it has not been computed yet.
 
-        Also schedules a value that is requested for the first time, and notes that the value which is being computed
-        depends on this one and must be computed again if this one changes.
+        Schedules the value if it is requested for the first time. Notes that the value which is being computed depends
+        on it, and must be computed again if it changes.
         """
         if instruction is None:
             return self._uniform
@@ -307,7 +299,7 @@ class _Agreement:
         if opcode == "conditional":
             results = [self._get(module.root(branch), index) for branch in instruction.called]
             known = [value for value in (*results, self._get(module.operand(instruction, 0))) if value]
-            return _join(known) if known else None
+            return _combine_inputs(known) if known else None
         if opcode in ("fusion", "call"):
             return self._get(module.root(instruction.called[0]), index) if instruction.called else self._uniform
         kind = opcode.removesuffix("-start")
@@ -322,8 +314,8 @@ class _Agreement:
         if kind in COLLECTIVES:
             if index and index[0] < len(operands) and kind == opcode:
                 operands = [operands[index[0]]]
-            return self._collective(kind, instruction, _join(operands or [self._uniform]))
-        return self._arithmetic(instruction, operands) or _join(operands or [self._uniform])
+            return self._collective(kind, instruction, _combine_inputs(operands or [self._uniform]))
+        return self._arithmetic(instruction, operands) or _combine_inputs(operands or [self._uniform])
 
     def _loop(self, loop: Instruction, index: Index) -> _Value | None:
         """Returns which devices agree on a value of a loop's state. The value is the initial value or the value after
@@ -335,8 +327,8 @@ class _Agreement:
         turns = [value for value in (self._get(first, index), self._get(root, index)) if value]
         if not turns:
             return None
-        value, condition = _either(turns), self._get(self._condition(loop))
-        return value if condition is None or condition.uniform else _join((value, condition))
+        value, condition = _combine_alternatives(turns), self._get(self._condition(loop))
+        return value if condition is None or condition.uniform else _combine_inputs((value, condition))
 
     def _is_carried_unchanged(self, root: Instruction, at: int) -> bool:
         value = self._module.operand(root, at) if root.opcode == "tuple" else None
@@ -373,12 +365,11 @@ class _Agreement:
             else:  # the callers are reductions or sorts, which pass pairs of elements
                 passed += [self._get(module.instructions.get(operand)) for operand in caller.operands]
         known = [value for value in passed if value]
-        return _either(known) if known else None
+        return _combine_alternatives(known) if known else None
 
     def _constant(self, constant: Instruction) -> _Value:
-        """Returns an integer constant, or a short list of integers, with its value. Other constants are only known to
-        be equal on all devices.
-        """
+        """Reads a scalar integer constant, or a constant list of at most `_MAX_TABLE` integers. For other constants,
+        returns only that all devices hold the same value."""
         shape = self._module.shape(constant)
         if "int" not in shape.dtype or len(shape.dims) > 1 or shape.elements > _MAX_TABLE:
             return self._uniform
@@ -395,9 +386,8 @@ class _Agreement:
         return _Value(np.full(self._module.devices, numbers[0]), exact=True)
 
     def _arithmetic(self, instruction: Instruction, operands: Sequence[_Value]) -> _Value | None:
-        """Returns the result of an operation on integers that are known exactly; None if the result is not known
-        exactly.
-        """
+        """Computes the result of an operation on integers whose values are known on each device. Returns None if an
+        operand is not known, or for other operations."""
         opcode = instruction.opcode
         if opcode in _PASSING and len(operands) == 1:
             return operands[0]

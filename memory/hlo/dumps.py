@@ -50,7 +50,7 @@ def read(path: Path) -> Dump:
             "the program is given as HLO text, which does not contain buffers: give the Compiled or Lowered object, "
             f"or the path of a proto; {_REMEDY}"
         )
-    return _read_largest(path) if path.is_dir() else Dump(_read_file(path))
+    return _read_largest_dump(path) if path.is_dir() else Dump(_read_file(path))
 
 
 def unpacked(data: bytes, name: str = "the program") -> bytes:
@@ -112,8 +112,7 @@ def _read_file(path: Path) -> bytes:
         raise ReportError(f"cannot read {path}: {error.strerror}; give another file of the XLA dump") from error
 
 
-def _read_largest(folder: Path) -> Dump:
-    """Returns the HloProto with the most bytes of buffers in a folder."""
+def _read_largest_dump(folder: Path) -> Dump:
     try:
         paths = [path for path in sorted(folder.glob("*after_optimizations*")) if path.name.endswith(_ENDS)]
     except OSError as error:

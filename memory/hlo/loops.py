@@ -24,7 +24,7 @@ def runs(module: Module) -> dict[int, int]:
     unknown number of iterations counts as one iteration.
     """
     counts = {module.entry: 1}
-    for computation in _callers_first(module):
+    for computation in _order_callers_first(module):
         times = counts.get(computation, 0)
         for id in module.computations[computation].instructions:
             instruction = module.instructions[id]
@@ -34,10 +34,7 @@ def runs(module: Module) -> dict[int, int]:
     return counts
 
 
-def _callers_first(module: Module) -> list[int]:
-    """Returns the ids of the computations that the entry computation calls directly or indirectly. Each comes after
-    all of its callers.
-    """
+def _order_callers_first(module: Module) -> list[int]:
     order: list[int] = []
     done: set[int] = set()
     pending = [(module.entry, False)]
@@ -78,7 +75,7 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
             instruction = module.instructions[id]
             conditions += instruction.called
             if instruction.opcode == "constant":
-                constants += _integer(module, instruction)
+                constants += _read_integer(module, instruction)
             elif instruction.opcode == "compare":
                 less |= any(
                     field == 63 and wire.text(module.data, value) == "LT"
@@ -96,10 +93,7 @@ def full_turns(module: Module, loop: Instruction) -> int | None:
     return int(annotated[1]) if annotated else trip_count(module, loop)
 
 
-def _integer(module: Module, constant: Instruction) -> list[int]:
-    """Returns the value of a scalar integer constant as a list of one item; [] if the constant is not a scalar
-    integer.
-    """
+def _read_integer(module: Module, constant: Instruction) -> list[int]:
     shape = module.shape(constant)
     if shape.dims or "int" not in shape.dtype:
         return []

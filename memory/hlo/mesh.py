@@ -42,12 +42,12 @@ class ArgumentLayout:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the global array."""
+        """Number of elements of the global array, all shards together."""
         return math.prod(self.dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All mesh axes that shard the argument."""
+        """Names of all mesh axes that shard the argument, in the order of its dimensions."""
         return tuple(axis for dim in self.spec for axis in dim)
 
 
@@ -65,17 +65,14 @@ def read_layouts(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, .
         for position, (sharding, array) in enumerate(zip(shardings, arrays)):
             if sharding is not None:
                 dims, local = tuple(array.shape), tuple(sharding.shard_shape(array.shape))
-                spec = _spec(sharding, len(dims))
+                spec = _partition_spec(sharding, len(dims))
                 layouts.append(ArgumentLayout(dims, local, str(array.dtype), spec, position))
     except Exception:  # executables loaded from disk, and shardings without shard shapes, lack some of these
         return (), ()
     return axes, tuple(layouts)
 
 
-def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the partition spec of a sharding, without mesh axes of one device: for each of the `rank` dimensions, the
-    axes that shard it.
-    """
+def _partition_spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
     sizes = sharding.mesh.shape if hasattr(sharding, "mesh") else {}
     spec: list[tuple[str, ...]] = []
     for part in getattr(sharding, "spec", ()):
@@ -154,11 +151,11 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
             pair = wire.plain(data, wire.message(value))
             groups.append([pair.get(1, 0), pair.get(2, 0)])
         elif field == 87:
-            groups = groups or _device_list(data, wire.message(value))
+            groups = groups or _read_device_list(data, wire.message(value))
         elif field == 92:
-            groups = _iota(data, wire.message(value))
+            groups = _read_iota_groups(data, wire.message(value))
         elif field == 93:
-            groups = _mesh_axes(data, wire.message(value))
+            groups = _read_mesh_axes_groups(data, wire.message(value))
     if not groups and devices > _MAX_DEVICES:
         raise wire.WireError(
             f"the program uses {devices} devices, but bytescope supports at most {_MAX_DEVICES}: use fewer"
@@ -181,16 +178,15 @@ def groups_key(data: bytes, span: Span) -> tuple[tuple[int, bytes], ...]:
     )
 
 
-def _device_list(data: bytes, span: Span) -> Groups:
-    """Returns the device groups of a CollectiveDeviceListProto."""
+def _read_device_list(data: bytes, span: Span) -> Groups:
     groups: Groups = []
     for field, value in wire.fields(data, span):
         if field == 1:
             groups.append(_replica_group_devices(data, wire.message(value)))
         elif field == 2:
-            groups = _iota(data, wire.message(value))
+            groups = _read_iota_groups(data, wire.message(value))
         elif field == 3:
-            groups = _mesh_axes(data, wire.message(value))
+            groups = _read_mesh_axes_groups(data, wire.message(value))
     return groups
 
 
@@ -202,16 +198,14 @@ def _replica_group_devices(data: bytes, span: Span) -> list[int]:
     return ids
 
 
-def _iota(data: bytes, span: Span) -> Groups:
-    """Returns the device groups of an IotaReplicaGroupListProto, which are the device numbers reshaped and transposed.
-    HLO text writes it as `[groups, size] <= [dims] T(perm)`.
-    """
+def _read_iota_groups(data: bytes, span: Span) -> Groups:
+    # Device numbers, reshaped and transposed. HLO text writes them as [groups, size] <= [dims] T(perm).
     values: dict[int, list[int]] = {1: [], 2: [], 3: [], 4: []}
     for field, value in wire.fields(data, span):
         if field in values:
             values[field] += wire.numbers(data, value)
     count, size, dims = (values[1] or [1])[-1], (values[2] or [1])[-1], values[3]
-    order = _transposed(dims or [count * size], values[4])
+    order = _transpose_device_numbers(dims or [count * size], values[4])
     if count * size != len(order):
         raise wire.WireError(
             f"the replica groups of a collective are damaged: {count} groups of {size} devices do not contain "
@@ -220,14 +214,13 @@ def _iota(data: bytes, span: Span) -> Groups:
     return [order[i * size : (i + 1) * size] for i in range(count)]
 
 
-def _mesh_axes(data: bytes, span: Span) -> Groups:
-    """Returns the device groups of a MeshAxesReplicaGroupListProto: the devices along some axes of a mesh."""
+def _read_mesh_axes_groups(data: bytes, span: Span) -> Groups:
     sizes: list[int] = []
     ids: list[int] = []
     chosen: list[tuple[int, int, int]] = []
     for field, value in wire.fields(data, span):
         if field == 1:
-            sizes, ids = _mesh(data, wire.message(value))
+            sizes, ids = _read_mesh_devices(data, wire.message(value))
         elif field == 2:
             index, before, size = 0, 1, 0
             for part, item in wire.fields(data, wire.message(value)):
@@ -252,10 +245,7 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
     return list(members.values())
 
 
-def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
-    """Parses the MeshProto at `span`. Returns (sizes of the mesh axes, device number at each position of the mesh, the
-    last axis varying fastest).
-    """
+def _read_mesh_devices(data: bytes, span: Span) -> tuple[list[int], list[int]]:
     sizes: list[int] = []
     ids: list[int] = []
     for field, value in wire.fields(data, span):
@@ -267,7 +257,7 @@ def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
             dims: dict[int, list[int]] = {1: [], 2: []}
             for part, item in wire.fields(data, wire.message(value)):
                 dims.setdefault(part, []).extend(wire.numbers(data, item))
-            ids = _transposed(dims[1], dims[2])
+            ids = _transpose_device_numbers(dims[1], dims[2])
     count = math.prod(sizes)
     if count > _MAX_DEVICES or (ids and len(ids) != count):
         raise wire.WireError(
@@ -277,14 +267,14 @@ def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
     return sizes, ids or list(range(count))
 
 
-def _transposed(dims: list[int], order: list[int]) -> list[int]:
-    """Returns the numbers 0, 1, ... arranged as an array of shape `dims`, transposed by `order` and flattened."""
+def _transpose_device_numbers(dims: list[int], order: list[int]) -> list[int]:
     order = order or list(range(len(dims)))
     if math.prod(dims) > _MAX_DEVICES or sorted(order) != list(range(len(dims))):
         raise wire.WireError(
             f"the device list of a collective is damaged: dimensions {dims} cannot be transposed in the order {order}; "
             "dump the program again"
         )
+    # 0, 1, ... as an array of shape `dims`, transposed by `order` and flattened
     steps = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     out = [0]
     for axis in order:

@@ -115,7 +115,7 @@ class Module:
     def metadata(self, instruction: Instruction) -> Metadata:
         """Returns the op_name and stack frames of an instruction."""
         if instruction.id not in self._metadata:
-            self._metadata[instruction.id] = _metadata(self.data, instruction.metadata, self.frames)
+            self._metadata[instruction.id] = _read_metadata(self.data, instruction.metadata, self.frames)
         return self._metadata[instruction.id]
 
     def replicated(self, instruction: Instruction) -> bool:
@@ -168,9 +168,9 @@ def read_module(data: bytes, span: Span) -> Module:
         elif field == 3:
             _computation(data, wire.message(value), module)
         elif field == 7:
-            _schedule(data, wire.message(value), sequences)
+            _read_schedule(data, wire.message(value), sequences)
         elif field == 8:
-            module.aliases += _aliases(data, wire.message(value))
+            module.aliases += _read_aliases(data, wire.message(value))
         elif field == 15:
             assignment = wire.plain(data, wire.message(value))
             module.devices = max(assignment.get(1, 1), 1) * max(assignment.get(2, 1), 1)
@@ -232,8 +232,7 @@ def _instruction(data: bytes, span: Span) -> Instruction:
     return out
 
 
-def _schedule(data: bytes, span: Span, sequences: dict[int, list[int]]) -> None:
-    """Adds the order of execution in an HloScheduleProto to `sequences`, as computation id -> instruction ids."""
+def _read_schedule(data: bytes, span: Span, sequences: dict[int, list[int]]) -> None:
     for _, entry in wire.fields(data, span):
         key, order = 0, []
         for field, value in wire.fields(data, wire.message(entry)):
@@ -245,10 +244,7 @@ def _schedule(data: bytes, span: Span, sequences: dict[int, list[int]]) -> None:
         sequences[key] = order
 
 
-def _aliases(data: bytes, span: Span) -> list[tuple[Index, int, Index]]:
-    """Returns (output index, parameter number, parameter index) of every output that reuses the memory of a donated
-    argument.
-    """
+def _read_aliases(data: bytes, span: Span) -> list[tuple[Index, int, Index]]:
     out = []
     for _, entry in wire.fields(data, span):
         output: Index = ()
@@ -265,8 +261,7 @@ def _aliases(data: bytes, span: Span) -> list[tuple[Index, int, Index]]:
     return out
 
 
-def _metadata(data: bytes, span: Span, frames: Frames | None) -> Metadata:
-    """Returns the metadata of a serialized OpMetadata."""
+def _read_metadata(data: bytes, span: Span, frames: Frames | None) -> Metadata:
     op_name, file, line, frame = "", "", 0, 0
     for field, value in wire.fields(data, span):
         if field == 2:

@@ -162,7 +162,7 @@ def parse(op_name: str) -> Scope:
     """Splits an op_name into its parts. Any string is accepted, and "" gives an empty Scope."""
     if not op_name:
         return Scope()
-    words = _words(op_name)
+    words = _split_op_name(op_name)
     path: list[str] = []
     seen: set[str] = set()
     for word in words:
@@ -179,13 +179,12 @@ def parse(op_name: str) -> Scope:
     last = words[-1]
     operation = path.pop() if path and path[-1] == last else last
     scopes = tuple(word for word in path if not _WRITTEN.search(word))
-    return Scope(_phase(seen), scopes, component(scopes), "einsum" if _EINSUM.search(operation) else operation)
+    return Scope(
+        _phase_of_transformations(seen), scopes, component(scopes), "einsum" if _EINSUM.search(operation) else operation
+    )
 
 
-def _phase(seen: set[str]) -> str:
-    """Returns the phase of a step to which an operation belongs, from the names of the transformations around it
-    (`seen`). Returns "" if the names do not show the phase.
-    """
+def _phase_of_transformations(seen: set[str]) -> str:
     if "rematted_computation" in seen:
         return "recompute"
     if "jvp" not in seen:
@@ -243,20 +242,19 @@ def first_of_merged(op_name: str) -> str:
     """Returns the op_name of the first operation if the compiler merged several: "a/b" for "a/b;c/d" and for
     "a/(b:c/d)".
     """
-    return "/".join(_words(op_name))
+    return "/".join(_split_op_name(op_name))
 
 
-def _words(op_name: str) -> list[str]:
-    """Returns the words of an op_name. If the compiler merged several operations, returns the words of the first."""
+def _split_op_name(op_name: str) -> list[str]:
+    # If the compiler merged several operations, the words of the first.
     words = []
-    for word in _split(op_name.partition(";")[0], "/"):
-        inside = _split(word[1:-1], ":") if word.startswith("(") and word.endswith(")") else ()
-        words += _words(inside[0]) if len(inside) > 1 else [word]
+    for word in _split_outside_parentheses(op_name.partition(";")[0], "/"):
+        inside = _split_outside_parentheses(word[1:-1], ":") if word.startswith("(") and word.endswith(")") else ()
+        words += _split_op_name(inside[0]) if len(inside) > 1 else [word]
     return words
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Splits a text at the separators that are outside of parentheses."""
+def _split_outside_parentheses(text: str, separator: str) -> list[str]:
     if "(" not in text:
         return text.split(separator)
     words, depth, start = [], 0, 0

@@ -199,9 +199,6 @@ def _known_component(kind: str, frame: Frame, innermost: bool) -> str:
 
 
 def _class_or_function_name(function: str) -> str:
-    """Returns the class of the module that a function belongs to, or else the function's name with "()". For a lambda,
-    returns the function that contains it.
-    """
     for part in reversed(function.split(".<locals>.")):
         owner, _, name = part.rpartition(".")
         if name.startswith("<"):

@@ -31,7 +31,7 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
         key = data[at]
         at += 1
         if key > 127:
-            key, at = _long_varint(data, at, end, key & 127)
+            key, at = _read_long_varint(data, at, end, key & 127)
         wire = key & 7
         if wire == _BYTES:
             if at >= end:
@@ -41,7 +41,7 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
             size = data[at]
             at += 1
             if size > 127:
-                size, at = _long_varint(data, at, end, size & 127)
+                size, at = _read_long_varint(data, at, end, size & 127)
             stop = at + size
             if stop > end:
                 raise WireError(
@@ -57,7 +57,7 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
             value = data[at]
             at += 1
             if value > 127:
-                value, at = _long_varint(data, at, end, value & 127)
+                value, at = _read_long_varint(data, at, end, value & 127)
             yield key >> 3, value
         elif wire in (_FIXED64, _FIXED32):
             stop = at + (8 if wire == _FIXED64 else 4)
@@ -73,10 +73,8 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
             )
 
 
-def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
-    """Reads the bytes of a varint after the first, whose seven value bits are `value`. Returns (the number, offset
-    after the varint).
-    """
+def _read_long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
+    # `value`: the seven bits of the first byte, which has been read.
     shift = 7
     while at < end:
         byte = data[at]
@@ -136,7 +134,7 @@ def numbers(data: bytes, value: Value) -> list[int]:
         item = data[at]
         at += 1
         if item > 127:
-            item, at = _long_varint(data, at, end, item & 127)
+            item, at = _read_long_varint(data, at, end, item & 127)
         out.append(item)
     return out
 

@@ -93,7 +93,7 @@ class Curve:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest number of live bytes."""
+        """The maximum number of live bytes of temporary memory over the timeline."""
         return self.points[self.peak_index][0]
 
 
@@ -163,7 +163,7 @@ def build_account(attribution: Attribution, method: str = "heap_trace", notes: t
         if allocation.indefinite or untraced:
             counted.append(_held_buffer(attribution, allocation, last=len(curve.points) - 1))
     base = sum(each.buffer.bytes for each in counted if each.buffer.memory == "device")
-    timeline = _timeline(attribution, curve, base)
+    timeline = _timeline_points(attribution, curve, base)
     counted += [_temporary_buffer(attribution, life, curve.peak_index, timeline) for life in curve.lives if life.bytes]
     counted = [each for each in counted if each.buffer.bytes]
     buffers = tuple(each.buffer for each in counted)
@@ -208,11 +208,7 @@ def _bytes_by_label(buffers: Iterable[Buffer], category: str) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def _timeline(attribution: Attribution, curve: Curve, base: int) -> tuple[TimelinePoint, ...]:
-    """Returns the memory timeline: the points of the curve of temporary memory, with `base` bytes added to each.
-
-    `base`: bytes that are allocated during the whole step.
-    """
+def _timeline_points(attribution: Attribution, curve: Curve, base: int) -> tuple[TimelinePoint, ...]:
     module = attribution.module
     points = []
     phase, component = "forward", ""
@@ -287,10 +283,8 @@ def _argument_buffer(attribution: Attribution, allocation: Allocation, last: int
 def _temporary_buffer(
     attribution: Attribution, life: Life, peak_index: int, timeline: tuple[TimelinePoint, ...]
 ) -> _CountedBuffer:
-    """Returns the report's buffer for a range of temporary memory. The buffer describes the value that the memory
-    holds at the peak.
-    """
     at_peak = life.start <= peak_index <= life.end
+    # The buffer describes the value that the memory holds at the peak.
     value = life.value_at(peak_index if at_peak else None)
     stretch = _Stretch(f"buffer {value.buffer}", life.bytes, life.start, life.end, at_peak)
     logical, instruction = buffer_of(attribution.program, value.buffer)
@@ -391,25 +385,20 @@ def memory_curve(program: HloProgram, order: Mapping[int, int], color: int = MAI
     traces: list[HeapTrace] = []
     for trace in program.traces:
         # The proto repeats a simulation for each allocation that it filled.
-        if _trace_color(trace, program) == color and all(trace.events != other.events for other in traces):
+        if _memory_space_of_trace(trace, program) == color and all(trace.events != other.events for other in traces):
             traces.append(trace)
-    return _replay(_merged(program, traces, order), program)
+    return _replay(_merge_by_schedule(program, traces, order), program)
 
 
-def _trace_color(trace: HeapTrace, program: HloProgram) -> int:
-    """Returns the number of the memory space that a heap trace simulates. It is taken from the trace's buffers,
-    because allocations are renumbered after the trace was written.
-    """
+def _memory_space_of_trace(trace: HeapTrace, program: HloProgram) -> int:
+    # Taken from the buffers, because the allocation numbers in a trace are outdated.
     for _, buffer, _, _ in trace.events:
         if buffer in program.buffers:
             return program.buffers[buffer].color
     return MAIN_COLOR
 
 
-def _merged(program: HloProgram, traces: list[HeapTrace], order: Mapping[int, int]) -> Sequence[HeapEvent]:
-    """Returns the events of several heap traces in the order of the schedule. The order of events within one trace is
-    kept.
-    """
+def _merge_by_schedule(program: HloProgram, traces: list[HeapTrace], order: Mapping[int, int]) -> Sequence[HeapEvent]:
     if len(traces) == 1:
         return traces[0].events
     keyed = []

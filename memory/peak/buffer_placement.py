@@ -77,12 +77,12 @@ class PlacedProgram:
 
     @property
     def module(self) -> Module:
-        """The compiled module."""
+        """The HLO module of the compiled program."""
         return self.program.module
 
     @property
     def allocations(self) -> list[Allocation]:
-        """The memory ranges that the runtime allocates."""
+        """The memory ranges that the runtime allocates for the program; a range can hold several buffers."""
         return self.program.allocations
 
 
@@ -144,7 +144,7 @@ def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activati
             continue
         body = next(bodies(equation), None)
         if body is not None:
-            yield from _call(equation, body, labels, known, inner_stack)
+            yield from _walk_body(equation, body, labels, known, inner_stack)
             continue
         rule = _RULES.get(primitive, _same_dim_labels)
         for variable in equation.outvars:
@@ -165,10 +165,9 @@ def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activati
             )
 
 
-def _call(equation: Any, body: Any, labels: list[Labels], known: dict[Any, Labels], stack: str) -> Iterator[Activation]:
-    """Yields the activations in the body of a scan, a conditional or a call, and stores the labels of the results in
-    `known`.
-    """
+def _walk_body(
+    equation: Any, body: Any, labels: list[Labels], known: dict[Any, Labels], stack: str
+) -> Iterator[Activation]:
     inside: dict[Any, Labels] = {}
     skipped = 1 if equation.primitive.name == "cond" else 0
     # Inside the body, the inputs that a scan iterates over and the outputs that it stacks have one dimension less.
@@ -192,9 +191,6 @@ def _moved(labels: Labels, by: int) -> Labels:
 
 
 def _same_dim_labels(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels (dimension -> mesh axes) of a result, for the dimensions that have the same index and size in
-    an operand.
-    """
     out: Labels = {}
     for variable, own in zip(equation.invars, labels):
         dims = tuple(getattr(variable.aval, "shape", ()))
@@ -204,9 +200,7 @@ def _same_dim_labels(equation: Any, labels: list[Labels], shape: tuple[int, ...]
 
 
 def _dot_labels(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels (dimension -> mesh axes) of a matrix product. Its dimensions are the batch dimensions, then
-    the free dimensions of the left operand, then the free dimensions of the right operand.
-    """
+    # The result has the batch dimensions, the free dimensions of the left operand, and those of the right.
     contracted, batch = equation.params["dimension_numbers"]
     out: Labels = {}
     place = len(batch[0])
@@ -237,25 +231,21 @@ def _reduce(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labe
 
 
 def _reshape_labels(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels (dimension -> mesh axes) of a reshaped array. If dimensions are merged or split, the label
-    goes to the first of the resulting dimensions.
-    """
     out: Labels = {}
     dims = equation.invars[0].aval.shape
     for dim, axes in labels[0].items():
         before = math.prod(dims[:dim])
         match = [at for at in range(len(shape)) if math.prod(shape[:at]) == before and shape[at] > 1]
+        # the first of merged or split dimensions
         if match:
             out[match[0]] = axes
     return out
 
 
 def _gather_labels(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """Returns the labels (dimension -> mesh axes) of the result of a gather. Each dimension of the index array, except
-    its last, keeps its labels in the result.
-    """
     offsets = equation.params["dimension_numbers"].offset_dims
     free = [dim for dim in range(len(shape)) if dim not in offsets]
+    # The dimensions of the index array, except its last, keep their labels.
     return {free[dim]: axes for dim, axes in labels[1].items() if dim < len(free)}
 
 

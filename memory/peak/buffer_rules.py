@@ -208,7 +208,7 @@ class Attribution:
         program's outputs without a change of shape.
         """
         entry = self.module.computations.get(self.module.entry)
-        for value in self._reached(instruction, index, self._onward):
+        for value in self._instructions_reached(instruction, index, self._results_carrying):
             if entry and entry.root == value.id:
                 return True
             for user in self.flow.users.get(value.id, ()):
@@ -224,25 +224,20 @@ class Attribution:
         """Returns whether the backward pass reads a value, either directly or as a value that a loop carries."""
 
         def onward(value: Instruction, at: Index, user: Instruction) -> Iterable[tuple[Instruction, Index]]:
-            return self._onward(value, at, user, any_shape=True) if user.opcode in _HANDING else ()
+            return self._results_carrying(value, at, user, any_shape=True) if user.opcode in _HANDING else ()
 
-        for value in self._reached(instruction, index, onward):
+        for value in self._instructions_reached(instruction, index, onward):
             for user in self.flow.users.get(value.id, ()):
                 if user.opcode not in _TUPLES and self.scope(user).phase in _LATER:
                     return True
         return False
 
-    def _reached(
+    def _instructions_reached(
         self,
         instruction: Instruction,
         index: Index,
         onward: Callable[[Instruction, Index, Instruction], Iterable[tuple[Instruction, Index]]],
     ) -> Iterator[Instruction]:
-        """Yields the instructions through which a value flows, beginning with the instruction that computes it.
-
-        `onward`: function (instruction, index, reader) -> the (instruction, index) values in the reader's result
-        through which the flow continues, [] to stop.
-        """
         pending = [(instruction, index)]
         seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MAX_VALUES:
@@ -251,18 +246,19 @@ class Attribution:
                 continue
             seen.add((instruction.id, index))
             yield instruction
+            # The result of a called computation is the result of its callers.
             computation = self.module.computations.get(instruction.computation)
             if computation and computation.root == instruction.id:
                 pending += [(caller, index) for caller in self.flow.callers.get(computation.id, ())]
             for user in self.flow.users.get(instruction.id, ()):
+                # `onward` returns [] where the flow ends.
                 pending += onward(instruction, index, user)
 
-    def _onward(
+    def _results_carrying(
         self, instruction: Instruction, index: Index, user: Instruction, any_shape: bool = False
     ) -> Iterable[tuple[Instruction, Index]]:
-        """Returns the (instruction, index) values in the result of the reader `user` through which a value flows on.
-        The flow stops at products, gathers, sums and slices of the value. It also stops at results without the shape of
-        a weight, unless `any_shape` is True.
+        """Returns the parts (instruction, tuple index) of the result of `user` that carry a value on. Products,
+        gathers, sums and slices end the flow; so do results without the shape of a weight, unless `any_shape`.
         """
         if user.opcode == "get-tuple-element":
             return [(user, index[1:])] if index[:1] == (user.tuple_index,) else []
@@ -272,7 +268,7 @@ class Attribution:
             body = self.module.computations.get(user.called[0]) if user.called else None
             inner = self.module.instructions.get(body.parameters.get(0, -1)) if body else None
             return [(user, index)] + ([(inner, index)] if inner else [])
-        if self._uses(user, instruction) or user.opcode == "dynamic-slice":
+        if self._ends_flow(user, instruction) or user.opcode == "dynamic-slice":
             return []
         results = [(at, leaf) for at, leaf in leaves(self.module.shape(user))]
         if any_shape:
@@ -282,13 +278,8 @@ class Attribution:
             results = [(at, leaf) for at, leaf in results if at in carrying]
         return [(user, at) for at, leaf in results if without_ones(leaf.dims) in self.weights]
 
-    def _uses(self, user: Instruction, operand: Instruction) -> bool:
-        """Returns whether an operation multiplies the operand by another one, gathers rows from it, or sums it over a
-        dimension.
-
-        If the operand is the gradient of an activation, the result of such an operation is the gradient of a weight or
-        a bias.
-        """
+    def _ends_flow(self, user: Instruction, operand: Instruction) -> bool:
+        # The result is another array: for the gradient of an activation, the gradient of a weight or bias.
         if user.opcode == "reduce":
             return operand.id in user.operands and self._size(user) < self._size(operand)
         return user.opcode in _USING
@@ -297,8 +288,8 @@ class Attribution:
         return _first_array(self.module.shape(instruction)).elements
 
     def _results_from(self, fusion: Instruction, operand: Instruction) -> frozenset[Index]:
-        """Returns the indices of a fusion's results that are computed from an operand without multiplying, gathering or
-        summing it.
+        """Returns the tuple indices of the results of a fusion that an operand reaches inside the fusion without being
+        multiplied, gathered or summed.
         """
         inside = self.module.computations.get(fusion.called[0]) if fusion.called else None
         if inside is None:
@@ -309,7 +300,7 @@ class Attribution:
         while pending:
             value = self.module.instructions[pending.pop()]
             for user in self.flow.users.get(value.id, ()):
-                if user.id not in seen and not self._uses(user, value):
+                if user.id not in seen and not self._ends_flow(user, value):
                     seen.add(user.id)
                     pending.append(user.id)
         root = self.module.root(inside.id)
@@ -352,8 +343,8 @@ class Attribution:
         return False
 
     def _weight_dims(self) -> frozenset[tuple[int, ...]]:
-        """Returns the dimensions that a parameter or its gradient can have: as stored, for one layer of a stack of
-        layers, or gathered from all shards.
+        """Returns the shapes of the parameters, without dimensions of size 1: of each device's shard, of one layer in a
+        stack of layers, and of the all-gathered array. Gradients of parameters have the same shapes.
         """
         sizes: set[tuple[int, ...]] = set()
         entry = self.module.computations.get(self.module.entry)
@@ -414,7 +405,7 @@ class Logits:
     def __init__(self, attribution: Attribution):
         self.attribution, self.module = attribution, attribution.module
         self.state = StateFlow(attribution.flow)
-        self.vocabulary = self._vocabulary()
+        self.vocabulary = self._vocabulary_sizes()
         self._products: frozenset[int] | None = None
 
     def contain(self, instruction: Instruction, index: Index, shape: HloShape) -> bool:
@@ -425,7 +416,7 @@ class Logits:
         if not self._spans_vocabulary(shape):
             return False
         if self._products is None:
-            self._products = self._last_products()
+            self._products = self._logits_products()
         if not self._products:
             return False
         values = self.state.update(instruction, index, self.vocabulary).values
@@ -434,9 +425,9 @@ class Logits:
     def _spans_vocabulary(self, shape: HloShape) -> bool:
         return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
 
-    def _vocabulary(self) -> frozenset[int]:
-        """Returns the possible sizes of the vocabulary dimension, of the whole array and of one shard, from the
-        embedding tables and heads among the parameters.
+    def _vocabulary_sizes(self) -> frozenset[int]:
+        """Returns the sizes of the vocabulary dimension in embedding tables and output heads: of the whole array, and
+        of one device's shard.
         """
         sizes: set[int] = set()
         arguments, parameters = self.attribution.arguments.by_number, self.module.parameters
@@ -447,32 +438,30 @@ class Logits:
 
         for instruction in self.module.instructions.values():
             if instruction.opcode == "gather" and instruction.operands:
-                number = self._parameter(self.module.operand(instruction, 0))
+                number = self._parameter_number(self.module.operand(instruction, 0))
                 if number in arguments and len(arguments[number].shape) == 2:
                     add(number, 0)
         for number, argument in arguments.items():
             words = re.findall(r"\w+", argument.path.lower())
             if argument.role in WEIGHTS and len(argument.shape) == 2 and any(map(_HEADS.fullmatch, words)):
-                add(number, self._head_output(number))
+                add(number, self._head_output_dim(number))
         return frozenset(size for size in sizes if size > 1)
 
-    def _head_output(self, number: int) -> int:
-        """Returns the index of the output dimension of a head's weight: 0 in libraries that store weights as (out,
-        in), otherwise -1.
-        """
+    def _head_output_dim(self, number: int) -> int:
         local = self.module.shape(self.module.parameters[number]).dims
         products = [
             set(_first_array(self.module.shape(instruction)).dims)
             for instruction in self.module.instructions.values()
             if self._is_product(instruction)
             and self._phase(instruction) != "backward"
-            and self._only_weight(instruction) == number
+            and self._single_weight_number(instruction) == number
         ]
+        # Some libraries store weights as (out, in).
         return 0 if products and all(local[0] in dims and local[-1] not in dims for dims in products) else -1
 
-    def _parameter(self, instruction: Instruction | None) -> int:
-        """Returns the number of the parameter that a value is a copy of, possibly cast or gathered; -1 if it is no
-        parameter.
+    def _parameter_number(self, instruction: Instruction | None) -> int:
+        """Returns the number of the program parameter that a value is, or is a cast or gathered copy of; -1 for other
+        values.
         """
         origin = self.attribution.flow.origin(instruction)
         if not self.attribution.is_parameter(origin):
@@ -482,13 +471,7 @@ class Logits:
             maker = self.attribution.flow.origin(self.module.operand(maker, 0)).instruction
         return maker.parameter if maker is not None else -1
 
-    def _last_products(self) -> frozenset[int]:
-        """Returns the ids of the matrix products that make logits: products with a weight whose result no other
-        product with a weight uses.
-
-        All products with the same weight are treated alike, because recomputation may repeat a product without the
-        products that use its result.
-        """
+    def _logits_products(self) -> frozenset[int]:
         weights: dict[int, int] = {}
         for instruction in self.module.instructions.values():
             if (
@@ -496,10 +479,12 @@ class Logits:
                 and self._spans_vocabulary(_first_array(self.module.shape(instruction)))
                 and self._phase(instruction) != "backward"
             ):
-                number = self._only_weight(instruction)
+                number = self._single_weight_number(instruction)
                 if number >= 0:
                     weights[instruction.id] = number
-        inner = {number for id, number in weights.items() if self._is_followed(self.module.instructions[id])}
+        # Products with the same weight are treated alike, because recomputation may repeat a product without the
+        # products that use its result.
+        inner = {number for id, number in weights.items() if self._feeds_weight_product(self.module.instructions[id])}
         return frozenset(id for id, number in weights.items() if number not in inner)
 
     def _is_product(self, instruction: Instruction) -> bool:
@@ -508,16 +493,12 @@ class Logits:
     def _phase(self, instruction: Instruction) -> str:
         return scopes.parse(self.module.metadata(instruction).op_name).phase
 
-    def _only_weight(self, instruction: Instruction) -> int:
-        """Returns the number of the parameter that a product multiplies, if exactly one operand is a parameter;
-        otherwise -1.
-        """
+    def _single_weight_number(self, instruction: Instruction) -> int:
         operands = [self.module.instructions.get(id) for id in instruction.operands[:2]]
-        weights = [number for number in map(self._parameter, operands) if number >= 0]
+        weights = [number for number in map(self._parameter_number, operands) if number >= 0]
         return weights[0] if len(weights) == 1 else -1
 
-    def _is_followed(self, product: Instruction) -> bool:
-        """Returns whether another matrix product with a weight uses the result of a product in the forward pass."""
+    def _feeds_weight_product(self, product: Instruction) -> bool:
         pending = list(self.state.readers(product, ()))
         seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MAX_READERS:
@@ -528,7 +509,7 @@ class Logits:
             dtype = _first_array(self.attribution.flow.shape(instruction, index)).dtype
             if self._phase(instruction) == "backward" or "float" not in dtype:
                 continue
-            if self._is_product(instruction) and self._only_weight(instruction) >= 0:
+            if self._is_product(instruction) and self._single_weight_number(instruction) >= 0:
                 return True
             pending += self.state.readers(instruction, index)
         return False

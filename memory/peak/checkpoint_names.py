@@ -124,10 +124,8 @@ class Names:
 
 
 def _same_end(frame: Frame, end: tuple[int, int]) -> bool:
-    """Returns whether the expression of a stack frame ends at the position `end`. If the frame has no end, because
-    partitioning lost it, returns True.
-    """
     known = (frame.end_line, frame.end_column)
+    # Partitioning may lose the end of a frame; it is then (0, 0) or the start.
     return known in (end, (0, 0), (frame.line, frame.column))
 
 
@@ -135,14 +133,14 @@ def _call(metadata: Metadata) -> str:
     # JAX marks a saved value with a reduce_precision at the position of the call that names it.
     if metadata.op_name.endswith(MARK):
         for frame in metadata.frames:
-            name = _call_at(*frame[:3])
+            name = _name_in_call_at(*frame[:3])
             if name:
                 return name
     return ""
 
 
 def _around(metadata: Metadata) -> str:
-    return _call_around(*metadata.frames[0][:3]) if metadata.frames else ""
+    return _name_in_call_around(*metadata.frames[0][:3]) if metadata.frames else ""
 
 
 def named_places(jaxpr: object) -> list[NamedPlace]:
@@ -169,11 +167,8 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
 
 
 def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPlace]:
-    """Yields the marks of saved values whose source position is not that of the value. A mark is the `reduce_precision`
-    equation that jax adds to a value that `jax.checkpoint` saves.
-
-    With the flag `jax_remat3`, jax before 0.12 gives every mark the position of the `jax.checkpoint` call, so the marks
-    are told apart by their number of elements.
+    """Yields where jax marks the values that `jax.checkpoint` saves, if the mark has another source position than the
+    value. A mark is a `reduce_precision` equation.
 
     `makers`: id of a variable -> the equation that computes it.
     """
@@ -182,17 +177,17 @@ def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPla
         if maker is None:
             continue
         chain, end, stack, _ = _position_of(mark)
+        # With the flag `jax_remat3`, jax before 0.12 gives every mark the position of the `jax.checkpoint` call. The
+        # marks are then told apart by their number of elements.
         if (chain, end) != _position_of(maker)[:2] and _keeps_all_bits(mark):
             elements = math.prod(mark.outvars[0].aval.shape)
             yield NamedPlace(chain, end, f"{stack}/{MARK}", checkpoint_name_of(maker), elements)
 
 
 def _keeps_all_bits(equation: Any) -> bool:
-    """Returns whether a `reduce_precision` keeps the full precision of its operand. Such an equation does not round,
-    but marks a saved value.
-    """
     from jax import numpy as jnp
 
+    # An equation that rounds to the precision of its operand only marks a saved value.
     known = jnp.finfo(equation.outvars[0].aval.dtype)
     given = equation.params
     return (known.nexp, known.nmant) == (given["exponent_bits"], given["mantissa_bits"])
@@ -211,13 +206,13 @@ def _value_makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
         if equation is None or checkpoint_name_of(equation):
             break
         out.append(equation)
-        variable = _same_elements(equation, variable)
+        variable = _rearranged_operand(equation, variable)
         if variable is None:
             break
     return out
 
 
-def _same_elements(equation: Any, result: Any) -> Any:
+def _rearranged_operand(equation: Any, result: Any) -> Any:
     """Returns the operand whose elements an equation only rearranges; None if the equation computes new elements."""
     if equation.primitive.name in _FORMS:
         return equation.invars[0]
@@ -232,9 +227,6 @@ def _same_elements(equation: Any, result: Any) -> Any:
 
 
 def _position_of(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
-    """Returns (source positions of the stack frames, end of the innermost expression, name stack, primitive) of an
-    equation.
-    """
     from jax._src import source_info_util
 
     frames = list(source_info_util.user_frames(equation.source_info.traceback))
@@ -244,11 +236,8 @@ def _position_of(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _call_at(file: str, line: int, column: int) -> str:
-    """Returns the name in the `checkpoint_name` call that starts at a position of a source file; "" if there
-    is none.
-    """
-    for node in _source(file)[0].get(line, ()):
+def _name_in_call_at(file: str, line: int, column: int) -> str:
+    for node in _calls_and_aliases(file)[0].get(line, ()):
         if node.col_offset != column:
             continue
         strings = []
@@ -261,25 +250,19 @@ def _call_at(file: str, line: int, column: int) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _call_around(file: str, line: int, column: int) -> str:
-    """Returns the name in the `checkpoint_name` call that encloses a position of a source file; "" if there is
-    none.
-    """
-    calls, aliases = _source(file)
+def _name_in_call_around(file: str, line: int, column: int) -> str:
+    calls, aliases = _calls_and_aliases(file)
     for nodes in calls.values():
         for node in nodes:
             function = getattr(node.func, "attr", getattr(node.func, "id", ""))
             start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
             if function in aliases and start <= (line, column) < end:
-                return _call_at(file, node.lineno, node.col_offset)
+                return _name_in_call_at(file, node.lineno, node.col_offset)
     return ""
 
 
 @functools.lru_cache(maxsize=256)
-def _source(file: str) -> tuple[dict[int, list[ast.Call]], frozenset[str]]:
-    """Returns (line -> calls in a source file, names under which the file imports `checkpoint_name`). Both are empty
-    if the file is not valid Python.
-    """
+def _calls_and_aliases(file: str) -> tuple[dict[int, list[ast.Call]], frozenset[str]]:
     calls: dict[int, list[ast.Call]] = {}
     aliases = {"checkpoint_name"}
     try:

@@ -93,9 +93,6 @@ def _add(sums: dict[tuple[str, str], list[int]], role: str, buffer: Buffer, coun
 
 
 def _temporary_role(buffer: Buffer) -> str:
-    """Returns the role in the training state of a buffer that the step itself makes and frees; "" for all other
-    buffers.
-    """
     if buffer.memory != "device" or buffer.phase in ("argument", "output"):
         return ""
     if buffer.category in ("gradients", "accumulator"):
@@ -221,7 +218,7 @@ def read_state(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, 
     else:
         held = sum(row.elements for row in report.ledger if row.role == "params")
         count = held * (degree if "params" in ZERO[zero or 0] else 1)
-    replicated = _replicated(program, roles, shard) if zero else {}
+    replicated = _replicated_state_bytes(program, roles, shard) if zero else {}
     return State(count, zero, degree, tensor, gradients, replicated, routed, expert)
 
 
@@ -242,10 +239,9 @@ def parameter_counts(
     return {"total": total, "active": total - idle}
 
 
-def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int]) -> dict[str, int]:
-    """Returns path -> bytes of each array of the training state that is not sharded over all mesh axes in `shard`,
-    largest first.
-    """
+def _replicated_state_bytes(
+    program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int]
+) -> dict[str, int]:
     module, sizes = program.module, {}
     entry = module.computations[module.entry]
     for number, layout in program.layouts.items():
@@ -310,9 +306,6 @@ def _reason(role: str, report: PeakAccount, state: State) -> str:
 
 
 def _gradient_reason(report: PeakAccount, state: State) -> str:
-    """Returns the dtypes of the gradients that are alive at the peak, and the reason if their bytes are fewer than the
-    ZeRO paper predicts.
-    """
     sizes: dict[str, int] = {}
     for buffer in report.buffers:
         if buffer.at_peak and buffer.memory == "device" and buffer.category in ("gradients", "accumulator"):

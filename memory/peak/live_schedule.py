@@ -50,7 +50,9 @@ def derive(module: Module) -> HloProgram:
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """The values that share one range of memory, and the live range of this memory as positions in the schedule."""
+    """The values that share one range of memory. `start` and `end` are the first and last position in the schedule at
+    which the memory is used.
+    """
 
     nodes: list[Node]
     size: int = 0
@@ -79,14 +81,14 @@ class _Derivation:
             for index, _ in self._leaves(instruction):
                 self.parent.setdefault((instruction.id, index), (instruction.id, index))
         for instruction in instructions:
-            for left, right in self._shared(instruction):
+            for left, right in self._aliased_pairs(instruction):
                 self._join(left, right)
         entry = self.module.computations.get(self.module.entry)
         if entry is not None:
             for output, number, index in self.module.aliases:
                 self._join((entry.parameters.get(number, -1), index), (entry.root, output))
         groups = self._groups(instructions)
-        self._overwrite(instructions, groups)
+        self._reuse_operand_memory(instructions, groups)
         return self._records([groups[root] for root in dict.fromkeys(map(self._find, groups))])
 
     def _leaves(self, instruction: Instruction) -> list[tuple[Index, HloShape]]:
@@ -104,7 +106,7 @@ class _Derivation:
         if left in self.parent and right in self.parent:
             self.parent[self._find(right)] = self._find(left)
 
-    def _shared(self, instruction: Instruction) -> Iterator[tuple[Node, Node]]:
+    def _aliased_pairs(self, instruction: Instruction) -> Iterator[tuple[Node, Node]]:
         """Yields pairs of values that always share memory, such as the input and the output of a loop."""
         module, id, operands = self.module, instruction.id, instruction.operands
         opcode = instruction.opcode
@@ -134,11 +136,11 @@ class _Derivation:
                             yield (operands[position], index), (parameter, index)
         else:
             for index, _ in self._leaves(instruction):
-                source = self._source(instruction, index)
+                source = self._aliased_operand(instruction, index)
                 if source is not None:
                     yield (id, index), source
 
-    def _source(self, instruction: Instruction, index: Index) -> Node | None:
+    def _aliased_operand(self, instruction: Instruction, index: Index) -> Node | None:
         """Returns the operand value whose memory a result uses; None if the result has memory of its own."""
         operands, opcode = instruction.operands, instruction.opcode
         if not operands:
@@ -160,13 +162,10 @@ class _Derivation:
                 return operands[0], index
             return operands[0], (0 if start.opcode == "copy-start" else 1, *index)
         if opcode == "fusion" and instruction.called:
-            return self._updated(instruction, self.module.root(instruction.called[0]), index)
+            return self._operand_updated_in_place(instruction, self.module.root(instruction.called[0]), index)
         return None
 
-    def _updated(self, fusion: Instruction, value: Instruction | None, index: Index) -> Node | None:
-        """Returns the operand that a fusion updates in place, because its root writes into a slice of the operand;
-        None if there is none.
-        """
+    def _operand_updated_in_place(self, fusion: Instruction, value: Instruction | None, index: Index) -> Node | None:
         updating = False
         for _ in range(64):
             if value is None:
@@ -212,7 +211,7 @@ class _Derivation:
                         group_read.end = max(group_read.end, at)
         return groups
 
-    def _overwrite(self, instructions: list[Instruction], groups: dict[Node, _Group]) -> None:
+    def _reuse_operand_memory(self, instructions: list[Instruction], groups: dict[Node, _Group]) -> None:
         """Lets an instruction's result reuse the memory of its operand, if the two have the same size and no later
         instruction reads the operand.
         """
@@ -242,7 +241,7 @@ class _Derivation:
         begin: dict[int, list[int]] = {}
         finish: dict[int, list[int]] = {}
         for number, group in enumerate(groups):
-            id, index = max(group.nodes, key=self._preference)
+            id, index = max(group.nodes, key=self._description_rank)
             color = group.space
             program.buffers[number] = LogicalBuffer(number, group.size, id, index, color)
             if group.kind == "temp":
@@ -260,9 +259,9 @@ class _Derivation:
         program.traces.extend(traces.values())
         return program
 
-    def _preference(self, node: Node) -> tuple[bool, bool, int]:
-        """Returns a sort key of the values that share a range of memory. The first value describes the range: the
-        state of a loop, or else an operation, or else the earliest value.
+    def _description_rank(self, node: Node) -> tuple[bool, bool, int]:
+        """Sort key: the highest value of a group describes its memory. This is the state of a loop; else the first
+        operation; else the first value.
         """
         instruction = self.module.instructions[node[0]]
         passing = instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast")

@@ -58,16 +58,13 @@ class Naming:
             scope = parse(metadata.op_name)
             component, path = scope.component, scope.path
             if metadata.op_name and all(scopes.is_layer(scopes.plain(word)) for word in path):
-                component, path = self._by_code(scope, metadata)
+                component, path = self._name_by_code(scope, metadata)
             elif path and all(word.startswith(scopes.EQUINOX) for word in path):  # scopes of Equinox, not of the user
-                path = self._by_code(scope, metadata)[1]
+                path = self._name_by_code(scope, metadata)[1]
             self._scopes[instruction.id] = Scope(scope.phase, path, component, scope.operation)
         return self._scopes[instruction.id]
 
-    def _by_code(self, scope: Scope, metadata: Metadata) -> tuple[str, tuple[str, ...]]:
-        """Returns (component, module path) of an instruction whose op_name contains no module, according to its stack
-        frames.
-        """
+    def _name_by_code(self, scope: Scope, metadata: Metadata) -> tuple[str, tuple[str, ...]]:
         key = id(metadata.frames)  # in a module's table, each chain of frames is one object
         if key not in self._code:
             component = sources.component_of_code(metadata.frames) or scope.component
@@ -91,13 +88,13 @@ class Naming:
         return self._best[key]
 
     def _find(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        rank, named = self._nearest(self.flow.makers(instruction, index))
+        rank, named = self._best_candidate(self.flow.makers(instruction, index))
         if rank:
-            filled = self._filled(instruction, index)
+            filled = self._maker_of_filled_array(instruction, index)
             if filled:
                 rank, named = 0, filled
         if named is None:
-            named = self._nearest(self._near(instruction, index), first=True)[1]
+            named = self._best_candidate(self._related_instructions(instruction, index), first=True)[1]
         if named is None:
             return None, Metadata(), Scope()
         metadata, scope = self.module.metadata(named), self.scope(named)
@@ -110,7 +107,7 @@ class Naming:
                 Scope(scope.phase, source.path, source.component, scope.operation),
             )
         if rank and scope.component not in scopes.KNOWN:
-            copied = self._copied(instruction, index)
+            copied = self._maker_of_sliced_array(instruction, index)
             if copied:
                 source, frames = self.scope(copied), self.module.metadata(copied).frames
                 return (
@@ -119,9 +116,9 @@ class Naming:
                     Scope(scope.phase, source.path, source.component, scope.operation),
                 )
         if not sources.source_line(metadata):
-            metadata = Metadata(metadata.op_name, self._frames(instruction, index))
+            metadata = Metadata(metadata.op_name, self._nearest_frames(instruction, index))
         if not scope.component:
-            component, path = self._by_code(scope, metadata)
+            component, path = self._name_by_code(scope, metadata)
             scope = Scope(scope.phase, path, component, scope.operation)
         return named, metadata, scope
 
@@ -135,14 +132,13 @@ class Naming:
         frames = self.module.metadata(mark).frames
         if not frames or frames[0][:3] not in self.displaced_marks:
             return None
-        return self._nearest(self.flow.makers(self.module.operand(mark, 0)))[1]
+        return self._best_candidate(self.flow.makers(self.module.operand(mark, 0)))[1]
 
-    def _nearest(self, candidates: Iterable[Instruction], first: bool = False) -> tuple[int, Instruction | None]:
-        """Returns (rank, instruction) of the candidate with the best name; (3, None) if no candidate has a name.
+    def _best_candidate(self, candidates: Iterable[Instruction], first: bool = False) -> tuple[int, Instruction | None]:
+        """Returns (rank, instruction) of the candidate with the best name: rank 0 for the name of a computation, 1 for
+        control flow, 2 for the stacked arrays of a loop. Returns (3, None) if no candidate has a name.
 
-        The best name is that of a computation (rank 0), then that of control flow (rank 1), then that of a loop's
-        stacked arrays (rank 2). Of equal ranks, the first candidate is chosen. If `first` is True, the first candidate
-        with any name is returned.
+        `first`: return the first candidate that has a name, whatever its rank.
         """
         best: tuple[int, Instruction | None] = 3, None
         for candidate in candidates:
@@ -160,10 +156,8 @@ class Naming:
                 break
         return best
 
-    def _copied(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named instruction that computed the array of which a value is a slice, or whose shards it
-        gathers; None for other values.
-        """
+    def _maker_of_sliced_array(self, instruction: Instruction, index: Index) -> Instruction | None:
+        # A slice of an array, or the array gathered from its shards, is named after the computation of the array.
         maker = self.flow.origin(instruction, index).instruction
         for _ in range(4):
             if maker is None or maker.opcode not in _TAKING:
@@ -171,13 +165,13 @@ class Naming:
             operand = self.module.operand(maker, 0)
             if operand is None:
                 return None
-            rank, named = self._nearest(self.flow.makers(operand))
+            rank, named = self._best_candidate(self.flow.makers(operand))
             if not rank:
                 return named
             maker = self.flow.origin(operand).instruction
         return None
 
-    def _filled(self, instruction: Instruction, index: Index) -> Instruction | None:
+    def _maker_of_filled_array(self, instruction: Instruction, index: Index) -> Instruction | None:
         """Returns the named instruction whose results a loop writes into a value that starts as a constant array, such
         as zeros; None for other values.
         """
@@ -193,7 +187,7 @@ class Naming:
             seen.add((value.id, at))
             for user in self.flow.users.get(value.id, ()):
                 if user.opcode == "while":
-                    rank, named = self._nearest(self.flow.makers(user, at))
+                    rank, named = self._best_candidate(self.flow.makers(user, at))
                     if not rank:
                         return named
                 elif user.opcode == "tuple":
@@ -202,22 +196,17 @@ class Naming:
                     pending.append((user, at))
         return None
 
-    def _frames(self, instruction: Instruction, index: Index) -> tuple[Frame, ...]:
-        """Returns the stack frames of the nearest related instruction that has a source line. Used for a value without
-        a source line of its own.
-        """
-        for near in (*self.flow.makers(instruction, index), *self._near(instruction, index)):
+    def _nearest_frames(self, instruction: Instruction, index: Index) -> tuple[Frame, ...]:
+        for near in (*self.flow.makers(instruction, index), *self._related_instructions(instruction, index)):
             metadata = self.module.metadata(near)
             if sources.source_line(metadata):
                 return metadata.frames
         return ()
 
-    def _near(self, instruction: Instruction, index: Index) -> Iterator[Instruction]:
-        """Yields the instructions to which a value that the compiler added is related: its sources, its readers, and
-        the loop around it. For the initial value of a loop, the readers come first.
-        """
+    def _related_instructions(self, instruction: Instruction, index: Index) -> Iterator[Instruction]:
         maker = self.flow.origin(instruction, index).instruction or instruction
         sides = [self.flow.ancestors(maker), self.flow.readers(instruction)]
+        # The readers of a loop's initial value say more than its sources.
         for side in reversed(sides) if maker.opcode in _FILLERS else sides:
             yield from side
         yield from self.flow.callers.get(instruction.computation, ())

@@ -41,7 +41,7 @@ def name(path: Path, trace: ProfilerTrace) -> None:
         path.write_bytes(with_names(path.read_bytes(), {op: text for op, (text, _) in named.items() if text}))
         perfetto = path.parent / PERFETTO
         if perfetto.is_file():
-            _perfetto(perfetto, named, op_scopes.main)
+            _annotate_perfetto(perfetto, named, op_scopes.main)
     except (OSError, WireError, ValueError) as error:
         raise ReportError(
             f"cannot add scope names to the trace in {path.parent}: {error}; write the trace again"
@@ -58,20 +58,15 @@ def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
         if isinstance(value, int):  # all fields of an XSpace are messages and strings
             raise WireError("the file is not a profiler trace (an XSpace proto): give a *.xplane.pb file")
         body = data[value[0] : value[1]]
-        out.append(write_field(field, _plane(data, value, body, names) if field == 1 else body))
+        out.append(write_field(field, _add_op_names(data, value, body, names) if field == 1 else body))
     return b"".join(out)
 
 
-def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> bytes:
-    """Returns a plane of a profiler trace in which the events listed in `names` (event name -> op_name) have the stat
-    `tf_op`. Planes of devices other than the host are returned unchanged.
+def _add_op_names(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> bytes:
+    """Returns the bytes of a plane (event table) of a profiler trace, with the stat `tf_op` added to the events in
+    `names`: event name -> op_name. Planes of devices are returned unchanged.
 
-    The new metadata of an event is appended under its old key. The plane then contains the key twice, and readers of
-    protobufs use the last entry.
-
-    Args:
-        data, span: the serialized trace, and (start, stop) of the plane in it.
-        body: the bytes of the plane.
+    data, span: the serialized trace, and (start, stop) of the plane in it. body: the bytes of the plane.
     """
     title, added = "", []
     for field, value in wire.fields(data, span):
@@ -85,18 +80,14 @@ def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> by
                 stat = write_field(1, _STAT) + write_field(5, names[called].encode())
                 more = data[kind[0] : kind[1]] + write_field(5, stat)
                 added.append(write_field(4, write_field(1, wire.number(entry.get(1, 0))) + write_field(2, more)))
+    # The new metadata of an event is appended under its old key: readers of protobufs use the last entry of a key.
     if not added or not is_host(title):
         return body
     stat_name = write_field(1, _STAT) + write_field(2, _OP.encode())
     return body + write_field(5, write_field(1, _STAT) + write_field(2, stat_name)) + b"".join(added)
 
 
-def _perfetto(path: Path, named: Mapping[str, tuple[str, OpScope]], main: str) -> None:
-    """Adds op_name, phase and component to the events of Perfetto's JSON file. Events of programs other than `main`
-    stay unchanged.
-
-    `named`: name of an HLO instruction -> (its op_name, its phase and component).
-    """
+def _annotate_perfetto(path: Path, named: Mapping[str, tuple[str, OpScope]], main: str) -> None:
     with gzip.open(path, "rt") as file:
         trace = json.load(file)
     for event in trace.get("traceEvents", ()):

@@ -245,7 +245,7 @@ def divide(
             if first is None:
                 idle.append((since, at))
             else:
-                _share(shares, first.values(), at - since)
+                _divide_among(shares, first.values(), at - since)
             for group, component in _HIDEABLE:
                 if running[group] and running[group] is not first:
                     hidden[component] += at - since
@@ -257,10 +257,7 @@ def divide(
     return shares, idle, hidden
 
 
-def _share(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
-    """Divides `taken` picoseconds among the keys in equal integer parts, and adds them to `shares`. The remainder goes
-    to the first keys.
-    """
+def _divide_among(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
     keys = list(keys)
     each, rest = divmod(taken, len(keys))
     for number, key in enumerate(keys):
@@ -317,5 +314,4 @@ def innermost_spans(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
 
 
 def _overlap(gaps: list[tuple[int, int]], start: int, stop: int) -> int:
-    """Returns the picoseconds of the intervals `gaps` that fall between `start` and `stop`."""
     return sum(max(min(high, stop) - max(low, start), 0) for low, high in gaps)

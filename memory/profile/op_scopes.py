@@ -89,7 +89,7 @@ class OpScopes:
         """Returns the op_name of an instruction from its module, or else from the trace event; "" if neither
         has one.
         """
-        module = self._module(key[0])
+        module = self._find_module(key[0])
         if module is None:
             return key[2]
         instruction = module.instruction(key[1])
@@ -99,7 +99,7 @@ class OpScopes:
         """Returns whether an instruction runs once per call of the main program, because it is outside of loops and
         branches.
         """
-        module = self._module(key[0])
+        module = self._find_module(key[0])
         if module is None or key[0][1] != self.main:
             return False
         instruction = module.instruction(key[1])
@@ -107,7 +107,7 @@ class OpScopes:
 
     def _find(self, key: Key) -> OpScope:
         program, name, op_name = key
-        module = self._module(program)
+        module = self._find_module(program)
         instruction = module.instruction(name) if module is not None else None
         if program[1] and program[1] != self.main:
             return OpScope(OTHER, OTHER_PROGRAMS, program[1], instruction.opcode if instruction else "")
@@ -120,13 +120,11 @@ class OpScopes:
         scope = scopes.parse(op_name)
         return OpScope(scope.phase or OTHER, scope.component or OTHER, "/".join(scope.path))
 
-    def _module(self, program: tuple[int | None, str]) -> _Module | None:
-        """Returns the compiled module with a program number. A kernel without a program number is looked up in the
-        main program.
-        """
+    def _find_module(self, program: tuple[int | None, str]) -> _Module | None:
         if program not in self._modules:
             number, name = program
             known = self.trace.programs
+            # A kernel without a program number is looked up in the main program.
             protos = (
                 [known[number][1]]
                 if number is not None and number in known
@@ -147,9 +145,7 @@ class _Module:
         self._kernels = {_plain(name): instruction for name, instruction in self._named.items()}
 
     def instruction(self, name: str) -> Instruction | None:
-        """Returns the instruction with this name, or the instruction whose kernel has this name. Kernel names have
-        underscores instead of dots and dashes.
-        """
+        # Names of kernels have underscores instead of dots and dashes.
         return self._named.get(name) or self._kernels.get(_plain(name))
 
     def scope(self, instruction: Instruction) -> OpScope:
@@ -169,9 +165,6 @@ class _Module:
         return OpScope(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
 
     def op_name(self, instruction: Instruction) -> str:
-        """Returns JAX's op_name of an instruction. If its own op_name contains no scopes, returns the op_name of the
-        instruction that best describes its value.
-        """
         own = self.attribution.module.metadata(instruction).op_name
         return own if "/" in own else self.attribution.best_named(instruction, ())[1].op_name
 

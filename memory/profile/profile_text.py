@@ -50,7 +50,7 @@ def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> 
         return f"{seconds / scale:.3f}" if seconds else ""
 
     return blocks(
-        Group(_head(breakdown, unit), _cells(breakdown, format_seconds), *_legend(breakdown)),
+        Group(_head(breakdown, unit), _seconds_table(breakdown, format_seconds), *_legend(breakdown)),
         _host(breakdown, format_seconds),
         _longest(breakdown, format_seconds),
         Prose(prediction(breakdown, predicted)) if predicted else None,
@@ -87,7 +87,7 @@ def _head(breakdown: Breakdown, unit: str) -> RenderableType:
     )
 
 
-def _cells(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> FigureTable:
+def _seconds_table(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> FigureTable:
     """Returns a table of seconds with a row per component and a column per phase. The rows of the components add up to
     "busy", and "busy" and "idle" add up to the total.
     """

@@ -220,7 +220,9 @@ class _Plane:
                 yield stats.get("program_id", key), (name.rsplit("(", 1)[0], self.data[blob[0] : blob[1]])
 
     def events(self, line: Bytes) -> Iterator[tuple[int, int, int, list[Bytes]]]:
-        """Yields (key of the event's kind, start, stop, stats) for each event of a line. Times are in picoseconds."""
+        """Yields (id of the event's kind, start, stop, positions of its serialized stats) for each event of a line.
+        Times are in picoseconds.
+        """
         fields = list(wire.fields(self.data, line))
         began = 1000 * next((wire.number(value) for field, value in fields if field == 3), 0)
         for field, value in fields:
@@ -238,9 +240,6 @@ class _Plane:
         return next((wire.text(self.data, value) for field, value in wire.fields(self.data, line) if field == 2), "")
 
     def device_operations(self) -> list[Operation]:
-        """Returns the operations that a device ran: the events of a GPU's streams, or of the operations line
-        of a TPU.
-        """
         device, out = self.name.removeprefix(_DEVICE), []
         for line in self.lines:
             title = self.line_name(line)
@@ -254,7 +253,7 @@ class _Plane:
         return out
 
     def host_events(self) -> tuple[list[Operation], list[Span]]:
-        """Returns (operations of the CPU as a device, annotated work of the host)."""
+        """Returns (operations that the CPU ran as a device, intervals of the host that the user annotated)."""
         spans: list[Span] = []
         ends: dict[Any, int] = {}  # flow -> time at which its result is complete
         begun: list[tuple[str, int, int, dict[str, Any]]] = []

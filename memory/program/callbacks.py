@@ -37,7 +37,7 @@ def without_runtime(closed: Any, platform: str) -> Any:
 
     platform: jax's name of the devices' platform.
     """
-    return _CallbackRewriter(platform).value(closed) if count(closed) else closed
+    return _CallbackRewriter(platform).rewrite_param(closed) if count(closed) else closed
 
 
 def note(number: int) -> str:
@@ -48,8 +48,6 @@ def note(number: int) -> str:
 
 
 def _bodies_outside_kernels(equation: Any) -> list[Any]:
-    """Returns the inner jaxprs of an equation (bodies of loops, branches and calls), without the bodies of Pallas
-    kernels."""
     return [] if equation.primitive.name in _KERNELS else list(bodies(equation))
 
 
@@ -61,52 +59,47 @@ class _CallbackRewriter:
         self.platform = platform
         self._done: dict[int, Any] = {}
 
-    def value(self, value: Any) -> Any:
-        """Returns an equation's parameter with the callbacks in all its jaxprs replaced."""
+    def rewrite_param(self, value: Any) -> Any:
         if hasattr(value, "eqns"):
             bare = inner_jaxpr(value)
-            return self.jaxpr(bare) if bare is value else value.replace(jaxpr=self.jaxpr(bare))
+            return self.rewrite_jaxpr(bare) if bare is value else value.replace(jaxpr=self.rewrite_jaxpr(bare))
         if type(value) in (tuple, list):
-            return type(value)(map(self.value, value))
+            return type(value)(map(self.rewrite_param, value))
         return value
 
-    def jaxpr(self, jaxpr: Any) -> Any:
-        """Returns a Jaxpr with its callbacks replaced and their effects removed. Otherwise lowering would add tokens
-        for the effects."""
+    def rewrite_jaxpr(self, jaxpr: Any) -> Any:
         if id(jaxpr) in self._done:
             return self._done[id(jaxpr)][1]
         equations = []
         for equation in jaxpr.eqns:
             if equation.primitive.name in CALLBACKS:
-                equations += self.call(equation)
+                equations += self.rewrite_callback(equation)
             elif _bodies_outside_kernels(equation):
-                params = with_parameters(equation, lambda _, value: self.value(value))
-                equations.append(equation.replace(params=params, effects=_without_callbacks(equation.effects)))
+                params = with_parameters(equation, lambda _, value: self.rewrite_param(value))
+                equations.append(equation.replace(params=params, effects=_without_callback_effects(equation.effects)))
             else:
                 equations.append(equation)
-        rewritten = jaxpr.replace(eqns=equations, effects=_without_callbacks(jaxpr.effects))
+        # Lowering would add tokens for the effects of callbacks.
+        rewritten = jaxpr.replace(eqns=equations, effects=_without_callback_effects(jaxpr.effects))
         self._done[id(jaxpr)] = jaxpr, rewritten  # keeps the old jaxpr, so that its id is not used again
         return rewritten
 
-    def call(self, equation: Any) -> list[Any]:
-        """Returns the equations that replace a callback, at most one. A callback without results is dropped if the
-        platform is not a GPU."""
+    def rewrite_callback(self, equation: Any) -> list[Any]:
         results = tuple(variable.aval for variable in equation.outvars)
-        primitive = _primitive() if self.platform in _GPUS else None
+        primitive = _gpu_callback_primitive() if self.platform in _GPUS else None
         if primitive is None and not results:
             return []
         if primitive is None:
-            return [_replace(equation, lambda *operands: _zeros_after(operands, results))]
+            return [_replace_with_function(equation, lambda *operands: _zeros_after(operands, results))]
         params = {
             "results": results,
             "partitioned": bool(equation.params.get("partitioned")),
-            "acts": _side_effects() if CALLBACKS[equation.primitive.name] else frozenset(),
+            "acts": _custom_call_effects() if CALLBACKS[equation.primitive.name] else frozenset(),
         }
-        return [_replace(equation, lambda *operands: primitive.bind(*map(_key_data, operands), **params))]
+        return [_replace_with_function(equation, lambda *operands: primitive.bind(*map(_key_data, operands), **params))]
 
 
-def _replace(equation: Any, function: Callable[..., Any]) -> Any:
-    """Returns an equation that computes `function` with the operands and results of `equation`."""
+def _replace_with_function(equation: Any, function: Callable[..., Any]) -> Any:
     import jax
 
     avals = [operand.aval for operand in equation.invars]
@@ -117,16 +110,14 @@ def _replace(equation: Any, function: Callable[..., Any]) -> Any:
     )
 
 
-def _without_callbacks(effects: Any) -> Any:
-    """Returns a set of jaxpr effects in which the effects of a custom call replace the effects of callbacks. Without
-    effects, jax would drop the calls."""
+def _without_callback_effects(effects: Any) -> Any:
     left = {each for each in effects if type(each).__name__ not in _EFFECTS}
-    return type(effects)(left | _side_effects() if len(left) < len(effects) else left)
+    # Without any effect, jax would drop the custom calls.
+    return type(effects)(left | _custom_call_effects() if len(left) < len(effects) else left)
 
 
 @functools.cache
-def _side_effects() -> frozenset[Any]:
-    """Returns the jaxpr effects that jax gives to a custom call with side effects."""
+def _custom_call_effects() -> frozenset[Any]:
     import jax
 
     traced = jax.make_jaxpr(lambda: jax.ffi.ffi_call("acts", (), has_side_effect=True)())()
@@ -134,15 +125,14 @@ def _side_effects() -> frozenset[Any]:
 
 
 def _key_data(operand: Any) -> Any:
-    """Returns the integers of a random key, because the compiler has no type for random keys. Other operands are
-    returned unchanged."""
     import jax
 
+    # The compiler has no type for random keys.
     return jax.random.key_data(operand) if jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key) else operand
 
 
 @functools.cache
-def _primitive() -> Any:
+def _gpu_callback_primitive() -> Any:
     """Returns a primitive that lowers to the custom call of jax's GPU callbacks, but calls no Python function. Returns
     None if this version of jax lowers callbacks differently."""
     import numpy as np
@@ -177,9 +167,8 @@ def _primitive() -> Any:
 
 
 def _zeros_after(operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Returns arrays of zeros with the types `results`. They depend on the operands, so that the compiler keeps the
-    operands."""
     import jax
 
     zeros = [jax.numpy.zeros(result.shape, result.dtype) for result in results]
+    # The barrier makes the zeros depend on the operands, so that the compiler keeps the operands.
     return list(jax.lax.optimization_barrier((list(map(_key_data, operands)), zeros))[1])

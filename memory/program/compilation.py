@@ -72,10 +72,10 @@ def compiled_for(
         if not callable(program):
             raise ReportError(f"{type_phrase(program)} is not a step that takes arguments: give a function, {_CALLED}")
         program = tracing.trace(program, args, kwargs or {}, options or {})
-    stage = _stage(program)
+    stage = _unwrapped_stage(program)
     if _is_traced(stage):
         check_sizes(stage.jaxpr)
-        lowered = _lowered(stage, target)
+        lowered = _lower_for(stage, target)
         number = callbacks.count(stage.jaxpr) if any(map(is_described, devices_of(lowered)[:1])) else 0
         notes = (callbacks.note(number),) if number else ()
         judged = target or _described_target(lowered)
@@ -83,7 +83,7 @@ def compiled_for(
         compilation = compile_lowered(lowered, jaxpr=stage.jaxpr, notes=notes, device_memory_bytes=pool)
         return compilation, judged or _target_of(lowered, compilation)
     if target is not None and (_is_compiled(stage) or _is_lowered(stage)):
-        _refuse_another(stage, target)
+        _refuse_other_devices(stage, target)
     compilation = compilation_of(stage, target)
     return compilation, target or _target_of(stage, compilation)
 
@@ -120,12 +120,12 @@ def takes_arguments(program: Any) -> bool:
 
 def is_stage(program: Any) -> bool:
     """Returns whether a program is a `jax.stages.Traced`, `Lowered` or `Compiled`, or a wrapper of one."""
-    stage = _stage(program)
+    stage = _unwrapped_stage(program)
     return _is_traced(stage) or _is_lowered(stage) or _is_compiled(stage)
 
 
-def _stage(program: Any) -> Any:
-    """Returns the jax stage that a Flax or equinox object wraps. Other objects are returned unchanged."""
+def _unwrapped_stage(program: Any) -> Any:
+    # Flax and equinox wrap the stages of jax in objects of their own.
     for name in ("traced", "lowered", "compiled"):
         stage = getattr(program, name, None)
         if _is_traced(stage) or _is_lowered(stage) or _is_compiled(stage):
@@ -140,8 +140,6 @@ def _dump(program: str | Path | bytes | bytearray | memoryview) -> dumps.Dump:
 
 
 def _compilation_of_dump(dump: dumps.Dump, target: Target | None) -> tuple[Compilation, Target | None]:
-    """Returns (compilation, target) for a dumped program. The compilation has a note on the dump's platform. The
-    target is None if its platform differs from the dump's platform."""
     platform = dumps.platform_of(dump.proto)
     if not platform:
         return Compilation(proto=dump.proto, notes=dump.notes), target
@@ -167,8 +165,7 @@ def _is_traced(program: Any) -> TypeGuard[TracedStage]:
     return hasattr(program, "jaxpr") and hasattr(program, "lower") and hasattr(program, "in_tree")
 
 
-def _lowered(program: TracedStage, target: Target | None) -> LoweredStage:
-    """Lowers a `jax.stages.Traced` for the target's devices; without a target, for the devices of its arguments."""
+def _lower_for(program: TracedStage, target: Target | None) -> LoweredStage:
     devices, asked = retarget.devices_of(program), target
     if target is None and devices and is_described(devices[0]):
         target = targets.from_devices(devices)
@@ -181,10 +178,6 @@ def _lowered(program: TracedStage, target: Target | None) -> LoweredStage:
 
 
 def _target_of(stage: Any, compilation: Compilation) -> Target | None:
-    """Returns the target for the devices that a program was compiled for; None if the devices are unknown.
-
-    stage: the jax stage from which the compilation was made.
-    """
     if compilation.local:
         return targets.parse("local")
     devices = devices_of(stage)
@@ -197,8 +190,7 @@ def _described_target(stage: Any) -> Target | None:
     return targets.from_devices(devices) if devices and is_described(devices[0]) else None
 
 
-def _refuse_another(stage: Any, target: Target) -> None:
-    """Raises ReportError if a `jax.stages.Lowered` or `Compiled` was made for other devices than the target's."""
+def _refuse_other_devices(stage: Any, target: Target) -> None:
     devices = devices_of(stage)
     if not devices:  # unknown devices are assumed to be the target's
         return

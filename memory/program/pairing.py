@@ -65,7 +65,7 @@ def pairs(
     """
     pairing = _Pairing(arguments, results, updates, trained)
     for candidates in (pairing.whole_arguments(), pairing.by_keys(), pairing.by_flow(), aliased.items()):
-        pairing.take(candidates)
+        pairing.add_unpaired(candidates)
     return [
         ResultPair(argument, result, pairing.is_gradient(argument, result))
         for result, argument in pairing.taken.items()
@@ -95,26 +95,25 @@ class _Pairing:
         for place, leaf in enumerate(results):
             self.by_array.setdefault(_array(leaf), []).append(place)
 
-    def take(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Adds (result, argument) pairs. A pair is skipped if its result or argument is in a pair already."""
+    def add_unpaired(self, pairs: Iterable[tuple[int, int]]) -> None:
         for result, argument in pairs:
             if result not in self.taken and argument not in self.back and self._same(argument, result):
                 self.taken[result] = argument
                 self.back.add(argument)
 
     def is_gradient(self, argument: int, result: int) -> bool:
-        """Returns whether a result is the gradient of an argument: the backward pass computes it, and it is not
-        computed from the argument element by element."""
         update = self.updates[result]
+        # A result that is computed elementwise from the argument is its update, not its gradient.
         return update.phase == "backward" and self.arguments[argument].parameter not in update.arguments
 
     def _same(self, argument: int, result: int) -> bool:
         return _array(self.arguments[argument]) == _array(self.results[result])
 
     def whole_arguments(self) -> Iterator[tuple[int, int]]:
-        """Yields (result, argument) pairs of leaves for each argument of the function that is returned as a whole:
-        every leaf of its pytree is also a result, and the paths of these results differ from the paths of the leaves
-        only by a common prefix. Pairs with updated values come before pairs with gradients."""
+        """Yields (result, argument) pairs of pytree leaves, for each argument that the function returns as a whole,
+        such as the train state: every leaf has a result whose path ends in the same keys, after one common prefix.
+        Updated arguments come before gradients.
+        """
         roots: dict[str, list[int]] = {}
         for place, leaf in enumerate(self.arguments):
             roots.setdefault(root_of(leaf.path), []).append(place)
@@ -163,13 +162,8 @@ class _Pairing:
                         yield result, place
 
     def _is_update(self, how: str, update: Update, result: SignatureLeaf) -> bool:
-        """Returns whether the data flow proves that a result is the updated value of an argument.
-
-        how: how the result depends on the argument. SAME (unchanged) and WRITTEN (partly overwritten) are proof.
-        ELEMENTWISE is proof only for values that the optimizer computes, because sums of activations depend on
-        arguments too.
-        """
         if how == ELEMENTWISE:
+            # Sums of activations depend on arguments too, so only values that the optimizer computes count.
             return self.trained and update.phase == "" and (bool(result.shape) or "int" in result.dtype)
         return how in (SAME, WRITTEN)
 

@@ -90,9 +90,9 @@ class _Reading:
         self, program: HloProgram, state: StateFlow, signature: Signature | None, extra: tuple[tuple[str, str], ...]
     ):
         self.module, self.state, self.extra = program.module, state, extra
-        self.leaves = self._arguments(signature)
+        self.leaves = self._argument_leaves(signature)
         self.values = state.results()
-        self.results = self._results(signature)
+        self.results = self._result_leaves(signature)
         self.updates = [state.update(*value) for value in self.values]
         numbers = {leaf.parameter: place for place, leaf in enumerate(self.leaves)}
         aliased: dict[int, int] = {}
@@ -104,9 +104,7 @@ class _Reading:
         }
         self.reads = [state.reads(leaf.parameter) for leaf in self.leaves]
 
-    def _arguments(self, signature: Signature | None) -> list[SignatureLeaf]:
-        """Returns the argument leaves that the program uses, in the order of their numbers. Names and shapes that the
-        signature lacks are taken from the HLO module."""
+    def _argument_leaves(self, signature: Signature | None) -> list[SignatureLeaf]:
         known = signature.by_parameter if signature is not None else {}
         aliased = {number for _, number, _ in self.module.aliases}
         leaves = []
@@ -119,12 +117,10 @@ class _Reading:
             leaves.append(leaf)
         return leaves
 
-    def _results(self, signature: Signature | None) -> list[SignatureLeaf]:
-        """Returns the leaves of the program's results. A compiled program may first return HLO tokens, which order side
-        effects and hold no data. The signature does not list them, so each token gets a leaf of dtype "token" before
-        the others. Without a signature, the leaves have the shapes in the HLO module and no paths."""
+    def _result_leaves(self, signature: Signature | None) -> list[SignatureLeaf]:
         known = signature.results if signature is not None else ()
         if known and len(known) <= len(self.values):
+            # A compiled program may first return HLO tokens, which order side effects and hold no data.
             return [SignatureLeaf("", (), "token")] * (len(self.values) - len(known)) + list(known)
         shapes = [self.state.flow.shape(*value) for value in self.values]
         return [SignatureLeaf("", shape.dims, shape.dtype) for shape in shapes]
@@ -133,39 +129,39 @@ class _Reading:
         """Returns the arguments with their roles. The roles are decided twice, because optimizer moments and gradients
         are recognized by the parameters that they resemble."""
         evidence = [self._evidence(place) for place in range(len(self.leaves))]
-        weights = _weight_roots(evidence)
+        weights = _weight_argument_names(evidence)
         evidence = [dataclasses.replace(one, weights=root_of(one.path) in weights) for one in evidence]
-        first = self._decided(evidence)
+        first = self._decide_roles(evidence)
         if "params" not in first:
             evidence = [dataclasses.replace(one, no_params=True) for one in evidence]
-            first = self._decided(evidence)
-        mirrored = self._mirrored([leaf for leaf, role in zip(self.leaves, first) if role == "params"])
-        shaped = _shaped(evidence, first)
+            first = self._decide_roles(evidence)
+        mirrored = self._moment_like_leaves([leaf for leaf, role in zip(self.leaves, first) if role == "params"])
+        shaped = _weight_like_argument_names(evidence, first)
         evidence = [
             dataclasses.replace(one, mirrors=place in mirrored, shaped=root_of(one.path) in shaped)
             for place, one in enumerate(evidence)
         ]
-        decided = self._decided(evidence)
+        decided = self._decide_roles(evidence)
         # Leaves that learn come first: a moment belongs to the parameters, not to a copy of them from earlier steps.
         ranked = sorted(range(len(decided)), key=lambda place: not evidence[place].learns)
         owner = _Owners([self.leaves[place] for place in ranked if decided[place] == "params"])
         by_number, results = {}, {}
         for place, (leaf, role) in enumerate(zip(self.leaves, decided)):
-            pair, changed = self.pairs.get(place), self._changed_pair(place)
+            pair, changed = self.pairs.get(place), self._find_update_pair(place)
             update = changed.result if changed is not None else -1
             by_number[leaf.parameter] = Argument(leaf.path, role, owner.find_path(leaf, role), update, leaf.shape)
             if pair is not None and pair.gradient and role == "params":
                 results[pair.result] = leaf.path
-        return Arguments(by_number, self._values(by_number, results), results)
+        return Arguments(by_number, self._path_by_value(by_number, results), results)
 
-    def _decided(self, evidence: Sequence[Evidence]) -> list[str]:
-        """Returns the role of each argument leaf. The caller's patterns decide first, then the evidence."""
+    def _decide_roles(self, evidence: Sequence[Evidence]) -> list[str]:
         decided = roles.mark_frozen(evidence, roles.decide(evidence))
+        # The caller's patterns have priority over the evidence.
         return [roles.given(one.path, self.extra) or role for one, role in zip(evidence, decided)]
 
     def _evidence(self, place: int) -> Evidence:
         leaf, pair, reads = self.leaves[place], self.pairs.get(place), self.reads[place]
-        changed = self._changed_pair(place)
+        changed = self._find_update_pair(place)
         state = changed is not None
         learns = changed is not None and self.state.trained and self.state.from_backward(*self.values[changed.result])
         return Evidence(
@@ -185,11 +181,7 @@ class _Reading:
             batch_dim=not state and leaf.shape[:1] in self._batch_dims,
         )
 
-    def _changed_pair(self, place: int) -> ResultPair | None:
-        """Returns an argument and the result that is its updated value as a pair. Returns None if the program does not
-        return the argument, or returns it unchanged.
-
-        place: position of the argument in `self.leaves`."""
+    def _find_update_pair(self, place: int) -> ResultPair | None:
         pair = self.pairs.get(place)
         if pair is None or pair.gradient:
             return None
@@ -198,9 +190,7 @@ class _Reading:
 
     @functools.cached_property
     def _batch_dims(self) -> frozenset[tuple[int, ...]]:
-        """Returns the likely batch dimensions, each as a tuple of one size: the first dimensions of integer arguments
-        that are not returned, and of results that are paired with no argument. Arrays that begin with a batch dimension
-        are data, not weights."""
+        # Arrays that begin with a batch dimension are data, not weights.
         paired = {pair.result for pair in self.pairs.values()}
         batched = [leaf for place, leaf in enumerate(self.results) if place not in paired and leaf.dtype != "token"]
         for place, leaf in enumerate(self.leaves):
@@ -208,26 +198,19 @@ class _Reading:
                 batched.append(leaf)
         return frozenset(leaf.shape[:1] for leaf in batched if leaf.shape)
 
-    def _mirrored(self, params: Sequence[SignatureLeaf]) -> frozenset[int]:
-        """Returns the positions of argument leaves that look like an optimizer moment of a parameter: they have its
-        shape and the last keys of its path. A state leaf whose path has no keys also counts if exactly one parameter
-        has its shape.
-
-        params: the leaves that are parameters.
-        """
+    def _moment_like_leaves(self, params: Sequence[SignatureLeaf]) -> frozenset[int]:
         owners = _Owners(params)
         mirrored = set()
         for place, leaf in enumerate(self.leaves):
-            is_state = self._changed_pair(place) is not None
+            is_state = self._find_update_pair(place) is not None
+            # A leaf with the shape and the last keys of a parameter, or, if it has no keys, with its shape alone.
             if leaf not in params and owners.find(leaf, by_shape=is_state) is not None:
                 mirrored.add(place)
         return frozenset(mirrored)
 
-    def _values(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
-        """Maps HLO values to model parameters: a value from which an update or gradient is computed -> path of the
-        parameter that is updated. If several updates use the value, the update that involves the fewest values decides.
-        """
+    def _path_by_value(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
         out: dict[Value, str] = {}
+        # Of several updates that use a value, the update with the fewest values decides.
         for place, update in sorted(enumerate(self.updates), key=lambda item: len(item[1].values)):
             path = gradients.get(place) or _updated_path(update, arguments)
             if path:
@@ -237,8 +220,6 @@ class _Reading:
 
 
 def _updated_path(update: Update, arguments: Mapping[int, Argument]) -> str:
-    """Returns the path of the model parameter to which an update belongs: the only parameter that the update reads or,
-    if it reads none, the only parameter whose moments it reads. Returns "" if there are several."""
     sources = [arguments[number] for number in update.arguments if number in arguments]
     params = [argument.path for argument in sources if argument.role == "params"]
     owners = {argument.owner for argument in sources if argument.owner}
@@ -247,10 +228,7 @@ def _updated_path(update: Update, arguments: Mapping[int, Argument]) -> str:
     return owners.pop() if not params and len(owners) == 1 else ""
 
 
-def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
-    """Groups the arrays that can be frozen weights (float arrays that are not training state) by the function argument
-    that contains them: name of the argument -> evidence of its arrays. Arguments with a single such array are left out.
-    """
+def _frozen_candidates_by_argument(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
     leaves: dict[str, list[Evidence]] = {}
     for one in evidence:
         if one.floats and not one.state:
@@ -258,32 +236,24 @@ def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
     return {root: group for root, group in leaves.items() if len(group) > 1}
 
 
-def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
-    """Returns the names of the function arguments in which more than half of the elements are in arrays that the
-    program reads as weights."""
+def _weight_argument_names(evidence: Sequence[Evidence]) -> frozenset[str]:
     roots = set()
-    for root, group in _by_root(evidence).items():
+    for root, group in _frozen_candidates_by_argument(evidence).items():
         weights = sum(math.prod(one.shape) for one in group if one.weight)
         if 2 * weights > sum(math.prod(one.shape) for one in group):
             roots.add(root)
     return frozenset(roots)
 
 
-def _shaped(evidence: Sequence[Evidence], decided: Sequence[str]) -> frozenset[str]:
-    """Returns the names of the function arguments that are probably frozen weights, judged by shapes alone. In such an
-    argument, more than half of the elements, or of the arrays, have only dimensions that also occur in trained
-    parameters.
-
-    A dimension divided by 2 or 64 counts too, because 4-bit codes are packed two per byte and have one scale per block
-    of 64. Data, in contrast, have a batch dimension.
-    """
+def _weight_like_argument_names(evidence: Sequence[Evidence], decided: Sequence[str]) -> frozenset[str]:
     dims = {1}
     for one, role in zip(evidence, decided):
         if role == "params" and one.learns:
+            # 4-bit codes are packed two per byte and have one scale per block of 64.
             for dim in one.shape:
                 dims.update(dim // part for part in (1, 2, 64) if dim % part == 0)
     roots = set()
-    for root, group in _by_root(evidence).items():
+    for root, group in _frozen_candidates_by_argument(evidence).items():
         alike = [one for one in group if len(one.shape) > 1 and one.forward and dims.issuperset(one.shape)]
         elements = sum(math.prod(one.shape) for one in alike)
         if 2 * elements > sum(math.prod(one.shape) for one in group) or 2 * len(alike) > len(group):
@@ -304,8 +274,6 @@ class _Owners:
             self.by_shape.setdefault(leaf.shape, []).append(leaf)
 
     def find_path(self, leaf: SignatureLeaf, role: str) -> str:
-        """Returns the path of the model parameter that a leaf belongs to. Returns "" unless the leaf's role is
-        optimizer, accumulator or gradients."""
         if role not in ("optimizer", "accumulator", "gradients"):
             return ""
         parameter = self.find(leaf, same_shape=False)

@@ -60,7 +60,7 @@ def devices_of(program: TracedStage) -> list[Any]:
     """Returns the devices on which a `jax.stages.Traced` runs, according to the shardings of its arguments. Returns []
     if no sharding names devices."""
     devices: list[Any] = []
-    for sharding in _shardings(program):
+    for sharding in _argument_shardings(program):
         if sharding is not None and not _is_abstract(getattr(sharding, "mesh", None)):
             devices += sharding._device_assignment
     return list(dict.fromkeys(devices))
@@ -78,7 +78,7 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
     params, placement = program._params, TargetPlacement(target)
     jaxpr = callbacks.without_runtime(program.jaxpr, target.platform) if target.is_described else program.jaxpr
     inside = placement.closed(jaxpr)
-    moved = [placement.concrete(sharding) for sharding in _shardings(program)]
+    moved = [placement.concrete(sharding) for sharding in _argument_shardings(program)]
     context = placement.context(params["ctx_mesh"])
     if not placement.has_mesh and all(sharding is None for sharding in moved):
         moved = [placement.one_device] * len(moved)
@@ -114,9 +114,7 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
         ).lower(*args, **kwargs)
 
 
-def _shardings(program: TracedStage) -> list[Any]:
-    """Returns the sharding of each leaf of the arguments, from jit's in_shardings or from a committed array. It is
-    None if neither exists."""
+def _argument_shardings(program: TracedStage) -> list[Any]:
     import jax
 
     shardings: list[Any] = []
@@ -183,7 +181,7 @@ class TargetPlacement:
         """Returns the sharding of an argument or result over the target's devices. An abstract mesh in it becomes a
         mesh of devices. None is returned unchanged."""
         mesh = getattr(sharding, "mesh", None)
-        return self.sharding(sharding.update(mesh=self._over_target(mesh)) if _is_abstract(mesh) else sharding)
+        return self.sharding(sharding.update(mesh=self._mesh_over_target(mesh)) if _is_abstract(mesh) else sharding)
 
     def sharding(self, sharding: Any) -> Any:
         """Returns a sharding with its devices replaced by the target's devices. None is returned unchanged.
@@ -222,16 +220,13 @@ class TargetPlacement:
             self._meshes[mesh] = moved
         return self._meshes[mesh]
 
-    def _over_target(self, mesh: Any) -> Any:
-        """Returns a mesh of the target's devices with the axes and sizes of an abstract mesh."""
+    def _mesh_over_target(self, mesh: Any) -> Any:
         import jax
 
         own = jax.sharding.Mesh(self._mesh_devices(mesh), mesh.axis_names, axis_types=mesh.axis_types)
         return self._meshes.setdefault(own, own)
 
     def _mesh_devices(self, mesh: Any) -> Any:
-        """Returns the target's devices as an array with the shape of the mesh. Raises ReportError if their numbers
-        differ."""
         if mesh.size != self.target.n_devices:
             axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
             raise ReportError(
@@ -256,7 +251,7 @@ class TargetPlacement:
         import jax
 
         if getattr(mesh, "empty", True) and self._first_abstract is not None and not self.has_mesh:
-            mesh = self._over_target(self._first_abstract)  # traced under an abstract mesh only
+            mesh = self._mesh_over_target(self._first_abstract)  # traced under an abstract mesh only
         moved = self.mesh(mesh)
         return contextlib.nullcontext() if getattr(moved, "empty", True) else jax.set_mesh(moved)
 

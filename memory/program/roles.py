@@ -283,8 +283,6 @@ def by_name(path: str) -> str:
 
 
 def _words_of(path: str) -> Keys:
-    """Returns the argument's name and the keys of a pytree path, in lower case. Tuple positions and generic names are
-    left out."""
     words = (re.sub(r"\W.*", "", root_of(path)), *keys_of(path))
     return tuple(word.lower() for word in words if word and not word.isdigit() and word not in ("args", "value"))
 

@@ -161,7 +161,7 @@ class StateFlow:
 
     @functools.cached_property
     def trained(self) -> bool:
-        """True if the program has a backward pass."""
+        """True if the program has a backward pass, as the names of its HLO instructions say."""
         return any(self._phase(i) == "backward" for i in self.module.instructions.values())
 
     def _phase(self, instruction: Instruction) -> str:
@@ -203,19 +203,23 @@ class StateFlow:
             if phase is None and opcode not in _HANDING and self.module.metadata(instruction).op_name:
                 phase = self._phase(instruction)
             if opcode in _HANDING:
-                pending += [(source, at, how, inside, summed) for source, at in self._sources(instruction, index)]
+                pending += [
+                    (source, at, how, inside, summed) for source, at in self._direct_sources(instruction, index)
+                ]
             elif opcode in _WRITING:
-                pending += self._written(instruction, summed)
+                pending += self._overwritten_operands(instruction, summed)
             elif opcode == "dynamic-slice" and inside:  # a slice of the stack that the loop iterates over
                 pending += [(operand, (), WRITTEN, False, summed) for operand in self._operands(instruction)[:1]]
             elif is_collective(opcode):
                 shared = summed or opcode not in _GATHERING
-                pending += [(source, at, how, inside, shared) for source, at in self._sources(instruction, index)]
+                pending += [
+                    (source, at, how, inside, shared) for source, at in self._direct_sources(instruction, index)
+                ]
             elif opcode in _SHIFTING and along:
                 pending += [
                     (operand, (), how, inside, summed)
                     for operand in self._operands(instruction)
-                    if self._keeps(instruction, operand, along)
+                    if self._keeps_dim(instruction, operand, along)
                 ]
             elif opcode in _ELEMENTWISE:
                 elements = self.flow.shape(instruction, index).elements
@@ -227,18 +231,17 @@ class StateFlow:
                 ]
         return Update(arguments, tuple(seen), phase or "", changed)
 
-    def _keeps(self, instruction: Instruction, operand: Instruction, along: frozenset[int]) -> bool:
-        """Returns whether the operand and the result of an operation have a dimension of equal size at the same
-        position, and this size is in `along`."""
+    def _keeps_dim(self, instruction: Instruction, operand: Instruction, along: frozenset[int]) -> bool:
         before, after = self.module.shape(operand).dims, self.module.shape(instruction).dims
         return len(before) == len(after) and any(a == b and a in along for a, b in zip(before, after))
 
-    def _written(self, instruction: Instruction, summed: bool) -> list[tuple[Instruction, Index, str, bool, bool]]:
-        """Returns the operands of an operation that overwrites a part of an array: the array and, for a
-        dynamic-update-slice, the values that are written into it.
+    def _overwritten_operands(
+        self, instruction: Instruction, summed: bool
+    ) -> list[tuple[Instruction, Index, str, bool, bool]]:
+        """Returns the operands of an operation that overwrites part of an array: the array and, for a
+        dynamic-update-slice, the written values.
 
-        Each item is (operand, tuple index, WRITTEN, whether it is the written values, `summed`). summed: whether the
-        result of the operation is later summed over devices.
+        Each item is (operand, tuple index, WRITTEN, whether it is the written values, `summed`).
         """
         written: list[tuple[Instruction, Index, str, bool, bool]] = []
         operands = self._operands(instruction)
@@ -259,15 +262,14 @@ class StateFlow:
             seen.add((instruction.id, index))
             if instruction.opcode not in _HANDING and self._phase(instruction) == "backward":
                 return True
-            pending += self._sources(instruction, index)
+            pending += self._direct_sources(instruction, index)
         self._clean |= seen
         return False
 
-    def _sources(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the values from which a value is computed directly, as (instruction, tuple index)."""
+    def _direct_sources(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
         module, opcode = self.module, instruction.opcode
         if opcode == "parameter":
-            yield from self._passed(instruction, index)
+            yield from self._values_passed_to(instruction, index)
         elif opcode in ("while", "conditional", "fusion", "call") or (opcode == "async-start" and index[:1] != (0,)):
             inner = index[1:] if opcode == "async-start" else index
             for computation in instruction.called[:1] if opcode == "while" else instruction.called:
@@ -293,15 +295,13 @@ class StateFlow:
             skipped = 1 if opcode == "select" else 0
             yield from ((operand, ()) for operand in operands[skipped:])
 
-    def _passed(self, parameter: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the values that become a parameter of a computation, as (instruction, tuple index): the operands of
-        the instructions that call it and, for a loop, the result of the previous iteration. The entry computation has
-        no callers."""
+    def _values_passed_to(self, parameter: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
         for caller in self.flow.callers.get(parameter.computation, ()):
             operands = self._operands(caller)
             if caller.opcode == "while":
                 yield from ((operand, index) for operand in operands[:1])
                 root = self.module.root(caller.called[0])
+                # the result of the previous iteration
                 if root is not None and parameter.computation == caller.called[0]:
                     yield root, index
             elif caller.opcode == "conditional":
@@ -330,7 +330,7 @@ class StateFlow:
                 continue
             seen.add((instruction.id, index))
             for user in self.flow.users.get(instruction.id, ()):
-                onward = list(self._onward(instruction, index, user))
+                onward = list(self._flow_into(instruction, index, user))
                 pending += onward
                 name = self.module.metadata(user).op_name
                 if user.opcode in _HANDING:
@@ -339,7 +339,7 @@ class StateFlow:
                 products |= user.opcode in _PRODUCTS
                 unnamed |= user.opcode in _PRODUCTS and not name
                 phases.add(scopes.parse(name).phase)
-            pending += self._returned(instruction, index)
+            pending += self._calls_returning(instruction, index)
         return Reads(frozenset(phases), products, unnamed, random)
 
     def readers(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
@@ -347,17 +347,17 @@ class StateFlow:
         passes the value on, yields the passed value instead."""
         for user in self.flow.users.get(instruction.id, ()):
             if user.opcode in _HANDING:
-                yield from self._onward(instruction, index, user)
+                yield from self._flow_into(instruction, index, user)
             else:
                 yield user, ()
-        yield from self._returned(instruction, index)
+        yield from self._calls_returning(instruction, index)
 
-    def _onward(self, instruction: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
-        """Follows a value into one instruction that reads it (`user`). Yields, as (instruction, tuple index), the
-        values into which the user passes it unchanged, cast or sliced: the result of a tuple, loop or cast, or the
-        parameter of a computation that the user calls. Other users yield nothing.
-
-        instruction, index: the value."""
+    def _flow_into(
+        self, instruction: Instruction, index: Index, user: Instruction
+    ) -> Iterator[tuple[Instruction, Index]]:
+        """Yields the values (instruction, tuple index) into which `user` passes its operand unchanged, cast or sliced:
+        the result of a tuple, loop or cast, or the parameter of a computation that it calls.
+        """
         if user.opcode == "get-tuple-element":
             if index[:1] == (user.tuple_index,):
                 yield user, index[1:]
@@ -384,9 +384,7 @@ class StateFlow:
             if inner is not None:
                 yield inner, index
 
-    def _returned(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the call instructions whose result is this value, because it is the root of the called
-        computation."""
+    def _calls_returning(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
         computation = self.module.computations.get(instruction.computation)
         if computation is not None and computation.root == instruction.id:
             yield from (

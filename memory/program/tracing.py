@@ -63,12 +63,11 @@ _PMAP_ERROR = re.compile(r"cannot select an axis to squeeze out|applied to the f
 
 
 def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Returns the number of devices over which `jax.pmap` maps a step: the most common first dimension of the
-    arguments. Returns 0 if the step is not wrapped by `jax.pmap`."""
     import jax
 
     if not getattr(step.lower, "__qualname__", "").startswith("pmap."):
         return 0
+    # pmap maps over the first dimension, which most arguments share.
     lengths = Counter(leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if getattr(leaf, "shape", ()))
     return max(lengths, key=lengths.__getitem__, default=0)
 
@@ -98,7 +97,6 @@ def takes_no_arguments(step: Any) -> bool:
 def _trace_function(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:
-    """Traces a plain function with jax.jit. Python numbers become arguments of the program, not static values."""
     import jax
 
     step = in_place.refuse_lost_updates(step)
@@ -124,14 +122,14 @@ def _trace_wrapper(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     bound = [step] if any(map(_is_array, jax.tree.leaves(step))) else []
     marked = [_mark_static(value, numbers=True) for value in (*bound, *args)]
     marked_by_name = _mark_static(kwargs, numbers=True)
-    function = _with_static_leaves(_call if bound else step, like=step)
+    function = _with_static_leaves(_call_bound if bound else step, like=step)
     first = jax.jit(function).trace(*marked, **marked_by_name)
-    donated = _donated(first, len(marked))
+    donated = _donated_arguments(first, len(marked))
     return jax.jit(function, donate_argnums=donated).trace(*marked, **marked_by_name) if donated else first
 
 
-def _call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `fun`. When this function is traced, arrays that are bound to `fun` become arguments of the program."""
+def _call_bound(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # jit sees `fun` as an argument, so arrays that are bound to it become arguments of the program.
     return fun(*args, **kwargs)
 
 
@@ -150,7 +148,7 @@ def _with_static_leaves(step: Callable[..., Any], like: Callable[..., Any] | Non
 
     functools.update_wrapper(function, like or step)
     function.__name__ = getattr(like or step, "__name__", type(like or step).__name__)
-    if step is _call:  # the signature has the function as one more parameter
+    if step is _call_bound:  # the signature has the function as one more parameter
         del vars(function)["__wrapped__"]
         try:
             rest = [each for each in inspect.signature(like or step).parameters.values() if each.name != "fun"]
@@ -161,12 +159,7 @@ def _with_static_leaves(step: Callable[..., Any], like: Callable[..., Any] | Non
     return function
 
 
-def _donated(program: Any, count: int) -> tuple[int, ...]:
-    """Returns the positions of the arguments that a wrapper's jit donates. An argument counts only if all its leaves
-    are donated.
-
-    count: the number of positional arguments.
-    """
+def _donated_arguments(program: Any, count: int) -> tuple[int, ...]:
     import jax
     from jax.extend.core import Var
 
@@ -179,44 +172,41 @@ def _donated(program: Any, count: int) -> tuple[int, ...]:
     variables, numbers = iter(program.jaxpr.jaxpr.invars), []
     for number, arg in zip(range(count), args):
         own = [next(variables) for _ in jax.tree.leaves(arg)]
+        # An argument is donated only if all its leaves are.
         if own and given.issuperset(own):
             numbers.append(number)
     return tuple(numbers)
 
 
 def _mark_static(tree: Any, *, numbers: bool) -> Any:
-    """Wraps every leaf that is not an array as a static leaf, which jax treats as a part of the tree's structure.
-
-    numbers: whether Python numbers become static too.
-    """
     import jax
 
     def mark(leaf: Any) -> Any:
         is_argument = _is_array(leaf) or (not numbers and isinstance(leaf, _NUMBERS))
-        return leaf if is_argument else _static()(leaf)
+        return leaf if is_argument else _static_leaf_type()(leaf)
 
     return jax.tree.map(mark, tree)
 
 
 def _is_array(leaf: Any) -> bool:
-    """Returns whether jax accepts a leaf as an array. It does not accept numpy arrays of objects or text."""
+    # jax does not accept numpy arrays of objects or text.
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and hasattr(leaf, "shape") and getattr(dtype, "kind", "") not in ("O", "U", "S")
 
 
 def _is_static(leaf: Any) -> bool:
-    return isinstance(leaf, _static())
+    return isinstance(leaf, _static_leaf_type())
 
 
 @functools.cache
-def _static() -> type:
-    """Returns the pytree class that wraps static leaves. jax recompiles if the wrapped object changes."""
+def _static_leaf_type() -> type:
     import jax
 
     class Static:
         def __init__(self, value: Any):
             self.value = value
 
+    # The value is part of the tree's structure, so jax recompiles if it changes.
     jax.tree_util.register_pytree_node(Static, lambda node: ((), node), lambda node, _: node)
     return Static
 

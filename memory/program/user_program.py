@@ -69,8 +69,10 @@ class UserFunction:
     def make(self, overrides: Mapping[str, Any] = {}, target: Any = None) -> UserProgram:
         """Calls the function with these overrides and returns its program. Raises ReportError, a one-line message, if
         the function fails or does not return a program."""
-        with _own_arguments(self.name), one_line_errors(self.name):  # reading an attribute may run the user's code too
-            return _read_result(self.name, _call(self.name, self.function, overrides, target), self.module)
+        with _hidden_argv(self.name), one_line_errors(self.name):  # reading an attribute may run the user's code too
+            return _read_result(
+                self.name, _call_user_function(self.name, self.function, overrides, target), self.module
+            )
 
 
 def load_function(name: str) -> UserFunction:
@@ -79,9 +81,9 @@ def load_function(name: str) -> UserFunction:
     Raises ReportError, a one-line message, if the module or function does not exist or fails.
     """
     where, function = split(name)
-    with _own_arguments(name), one_line_errors(name):
-        module = _module(where)
-        return UserFunction(name, _function(module, function), module)
+    with _hidden_argv(name), one_line_errors(name):
+        module = _import_user_module(where)
+        return UserFunction(name, _find_function(module, function), module)
 
 
 def load(name: str) -> UserProgram:
@@ -94,9 +96,7 @@ def load(name: str) -> UserProgram:
 
 
 @contextlib.contextmanager
-def _own_arguments(name: str) -> Iterator[None]:
-    """Context manager that hides this process's command-line arguments (sys.argv) from a user's script while it is
-    imported."""
+def _hidden_argv(name: str) -> Iterator[None]:
     arguments, sys.argv = sys.argv, [split(name)[0]]
     try:
         yield
@@ -151,8 +151,7 @@ def _is_user_file(path: str) -> bool:
 # ---- the module and the function -------------------------------------------------------------------------------------
 
 
-def _module(where: str) -> ModuleType:
-    """Imports a module, given its name or file. Raises ReportError if it does not exist or fails."""
+def _import_user_module(where: str) -> ModuleType:
     if where.endswith(".py") or "/" in where or os.sep in where:
         return _import_file(Path(os.path.expanduser(where)))
     if os.path.isfile(where):
@@ -167,8 +166,6 @@ def _module(where: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Imports a Python file. A file in a package is imported by its full module name, so that its relative imports
-    work."""
     if not os.path.isfile(path):
         folder = path.parent if os.path.isdir(path.parent) else Path(".")
         near = did_you_mean(path.name, [file.name for file in folder.glob("*.py")])
@@ -199,10 +196,6 @@ def _prepend_to_sys_path(folder: Path) -> None:
 
 
 def _import_module(module: str, name: str) -> ModuleType:
-    """Imports a module by its dotted name.
-
-    name: the module as the user wrote it, for error messages.
-    """
     importlib.invalidate_caches()
     with one_line_errors(f"{name} cannot be imported"):
         try:
@@ -210,7 +203,7 @@ def _import_module(module: str, name: str) -> ModuleType:
         except ModuleNotFoundError as error:
             missing = error.name or ""
             if module == missing or module.startswith(f"{missing}."):
-                remedy = _near_module(missing) or "run it from its folder, or write path/to/file.py:function"
+                remedy = _hint_similar_module(missing) or "run it from its folder, or write path/to/file.py:function"
                 raise ReportError(
                     f"there is no module {missing} in {Path.cwd()} or among the installed packages: {remedy}"
                 ) from error
@@ -219,9 +212,7 @@ def _import_module(module: str, name: str) -> ModuleType:
             ) from error
 
 
-def _near_module(missing: str) -> str:
-    """Returns a hint that names modules of the same folder or package with a name similar to the missing one, "" for
-    none."""
+def _hint_similar_module(missing: str) -> str:
     parent, _, last = missing.rpartition(".")
     names = []
     for folder in getattr(sys.modules.get(parent), "__path__", ()) if parent else (Path.cwd(),):
@@ -232,20 +223,16 @@ def _near_module(missing: str) -> str:
     return did_you_mean(last, names)
 
 
-def _function(module: ModuleType, name: str) -> Any:
-    """Returns a function of a module, or of a class in it. If it does not exist, raises ReportError with the most
-    similar name."""
+def _find_function(module: ModuleType, name: str) -> Any:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            raise ReportError(f"{module.__name__} has no {name}: {_near_function(value, part, module)}")
+            raise ReportError(f"{module.__name__} has no {name}: {_hint_similar_function(value, part, module)}")
         value = getattr(value, part)
     return value
 
 
-def _near_function(holder: Any, name: str, module: ModuleType) -> str:
-    """Returns a hint that names functions with a name similar to the missing one, otherwise the functions that
-    exist."""
+def _hint_similar_function(holder: Any, name: str, module: ModuleType) -> str:
     own = [
         key
         for key, value in vars(holder).items()
@@ -262,9 +249,10 @@ def _near_function(holder: Any, name: str, module: ModuleType) -> str:
 # ---- the result of the function --------------------------------------------------------------------------------------
 
 
-def _call(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: Any = None) -> Any:
-    """Calls a user's function with overrides and returns its result. If `function` is not a function but an object,
-    returns it unchanged."""
+def _call_user_function(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: Any = None) -> Any:
+    """Calls a user's function with the overrides (parameter -> value), and with the target if it has such a parameter.
+    Returns its result. An object that is not a function is returned unchanged.
+    """
     from bytescope.memory.program.compilation import is_stage
 
     if not callable(function) or is_stage(function):
@@ -330,7 +318,9 @@ def _read_result(name: str, result: Any, module: ModuleType, within: bool = Fals
     if inner is None and isinstance(result, Mapping):
         inner = result.get(FUNCTION)
     if inner is not None and not within:
-        return _read_result(f"{name}().{FUNCTION}", _call(f"{name}().{FUNCTION}", inner), module, within=True)
+        return _read_result(
+            f"{name}().{FUNCTION}", _call_user_function(f"{name}().{FUNCTION}", inner), module, within=True
+        )
     if takes_arguments(result):
         raise ReportError(f"{name} returns the step without its arguments: return (step, (state, batch))")
     is_config = all(hasattr(result, key) for key in ("remat", "optimizer", "model", "batch"))
@@ -341,34 +331,34 @@ def _read_result(name: str, result: Any, module: ModuleType, within: bool = Fals
             f"{os.path.relpath(file)}"
         )
     raise ReportError(
-        f"{name} returns {_kind(result)}, which is not a program: {_RETURN}, or a config that has such a function as "
-        f"`{FUNCTION}`"
+        f"{name} returns {_describe_value(result)}, which is not a program: {_RETURN}, or a config that has such a "
+        f"function as `{FUNCTION}`"
     )
 
 
 def _read_parts(name: str, parts: Sequence[Any]) -> UserProgram:
-    """Reads a tuple of a step, its arguments and optional options as a program."""
     from bytescope.memory.program.compilation import takes_arguments
 
     if not parts or not takes_arguments(parts[0]):
-        raise ReportError(f"{name} returns ({', '.join(map(_kind, parts))}), whose first item is not a step: {_RETURN}")
+        raise ReportError(
+            f"{name} returns ({', '.join(map(_describe_value, parts))}), whose first item is not a step: {_RETURN}"
+        )
     step, *rest = parts
     if not rest or not isinstance(rest[0], (tuple, list)):
         raise ReportError(
-            f"{name} returns ({', '.join(map(_kind, parts))}): the second item must be a tuple of the step's "
+            f"{name} returns ({', '.join(map(_describe_value, parts))}): the second item must be a tuple of the step's "
             "arguments, as in (step, (state, batch))"
         )
     if len(rest) > 2 or (len(rest) == 2 and not isinstance(rest[1], Mapping)):
         raise ReportError(
-            f"{name} returns ({', '.join(map(_kind, parts))}), which is not a program: return (step, arguments) or "
-            "(step, arguments, {option: value})"
+            f"{name} returns ({', '.join(map(_describe_value, parts))}), which is not a program: return (step, "
+            "arguments) or (step, arguments, {option: value})"
         )
     options = dict(rest[1]) if len(rest) == 2 else {}
-    return UserProgram(name, step, tuple(rest[0]), _checked(name, options))
+    return UserProgram(name, step, tuple(rest[0]), _checked_options(name, options))
 
 
-def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
-    """Returns the options unchanged. Raises ReportError for an option that neither jax.jit nor memory.analyze has."""
+def _checked_options(name: str, options: dict[Any, Any]) -> dict[str, Any]:
     from bytescope.memory.program.tracing import OPTIONS
 
     for key in options:
@@ -380,14 +370,13 @@ def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
             )
     if not isinstance(options.get("kwargs", {}), Mapping):
         raise ReportError(
-            f"{name} returns the option 'kwargs' as {_kind(options['kwargs'])}, which is not a dict: return a dict of "
-            "keyword arguments"
+            f"{name} returns the option 'kwargs' as {_describe_value(options['kwargs'])}, which is not a dict: return "
+            "a dict of keyword arguments"
         )
     return options
 
 
-def _kind(value: Any) -> str:
-    """Returns the name of a value for error messages: the name of a function, the type of any other object."""
+def _describe_value(value: Any) -> str:
     if value is None:
         return "None"
     kind = type(value).__name__

@@ -66,7 +66,7 @@ class Collective:
 
     @property
     def exposed(self) -> bool:
-        """True if no computation overlaps the collective."""
+        """True if no computation runs while the collective is in flight, so that the step waits for it."""
         return not self.asynchronous or not self.overlapped
 
 

@@ -98,32 +98,27 @@ def measures(before: ReportRecord, after: ReportRecord) -> tuple[Measure, ...]:
             seconds = [side.prediction["by_term"].get(term, 0.0) for side in (before, after)]
             rows.append((f"spent on {term.replace('_', ' ')}", "seconds", *seconds))
     if before.work and after.work:
-        rows.append(("FLOPs", "FLOPs", _flops(before), _flops(after)))
-        rows.append(("recomputed FLOPs", "FLOPs", _flops(before, "recompute"), _flops(after, "recompute")))
-    sent = [_sent(side) for side in (before, after)]
+        rows.append(("FLOPs", "FLOPs", _phase_flops(before), _phase_flops(after)))
+        rows.append(("recomputed FLOPs", "FLOPs", _phase_flops(before, "recompute"), _phase_flops(after, "recompute")))
+    sent = [_bytes_sent_by_collective(side) for side in (before, after)]
     for name in dict.fromkeys((*sent[0], *sent[1])):
         rows.append((name, "bytes", sent[0].get(name, 0), sent[1].get(name, 0)))
     return tuple(Measure(*row) for row in rows if all(map(_is_figure, row[2:])) and (row[2] or row[3]))
 
 
 def _is_figure(value: object) -> bool:
-    """Returns whether a value is a finite number of 0 or more. A damaged report file may contain other values."""
+    # A damaged report file may contain other values.
     return isinstance(value, int | float) and 0 <= value < 1e300
 
 
-def _flops(report: ReportRecord, phase: str = "") -> float:
-    """Returns the FLOPs of one phase, or of all phases if `phase` is "". Values that are not numbers, as in a damaged
-    report, count as 0.
-    """
+def _phase_flops(report: ReportRecord, phase: str = "") -> float:
     phases = [report.work.get(phase, {})] if phase else report.work.values()
     counts = [work.get("flops") for work in phases if isinstance(work, Mapping)]
     numbers = [number for count in counts if isinstance(count, Mapping) for number in count.values()]
     return sum(number for number in numbers if _is_figure(number))
 
 
-def _sent(report: ReportRecord) -> dict[str, int]:
-    """Returns the bytes that one device sends in a call, summed by kind of collective and mesh axes: name, such as
-    "sent by all-gather over data" -> bytes."""
+def _bytes_sent_by_collective(report: ReportRecord) -> dict[str, int]:
     out: dict[str, int] = {}
     for row in report.communication:
         name = f"sent by {row.kind} over {' x '.join(row.axes) or f'groups of {row.group}'}"
@@ -182,7 +177,7 @@ def sources(report: ReportRecord) -> dict[str, str]:
     lines: dict[str, str] = {}
     for b in report.alive_at(report.peak_index):  # the largest first
         if b.source:
-            lines.setdefault(_identity(b), b.source)
+            lines.setdefault(_stable_buffer_name(b), b.source)
     return lines
 
 
@@ -198,7 +193,7 @@ def _matched_buffers(before: ReportRecord, after: ReportRecord) -> tuple[dict[st
     A name that is only in the first report is replaced by a name that is only in the second report, if there is one
     with the same category, dtype and shape.
     """
-    (old, old_roles), (new, new_roles) = _by_identity(before), _by_identity(after)
+    (old, old_roles), (new, new_roles) = _bytes_and_kind_by_identity(before), _bytes_and_kind_by_identity(after)
     only_new: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for name in sorted(new.keys() - old.keys()):
         only_new.setdefault(new_roles[name], []).append(name)
@@ -209,20 +204,19 @@ def _matched_buffers(before: ReportRecord, after: ReportRecord) -> tuple[dict[st
     return {renamed.get(name, name): size for name, size in old.items()}, new
 
 
-def _by_identity(report: ReportRecord) -> tuple[dict[str, int], dict[str, tuple[str, str, tuple[int, ...]]]]:
-    """Returns (name -> bytes at the peak of all buffers with this name, name -> (category, dtype, shape)). Names are
-    the texts of `_identity`."""
+def _bytes_and_kind_by_identity(
+    report: ReportRecord,
+) -> tuple[dict[str, int], dict[str, tuple[str, str, tuple[int, ...]]]]:
     sizes: dict[str, int] = {}
     roles: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     for b in report.alive_at(report.peak_index):
-        name = _identity(b)
+        name = _stable_buffer_name(b)
         sizes[name] = sizes.get(name, 0) + b.bytes
         roles[name] = (b.category, b.dtype, tuple(b.shape))
     return sizes, roles
 
 
-def _identity(b: Buffer) -> str:
-    """Returns a text that identifies a buffer and stays the same from one compile to the next."""
+def _stable_buffer_name(b: Buffer) -> str:
     if b.phase == "argument":
         words: tuple[str, ...] = (b.category, b.name)
     else:

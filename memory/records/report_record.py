@@ -344,7 +344,7 @@ class ReportRecord(JudgedProgram):
         if "runtime_overheads" not in value and "unseen" in value:  # written by version 0.1
             value = {**value, "runtime_overheads": value["unseen"]}
         try:
-            return cls(**{key: _read(key, value[key]) for key in KEYS if key in value})
+            return cls(**{key: _read_field(key, value[key]) for key in KEYS if key in value})
         except (TypeError, ValueError, AttributeError) as error:
             raise ReportError(f"the report is damaged ({one_line(error)}): write it again") from error
 
@@ -428,10 +428,7 @@ def load(path: str | Path) -> ReportRecord:
         ) from error
 
 
-def _read(key: str, value: Any) -> Any:
-    """Converts the value of a JSON key to the value of the record's field. Raises TypeError or ValueError if it has
-    the wrong type.
-    """
+def _read_field(key: str, value: Any) -> Any:
     if key in _ITEMS:
         return tuple(read_item(_ITEMS[key], item) for item in value)
     if key in _RECORDS:
@@ -448,9 +445,7 @@ def _read(key: str, value: Any) -> Any:
 
 
 def _is_prediction(value: Mapping[str, Any]) -> bool:
-    """Returns whether a JSON object has the fields of a prediction
-    (`seconds.step_prediction.StepPrediction.to_json`).
-    """
+    # The fields that StepPrediction.to_json writes.
     amounts = [value.get(key) for key in ("seconds", "seconds_low", "seconds_high")]
     amounts += [value[key] for key in ("tokens_per_s", "mfu") if value.get(key) is not None]
     parts = [value.get(key) for key in ("by_phase", "by_term")]

@@ -43,7 +43,7 @@ class JaxprSharding:
                 sizes |= sharding.mesh.shape
         own = cls(sizes)
         given = [
-            _padded(getattr(sharding, "spec", ()), len(variable.aval.shape))
+            _pad_spec(getattr(sharding, "spec", ()), len(variable.aval.shape))
             for sharding, variable in zip(shardings, jaxpr.jaxpr.invars)
         ]
         if own.sizes:
@@ -68,8 +68,11 @@ class JaxprSharding:
         return count
 
     def walk(self, jaxpr: Any, given: Sequence[Spec]) -> list[Spec]:
-        """Derives the specs of all values in a Jaxpr from the specs of its inputs (`given`), and returns the specs of
-        its results.
+        """Derives the sharding of every value in a Jaxpr from the shardings of its inputs. Returns the shardings of its
+        results, in order.
+
+        A sharding is a Spec: for each dimension, the mesh axes over which it is sharded. `given` has one for each
+        input of `jaxpr`.
         """
         if not self.sizes:
             return [_whole(atom.aval) for atom in jaxpr.outvars]
@@ -78,14 +81,13 @@ class JaxprSharding:
         for equation in jaxpr.eqns:
             specs = self._equation(equation, [self._read(atom) for atom in equation.invars])
             for variable, spec in zip(equation.outvars, specs):
-                self._known[variable] = self._possible(_stated(variable.aval) or spec, variable.aval)
+                self._known[variable] = self._divisible_axes(_explicit_spec(variable.aval) or spec, variable.aval)
         return [self._read(atom) for atom in jaxpr.outvars]
 
     def _read(self, atom: Any) -> Spec:
         return _whole(atom.aval) if hasattr(atom, "val") else self._known.get(atom, _whole(atom.aval))
 
-    def _possible(self, spec: Spec, aval: Any) -> Spec:
-        """Returns the spec without the mesh axes whose size does not divide the dimension that they shard."""
+    def _divisible_axes(self, spec: Spec, aval: Any) -> Spec:
         shape = getattr(aval, "shape", ())
         return tuple(axes if size % self._devices(axes) == 0 else () for axes, size in zip(spec, shape))
 
@@ -98,15 +100,15 @@ class JaxprSharding:
         body = next((given[key] for key in _BODIES if key in given), None)
         inner = getattr(body, "jaxpr", body)
         if name == "scan":
-            return self._loop(equation, inner, ins)
+            return self._loop_result_specs(equation, inner, ins)
         if name == "while":
             return ins[-len(equation.outvars) :]
         if name not in ("shard_map", "pallas_call") and len(getattr(inner, "invars", ())) == len(ins) and ins:
             return self.walk(inner, ins)
-        rule = _RULES.get(name, _same_dims)
+        rule = _RULES.get(name, _elementwise_spec)
         return [rule(equation, ins, variable.aval) for variable in equation.outvars]
 
-    def _loop(self, equation: Any, body: Any, ins: list[Spec]) -> list[Spec]:
+    def _loop_result_specs(self, equation: Any, body: Any, ins: list[Spec]) -> list[Spec]:
         """Derives the specs in the body of a loop, and returns the specs of the loop's results. Carried values have the
         specs that the body returns. Values that the loop stacks have a first dimension more, which is not sharded.
 
@@ -128,8 +130,7 @@ def _whole(aval: Any) -> Spec:
     return ((),) * len(getattr(aval, "shape", ()))
 
 
-def _padded(spec: Any, rank: int) -> Spec:
-    """Returns a PartitionSpec as a tuple with one entry for each of the `rank` dimensions."""
+def _pad_spec(spec: Any, rank: int) -> Spec:
     axes: list[tuple[str, ...]] = []
     for entry in spec or ():
         if isinstance(entry, str):
@@ -138,14 +139,13 @@ def _padded(spec: Any, rank: int) -> Spec:
     return tuple([*axes, *[()] * (rank - len(axes))][:rank])
 
 
-def _stated(aval: Any) -> Spec:
-    """Returns the spec in the type of a value, which exists if the mesh has explicit axes; () if there is none."""
-    spec = _padded(getattr(getattr(aval, "sharding", None), "spec", ()), len(getattr(aval, "shape", ())))
+def _explicit_spec(aval: Any) -> Spec:
+    # Only a mesh with explicit axes puts the spec into the type.
+    spec = _pad_spec(getattr(getattr(aval, "sharding", None), "spec", ()), len(getattr(aval, "shape", ())))
     return spec if any(spec) else ()
 
 
-def _merged(specs: Sequence[Spec], rank: int) -> Spec:
-    """Merges specs of the same rank. Earlier specs have priority, and each mesh axis is used only once."""
+def _merge_specs(specs: Sequence[Spec], rank: int) -> Spec:
     out: list[tuple[str, ...]] = [()] * rank
     used: set[str] = set()
     for spec in specs:
@@ -156,16 +156,13 @@ def _merged(specs: Sequence[Spec], rank: int) -> Spec:
     return tuple(out)
 
 
-def _same_dims(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Returns the spec of a result that has the dimensions of the operands, such as the result of an elementwise
-    operation.
-    """
+def _elementwise_spec(equation: Any, ins: list[Spec], out: Any) -> Spec:
     shape = getattr(out, "shape", ())
     same: list[Spec] = []
     for spec, atom in zip(ins, equation.invars):
         if len(spec) == len(shape):
             same.append(tuple(axes if own == size else () for axes, own, size in zip(spec, atom.aval.shape, shape)))
-    return _merged(same, len(shape))
+    return _merge_specs(same, len(shape))
 
 
 def _product(equation: Any, ins: list[Spec], out: Any) -> Spec:
@@ -178,7 +175,7 @@ def _product(equation: Any, ins: list[Spec], out: Any) -> Spec:
         placed[taken : taken + len(free)] = [spec[number] for number in free]
         taken += len(free)
         sides.append((-math.prod(atom.aval.shape), tuple(placed)))
-    return _merged([spec for _, spec in sorted(sides, key=lambda side: side[0])], rank)
+    return _merge_specs([spec for _, spec in sorted(sides, key=lambda side: side[0])], rank)
 
 
 def _broadcast(equation: Any, ins: list[Spec], out: Any) -> Spec:
@@ -193,11 +190,7 @@ def _transpose(equation: Any, ins: list[Spec], out: Any) -> Spec:
     return tuple(ins[0][number] for number in equation.params["permutation"])
 
 
-def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
-    """Returns the sharding rule for operations that remove the dimensions listed in their parameter `key`, such as
-    reductions.
-    """
-
+def _rule_dropping_dims(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
     def rule(equation: Any, ins: list[Spec], out: Any) -> Spec:
         dropped = [number % len(ins[0]) for number in equation.params[key]]
         return tuple(axes for number, axes in enumerate(ins[0]) if number not in dropped)
@@ -205,10 +198,8 @@ def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
     return rule
 
 
-def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Returns the spec of a reshaped value. If dimensions are merged or split, the mesh axes go to the first of the
-    resulting dimensions.
-    """
+def _reshape_spec(equation: Any, ins: list[Spec], out: Any) -> Spec:
+    # If dimensions are merged or split, the mesh axes go to the first of the resulting dimensions.
     placed: list[tuple[str, ...]] = [()] * len(out.shape)
     given = equation.invars[0].aval.shape
     before = {math.prod(given[:number]): axes for number, axes in enumerate(ins[0]) if given[number] > 1}
@@ -218,15 +209,15 @@ def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
     return tuple(placed)
 
 
-def _gather(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Returns the spec of gathered rows, which are sharded like the indices of the gather."""
+def _gather_spec(equation: Any, ins: list[Spec], out: Any) -> Spec:
     inside = equation.params["dimension_numbers"].offset_dims
+    # Gathered rows are sharded like the indices.
     rows = iter(ins[1][:-1])
     return tuple(() if number in inside else next(rows, ()) for number in range(len(out.shape)))
 
 
 def _constraint(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    return _padded(getattr(equation.params.get("sharding"), "spec", ()), len(out.shape))
+    return _pad_spec(getattr(equation.params.get("sharding"), "spec", ()), len(out.shape))
 
 
 _RULES: dict[str, Callable[[Any, list[Spec], Any], Spec]] = (
@@ -234,11 +225,11 @@ _RULES: dict[str, Callable[[Any, list[Spec], Any], Spec]] = (
         "dot_general": _product,
         "broadcast_in_dim": _broadcast,
         "transpose": _transpose,
-        "reshape": _reshape,
-        "squeeze": _without("dimensions"),
-        "gather": _gather,
+        "reshape": _reshape_spec,
+        "squeeze": _rule_dropping_dims("dimensions"),
+        "gather": _gather_spec,
         "sharding_constraint": _constraint,
     }
-    | {f"reduce_{kind}": _without("axes") for kind in ("sum", "max", "min", "prod", "and", "or")}
-    | {kind: _without("axes") for kind in ("argmax", "argmin")}
+    | {f"reduce_{kind}": _rule_dropping_dims("axes") for kind in ("sum", "max", "min", "prod", "and", "or")}
+    | {kind: _rule_dropping_dims("axes") for kind in ("argmax", "argmin")}
 )

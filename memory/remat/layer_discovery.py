@@ -71,7 +71,7 @@ def find_layers(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) 
 
     Raises ReportError if there are no layers.
     """
-    finder = _Finder()
+    finder = _LayerFinder()
     finder.visit(jaxpr.jaxpr, active, 1)
     layers = finder.layers()
     if only:
@@ -100,7 +100,7 @@ def named_loop(jaxpr: Any, active: Sequence[bool]) -> Layer:
 
     Raises ReportError if no loop names a value.
     """
-    finder = _Finder(by_names=True)
+    finder = _LayerFinder(by_names=True)
     finder.visit(jaxpr.jaxpr, active, 1)
     loops = [layer for layer in finder.seen if layer.how == LOOP and _names_a_value(layer.body.jaxpr)]
     if not loops:
@@ -120,7 +120,7 @@ def _names_a_value(jaxpr: Any) -> bool:
 
 
 @dataclasses.dataclass
-class _Finder:
+class _LayerFinder:
     """Searches a loss function for layers. `seen` collects the candidates, each with the inputs by which it is
     differentiated.
 
@@ -151,10 +151,10 @@ class _Finder:
         return []
 
     def visit(self, jaxpr: Any, active: Sequence[bool], times: int) -> list[bool]:
-        """Searches a Jaxpr for layers and adds them to `seen`. Returns, for each output of the Jaxpr, whether it
-        depends on an input by which the loss is differentiated.
+        """Searches a Jaxpr for layers and adds them to `seen`. `active` says for each input whether the loss is
+        differentiated by it; the returned list says for each output whether it depends on such an input.
 
-        active: the same fact for each input. times: number of runs of the Jaxpr in one evaluation of the loss.
+        times: number of runs of the Jaxpr in one evaluation of the loss.
         """
         env = dict(zip(jaxpr.invars, active))
 
@@ -214,7 +214,7 @@ class _Finder:
                 mark(body),
                 how,
                 _called_function_name(equation, closed),
-                where_of(equation) or _defined(closed),
+                where_of(equation) or _definition_place(closed),
                 parameters(equation).get("policy"),
                 *loop,
             )
@@ -284,10 +284,10 @@ class _PolicyRewriter:
             return equation
         body = equation.params.get("jaxpr")
         if (how, name) == (LOOP, "scan") and mark(body) in self._marks:
-            under = self._once(body, lambda: self._checkpoint(body, loop=True))
+            under = self._once(body, lambda: self._under_new_policy(body, loop=True))
             return equation.replace(params={**equation.params, "jaxpr": under})
         if how == CALL and name in INLINED and body is not None and mark(body) in self._marks:
-            under = self._once(body, lambda: self._checkpoint(body, loop=False))
+            under = self._once(body, lambda: self._under_new_policy(body, loop=False))
             return equation.replace(params={**equation.params, "jaxpr": under})
         return equation.replace(params={key: self._param(value) for key, value in equation.params.items()})
 
@@ -298,15 +298,11 @@ class _PolicyRewriter:
             return self.closed(value)
         return self.jaxpr(value) if hasattr(value, "eqns") else value
 
-    def _checkpoint(self, body: Any, loop: bool) -> Any:
-        """Returns a ClosedJaxpr that runs only `body`, under a checkpoint with the new policy.
-
-        loop: whether `body` is the body of a loop, for which `jax.checkpoint` needs no protection against common
-        subexpression elimination.
-        """
+    def _under_new_policy(self, body: Any, loop: bool) -> Any:
         import jax
         from jax.extend import core
 
+        # In a loop, jax.checkpoint needs no protection against common subexpression elimination.
         under = jax.checkpoint(core.jaxpr_as_fun(body), policy=self._policy, prevent_cse=not loop)
         return jax.make_jaxpr(under)(*input_specs(body.jaxpr))
 
@@ -338,8 +334,7 @@ def _called_function_name(equation: Any, body: Any) -> str:
     return str(equation.params.get("name") or traced_name)
 
 
-def _defined(body: Any) -> str:
-    """Returns "file:line" of the traced function, "" if unknown."""
+def _definition_place(body: Any) -> str:
     info = body.jaxpr.debug_info
     return f"{info.func_filename}:{info.func_lineno}" if getattr(info, "func_filename", None) else ""
 

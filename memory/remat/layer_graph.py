@@ -132,7 +132,7 @@ class LayerGraph:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LayerGraph:
-        """Returns the graph from the JSON of `dataclasses.asdict(graph)`."""
+        """Rebuilds the graph of a layer from the JSON of `dataclasses.asdict(graph)`, in which tuples are lists."""
         steps = []
         for step in values["steps"]:
             steps.append(GraphStep(**{key: _lists_to_tuples(value) for key, value in step.items()}))
@@ -153,7 +153,7 @@ def build_step(
     """
     counted = flops.count_equation(equation)
     every = counted.total
-    each, shared = _by_result(equation, every)
+    each, shared = _flops_by_result(equation, every)
     dtype = max(counted.by, key=lambda unit: counted.by[unit])[1] if every else ""
     return GraphStep(
         tuple(outs),
@@ -167,12 +167,11 @@ def build_step(
     )
 
 
-def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
-    """Returns (FLOPs of each result, FLOPs that several results share) of an equation. They are the fields `flops` and
-    `shared` of `GraphStep`.
+def _flops_by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
+    """Returns the fields `flops` and `shared` of a `GraphStep`: the FLOPs that each result of an equation needs, and
+    the FLOPs that several results share.
 
-    `every`: the FLOPs of the whole equation. If there are more than MAX_RESULTS results, each is assumed to need all of
-    them.
+    `every`: the FLOPs of the whole equation.
     """
     count = len(equation.outvars)
     everything = tuple(range(count))
@@ -186,7 +185,7 @@ def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[
     for size in range(1, count + 1):
         for which in itertools.combinations(everything, size):
             others = tuple(number for number in everything if number not in which)
-            inside = every - (_live(equation, others) if others else 0)
+            inside = every - (_flops_for_results(equation, others) if others else 0)
             own[which] = inside - sum(done for part, done in own.items() if set(part) < set(which))
     each = []
     for number in everything:
@@ -194,7 +193,7 @@ def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[
     return tuple(each), tuple((which, done) for which, done in own.items() if done and len(which) > 1)
 
 
-def _live(equation: Any, which: Sequence[int]) -> int:
+def _flops_for_results(equation: Any, which: Sequence[int]) -> int:
     """Returns the FLOPs of an equation if only the results with the indices `which` are needed. Then only a part of
     the body of a call or a loop has to run.
     """

@@ -64,7 +64,9 @@ class LayerValues:
 
 @dataclasses.dataclass
 class _CountedValue:
-    """A `Value` under construction, to which the kinds of layers, the count and the bytes are added one by one."""
+    """A `Value` while it is being counted: each kind of layer that contains it adds to `kinds`, `count` and
+    `bytes`.
+    """
 
     label: str
     name: str
@@ -78,7 +80,7 @@ class _CountedValue:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made:
+class _LayerEquation:
     """An equation of a layer, before it becomes a `GraphStep`.
 
     Fields:
@@ -183,7 +185,7 @@ def worth_deciding(graph: LayerGraph) -> set[str]:
             # product, or takes fewer bytes than the product from which only this value is made.
             if value in together and members[step.name] > 1 and (product or count < inherited):
                 shared.add(step.name)
-    free_from = _free_from(graph, shared)
+    free_from = _recomputable_from(graph, shared)
     worth = set(shared)
     for value in together.keys() & free_from.keys():
         if members[label[value]] != 1:
@@ -209,8 +211,9 @@ def _is_product(flops: int, size: int) -> bool:
 
 
 def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphStep]], dict[int, set[int]]]:
-    """Returns two mappings for the values that the backward pass reads or that are recomputed for it if nothing is
-    kept: value -> the equations that read it, and value -> the other values that are always needed together with it.
+    """Returns (value -> the equations that read it, value -> the other values that the backward pass needs whenever it
+    needs this value). The values are those that the backward pass reads, or that are recomputed for it if nothing is
+    kept.
     """
     users: dict[int, list[GraphStep]] = {value: [] for value in graph.read}
     together = {value: set(graph.read) - {value} for value in graph.read}
@@ -226,7 +229,7 @@ def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphS
     return users, together
 
 
-def _free_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]]:
+def _recomputable_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]]:
     """Returns value -> the values from any one of which it can be recomputed without a matrix product, including the
     value itself. A value that needs no matrix product at all is not in the mapping.
 
@@ -260,33 +263,33 @@ class LayerForward:
 
     def __init__(self, layer: Layer, shards: JaxprSharding | None = None):
         shards = shards or JaxprSharding()
-        jaxpr, self._shards = _derivative(layer), shards
+        jaxpr, self._shards = _jaxpr_with_residuals(layer), shards
         shards.walk(jaxpr.jaxpr, shards.layer_specs(layer.body.jaxpr))
         results = len(layer.body.jaxpr.outvars)
-        calls = _calls(layer)
+        calls = _policy_keys(layer)
         self.asked = frozenset(calls)
-        self.equations: list[_Made] = []
+        self.equations: list[_LayerEquation] = []
         self.count = 0
         self.result_bytes = sum(size_of(v.aval) // shards.parts(v) for v in jaxpr.jaxpr.outvars[:results])
         self.unvarying: set[int] = set()
         inputs = [_Operand(None, number >= layer.constants) for number in range(len(jaxpr.jaxpr.invars))]
-        outs = self._read(jaxpr.jaxpr, inputs, nested=False)
+        outs = self._add_equations(jaxpr.jaxpr, inputs, nested=False)
         self.read = sorted({value.number for value in outs[results:] if value.number is not None})
         top = [(number, one.key) for number, one in enumerate(self.equations) if one.key and not one.nested]
         # A walk may lack equations that a derivative adds. Equations of the forward pass are in every walk.
         once = Counter(calls)
-        derived, plain = Counter(key for _, key in top), Counter(_keys(layer.body.jaxpr))
-        hidden = {one.key for one in self.equations if one.nested} | set(_inside(jaxpr.jaxpr))
+        derived, plain = Counter(key for _, key in top), Counter(_forward_keys(layer.body.jaxpr))
+        hidden = {one.key for one in self.equations if one.nested} | set(_keys_inside_bodies(jaxpr.jaxpr))
         self.order = [
             (number, key)
             for number, key in top
             if key not in hidden and not key.startswith(f"{NAME} ") and once[key] == derived[key] == plain[key]
         ]
 
-    def _read(self, jaxpr: Any, given: Sequence[_Operand], nested: bool) -> list[_Operand]:
-        """Adds the equations of a Jaxpr to `equations`, and returns the operands that its results are.
+    def _add_equations(self, jaxpr: Any, given: Sequence[_Operand], nested: bool) -> list[_Operand]:
+        """Adds the equations of a Jaxpr to `self.equations`, and returns the operands that are its results.
 
-        given: the operands passed to its inputs. nested: whether the Jaxpr is the body of an equation that jax inlines.
+        given: the operands that are its inputs. nested: whether it is the body of a call that jax inlines.
         """
         env = dict(zip(jaxpr.invars, given))
 
@@ -295,11 +298,11 @@ class LayerForward:
 
         for equation in jaxpr.eqns:
             ins = [operand(atom) for atom in equation.invars]
-            body, key = _body(equation), _key(equation)
+            body, key = _inlined_body(equation), _asked_key(equation)
             if equation.primitive.name in _WITH_RULES and _key_of(equation) in self.asked:
                 body, key = None, _key_of(equation)
             if body is not None:
-                results = self._read(body, ins, nested=True)
+                results = self._add_equations(body, ins, nested=True)
             else:
                 varies = any(value.varies for value in ins)
                 results = [_Operand(self.count + number, varies) for number in range(len(equation.outvars))]
@@ -309,7 +312,7 @@ class LayerForward:
                     self.unvarying.update(numbers)
                 known = tuple(sorted({value.number for value in ins if value.number is not None}))
                 parts = self._shards.parts(equation.outvars[0]) if numbers else 1
-                self.equations.append(_Made(equation, numbers, known, key, nested, parts))
+                self.equations.append(_LayerEquation(equation, numbers, known, key, nested, parts))
             env.update(zip(equation.outvars, results))
         return [operand(atom) for atom in jaxpr.outvars]
 
@@ -323,14 +326,13 @@ class _Operand(NamedTuple):
     varies: bool
 
 
-def _derivative(layer: Layer) -> Any:
-    """Returns the ClosedJaxpr that computes the result of a layer and all values that the backward pass reads."""
+def _jaxpr_with_residuals(layer: Layer) -> Any:
     import jax
 
     return jax.make_jaxpr(lambda *inputs: _vjp(layer, None, inputs))(*input_specs(layer.body.jaxpr))
 
 
-def _calls(layer: Layer) -> list[str]:
+def _policy_keys(layer: Layer) -> list[str]:
     """Returns the keys of the equations about which jax asks a remat policy while it traces a layer once, in order."""
     import jax
 
@@ -347,22 +349,22 @@ def _calls(layer: Layer) -> list[str]:
     # jax calls no policy except its own (`asks_any_policy`), or the layer has nothing to keep.
     read = NamesRead()
     jax.make_jaxpr(lambda *inputs: _vjp(layer, read.policy(), inputs))(*specs)
-    return [_key_of(equation) for equation in _named(layer.body.jaxpr) if checkpoint_name_of(equation) in read.names]
+    return [
+        _key_of(equation)
+        for equation in _checkpoint_name_equations(layer.body.jaxpr)
+        if checkpoint_name_of(equation) in read.names
+    ]
 
 
-def _named(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations in a Jaxpr and its inner jaxprs that name values with `checkpoint_name`."""
+def _checkpoint_name_equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         if checkpoint_name_of(equation):
             yield equation
         for body in bodies(equation):
-            yield from _named(body)
+            yield from _checkpoint_name_equations(body)
 
 
 def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
-    """Returns the result of a layer and the gradient function of its active inputs (`jax.vjp`). If `policy` is not
-    None, the layer is under a checkpoint with this policy.
-    """
     import jax
     from jax.extend import core
 
@@ -377,8 +379,7 @@ def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
     return jax.vjp(jax.checkpoint(run, policy=policy) if policy else run, *(inputs[place] for place in places))
 
 
-def _body(equation: Any) -> Any:
-    """Returns the body of a call that jax inlines, as a Jaxpr; None for other equations."""
+def _inlined_body(equation: Any) -> Any:
     if equation.primitive.name not in _INLINED_CALLS and not checkpoint_of(equation):
         return None
     given = parameters(equation)
@@ -386,10 +387,8 @@ def _body(equation: Any) -> Any:
     return getattr(inner, "jaxpr", inner)
 
 
-def _key(equation: Any) -> str:
-    """Returns the key by which a remat policy recognizes an equation; "" if jax asks about the equations in its body
-    instead.
-    """
+def _asked_key(equation: Any) -> str:
+    # jax asks a policy about the equations in the body instead.
     if equation.primitive.name != "pallas_call" and any(bodies(equation)):
         return ""
     return _key_of(equation)
@@ -400,27 +399,22 @@ def _key_of(equation: Any) -> str:
     return key_of(primitive, [atom.aval for atom in equation.invars], parameters(equation))
 
 
-def _keys(jaxpr: Any) -> Iterator[str]:
-    """Yields the keys of the equations of a forward pass. A function with a custom derivative rule yields the keys of
-    the equations in its body.
-    """
+def _forward_keys(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
-        body = _body(equation) if equation.primitive.name.startswith("custom_") else None
+        # jax asks about the body of a function with a custom derivative rule.
+        body = _inlined_body(equation) if equation.primitive.name.startswith("custom_") else None
         if body is not None:
-            yield from _keys(body)
+            yield from _forward_keys(body)
         else:
-            yield _key(equation)
+            yield _asked_key(equation)
 
 
-def _inside(jaxpr: Any, within: bool = False) -> Iterator[str]:
-    """Yields the keys of the equations inside the bodies of a Jaxpr's equations, at any depth. The equations of the
-    Jaxpr itself are left out unless `within` is True.
-    """
+def _keys_inside_bodies(jaxpr: Any, within: bool = False) -> Iterator[str]:
     for equation in jaxpr.eqns:
         if within:
-            yield _key(equation)
+            yield _asked_key(equation)
         for body in bodies(equation):
-            yield from _inside(body, within=True)
+            yield from _keys_inside_bodies(body, within=True)
 
 
 def _labels(
@@ -446,7 +440,7 @@ def _labels(
     for one in forward.equations:
         if not one.key:
             for body in bodies(one.equation):
-                in_loops.update(_inside(body), map(_key, body.eqns))
+                in_loops.update(_keys_inside_bodies(body), map(_asked_key, body.eqns))
     labels: dict[int, str] = {}
     for number, one in enumerate(forward.equations):
         if not one.key or one.key not in forward.asked or one.key in in_loops:
@@ -459,7 +453,7 @@ def _labels(
         elif at >= 0:
             recognized_by = ("order", keys[: at + 1])
         if recognized_by not in counted:
-            label = _label(one.equation, name, {value.label for value in counted.values()})
+            label = _unique_label(one.equation, name, {value.label for value in counted.values()})
             kept_type = type_of(one.equation.outvars[0].aval)
             counted[recognized_by] = _CountedValue(label, name, one.key, at, kept_type, where_of(one.equation))
         value = counted[recognized_by]
@@ -470,10 +464,7 @@ def _labels(
     return labels
 
 
-def _label(equation: Any, name: str, taken: set[str]) -> str:
-    """Returns the label of a value: its name, or else its innermost scope and its primitive. If the label is in
-    `taken`, a number is appended.
-    """
+def _unique_label(equation: Any, name: str, taken: set[str]) -> str:
     scopes = [part for part in str(equation.source_info.name_stack).split("/") if _SCOPE.fullmatch(part)]
     plain = name or ".".join([*scopes[-1:], equation.primitive.name])
     label, number = plain, 1

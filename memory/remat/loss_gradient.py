@@ -98,7 +98,7 @@ class Loss:
 
         def differentiate(params: Any, *rest: Any, **kwargs: Any) -> Any:
             value, grads = gradient(params, *rest, **kwargs)
-            return value, jax.tree.map(_sharded_as, grads, self.args[0])
+            return value, jax.tree.map(_constrain_like, grads, self.args[0])
 
         def step(params: Any, opt_state: Any, *rest: Any, **kwargs: Any) -> Any:
             value, grads = differentiate(params, *rest, **kwargs)
@@ -109,7 +109,7 @@ class Loss:
 
         if optimizer is None:
             return jax.jit(differentiate).trace(*self.args, **self.kwargs)
-        state = _optimizer_state(optimizer, params)
+        state = _optimizer_state_specs(optimizer, params)
         return jax.jit(step, donate_argnums=(0, 1)).trace(params, state, *self.args[1:], **self.kwargs)
 
 
@@ -131,8 +131,7 @@ def _check_leaves(args: Sequence[Any]) -> None:
             )
 
 
-def _sharded_as(gradient: Any, param: Any) -> Any:
-    """Constrains a gradient to have the sharding of its parameter."""
+def _constrain_like(gradient: Any, param: Any) -> Any:
     import jax
 
     sharding = getattr(param, "sharding", None)
@@ -140,16 +139,14 @@ def _sharded_as(gradient: Any, param: Any) -> Any:
     return jax.lax.with_sharding_constraint(gradient, sharding) if given else gradient
 
 
-def _optimizer_state(optimizer: Any, params: Any) -> Any:
-    """Returns the shapes of the optimizer's state as ShapeDtypeStructs. A leaf with the shape of a parameter gets the
-    sharding of the parameter.
-    """
+def _optimizer_state_specs(optimizer: Any, params: Any) -> Any:
     import jax
 
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise ReportError(
             f"optimizer={optimizer!r:.60} needs the methods init and update: give one such as optax.adamw(1e-3)"
         )
+    # A leaf with the shape of a parameter gets the sharding of the parameter.
     like = {
         tuple(leaf.shape): leaf.sharding
         for leaf in jax.tree.leaves(params)

@@ -66,7 +66,7 @@ class Wanted:
     known: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns every field as plain JSON values."""
+        """Returns field -> value as plain JSON values: sets are sorted lists, tuples are lists."""
         return {
             "names": sorted(self.names),
             "keys": sorted(self.keys),
@@ -204,12 +204,12 @@ class RematPolicy:
             return self._keep(params["name"]) if params["name"] in self.wanted.names else False
         key = key_of(primitive.name, avals, params)
         if key in self._ordered:
-            return self._in_order(key)
+            return self._keep_next_in_order(key)
         if key not in self.wanted.known and primitive.name in KERNELS:
             self._tell(f"{key} is in none of the blocks that the policy was planned for")
         return self._keep(key) if key in self.wanted.keys else False
 
-    def _in_order(self, key: str) -> bool:
+    def _keep_next_in_order(self, key: str) -> bool:
         """Returns whether to keep the result of the next equation that jax asks about. Used for layers whose equations
         are recognized by their order.
         """

@@ -88,7 +88,7 @@ class LayerPlan:
 
     @property
     def bytes(self) -> int:
-        """Bytes that all layers keep on one device."""
+        """Bytes on one device of the values that all layers keep for the backward pass."""
         return sum(pattern.bytes * count for pattern, count in self.ranges)
 
     @property
@@ -98,7 +98,7 @@ class LayerPlan:
 
     @property
     def flops(self) -> int:
-        """FLOPs recomputed for one micro-batch, over all devices."""
+        """FLOPs that all layers recompute for one micro-batch, over all devices."""
         return sum(pattern.flops * count for pattern, count in self.ranges)
 
     def seconds(self, passes: PassSeconds) -> float:
@@ -208,7 +208,7 @@ class CompiledPlan:
 
     @property
     def ok(self) -> bool:
-        """True if the plan compiled."""
+        """True if the program of the plan compiled; the error is in `compiled.status` if it did not."""
         return self.compiled.status == "ok"
 
 

@@ -37,7 +37,7 @@ NEAR = 0.03
 FULL, NONE = "full", "none"
 # Bytes allocated per byte kept: the assumed maximum, and the slope below which the peak does not depend on kept bytes.
 STEEPEST, FLAT = 2.0, 0.5
-# The kind of plans (`_kind`) with one pattern and no transfers.
+# The kind of plans (`_plan_kind`) with one pattern and no transfers.
 WHOLE = (False, False)
 
 
@@ -132,41 +132,34 @@ class RematSearch:
 
     # ---- predicting --------------------------------------------------------------------------------------------
 
-    def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
-        """Returns (bytes kept, bytes allocated) of compiled plans, from which the allocation of other plans of a kind
-        is predicted.
+    def _points_of_kind(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
+        done = self._compiled_with_known_bytes()
+        # Transfers to the host allocate more memory; they matter more than the number of ranges.
+        alike = [tried for tried in done if _plan_kind(tried.plan)[1] == kind[1]]
+        return allocation_points([tried for tried in alike if _plan_kind(tried.plan) == kind] or alike or done)
 
-        `kind`: the kind of plan, as returned by `_kind`. If no plan of this kind is compiled, the plans that agree with
-        it in whether they transfer tensors to the host are used, because transfers allocate more memory. If there are
-        none of these either, all plans are used.
-        """
-        done = self._done()
-        alike = [tried for tried in done if _kind(tried.plan)[1] == kind[1]]
-        return allocation_points([tried for tried in alike if _kind(tried.plan) == kind] or alike or done)
-
-    def _done(self) -> list[CompiledPlan]:
-        """Returns the compiled plans for which the tensors that the layers keep are known."""
-        return [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
+    def _compiled_with_known_bytes(self) -> list[CompiledPlan]:
+        return [tried for tried in self.tried.values() if tried.ok and self._are_kept_bytes_known(tried.plan)]
 
     def predict(self, plan: LayerPlan) -> int:
         """Returns the bytes that the compiler is predicted to allocate for a plan, from compiled plans that keep about
         as many bytes. Returns 0 if no plan is compiled yet or the kept tensors of the plan are not known.
         """
-        points = self._points(_kind(plan)) if self._known(plan) else []
+        points = self._points_of_kind(_plan_kind(plan)) if self._are_kept_bytes_known(plan) else []
         return round(allocated_at(points, plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
         """Returns the number of bytes that the layers may keep on one device so that a plan is predicted to fit the
         budget.
 
-        kind: the kind of the plan, as returned by `_kind`.
+        kind: the kind of the plan, as returned by `_plan_kind`.
         """
-        points = self._points(kind)
+        points = self._points_of_kind(kind)
         if not points:
             return math.inf
-        if _slope(points) < FLAT:
+        if _allocation_slope(points) < FLAT:
             # Only a plan above the budget shows where the flat part ends, so plans of all kinds are used.
-            points = allocation_points(self._done())
+            points = allocation_points(self._compiled_with_known_bytes())
         low, high = 0.0, float(min((x for x, y in points if y > budget), default=budget + 1) - 1)
         for _ in range(60):
             middle = (low + high) / 2
@@ -178,20 +171,15 @@ class RematSearch:
 
     # ---- solving -----------------------------------------------------------------------------------------------
 
-    def _usable(self) -> list[KeepPattern]:
-        """Returns the patterns (choices for one layer) to use in further plans: all, without those for which every plan
-        so far failed to compile.
-        """
+    def _compilable_patterns(self) -> list[KeepPattern]:
         failed: set[KeepPattern] = set()
         done: set[KeepPattern] = set()
         for tried in self.tried.values():
             (done if tried.ok else failed).update(pattern for pattern, _ in tried.plan.ranges)
         return [pattern for pattern in self.patterns if pattern in done or pattern not in failed]
 
-    def _host_room(self) -> float:
-        """Returns the bytes of host memory that the layers may use, after subtracting the bytes of the rest of the
-        step.
-        """
+    def _host_bytes_for_layers(self) -> float:
+        # The rest of the step uses host memory too.
         others = [tried.compiled.host_bytes - tried.plan.host_bytes for tried in self.tried.values() if tried.ok]
         return self.problem.host_budget - max(others, default=0)
 
@@ -201,7 +189,7 @@ class RematSearch:
 
         `above`: number of bytes by which the predicted bytes of a plan may exceed the budget.
         """
-        problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
+        problem, plans, usable, host_room = self.problem, [], self._compilable_patterns(), self._host_bytes_for_layers()
         moves = (False, True) if problem.offload else (False,)
         for most, moved in itertools.product(range(1, problem.ranges + 1), moves):
             patterns = [p for p in usable if moved or not p.host_bytes]
@@ -300,7 +288,7 @@ class RematSearch:
             for state in spread(left):
                 if len(batch) >= together:
                     break
-                plans = self._next(state)[: max(min(at_once, most - len(state.asked)), 0)]
+                plans = self._next_plans(state)[: max(min(at_once, most - len(state.asked)), 0)]
                 state.asked += [str(plan) for plan in plans]
                 batch |= {str(plan): plan for plan in plans}
                 if not plans:
@@ -315,27 +303,22 @@ class RematSearch:
             outcomes.append(SearchOutcome(self.best(state.budget), compiled, tightest))
         return outcomes
 
-    def _next(self, state: _BudgetState) -> list[LayerPlan]:
+    def _next_plans(self, state: _BudgetState) -> list[LayerPlan]:
         """Returns the plans to compile next for a budget, cheapest first; [] if its search is finished."""
         best = self.best(state.budget)
-        plans = self._better(self.candidates(state.budget), best)
+        plans = self._plans_worth_compiling(self.candidates(state.budget), best)
         if not plans and best is None:
-            return self._better(
-                [self.whole(pattern) for pattern in sorted(self._usable())[:1]], best
+            return self._plans_worth_compiling(
+                [self.whole(pattern) for pattern in sorted(self._compilable_patterns())[:1]], best
             )  # plans of fewest bytes first
         if not plans and best is not None and state.checks < MAX_CHECKS and self._worth_a_check(best, state.budget):
             state.checks += 1
-            plans = self._better(self.candidates(state.budget, above=self._next_tensor()), best)
+            plans = self._plans_worth_compiling(self.candidates(state.budget, above=self._smallest_byte_step()), best)
         return plans
 
-    def _better(self, plans: Sequence[LayerPlan], best: CompiledPlan | None) -> list[LayerPlan]:
-        """Returns the plans that are worth compiling: not compiled yet, and either predicted to cost less than `best`
-        or with a jax policy.
-
-        If `best` transfers tensors to the host, its cost is that of the compiled program, because the prediction hides
-        transfers behind computation and the compiler's schedule often does not.
-        """
+    def _plans_worth_compiling(self, plans: Sequence[LayerPlan], best: CompiledPlan | None) -> list[LayerPlan]:
         most = math.inf if best is None else self.cost(best.plan)
+        # The prediction hides transfers behind computation; the compiler's schedule often does not.
         if best is not None and best.plan.host_bytes:
             most = max(most, self.compiled_cost(best)[0])
         better = []
@@ -345,32 +328,24 @@ class RematSearch:
                 better.append(plan)
         return better
 
-    def _known(self, plan: LayerPlan) -> bool:
-        """Returns whether the tensors that the layers keep are known. They are unknown without a remat policy, and for
-        policies that do not select names.
-        """
+    def _are_kept_bytes_known(self, plan: LayerPlan) -> bool:
+        # Unknown without a remat policy, and for policies that do not select names.
         return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
     def _worth_a_check(self, best: CompiledPlan, budget: float) -> bool:
-        """Returns whether a plan that keeps one tensor more than `best` should be compiled: if bytes of the budget are
-        left, or if the prediction is based on a single compiled plan.
-        """
-        return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
+        # Bytes of the budget are left, or the prediction is based on a single compiled plan.
+        return (
+            best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points_of_kind(_plan_kind(best.plan))) < 2
+        )
 
-    def _next_tensor(self) -> float:
-        """Returns the smallest difference in bytes between two patterns (choices for one layer): the least that keeping
-        one more tensor in a layer can add. Returns 0 if all patterns have the same bytes.
-        """
+    def _smallest_byte_step(self) -> float:
+        # The least that keeping one more tensor in a layer can add.
         sizes = sorted({pattern.bytes for pattern in self.patterns})
         return float(min((b - a for a, b in itertools.pairwise(sizes)), default=0))
 
 
-def _kind(plan: LayerPlan) -> tuple[bool, bool]:
-    """Returns the kind of a plan: (whether it has several ranges of layers, whether it transfers tensors to the host).
-
-    Plans of one kind allocate about the same bytes in addition to the kept tensors. Several ranges need slices of the
-    parameters, and transfers need buffers.
-    """
+def _plan_kind(plan: LayerPlan) -> tuple[bool, bool]:
+    # Several ranges need slices of the parameters, and transfers need buffers.
     return len(plan.ranges) > 1, plan.host_bytes > 0
 
 
@@ -403,10 +378,7 @@ def allocation_points(done: Sequence[CompiledPlan]) -> list[tuple[int, int]]:
     return sorted(largest.items())
 
 
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Returns the additional bytes allocated per additional kept byte between the last two points (bytes kept, bytes
-    allocated), limited to the range from 0 to `STEEPEST`. Returns 1 for a single point.
-    """
+def _allocation_slope(points: Sequence[tuple[float, float]]) -> float:
     if len(points) < 2:
         return 1.0
     (x0, y0), (x1, y1) = points[-2:]
@@ -426,7 +398,7 @@ def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if kept <= x1:
             return y0 + (y1 - y0) * (kept - x0) / (x1 - x0)
-    return highest + _slope(points) * (kept - last)
+    return highest + _allocation_slope(points) * (kept - last)
 
 
 def kept_after_bend(points: Sequence[tuple[float, float]], budget: float) -> float:

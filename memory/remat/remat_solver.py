@@ -55,7 +55,7 @@ def pareto_patterns(
             front = _explore(graph, rates, dict.fromkeys(names, everywhere), cost)
             break
         except _TooManyStates:
-            names = _most_saving(graph, rates, names)
+            names = _most_saving_half(graph, rates, names)
     carried = graph.carry_bytes
     bytes_, host, seconds, _, decisions = front
     seconds = seconds + STACKED * carried / rates.memory
@@ -150,7 +150,7 @@ def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Seq
                 else:
                     counted = name in known and not step.name  # a kernel whose named result is kept
                     size = 0 if counted else graph.kept_bytes(number)
-                    after = _kept(front, size, option, column[name], rates)
+                    after = _keep_value(front, size, option, column[name], rates)
                 if name in allowed:
                     choices[name] = option
                 if option == KEEP:
@@ -163,14 +163,7 @@ def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Seq
     return _pareto(list(states.values()), cost)
 
 
-def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRates) -> _Front:
-    """Returns the choices with one more value kept, and adds the value's bytes and the seconds of moving it.
-
-    Args:
-        size: bytes of the value on one device.
-        option: KEEP for device memory, OFFLOAD for host memory.
-        column: column of the value in `decisions`.
-    """
+def _keep_value(front: _Front, size: int, option: int, column: int, rates: RecomputeRates) -> _Front:
     decisions = front.decisions.copy()
     decisions[:, column] = option
     if option == KEEP:
@@ -264,10 +257,7 @@ def _pattern(graph: LayerGraph, front: _Front, number: int, policy: str = "") ->
     )
 
 
-def _most_saving(graph: LayerGraph, rates: RecomputeRates, names: Sequence[str]) -> list[str]:
-    """Returns half of the names, to make a search with too many states smaller: those whose values save the most
-    recomputed FLOPs per kept byte, each considered on its own.
-    """
+def _most_saving_half(graph: LayerGraph, rates: RecomputeRates, names: Sequence[str]) -> list[str]:
     nothing = pattern_keeping(graph, rates, "", ())
 
     def saved_per_byte(name: str) -> float:

@@ -125,11 +125,12 @@ def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
         name = _NUMBER.sub("*", what(buffer))
         alike = (name, buffer.bytes, buffer.dtype, buffer.shape, buffer.category, buffer.phase, buffer.source)
         groups.setdefault(alike, []).append(buffer)
-    return tuple(Alike(_common(list(map(what, alike))), len(alike), alike[0]) for alike in list(groups.values())[:n])
+    return tuple(
+        Alike(_common_name(list(map(what, alike))), len(alike), alike[0]) for alike in list(groups.values())[:n]
+    )
 
 
-def _common(names: list[str]) -> str:
-    """Returns a name for several names that differ only in numbers: each number that differs becomes "*"."""
+def _common_name(names: list[str]) -> str:
     parts = zip(*(_NUMBER.split(name) for name in names))
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 

@@ -179,7 +179,7 @@ def render_page(before: ReportRecord, after: ReportRecord, names: tuple[str, str
         figures=_figures(before, after),
         versions="",
         warnings=warnings(before, after),
-        programs=page_table(_programs(before, after, names)),
+        programs=page_table(_programs_table(before, after, names)),
         measures=page_table(TableView(MEASURE_COLUMNS, measures(before, after))),
         same=not _config(before, after),
         changes=page_table(_changes(parts[:MAX_CHANGES])),
@@ -198,13 +198,13 @@ def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -
         "names": list(names),
         "unit": column_unit(most, 1.0),
         "places": places,
-        "lines": [_line(report.timeline, places) for report in both],
+        "lines": [_downsample_timeline(report.timeline, places) for report in both],
         "limits": [report.limit_bytes for report in both],
         "waterfall": waterfall(before, after),
     }
 
 
-def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]]:
+def _downsample_timeline(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]]:
     """Returns a shortened memory timeline. It is cut into `places` equal parts, and the highest point of each part is
     listed with its bytes, phase and instruction. The lists are empty if there is no timeline.
     """
@@ -265,7 +265,7 @@ def _figures(before: ReportRecord, after: ReportRecord) -> list[HeaderFigure]:
         HeaderFigure(
             name,
             human(getattr(after, field)),
-            f"was {human(getattr(before, field))}, {_growth(getattr(before, field), getattr(after, field))}",
+            f"was {human(getattr(before, field))}, {_format_growth(getattr(before, field), getattr(after, field))}",
             exact(getattr(after, field)),
         )
         for name, field in fields
@@ -289,8 +289,7 @@ def _seconds(before: ReportRecord, after: ReportRecord) -> list[HeaderFigure]:
     return []
 
 
-def _growth(before: int, after: int) -> str:
-    """Returns a change in bytes as text, such as "+1.20 GiB (+6.1 %)"."""
+def _format_growth(before: int, after: int) -> str:
     change = after - before
     if not change:
         return "unchanged"
@@ -311,22 +310,18 @@ _FACTS = (
 )
 
 
-def _programs(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> TableView:
-    """Returns a table that compares two programs. Its first rows are the names of the reports and facts such as the
-    targets; then comes a row for each package version and config key that differs.
-    """
+def _programs_table(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> TableView:
     rows = [("report", *names), *((name, read(before), read(after)) for name, read in _FACTS)]
-    rows += [row for row in _different(before.versions, after.versions) if row[0] != "jax"]
+    rows += [row for row in _differing_rows(before.versions, after.versions) if row[0] != "jax"]
     rows += _config(before, after)
     return TableView(PROGRAM_COLUMNS, [row for row in rows if row[1] or row[2]])
 
 
 def _config(before: ReportRecord, after: ReportRecord) -> list[tuple[str, str, str]]:
-    return _different(*(dict(flatten(report.config)) for report in (before, after)))
+    return _differing_rows(*(dict(flatten(report.config)) for report in (before, after)))
 
 
-def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Returns (name, value in `before`, value in `after`) for each name whose two values differ."""
+def _differing_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
     for name in dict.fromkeys((*before, *after)):
         old, new = str(before.get(name, "")), str(after.get(name, ""))

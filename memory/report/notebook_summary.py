@@ -117,14 +117,14 @@ def timeline(report: ReportRecord) -> Timeline | None:
     indices = thin(points, report.peak_index, MAX_TIMELINE_POINTS)
     device = [buffer for buffer in report.buffers if buffer.memory == "device"]
     series = by_category(device, len(points), indices) or {"unattributed": [points[i].bytes for i in indices]}
-    stacks = _stacked(list(series.values()))
+    stacks = _stack_edges(list(series.values()))
     limit = report.limit_bytes
     near = limit if limit and limit <= _NEAR * report.peak_bytes else None
     top = max(1, near or 0, max(stacks[-1]))
     xs = [_x(i, len(points)) for i in indices]
     ys = [[_y(size, top) for size in stack] for stack in stacks]
     areas = tuple(
-        Area(row, f"{row_name(row)}: {human(report.breakdown.get(row, 0))} at the peak", _path(xs, high, low))
+        Area(row, f"{row_name(row)}: {human(report.breakdown.get(row, 0))} at the peak", _svg_area_path(xs, high, low))
         for row, (low, high) in zip(series, pairwise(ys))
     )
     bands = tuple(
@@ -143,10 +143,8 @@ def timeline(report: ReportRecord) -> Timeline | None:
     )
 
 
-def _stacked(series: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the edges of areas that are stacked in a chart: a row of zeros, then for each series the sum of this and
-    all earlier series at each point. An area is between two consecutive rows.
-    """
+def _stack_edges(series: Sequence[Sequence[int]]) -> list[list[int]]:
+    # An area of the chart lies between two consecutive rows.
     stacks = [[0] * len(series[0])]
     for sizes in series:
         stacks.append([below + size for below, size in zip(stacks[-1], sizes)])
@@ -161,8 +159,7 @@ def _y(size: int, top: int) -> float:
     return round(BOX_HEIGHT * (1 - size / top), 1)
 
 
-def _path(xs: Sequence[float], high: Sequence[float], low: Sequence[float]) -> str:
-    """Returns the closed SVG path between two lines: along `high`, and back along `low`."""
+def _svg_area_path(xs: Sequence[float], high: Sequence[float], low: Sequence[float]) -> str:
     there = [f"{x:g},{y:g}" for x, y in zip(xs, high)]
     back = [f"{x:g},{y:g}" for x, y in zip(reversed(xs), reversed(low))]
     return f"M{'L'.join((*there, *back))}Z"

@@ -29,7 +29,7 @@ def render(post_mortem: PostMortem, files: tuple[str, ...] = ()) -> RenderableTy
     return blocks(
         _head(post_mortem),
         _held(post_mortem),
-        _peak(post_mortem),
+        _peak_summary(post_mortem),
         _ways(post_mortem),
         Items([f"written: {', '.join(files)}"], style="dim") if files else None,
     )
@@ -104,8 +104,7 @@ def _held(post_mortem: PostMortem) -> RenderableType | None:
     return table
 
 
-def _peak(post_mortem: PostMortem) -> RenderableType | None:
-    """Returns the largest rows of the memory breakdown at the peak, and the largest residuals by name."""
+def _peak_summary(post_mortem: PostMortem) -> RenderableType | None:
     report = post_mortem.report
     if report is None or not any(report.breakdown.values()):
         return None

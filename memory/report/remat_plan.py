@@ -122,9 +122,6 @@ class RematPlan:
         return plain_text(_account(self), columns())
 
     def _repr_html_(self) -> str:
-        """Returns the HTML for a notebook: the plan's bytes and FLOPs, the kept values, and jax's own policies for
-        comparison.
-        """
         return _account_html(self)
 
 
@@ -135,12 +132,12 @@ def _account(plan: RematPlan) -> RenderableType:
     title, *figures = _head(plan)
     head = Text.assemble((title, "bold"), "  ", "  ".join(figures))
     kept: RenderableType = Prose(_nothing_kept(plan))
-    if rows := _kept(plan):
+    if rows := _kept_value_rows(plan):
         kept = FigureTable(label(KEPT[0]), figure(KEPT[1]), label(KEPT[2]), path(KEPT[3]))
         for row in rows:
             kept.add(*row)
     policies = FigureTable(label(POLICIES[0]), figure(POLICIES[1]), figure(POLICIES[2]), fixed(POLICIES[3]))
-    for row in _policies(plan):
+    for row in _policy_rows(plan):
         policies.add(*row, style="bold" if row[0] == (plan.name or THIS_PLAN) else "")
     return blocks(Group(head, *map(Prose, _layers(plan))), kept, policies, Prose(USE))
 
@@ -156,10 +153,10 @@ def _account_html(plan: RematPlan) -> str:
         figures=" · ".join(figures),
         layers=[cut(layer, 300) for layer in _layers(plan)],
         kept_heads=_with_figures(KEPT),
-        kept=[[cut(cell) for cell in row] for row in _kept(plan)],
+        kept=[[cut(cell) for cell in row] for row in _kept_value_rows(plan)],
         nothing_kept=_nothing_kept(plan),
         policy_heads=_with_figures(POLICIES),
-        policies=[[cut(cell) for cell in row] for row in _policies(plan)],
+        policies=[[cut(cell) for cell in row] for row in _policy_rows(plan)],
         chosen=plan.name or THIS_PLAN,
         use=USE,
     )
@@ -173,14 +170,14 @@ def _head(plan: RematPlan) -> list[str]:
     return [
         f"remat plan on {plan.target}",
         f"{human(plan.allocated_bytes)} allocated of {human(plan.budget_bytes)}",
-        f"recomputes {_share(plan.recomputed_flops, plan)}",
+        f"recomputes {_format_flops(plan.recomputed_flops, plan)}",
     ]
 
 
 def _layers(plan: RematPlan) -> list[str]:
     return [
         f"{layer.times} x {one_line(layer.name) or 'layer'}"
-        f"{f' at {_short(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}"
+        f"{f' at {_relative_place(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}"
         for layer in plan.layers
     ]
 
@@ -189,44 +186,37 @@ def _nothing_kept(plan: RematPlan) -> str:
     return f"jax.checkpoint_policies.{plan.name} is best here" if plan.name else "nothing is kept"
 
 
-def _kept(plan: RematPlan) -> list[list[str]]:
-    """Returns a list of table cells for each value that the plan keeps; [] if the best policy is one of jax's own."""
+def _kept_value_rows(plan: RematPlan) -> list[list[str]]:
     rows = []
+    # A plan with a name is one of jax's own policies.
     for value in () if plan.name else plan.kept:
         several = value.count // sum(plan.layers[kind].times for kind in value.kinds)
         name = f"{value.label} ({several} of them)" if several > 1 else value.label
-        rows.append([name, human(value.bytes), value.type, _short(value.where)])
+        rows.append([name, human(value.bytes), value.type, _relative_place(value.where)])
     return rows
 
 
-def _policies(plan: RematPlan) -> list[list[str]]:
-    """Returns a list of table cells for this plan and for each of jax's own policies. A policy that could not be
-    compiled has only its error message.
-    """
+def _policy_rows(plan: RematPlan) -> list[list[str]]:
     rows = []
     if not plan.name:
-        rows.append([THIS_PLAN, human(plan.allocated_bytes), _share(plan.recomputed_flops, plan), "fits"])
+        rows.append([THIS_PLAN, human(plan.allocated_bytes), _format_flops(plan.recomputed_flops, plan), "fits"])
     for row in plan.built_in:
         if row.status != "ok":
             rows.append([row.name, row.status])
             continue
         fits = "fits" if row.allocated_bytes <= plan.budget_bytes else "exceeds"
-        rows.append([row.name, human(row.allocated_bytes), _share(row.recomputed_flops, plan), fits])
+        rows.append([row.name, human(row.allocated_bytes), _format_flops(row.recomputed_flops, plan), fits])
     return rows
 
 
-def _share(flops: int, plan: RematPlan) -> str:
-    """Returns a number of FLOPs as text, with the percentage of the model's FLOPs."""
+def _format_flops(flops: int, plan: RematPlan) -> str:
     if not flops:
         return "0 FLOP"
     scale, unit = next(((scale, unit) for scale, unit in _SCALES if flops >= scale), (1, "FLOP"))
     return f"{flops / scale:.3g} {unit}" + (f" ({flops / plan.model_flops:.1%})" if plan.model_flops else "")
 
 
-def _short(where: str) -> str:
-    """Returns a source place with its path relative to the current directory, or to the folder of the installed
-    package. A line of a notebook cell becomes "In[3]:7".
-    """
+def _relative_place(where: str) -> str:
     if notebook_cell(where.rpartition(":")[0]):
         return short_place(where)
     if "/site-packages/" in where:

@@ -67,7 +67,7 @@ def page_data(report: ReportRecord) -> dict[str, Any]:
         "by_category": by_category(device, len(report.timeline), indices),
         "bands": [(start, end, strings(phase)) for start, end, phase in bands],
         "time": time_axis(report, indices, bands),
-        "buffers": _columns(listed, strings),
+        "buffers": _buffer_columns(listed, strings),
         "tiles": tiles(report, device, {id(buffer): row for row, buffer in enumerate(listed)}),
         "strings": list(strings.all),
     }
@@ -156,8 +156,7 @@ def _runs(values: Sequence[str]) -> list[tuple[int, int, str]]:
     return [(start, end, values[start]) for start, end in zip(starts, ends, strict=False)]
 
 
-def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]]:
-    """Returns the columns of the buffer table. Strings are replaced by their indices in `strings`."""
+def _buffer_columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]]:
     text = {
         "what": what,
         "name": lambda b: b.name,
@@ -218,7 +217,6 @@ def tiles(
 
 
 def _tile_label(buffer: Buffer, group: str) -> str:
-    """Returns the label of a buffer's tile: its name without the parts that the enclosing tile already shows."""
     if buffer.phase == "argument":
         return buffer.name.removeprefix(group) or buffer.name
     return what(buffer).rsplit("/", 1)[-1]

@@ -75,9 +75,6 @@ class Report(report_record.ReportRecord):
         return summary(self, remedies=True)
 
     def _repr_html_(self) -> str:
-        """Returns the HTML that a notebook shows: the main figures, the timeline and the largest buffers; less than
-        300 KB for any program.
-        """
         from bytescope.memory.report import notebook_summary
 
         return notebook_summary.render(self)
@@ -253,9 +250,6 @@ def _compile_and_report(
 
 
 def _largest_parts(report: Report) -> str:
-    """Returns a text with the largest rows of the memory breakdown at the peak, and the memory that the runtime adds
-    in the allocator's pool.
-    """
     rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
     overheads = [(row.name, row.bytes) for row in report.runtime_overheads if row.where == report_record.POOL]
     return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *overheads) if count)

@@ -81,32 +81,31 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
         " · ".join((f"{name} on {target}" if target else name, "memory")),
         data,
         heading=name,
-        failure=_failure(post_mortem) if post_mortem else None,
+        failure=_failure_section(post_mortem) if post_mortem else None,
         where=where(report.target),
         versions=versions(report.versions),
         verdict=verdict(report),
         figures=figures(report),
         facts=program_facts(report),
-        extra_lines=_extra_lines(report),
+        extra_lines=_lines_below_figures(report),
         timed=data["time"] is not None,
         breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.predicted_bytes / limit if limit else None,
-        communication=_communication(report),
-        collectives=_collectives(report.collectives),
+        communication=_communication_table(report),
+        collectives=_collectives_table(report.collectives),
         collectives_left=max(len(report.collectives) - MAX_COLLECTIVES, 0),
-        transfers=_transfers(report),
+        transfers=_transfers_table(report),
         findings=sorted(report.findings, key=lambda finding: -finding.bytes),
         ledger=_ledger(report),
-        zero=_zero(report),
-        residuals=_bars(report.residuals_by_name, "(no name)", folded),
-        workspace=_bars(report.workspace_by_scope, "(no scope)", folded),
+        zero=_zero_paper_table(report),
+        residuals=_ranked_bars(report.residuals_by_name, "(no name)", folded),
+        workspace=_ranked_bars(report.workspace_by_scope, "(no scope)", folded),
         about=_about(report),
         notes=[METHODS.get(report.method, report.method), *report.notes],
     )
 
 
-def _failure(post_mortem: PostMortem) -> dict[str, Any]:
-    """Returns the values of the page section that explains why a step ran out of memory."""
+def _failure_section(post_mortem: PostMortem) -> dict[str, Any]:
     columns = (
         ("live arrays", "name", lambda group: group.name),
         ("arrays", "num", lambda group: f"{group.arrays:,}"),
@@ -151,15 +150,11 @@ def figures(report: ReportRecord) -> list[HeaderFigure]:
         figure("limit", report.limit_bytes, note),
         figure("allocated", report.allocated_bytes, "what the program takes"),
         figure("peak live", report.peak_bytes, "most bytes live at once"),
-        *_speed(report),
+        *_speed_figures(report),
     ]
 
 
-def _speed(report: ReportRecord) -> list[HeaderFigure]:
-    """Returns the speed figures at the top of the page: predicted seconds, tokens/s and MFU, then their best possible
-    values at data-sheet rates. Without a prediction, only the best possible values are returned; if the target's rates
-    are unknown, [].
-    """
+def _speed_figures(report: ReportRecord) -> list[HeaderFigure]:
     best, prediction = at_best(report), StepPrediction.stated(report)
     per = "update" if report.subject.tokens else "call"
     if prediction:
@@ -199,10 +194,7 @@ def _allowed(best: AtBest, per: str) -> list[HeaderFigure]:
     return figures
 
 
-def _extra_lines(report: ReportRecord) -> list[str]:
-    """Returns the text lines below the figures of the page: bytes in host and other memories, the memory of the
-    runtime, and the parts of the predicted seconds.
-    """
+def _lines_below_figures(report: ReportRecord) -> list[str]:
     elsewhere = [
         f"{human(count)} {place}"
         for place, count in (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes))
@@ -216,10 +208,7 @@ def _extra_lines(report: ReportRecord) -> list[str]:
     ]
 
 
-def _communication(report: ReportRecord) -> PageTable | None:
-    """Returns a table with a row for each kind of collective and mesh axes, and a total; None for a program of one
-    device.
-    """
+def _communication_table(report: ReportRecord) -> PageTable | None:
     rows = report.communication
     if not rows:
         return None
@@ -246,8 +235,7 @@ def _exposed(row: Communication, is_total: bool) -> str:
     return f"{100 * row.exposed_bytes / max(row.wire_bytes, 1):.0f} %"
 
 
-def _collectives(collectives: Sequence[Collective]) -> PageTable:
-    """Returns a table with a row for each collective, the one that sends the most bytes first."""
+def _collectives_table(collectives: Sequence[Collective]) -> PageTable:
     columns = (
         ("operation", "name", lambda item: Cell(item.name, item.op_name)),
         ("over", "text", lambda item: over(item.axes, item.group, item.hosts)),
@@ -261,10 +249,7 @@ def _collectives(collectives: Sequence[Collective]) -> PageTable:
     return table(columns, sorted(collectives, key=lambda item: -item.times * item.wire_bytes)[:MAX_COLLECTIVES])
 
 
-def _transfers(report: ReportRecord) -> PageTable | None:
-    """Returns a table of the bytes and seconds per step of copies between device and host, by direction and phase,
-    with sums; None if there are no copies.
-    """
+def _transfers_table(report: ReportRecord) -> PageTable | None:
     rows = report.transfers
     if not rows:
         return None
@@ -301,10 +286,7 @@ def _ledger(report: ReportRecord) -> PageTable | None:
     return table(columns, report.ledger, _total) if report.ledger else None
 
 
-def _zero(report: ReportRecord) -> PageTable | None:
-    """Returns a table of the bytes per parameter according to the ZeRO paper and as compiled, with the reasons for
-    differences; None if unknown.
-    """
+def _zero_paper_table(report: ReportRecord) -> PageTable | None:
     columns = (
         ("state", "name", lambda row: row.role),
         ("ZeRO", "num", lambda row: f"{row.classic:.3g}"),
@@ -318,7 +300,7 @@ def _total(row: Any) -> str:
     return TOTAL if row.role == TOTAL else ""
 
 
-def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[RankedBar]:
+def _ranked_bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[RankedBar]:
     """Returns the bars of a chart of sizes in bytes, largest first. Sizes beyond the `MAX_BARS` largest are summed in
     one bar.
 
@@ -341,7 +323,9 @@ def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> 
 
 def _about(report: ReportRecord) -> list[Section]:
     xla = [(name.removesuffix("_bytes").replace("_", " "), human(count)) for name, count in vars(report.xla).items()]
-    target = [(name, _figure(name, value)) for name, value in flatten(report.target) if not name.startswith("sources.")]
+    target = [
+        (name, _format_figure(name, value)) for name, value in flatten(report.target) if not name.startswith("sources.")
+    ]
     return [
         _section("XLA's own statistics", xla),
         _section("Target", target),
@@ -356,8 +340,7 @@ def _section(title: str, entries: Iterable[tuple[str, Any]]) -> Section:
     )
 
 
-def _figure(name: str, value: Any) -> Any:
-    """Returns a value of the target's JSON as text with its unit, which is derived from the key `name`."""
+def _format_figure(name: str, value: Any) -> Any:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return value
     if "_bytes_per_s" in name:

@@ -202,16 +202,13 @@ def breakdown(report: ReportRecord) -> RenderableType | None:
     smaller = [size for size in report.breakdown.values() if 0 < size < _MIN_SHARE * peak]
     for row, size in report.breakdown.items():
         if size >= _MIN_SHARE * peak:
-            table.add(row, human(size), f"{size / peak:.1%}", _bar(size / largest))
+            table.add(row, human(size), f"{size / peak:.1%}", _text_bar(size / largest))
     if smaller:
         table.add(f"{len(smaller)} more", human(sum(smaller)), style="dim")
     return Group(Text("at the peak", style="bold"), table)
 
 
-def _bar(share: float) -> str:
-    """Returns a text bar for a fraction from 0 to 1. The longest bar has `_BAR` columns, and the shortest is a thin
-    line.
-    """
+def _text_bar(share: float) -> str:
     return "█" * round(_BAR * share) or "▏"
 
 
@@ -279,7 +276,7 @@ def _ledger(report: ReportRecord) -> RenderableType | None:
 def _zero(report: ReportRecord) -> RenderableType | None:
     if not report.zero:
         return None
-    table = _table("bytes per parameter", figure("ZeRO"), figure("held"), words("why"))
+    table = _empty_table("bytes per parameter", figure("ZeRO"), figure("held"), words("why"))
     for row in report.zero:
         table.add(
             row.role, f"{row.classic:.2f}", f"{row.held:.2f}", row.reason, style="bold" if row.role == "total" else ""
@@ -287,15 +284,14 @@ def _zero(report: ReportRecord) -> RenderableType | None:
     return table
 
 
-def _table(title: str, *columns: FigureColumn) -> FigureTable:
-    """Returns a table without rows. Its first column title is `title` in bold; the other column titles are dim."""
+def _empty_table(title: str, *columns: FigureColumn) -> FigureTable:
     return FigureTable(label(Text(title, style="bold")), *columns, heading="dim")
 
 
 def _communication(report: ReportRecord) -> RenderableType | None:
     if not report.communication:
         return None
-    table = _table(
+    table = _empty_table(
         "communication",
         label("over"),
         figure("times"),
@@ -334,14 +330,14 @@ def _communication(report: ReportRecord) -> RenderableType | None:
 def _transfers(report: ReportRecord) -> RenderableType | None:
     if not report.transfers:
         return None
-    table = _table("host link", figure("bytes per step"), figure("seconds"), label("phase"))
+    table = _empty_table("host link", figure("bytes per step"), figure("seconds"), label("phase"))
     for row in report.transfers:
         table.add(row.direction, human(row.bytes), f"{row.seconds:.3g}" if row.seconds else "", row.phase or "model")
     return table
 
 
 def _largest(report: ReportRecord) -> RenderableType | None:
-    table = _table(
+    table = _empty_table(
         "",
         label("over"),
         figure("times"),
@@ -404,9 +400,6 @@ def findings(report: ReportRecord) -> RenderableType | None:
 
 
 def _remarks(report: ReportRecord) -> RenderableType | None:
-    """Returns a line that says how live ranges were derived (unless they are exact), and the notes about inexact
-    figures. Returns None if there is nothing to say.
-    """
     lines = [f"note: {note}" for note in report.notes]
     if report.method != "heap_trace":
         lines.insert(0, f"method: {METHODS.get(report.method, report.method)}")

@@ -44,13 +44,13 @@ def with_network(rates: DeviceRates, network: str) -> DeviceRates:
 @functools.lru_cache(maxsize=64)
 def _rates(name: str) -> DeviceRates:
     chip = CHIPS[name]
-    products = _products(chip)
+    products = _product_rates(chip)
     attention, attention_source = _attention_table(chip)
     memory, memory_source = _measured(chip, ("memory",))
     host_link, host_link_source = _measured(chip, ("host_link",))
     floor, floor_source = _measured(chip, ("floor",))
     floor_seconds = floor[0][1]
-    collectives, links_source = _collectives(chip)
+    collectives, links_source = _collective_rates(chip)
     sources = {f"products {unit}": source for unit, (_, source) in products.items()} | {
         "attention": attention_source,
         "memory": memory_source,
@@ -61,7 +61,7 @@ def _rates(name: str) -> DeviceRates:
         "start of a copy": achieved.HOST_LINK_SECONDS_SOURCE,
     }
     return DeviceRates(
-        source=_summary(name, sources),
+        source=_summarize_sources(name, sources),
         peak_flops=dict(chip.peak_flops),
         attention=attention,
         memory=memory,
@@ -80,7 +80,7 @@ def _rates(name: str) -> DeviceRates:
 
 
 def _measured(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
-    nearest = _nearest(chip, part)
+    nearest = _nearest_rate(chip, part)
     if nearest is None:
         raise KeyError(
             f"no measured rate of {part} is known for {chip.name} or a similar chip: add one to achieved.MEASURED"
@@ -88,25 +88,22 @@ def _measured(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
     return nearest
 
 
-def _nearest(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None:
+def _nearest_rate(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None:
     """Returns (rate curve, source) for a part of a chip, such as memory. If the chip has no measured curve, the curve
     of the most similar chip is multiplied by the ratio of their data-sheet rates. Returns None if no chip has one.
     """
     for name in (chip.name, *NEAREST[chip.name]):
         for each in (part, *TWINS.get(part, ())):
-            figure, ratio = MEASURED.get(name, {}).get(each), _ratio(each, part, chip, CHIPS[name])
+            figure, ratio = MEASURED.get(name, {}).get(each), _data_sheet_ratio(each, part, chip, CHIPS[name])
             if figure and ratio:
                 return _times(figure.points, ratio), _name_chip(figure.source, name, chip.name)
     return None
 
 
-def _products(chip: Chip) -> dict[str, tuple[Curve, str]]:
-    """Returns compute unit -> (rate curve of matrix products, source). A unit without a measured curve gets the
-    efficiency of a similar unit (`LIKE`).
-    """
+def _product_rates(chip: Chip) -> dict[str, tuple[Curve, str]]:
     products: dict[str, tuple[Curve, str]] = {}
     for unit in chip.peak_flops:
-        measured = _nearest(chip, ("products", unit))
+        measured = _nearest_rate(chip, ("products", unit))
         if measured:
             products[unit] = measured
     for unit in chip.peak_flops:
@@ -139,7 +136,7 @@ def _attention_table(chip: Chip) -> tuple[dict[str, dict[int, Curve]], str]:
     cells, others = _cells(name), [_cells(other) for other in (*NEAREST[name], "h100")]
     for way, like in (("backward", "forward"), ("forward_causal", "forward"), ("backward_causal", "backward")):
         for width in sorted({width for known_way, width in cells if known_way == like and (way, width) not in cells}):
-            known, (one, other) = cells[like, width], _pair(way, like, cells, *others)
+            known, (one, other) = cells[like, width], _curves_to_convert(way, like, cells, *others)
             sizes = sorted({size for size, _ in (*known, *one)})
             cells[way, width] = tuple((size, at(known, size) * at(one, size) / at(other, size)) for size in sizes)
     ratio = _of_16_bits(chip) / _of_16_bits(CHIPS[name])
@@ -156,7 +153,7 @@ def _cells(name: str) -> dict[tuple[str, int], Curve]:
     }
 
 
-def _pair(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tuple[Curve, Curve]:
+def _curves_to_convert(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tuple[Curve, Curve]:
     """Returns two measured rate curves whose ratio converts one way of attention to another, such as forward without a
     mask to forward with a mask. Both are at the same head dimension, from the first table that has both ways.
 
@@ -177,7 +174,7 @@ def _of_16_bits(chip: Chip) -> float:
     return chip.peak_flops.get("bf16") or chip.peak_flops["fp16"]
 
 
-def _ratio(measured: tuple[Any, ...], wanted: tuple[Any, ...], chip: Chip, other: Chip) -> float:
+def _data_sheet_ratio(measured: tuple[Any, ...], wanted: tuple[Any, ...], chip: Chip, other: Chip) -> float:
     """Returns the data-sheet rate of `chip` for a part, such as ("memory",), divided by the rate of the chip `other`.
     Returns 0 if one of them has no rate, and 1 for the fixed seconds of a kernel.
 
@@ -197,11 +194,10 @@ def _times(curve: Curve, ratio: float) -> Curve:
 
 
 def _name_chip(source: str, measured: str, name: str) -> str:
-    """Returns the description of a source. The name of the measured chip is added if it is not the chip `name`."""
     return source if measured == name else "; ".join(f"efficiency of {measured}: {part}" for part in source.split("; "))
 
 
-def _collectives(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
+def _collective_rates(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
     """Returns (rates of the collectives of a chip, their sources). A kind of collective that was not measured on the
     chip gets the rates of the most similar chip, multiplied by the ratio of the link rates. This is decided separately
     within a host and between hosts.
@@ -253,10 +249,7 @@ def _on_links(chip: Chip, other: Chip, row: Bus) -> list[CollectiveRate]:
     return rates
 
 
-def _summary(name: str, sources: Mapping[str, str]) -> str:
-    """Returns a line that lists the rates that were measured on the chip, and the rates that were derived from another
-    chip.
-    """
+def _summarize_sources(name: str, sources: Mapping[str, str]) -> str:
     by_chip: dict[str, list[str]] = {name: []}
     sixteen = next(f"products {unit}" for unit in ("bf16", "fp16") if f"products {unit}" in sources)
     for part, key in (

@@ -71,11 +71,8 @@ def _product(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     return max(computed, _memory(kernel, rates))
 
 
-def _tiled(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """Returns the seconds of a matrix product whose operands have one scale per tile (block-scaled fp8). Its FLOP/s are
-    `TILED_SHARE` times the highest measured rate of its compute unit, but at most those of a product of this size
-    without scales.
-    """
+def _block_scaled_seconds(kernel: ScheduledKernel, rates: DeviceRates) -> float:
+    # TILED_SHARE of the highest rate, but at most the rate of a product of this size without scales.
     best = max(rate for _, rate in rates.products[rates.unit(unit_of(kernel.dtype))])
     reached = min(TILED_SHARE * best, product_flops_per_s(kernel, rates))
     return max(constants.PRODUCTS * kernel.flops / reached, _memory(kernel, rates))
@@ -88,7 +85,7 @@ def _attention(kernel: ScheduledKernel, rates: DeviceRates) -> float:
 
 _KINDS: Mapping[str, Callable[[ScheduledKernel, DeviceRates], float]] = {
     **dict.fromkeys((PRODUCT, GROUPED, CONVOLUTION, FOREIGN), _product),
-    TILED: _tiled,
+    TILED: _block_scaled_seconds,
     MOVING: _memory,
     **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), _attention),
 }
@@ -101,7 +98,7 @@ def product_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     unit = rates.unit(unit_of(kernel.dtype))
     shape = kernel.size if len(kernel.size) == 4 and min(kernel.size) > 0 else _cube(_side(kernel.flops / 2))
     side = _side(math.prod(map(float, shape)))
-    per_full_wave = at(_at_full_waves(tuple(rates.products[unit]), rates.cores), side)
+    per_full_wave = at(_divide_by_utilization(tuple(rates.products[unit]), rates.cores), side)
     return min(per_full_wave * _utilization(shape, rates.cores), rates.peak_flops.get(unit, math.inf))
 
 
@@ -127,18 +124,17 @@ def _cube(side: float) -> tuple[int, int, int, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _at_full_waves(curve: Curve, cores: int) -> Curve:
-    """Returns the rate curve of square matrix products as if all cores were busy: each measured rate is divided by the
-    fraction of the cores that the product uses.
-    """
+def _divide_by_utilization(curve: Curve, cores: int) -> Curve:
+    # The rates as if all cores were busy.
     return tuple((side, rate / _utilization(_cube(side), cores)) for side, rate in curve)
 
 
 @functools.lru_cache(maxsize=4096)
 def _utilization(shape: tuple[int, ...], cores: int) -> float:
-    """Returns the fraction (0 to 1) of a device's peak rate that a matrix product can reach with the best tile size.
-    It is 1 if the tiles are full, all cores are busy all the time, and k is large. It is also 1 if the number of cores
-    is unknown.
+    """Returns the fraction (0 to 1) of a device's peak FLOP/s that a matrix product reaches with the best tile size. It
+    is 1 if the tiles are full, all cores are always busy, and k is large; also if the number of cores is unknown (0).
+
+    `shape`: (batch, m, n, k) of the product.
     """
     if not cores:
         return 1.0
@@ -188,47 +184,38 @@ def transfer_seconds(start: Start, rates: DeviceRates) -> float:
     sent = WIRE[start.kind](start.group) * start.bytes
     if not rates.collectives:
         return sent / at(rates.memory, max(start.bytes, 1))
-    bandwidth, hops, minimum = _bus(start, rates)
+    bandwidth, hops, minimum = _bandwidth_and_latency(start, rates)
     return constants.COLLECTIVES * (max(sent / bandwidth, minimum) + hops)
 
 
-def _bus(start: Start, rates: DeviceRates) -> tuple[float, float, float]:
-    """Returns (bandwidth, additional latency, minimum seconds) of a collective, based on the nearest measured
-    collective.
+def _bandwidth_and_latency(start: Start, rates: DeviceRates) -> tuple[float, float, float]:
+    """Returns (bytes per second that one device sends, additional latency in seconds, minimum seconds) of a collective,
+    based on the most similar measured collective.
 
-    The bandwidth is bytes per second that one device sends; for a collective over several hosts, it is the lower one of
-    the bandwidths within a host and between hosts. The additional latency is the seconds of the hops that the measured
-    collective does not have.
+    Over several hosts, the bandwidth is the lower one of the bandwidths within a host and between hosts. The additional
+    latency is the time of the hops that the measured collective does not have.
     """
     per_host = start.group / start.hosts
-    inside = _nearest(start.kind, per_host if per_host > 1 else _FULL_HOST, 1, rates)
-    between = _nearest(start.kind, start.group, start.hosts, rates) if start.hosts > 1 else None
+    inside = _nearest_measurement(start.kind, per_host if per_host > 1 else _FULL_HOST, 1, rates)
+    between = _nearest_measurement(start.kind, start.group, start.hosts, rates) if start.hosts > 1 else None
     if inside is None or between is None:
         row = inside or between or rates.collectives[0]
-        return at(row.bus, start.bytes), _more_hops(start, row, rates), _min_seconds(row)
+        return at(row.bus, start.bytes), _additional_hop_seconds(start, row, rates), _min_seconds(row)
     # Network cards of this group divided by network cards of the row. A row with only large sizes does not include the
     # latency.
     share = per_host / (between.group / between.hosts)
     nearest = between if between.bus[0][0] <= start.bytes / share else inside
     bandwidth = min(at(between.bus, start.bytes / share) * share, at(inside.bus, start.bytes))
-    return bandwidth, _more_hops(start, nearest, rates), _min_seconds(inside)
+    return bandwidth, _additional_hop_seconds(start, nearest, rates), _min_seconds(inside)
 
 
 def _min_seconds(row: CollectiveRate) -> float:
-    """Returns the minimum seconds of a collective, which are those of the smallest measured payload; 0 if that payload
-    is too large to show the latency.
-    """
+    # A larger payload does not show the latency.
     size, bandwidth = row.bus[0]
     return WIRE[row.kind](row.group) * size / bandwidth if size <= _SMALL_BYTES else 0.0
 
 
-def _nearest(kind: str, group: float, hosts: int, rates: DeviceRates) -> CollectiveRate | None:
-    """Returns the measured collective of a kind, or of a similar kind, with the nearest number of hosts and then the
-    nearest number of devices.
-
-    For devices in one host, only measurements within one host are used, and for several hosts only measurements over
-    several hosts.
-    """
+def _nearest_measurement(kind: str, group: float, hosts: int, rates: DeviceRates) -> CollectiveRate | None:
     for each in (kind, *_SIMILAR[kind]):
         rows = [row for row in rates.collectives if row.kind == each and (row.hosts > 1) == (hosts > 1)]
         if rows:
@@ -236,22 +223,20 @@ def _nearest(kind: str, group: float, hosts: int, rates: DeviceRates) -> Collect
     return None
 
 
-def _more_hops(start: Start, row: CollectiveRate, rates: DeviceRates) -> float:
-    """Returns the additional latency of a collective, in seconds, if it spans more devices or hosts than the measured
-    one.
-    """
-    own, measured = _hops(start.kind, start.group, start.hosts, rates), _hops(row.kind, row.group, row.hosts, rates)
+def _additional_hop_seconds(start: Start, row: CollectiveRate, rates: DeviceRates) -> float:
+    own, measured = (
+        _hop_latency(start.kind, start.group, start.hosts, rates),
+        _hop_latency(row.kind, row.group, row.hosts, rates),
+    )
     return max(own - measured, 0.0)
 
 
-def _hops(kind: str, group: int, hosts: int, rates: DeviceRates) -> float:
-    """Returns the latency in seconds of a collective: the time in which the first byte passes through a ring of the
-    devices. For an all-reduce, it is the time through a tree if that is shorter (NCCL's own model,
-    github.com/NVIDIA/nccl, src/graph/tuning.cc).
-    """
+def _hop_latency(kind: str, group: int, hosts: int, rates: DeviceRates) -> float:
     inside, between = rates.hop_seconds, rates.network_hop_seconds
     if kind in ("collective-permute", "all-to-all", "ragged-all-to-all"):
         return between if hosts > 1 else inside
+    # The first byte passes through a ring of the devices, or through a tree if that is faster (all-reduce only): the
+    # model of NCCL, github.com/NVIDIA/nccl, src/graph/tuning.cc.
     once = (group - hosts) * inside + (hosts - 1) * between
     if kind != "all-reduce":
         return once

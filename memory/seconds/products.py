@@ -71,8 +71,7 @@ def find(module: Module, instruction: Instruction) -> KernelWork | None:
 # ---- products ------------------------------------------------------------------------------------------------
 
 
-def _dot(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Returns the FLOPs, dtype and size of a dot instruction (a matrix product with batch and contracted axes)."""
+def _dot_work(module: Module, instruction: Instruction) -> KernelWork | None:
     axes: dict[int, list[int]] = {1: [], 3: []}
     precision, algorithm = [], 0
     for field, value in wire.fields(module.data, instruction.span):
@@ -101,10 +100,8 @@ def _product(
     return _work(PRODUCT, 2 * b * m * n * k, left, right, (b, m, n, k), exact)
 
 
-def _ragged(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Returns the work of a grouped matrix product, in which each row is multiplied by the matrix of its group. Its
-    size is rows of the left operand x columns of the result x contracted size.
-    """
+def _ragged_dot_work(module: Module, instruction: Instruction) -> KernelWork | None:
+    # Each row is multiplied by the matrix of its group.
     left, right = _operands(module, instruction)
     if left is None or right is None or not left.dims:
         return None
@@ -116,7 +113,7 @@ def _ragged(module: Module, instruction: Instruction) -> KernelWork | None:
 def _work(
     kind: str, flops: int, left: HloShape, right: HloShape, size: tuple[int, ...], exact: bool = False
 ) -> KernelWork:
-    return KernelWork(kind, flops, _dtype(left, right, exact), size)
+    return KernelWork(kind, flops, _compute_dtype(left, right, exact), size)
 
 
 # Precisions and algorithms (xla_data.proto) that forbid rounding of float32 operands; see `cost.flops`.
@@ -125,10 +122,8 @@ _EXACT = frozenset((11,))  # ALG_DOT_F32_F32_F32
 _EXACT_NAMES = frozenset(("ALG_DOT_F32_F32_F32",))
 
 
-def _dtype(left: HloShape, right: HloShape, exact: bool) -> str:
-    """Returns the dtype of the operand with more bits per element. For float32, returns "tf32" unless `exact` is True,
-    which says that the operands may not be rounded.
-    """
+def _compute_dtype(left: HloShape, right: HloShape, exact: bool) -> str:
+    # `exact`: the operands may not be rounded to TF32.
     widest = max(left, right, key=lambda shape: shape.bits)
     return "tf32" if widest.dtype == "float32" and not exact else widest.dtype
 
@@ -146,10 +141,7 @@ def _size(shape: HloShape, axes: Iterable[int]) -> int:
 # ---- convolutions --------------------------------------------------------------------------------------------
 
 
-def _convolution(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Returns the work of a convolution: 2 x output elements x window elements of one output feature. Padding and
-    dilation are not subtracted.
-    """
+def _convolution_work(module: Module, instruction: Instruction) -> KernelWork | None:
     left, right = _operands(module, instruction)
     result = module.shape(instruction)
     result = result.leaf((0,)) if result.parts is not None else result
@@ -159,9 +151,10 @@ def _convolution(module: Module, instruction: Instruction) -> KernelWork | None:
     out, kernel = {"": (result, right), "BackwardInput": (left, right), "BackwardFilter": (right, result)}[way]
     if out is None or kernel is None or left is None or right is None:
         return None
-    output, spatial, groups = _window(module, instruction)
+    output, spatial, groups = _convolution_axes(module, instruction)
     features = _size(kernel, [output])
     window = kernel.elements // max(features, 1)
+    # Padding and dilation are not subtracted.
     flops = 2 * out.elements * window // max(groups, 1)
     if _size(kernel, spatial) == 1:  # a matrix product written as a convolution, like all products on a TPU
         return _work(PRODUCT, flops, left, right, (1, out.elements // max(features, 1), features, window))
@@ -171,7 +164,7 @@ def _convolution(module: Module, instruction: Instruction) -> KernelWork | None:
 _GRADIENTS = ("BackwardInput", "BackwardFilter")
 
 
-def _window(module: Module, instruction: Instruction) -> tuple[int, list[int], int]:
+def _convolution_axes(module: Module, instruction: Instruction) -> tuple[int, list[int], int]:
     """Returns (the kernel's axis of output features, the kernel's spatial axes, number of batch groups) of a
     convolution.
     """
@@ -191,9 +184,9 @@ def _window(module: Module, instruction: Instruction) -> tuple[int, list[int], i
 # ---- calls of libraries --------------------------------------------------------------------------------------
 
 
-def _call(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Returns the work of a library call. The settings of the call give the axes of a GEMM and the shape of the scores
-    of attention. A convolution is read like an HLO convolution.
+def _library_call_work(module: Module, instruction: Instruction) -> KernelWork | None:
+    """Returns the work (FLOPs, dtype, size) of a call of a library such as cuBLAS or cuDNN: a GEMM or attention by the
+    axes in the call's backend config, a convolution like an HLO convolution. Returns None if the call is no product.
     """
     if not is_product(module, instruction):
         return None
@@ -216,28 +209,26 @@ def _call(module: Module, instruction: Instruction) -> KernelWork | None:
     elif scores:
         work = _attention(module, instruction, scores)
     elif "__cudnn$conv" in instruction.target:
-        work = _convolution(module, instruction)
-    return work or _foreign(module, instruction)
+        work = _convolution_work(module, instruction)
+    return work or _guess_work(module, instruction)
 
 
-def _foreign(module: Module, instruction: Instruction) -> KernelWork:
-    """Returns the work of a kernel of which only the arrays are known. If their shapes fit a product of m x k and k x n
-    to m x n, each possibly transposed, the kernel is assumed to compute this product. Otherwise, it has 0 FLOPs.
-
-    A product of experts is recognized by a k x n matrix for each expert, or by a result with such a matrix for each
-    expert.
+def _guess_work(module: Module, instruction: Instruction) -> KernelWork:
+    """Guesses the work of a kernel that HLO does not describe from the shapes of its arrays: a matrix product if they
+    fit m x k times k x n = m x n, each possibly transposed, a product of experts if there is a k x n matrix for each
+    expert, otherwise 0 FLOPs.
     """
-    left, right = _numeric(module, instruction)
+    left, right = _factor_shapes(module, instruction)
     result = module.shape(instruction)
     result = result.leaf((0,)) if result.parts is not None else result
     if left is None or right is None:
         return KernelWork(FOREIGN, dtype=left.dtype if left else "")
-    shapes = _grouped(left.dims, right.dims, result.dims)
+    shapes = _expert_product_size(left.dims, right.dims, result.dims)
     if shapes:
         m, n, k = shapes
         return _work(GROUPED, 2 * m * n * k, left, right, (1, m, n, k))
     if not left.dims[:-2] == right.dims[:-2] == result.dims[:-2]:
-        return KernelWork(FOREIGN, dtype=_dtype(left, right, False))
+        return KernelWork(FOREIGN, dtype=_compute_dtype(left, right, False))
     sides = [shape.dims[-2:] for shape in (left, right, result)]
     batch = math.prod(result.dims[:-2])
     if all(len(side) == 2 for side in sides):
@@ -245,13 +236,11 @@ def _foreign(module: Module, instruction: Instruction) -> KernelWork:
         for k in sorted(set(given[0])):
             if sorted(given[0]) == sorted((m, k)) and sorted(given[1]) == sorted((k, n)):
                 return _work(FOREIGN, 2 * batch * m * n * k, left, right, (batch, m, n, k))
-    return KernelWork(FOREIGN, dtype=_dtype(left, right, False))
+    return KernelWork(FOREIGN, dtype=_compute_dtype(left, right, False))
 
 
-def _numeric(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
-    """Returns the shapes of the first two operands of a call that do not have an integer dtype; None for a missing
-    operand. Integer operands, such as group sizes, are not factors of a matrix product.
-    """
+def _factor_shapes(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
+    # Integer operands, such as group sizes, are not factors of a matrix product.
     shapes = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
     left, right, *_ = *(shape for shape in shapes if not shape.dtype.startswith(_INTEGERS)), None, None
     return left, right
@@ -260,11 +249,11 @@ def _numeric(module: Module, instruction: Instruction) -> tuple[HloShape | None,
 _INTEGERS = ("int", "uint", "bool")
 
 
-def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Returns (m, n, k) of a product of experts; None if the arrays have other shapes.
-
-    The product is either rows [m, k] times one matrix per expert, [e, k, n] or its transpose, to [m, n], or two arrays
-    of rows that are multiplied to [e, m, n].
+def _expert_product_size(
+    left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]
+) -> tuple[int, int, int] | None:
+    """Returns (m, n, k) of a product of experts, recognized by its shapes: [m, k] x [e, k, n] -> [m, n], where the
+    matrices may be transposed, or [k, m] x [k, n] -> [e, m, n]. Returns None for other shapes.
     """
     if (len(left), len(right), len(result)) == (2, 3, 2) and left[0] == result[0]:
         return (result[0], result[1], left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None
@@ -323,8 +312,8 @@ _DIGITS = 19  # maximum number of digits of a 64-bit number
 
 
 _RULES: Mapping[str, Callable[[Module, Instruction], KernelWork | None]] = {
-    "dot": _dot,
-    "ragged-dot": _ragged,
-    "convolution": _convolution,
-    "custom-call": _call,
+    "dot": _dot_work,
+    "ragged-dot": _ragged_dot_work,
+    "convolution": _convolution_work,
+    "custom-call": _library_call_work,
 }

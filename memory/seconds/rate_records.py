@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -254,9 +255,9 @@ def _curve(points: Any) -> Curve:
     return tuple(tuple(point) for point in points)
 
 
-def _whole(value: Any) -> int:
+def _whole(name: str, value: Any) -> int:
     if not is_count(value):
-        raise ValueError(f"the rates need a whole number, but have {value!r:.30}")
+        raise ValueError(f"field {name} must be a whole number, but is {value!r:.30}")
     return value
 
 
@@ -270,7 +271,9 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRate, ...
     if len(rows) > _MAX_ROWS:
         raise ValueError(f"{len(rows)} collectives")
     return tuple(
-        CollectiveRate(_text(row["kind"]), _whole(row["group"]), _whole(row["hosts"]), _curve(row["bus"]))
+        CollectiveRate(
+            _text(row["kind"]), _whole("group", row["group"]), _whole("hosts", row["hosts"]), _curve(row["bus"])
+        )
         for row in rows
     )
 
@@ -279,7 +282,7 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRate, ...
 _READ: Mapping[str, Callable[[Any], Any]] = {
     "source": _text,
     "memory": _curve,
-    "cores": _whole,
+    "cores": functools.partial(_whole, "cores"),
     "collectives": _collectives,
     "peak_flops": lambda value: {_text(unit): peak for unit, peak in value.items()},
     "products": lambda value: {_text(unit): _curve(points) for unit, points in value.items()},

@@ -98,7 +98,7 @@ def select(target: Target | Mapping[str, Any], file: str | Path | None = None) -
     on_cpu = known.get("platform") == "cpu"
     rates = _loaded(path) if path is not None else None
     if rates is None:
-        return _of_machine(known) if on_cpu else chip_rates.rates_of_kind(str(known.get("kind")))
+        return _measure_cpu_rates(known) if on_cpu else chip_rates.rates_of_kind(str(known.get("kind")))
     refuse(rates, known)
     if on_cpu:
         return rates.shared(_count(known, "n_devices"))
@@ -121,10 +121,8 @@ def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
         )
 
 
-def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
-    """Measures the rates of this machine's CPU, and returns the rates of one simulated device. Collectives between
-    simulated devices are copies in memory.
-    """
+def _measure_cpu_rates(known: Mapping[str, Any]) -> DeviceRates:
+    # The rates of one of the simulated devices, which share the cores. A collective between them is a copy in memory.
     flops, copied = (rate / _count(known, "n_devices") for rate in roofline.machine_rates())
     product, moved = ((1.0, flops),), ((1.0, copied),)
     return DeviceRates(

@@ -115,8 +115,8 @@ def read_schedule(
 
 
 class _ScheduleReader:
-    """Reads the schedule of a compiled module into records. `too_long`: whether it has more than `_MAX_RECORDS`
-    records, so that reading was stopped.
+    """Converts the instructions of a compiled module to records of kernels, collectives and copies, in the order in
+    which they run. `too_long`: True if reading stopped because there are more than `_MAX_RECORDS` records.
     """
 
     def __init__(self, attribution: Attribution, per_host: int):
@@ -130,8 +130,10 @@ class _ScheduleReader:
         self.uncounted = host_transfers.uncounted(attribution.module)
 
     def computation(self, id: int, around: str) -> Steps:
-        """Returns the kernels, collectives and copies of one run of an HLO computation, such as a loop body. `around`:
-        the phase (`STEP_PHASES`) of the instruction that calls the computation, "" for the entry computation.
+        """Returns the kernels, collectives and copies of one run of an HLO computation, such as a loop body.
+
+        `around`: the phase of the training step, such as "backward", of the instruction that calls the computation; ""
+        for the entry computation.
         """
         if (id, around) not in self.known:
             self.known[id, around] = self.ordered[
@@ -175,7 +177,6 @@ class _ScheduleReader:
             yield from rule(self, one, around)
 
     def phase(self, one: Instruction, around: str) -> str:
-        """Returns the phase of an instruction, one of `STEP_PHASES`; "forward" if its name does not show the phase."""
         phase = kernel_costs.phase_of(self.attribution, one, around)
         return phase if phase in STEP_PHASES else "forward"
 
@@ -193,12 +194,11 @@ class _ScheduleReader:
 
     def dearest_branch(self, one: Instruction, around: str) -> int | None:
         phase = self.phase(one, around)
-        return max(one.called, key=lambda id: _cost(self.computation(id, phase)), default=None)
+        return max(one.called, key=lambda id: _branch_cost(self.computation(id, phase)), default=None)
 
     def called_order(self, one: Instruction, around: str) -> tuple[InstructionSteps, ...]:
-        """Returns one record for each instruction of the computations that this instruction calls: of the body of a
-        loop, of the called function, or of the most expensive branch of a conditional. Returns () for other
-        instructions.
+        """Returns one record for each instruction of the computations that an instruction calls: the body of a loop, a
+        called function, or the most expensive branch of a conditional. Returns () for other opcodes.
         """
         called: Iterable[int] = ()
         if one.opcode == "while":
@@ -217,17 +217,14 @@ class _ScheduleReader:
             yield from self.computation(id, phase)
 
     def async_start(self, one: Instruction, around: str) -> Iterator[Step]:
-        """Yields the records of an async-start instruction. A collective or a copy between device and host becomes a
-        `Start`, so that it overlaps with compute. Other operations count as if they were synchronous.
-        """
         phase = self.phase(one, around)
         for id in one.called[:1]:
             for instruction in self.scheduled_instructions(id):
                 if is_collective(instruction.opcode):
                     yield from self.start(one, instruction, phase)
-                elif self.crosses(instruction):
+                elif self.copies_host_data(instruction):
                     yield from self.host_copies(instruction, phase, one.name)
-                else:
+                else:  # counted as if it were synchronous
                     yield from self.instruction(instruction, phase)
 
     # ---- operations beside compute ---------------------------------------------------------------------------
@@ -245,7 +242,7 @@ class _ScheduleReader:
         it.
         """
         kind = one.opcode.removesuffix("-start")
-        groups, hosts = self.members(one)
+        groups, hosts = self.groups_and_hosts(one)
         share, group = collectives.share(kind, groups, self.module.devices)
         if not share:
             return
@@ -257,8 +254,7 @@ class _ScheduleReader:
         self.begun.add(name)
         yield Start(name, kind, phase, given * group if kind == "all-gather" else given, group, hosts, len(arrays))
 
-    def members(self, one: Instruction) -> tuple[hlo_mesh.Groups, int]:
-        """Returns (device groups of a collective, maximum number of hosts that a group spans)."""
+    def groups_and_hosts(self, one: Instruction) -> tuple[hlo_mesh.Groups, int]:
         key = hlo_mesh.groups_key(self.module.data, one.span)
         if key not in self.groups:
             groups = hlo_mesh.groups_of(self.module.data, one.span, self.module.devices)
@@ -266,12 +262,10 @@ class _ScheduleReader:
         return self.groups[key]
 
     def wait(self, one: Instruction, around: str) -> Iterator[Step]:
-        """Yields the `Wait` record of a -done instruction; nothing if its operation was not started as an overlapping
-        transfer. The start is found through the first operand, also if -update instructions are between start and done.
-        """
         if one.opcode.endswith("-update"):
             return
         start: Instruction | None = one
+        # -update instructions may be between start and done.
         for _ in range(_MAX_UPDATES):
             start = self.module.operand(start, 0) if start else None
             if start is not None and start.opcode.endswith("-start"):
@@ -280,22 +274,20 @@ class _ScheduleReader:
             yield Wait(start.name)
 
     def copy_start(self, one: Instruction, around: str) -> Iterator[Step]:
-        if self.crosses(one):
+        if self.copies_host_data(one):
             yield from self.host_copies(one, around, one.name)
         else:
             yield from self.kernel(one, around)
 
-    def crosses(self, one: Instruction) -> bool:
-        """Returns whether an operation, or an operation fused into it, copies data between device and host."""
+    def copies_host_data(self, one: Instruction) -> bool:
         operands = [self.module.operand(one, i) for i in range(len(one.operands))]
         shapes = [self.module.shape(item) for item in (one, *operands) if item]
         spaces = {leaf.memory_space for shape in shapes for _, leaf in leaves(shape)}
         if host_transfers.HOST_SPACE not in spaces:
             return False
-        return any(next(host_transfers.moved(self.module, item), None) for item in self.parts(one))
+        return any(next(host_transfers.moved(self.module, item), None) for item in self.fused_instructions(one))
 
-    def parts(self, one: Instruction) -> Iterator[Instruction]:
-        """Yields the operations inside a fusion. If the operation is not a fusion, yields the operation itself."""
+    def fused_instructions(self, one: Instruction) -> Iterator[Instruction]:
         if one.opcode != "fusion":
             yield one
             return
@@ -303,22 +295,18 @@ class _ScheduleReader:
             yield from self.scheduled_instructions(id)
 
     def host_copies(self, one: Instruction, around: str, name: str) -> Iterator[Start]:
-        """Yields a `Start` record for each copy between device and host memory that the instruction makes, also inside
-        a fusion. A slice that a loop of unknown trip count copies is counted as the whole array.
-
-        `name`: the name by which a `Wait` refers to the copies; "" if compute waits for them immediately.
-        """
         self.begun.add(name)
         around = self.phase(one, around)
-        for item in self.parts(one):
+        for item in self.fused_instructions(one):
             for way, size, array in host_transfers.moved(self.module, item):
+                # A loop of unknown trip count copies an array slice by slice: the whole array is counted.
                 whole = item.computation in self.uncounted
                 yield Start(name, _WAYS[way], self.phase(item, around), array if whole else size)
 
     # ---- kernels --------------------------------------------------------------------------------------------
 
     def kernel(self, one: Instruction, around: str) -> Iterator[Step]:
-        if one.opcode in _CROSSING and self.crosses(one):
+        if one.opcode in _CROSSING and self.copies_host_data(one):
             yield from self.host_copies(one, around, "")
             if one.opcode != "fusion":
                 return
@@ -350,20 +338,18 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-def _cost(steps: Steps) -> int:
-    """Returns the cost of a branch of a conditional, to find the most expensive branch: the bytes that its kernels and
-    transfers move, plus its FLOPs converted to bytes (one byte for every _FLOPS_PER_BYTE FLOPs).
-    """
+def _branch_cost(steps: Steps) -> int:
+    # In bytes: FLOPs are converted at one byte for every _FLOPS_PER_BYTE.
     own = sum(times * (kernel.bytes + kernel.flops // _FLOPS_PER_BYTE) for kernel, times in every_kernel(steps))
     return own + sum(step.bytes for step in steps if isinstance(step, Start))
 
 
 def _missing_flops(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, int]:
-    """Returns the FLOPs on one device that the jaxpr contains but that no matrix product known from the compiled module
-    computes, as phase -> FLOPs. These are the FLOPs of the kernels of unknown work.
+    """Returns the FLOPs on one device that the jaxpr counts, but no kernel of known work in the schedule computes, as
+    phase -> FLOPs. The kernels of unknown work must compute them.
 
-    The jaxpr counts masked pairs of causal attention, so they are counted for known attention kernels too. Every device
-    computes all FLOPs of a replicated kernel, and an equal share of all other FLOPs.
+    The jaxpr counts masked pairs of causal attention, so they are counted for known attention kernels too. Each device
+    computes all replicated FLOPs, and an equal share of the other FLOPs.
     """
     if flops is None:
         return {}
@@ -380,18 +366,16 @@ def _missing_flops(steps: Steps, flops: FlopCount | None, devices: int) -> dict[
 
 @dataclasses.dataclass
 class _UnknownWork:
-    """Sums over all kernels of one phase whose FLOPs the compiled module does not contain."""
-
     foreign_flops: int = 0  # FLOPs of the products that the arrays suggest
     foreign_bytes: int = 0
     grouped_flops: int = 0  # FLOPs for the maximum number of rows of experts
 
 
 def _make_settle(steps: Steps, missing: Mapping[str, int]) -> Callable[[Steps], Steps]:
-    """Returns a function that adds the FLOPs that the compiled module does not contain to the library kernels and to
-    the matrix products of experts. The function accepts `steps` or a part of `steps`.
+    """Returns a function that sets the FLOPs of kernels of unknown work (library calls and matrix products of experts),
+    such that they add up to `missing`. It accepts `steps`, the whole schedule, or a part of it.
 
-    `missing`: phase -> FLOPs of all of these kernels together (from `_missing_flops`).
+    `missing`: phase -> FLOPs of all these kernels together (from `_missing_flops`).
     """
     sums: dict[str, _UnknownWork] = {}
     for kernel, times in every_kernel(steps):
@@ -428,14 +412,13 @@ def _make_settle(steps: Steps, missing: Mapping[str, int]) -> Callable[[Steps], 
             return dataclasses.replace(kernel, kind=TILED if unit_of(kernel.dtype) == "fp8" else PRODUCT)
         return dataclasses.replace(kernel, kind=MOVING, dtype="")  # the other kernels compute all FLOPs of the phase
 
-    return lambda steps: _with_kernels(steps, settle)
+    return lambda steps: _map_kernels(steps, settle)
 
 
-def _with_kernels(steps: Steps, change: Callable[[ScheduledKernel], ScheduledKernel]) -> Steps:
-    """Returns the steps of a schedule with `change` applied to every kernel, also to kernels in loops."""
+def _map_kernels(steps: Steps, change: Callable[[ScheduledKernel], ScheduledKernel]) -> Steps:
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Loop):
-            step = Loop(step.trips, _with_kernels(step.steps, change))
+            step = Loop(step.trips, _map_kernels(step.steps, change))
         out.append(change(step) if isinstance(step, ScheduledKernel) else step)
     return merged(out)

@@ -87,7 +87,7 @@ def walk(steps: Steps, rates: DeviceRates) -> Walked:
     """
     clock = _DeviceClock()
     clock.walk(_Prices(rates).priced(steps))
-    clock.finish()
+    clock.wait_for_all_streams()
     by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
     for (phase, term), taken in clock.spent.items():
         by_phase[phase] = by_phase.get(phase, 0.0) + taken
@@ -111,7 +111,7 @@ def start_seconds(
     """
     clock, walk_of_starts = _DeviceClock(), _StartWalk(settle, rates)
     starts = walk_of_starts.place(order, clock)
-    clock.finish()
+    clock.wait_for_all_streams()
     return starts, clock.now
 
 
@@ -182,8 +182,6 @@ class _PricedTransfer:
 
 @dataclasses.dataclass(frozen=True)
 class _PricedLoop:
-    """A loop that runs `trips` times, with the predicted seconds of each step of its body."""
-
     trips: int
     steps: tuple[_Priced, ...]
 
@@ -245,9 +243,6 @@ class _DeviceClock:
         self.steps = 0
 
     def copy_without_totals(self) -> _DeviceClock:
-        """Returns a clock with the same time and the same transfers in flight, whose sums of seconds by (phase, term)
-        and by stream are 0.
-        """
         other = _DeviceClock()
         other.now, other.free, other.started = self.now, dict(self.free), dict(self.started)
         other.last, other.steps = dict(self.last), self.steps
@@ -261,13 +256,12 @@ class _DeviceClock:
             elif isinstance(step, _PricedTransfer):
                 self._start(step)
             elif isinstance(step, _PricedLoop):
-                self._loop(step)
+                self._run_loop(step)
             elif step.name in self.started:  # a wait without a start is ignored
                 end, sent = self.started.pop(step.name)
                 self._wait(end, sent.waits)
 
-    def finish(self) -> None:
-        """Ends the simulation: waits for all streams, in the order in which they end."""
+    def wait_for_all_streams(self) -> None:
         for stream in sorted(self.last, key=lambda stream: self.free[stream]):
             self._wait(self.free[stream], self.last[stream])
 
@@ -298,12 +292,9 @@ class _DeviceClock:
     def _spend(self, counts: tuple[str, str], taken: float) -> None:
         self.spent[counts] = self.spent.get(counts, 0.0) + taken
 
-    def _loop(self, loop: _PricedLoop) -> None:
-        """Simulates all iterations of a loop and adds their time to this clock.
-
-        A new clock that starts at 0, with the same transfers in flight, is used for the iterations. If their times were
-        added to those of a long step, floating-point rounding would hide that two iterations take equally long.
-        """
+    def _run_loop(self, loop: _PricedLoop) -> None:
+        # A clock that starts at 0: if the times of the iterations were added to the time of a long step, rounding would
+        # hide that two iterations take equally long.
         inside, began = _DeviceClock(), self.now
         inside.free = {stream: free - began for stream, free in self.free.items()}
         inside.started = {name: (end - began, sent) for name, (end, sent) in self.started.items()}
@@ -327,12 +318,12 @@ class _DeviceClock:
             self.steps += _ITERATION
             third, left = self._state(), loop.trips - number - 1
             if self.steps > _MAX_STEPS or (number and _is_steady(first, second, third)):
-                self._leap(second, third, left)
+                self._skip_iterations(second, third, left)
                 return
             if number + 1 == _MAX_ITERATIONS // 2:
                 half = third
             if number + 1 == _MAX_ITERATIONS:
-                self._leap(half, third, left / (_MAX_ITERATIONS // 2))
+                self._skip_iterations(half, third, left / (_MAX_ITERATIONS // 2))
                 return
             first, second = second, third
 
@@ -340,7 +331,7 @@ class _DeviceClock:
         ends = {name: (end, sent.stream) for name, (end, sent) in self.started.items() if end > self.now}
         return _State(self.now, dict(self.free), ends, dict(self.spent), dict(self.busy))
 
-    def _leap(self, before: _State, after: _State, times: float) -> None:
+    def _skip_iterations(self, before: _State, after: _State, times: float) -> None:
         """Advances the clock by `times` times the change from the state `before` to the state `after`, instead of
         simulating further iterations of a loop that would change it equally.
         """
@@ -376,7 +367,6 @@ class _State:
     busy: Mapping[str, float]
 
     def seconds_left(self) -> dict[str, float]:
-        """Returns the seconds from now until each stream and each transfer in flight is finished, by name."""
         streams = {f"stream {stream}": max(free - self.now, 0.0) for stream, free in self.free.items()}
         return streams | {name: end - self.now for name, (end, _) in self.ends.items()}
 

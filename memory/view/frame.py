@@ -70,7 +70,7 @@ def environment() -> Environment:
         "source_hash": source_hash,
         "without_style_attributes": without_style_attributes,
     }
-    templates.globals |= {"static": static, "library": _library}
+    templates.globals |= {"static": static, "library": _chart_scripts}
     return templates
 
 
@@ -116,7 +116,6 @@ def static(name: str) -> Markup:
     return Markup(file.read_text(encoding="utf-8"))
 
 
-def _library(name: str) -> Markup:
-    """Returns the scripts that draw the charts of a page, given the page's name."""
+def _chart_scripts(name: str) -> Markup:
     # The block hides all of their names except `charts`.
     return Markup('"use strict";\n{{\n{}}}').format(Markup("\n").join(map(static, (*CHARTS, *MORE.get(name, ())))))

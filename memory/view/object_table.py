@@ -63,7 +63,6 @@ class Table:
         return plain_text(Group(*title, terminal_table(TableView(self.columns, self.rows)), *note), prompt_width())
 
     def _repr_html_(self) -> str:
-        """Returns the table as HTML for a notebook. Columns that are empty in all rows are left out."""
         from bytescope.memory.view import notebook_piece
         from bytescope.memory.view.table_views import notebook_table
 

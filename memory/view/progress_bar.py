@@ -51,7 +51,7 @@ class ProgressBar:
             self._bar.update(self._task, doing=doing)
 
     def advance(self, amount: int) -> None:
-        """Increases the finished amount shown by the bar."""
+        """Adds `amount`, in the unit of the bar (such as bytes), to the finished amount that the bar shows."""
         self._bar.advance(self._task, amount)
 
     @contextmanager

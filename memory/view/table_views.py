@@ -61,7 +61,7 @@ def page_table(view: TableView) -> PageTable:
     cells = {column: [page_cell(column, row) for row in view.rows] for column in view.columns_for(PAGE)}
     used = [column for column, in_column in cells.items() if any(cell.text for cell in in_column)]
     return PageTable(
-        [Head(column.title, _css(column, is_first=not number)) for number, column in enumerate(used)],
+        [Head(column.title, _css_classes(column, is_first=not number)) for number, column in enumerate(used)],
         [
             PageRow(
                 [cells[column][number] for column in used],
@@ -73,9 +73,7 @@ def page_table(view: TableView) -> PageTable:
     )
 
 
-def _css(column: ColumnView, is_first: bool) -> str:
-    """Returns the CSS classes of a column's cells. The first column gets the class of row names, unless it contains
-    numbers."""
+def _css_classes(column: ColumnView, is_first: bool) -> str:
     if is_first and not column.is_figure:
         return "name"
     return f"{KINDS[column.kind].css} {column.css}".strip()

@@ -126,7 +126,7 @@ def wrap_command(text: str, width: int, indent: int = 0) -> list[str]:
             lines[-1] += f" {whole}"
             continue
         lines[-1] += " \\"
-        first, *rest = _parts(argument, width - 1 - indent - 2)
+        first, *rest = _split_after_commas(argument, width - 1 - indent - 2)
         lines.append(" " * (indent + 2) + first)
         for part in rest:
             lines[-1] += "\\"
@@ -134,8 +134,7 @@ def wrap_command(text: str, width: int, indent: int = 0) -> list[str]:
     return lines
 
 
-def _parts(argument: str, width: int) -> list[str]:
-    """Splits a command's argument after commas into parts of up to `width` columns, each quoted for a shell."""
+def _split_after_commas(argument: str, width: int) -> list[str]:
     out = [""]
     for part in re.findall(r"[^,]*,?", argument):
         if out[-1] and cell_len(shlex.quote(out[-1] + part)) > width:

@@ -151,8 +151,8 @@ class FigureTable:
         self.rows.append(([*texts, *(Text() for _ in self.columns[len(texts) :])], style))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        plan, gap = self._plan(options.max_width, self._gap), self._gap
-        if len(plan) > 1 and len(narrow := self._plan(options.max_width, 1)) == 1:
+        plan, gap = self._column_blocks(options.max_width, self._gap), self._gap
+        if len(plan) > 1 and len(narrow := self._column_blocks(options.max_width, 1)) == 1:
             plan, gap = narrow, 1
         for number, (widths, under) in enumerate(plan):
             if number:
@@ -160,12 +160,10 @@ class FigureTable:
             yield from self._block(widths, under, gap, console)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        natural = self._natural()
+        natural = self._natural_widths()
         return Measurement(1, min(_line_width(natural, self._gap), options.max_width))
 
-    def _natural(self) -> dict[int, int]:
-        """Returns the width of each column without shortening, by column index. Columns without a cell are left
-        out."""
+    def _natural_widths(self) -> dict[int, int]:
         widths = {}
         for at, column in enumerate(self.columns):
             width = max((row[at].cell_len for row, _ in self.rows), default=0)
@@ -173,13 +171,16 @@ class FigureTable:
                 widths[at] = max(width, as_text(column.title).cell_len)
         return widths
 
-    def _plan(self, width: int, gap: int) -> list[tuple[dict[int, int], list[int]]]:
-        """Divides the columns into blocks that fit the width. Each block is (width of each column, columns whose
-        sentences are printed below the rows)."""
-        natural, under = self._natural(), []
-        widths = self._shrunk(natural, width, gap)
+    def _column_blocks(self, width: int, gap: int) -> list[tuple[dict[int, int], list[int]]]:
+        """Divides the columns into blocks that fit into `width` characters and are printed one below the other. Returns
+        (column index -> width, indices of the columns whose sentences are printed below the rows) of each block.
+
+        `gap`: spaces between two columns.
+        """
+        natural, under = self._natural_widths(), []
+        widths = self._shrink_to_fit(natural, width, gap)
         if _line_width(widths, gap) > width and (under := [at for at in natural if self.columns[at].under]):
-            widths = self._shrunk({at: size for at, size in natural.items() if at not in under}, width, gap)
+            widths = self._shrink_to_fit({at: size for at, size in natural.items() if at not in under}, width, gap)
         blocks, key = [], next(iter(widths))
         block = {key: widths.pop(key)}
         for at, size in widths.items():
@@ -188,12 +189,15 @@ class FigureTable:
                 block = {key: block[key]}
             block[at] = size
         # Columns that were shortened to fit in one block may have more room in separate blocks.
-        blocks = [self._shrunk({at: natural[at] for at in block}, width, gap) for block in (*blocks, block)]
+        blocks = [self._shrink_to_fit({at: natural[at] for at in block}, width, gap) for block in (*blocks, block)]
         return [(block, under if block is blocks[-1] else []) for block in blocks]
 
-    def _shrunk(self, natural: dict[int, int], width: int, gap: int) -> dict[int, int]:
-        """Returns column widths with which a line fits. Columns of sentences are made narrower first, then columns of
-        names. The line stays too long if no column can be made narrower."""
+    def _shrink_to_fit(self, natural: dict[int, int], width: int, gap: int) -> dict[int, int]:
+        """Reduces the widths of columns (column index -> characters) until a row fits into `width`: first of columns of
+        sentences, then of columns of names. The row stays too long if no column can be made narrower.
+
+        `gap`: spaces between two columns.
+        """
         out, floors = dict(natural), {at: self._min_width(at) for at in natural}
         for sentences in (True, False):
             able = [at for at in out if self.columns[at].min_width is not None and self.columns[at].under is sentences]

@@ -165,15 +165,19 @@ def compile_jitted(
         compilation, judged = compiled_for(jitted, args, kwargs, target=target)
         if not compilation.local:
             name = judged.name if judged else "other devices"
-            return compilation, judged, Executable(compilation.executable, _refusing(name))
-    stage, jaxpr, wrapper = _staged(jitted, args, kwargs)
+            return compilation, judged, Executable(compilation.executable, _make_refusing_run(name))
+    stage, jaxpr, wrapper = _stage_step(jitted, args, kwargs)
     read, judged = compiled_for(stage, target=target)
     compilation = read if read.jaxpr is not None else dataclasses.replace(read, jaxpr=jaxpr)
     executable = compilation.executable
     if not compilation.local:
-        return compilation, judged, Executable(executable, _refusing(judged.name if judged else "other devices"))
+        return (
+            compilation,
+            judged,
+            Executable(executable, _make_refusing_run(judged.name if judged else "other devices")),
+        )
     if wrapper is not None:
-        return compilation, judged, Executable(executable, _wrapped(wrapper, executable))
+        return compilation, judged, Executable(executable, _with_library_arguments(wrapper, executable))
     statics = statics_of(jitted)
     return compilation, judged, Executable(executable, executable, statics, statics.split(args, kwargs)[2])
 
@@ -191,12 +195,12 @@ def is_wrapper(jitted: Any) -> bool:
     return not hasattr(jitted, "_jit_info")
 
 
-def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+def _stage_step(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Prepares a jitted step for compilation. Returns (traced or lowered step to compile, jaxpr, lowered step of the
     library).
 
-    The last two are None for a step jitted by `jax.jit`, whose traced step has its jaxpr. For a step jitted by another
-    library, such as equinox, the library's own lowered step is needed by `_wrapped`.
+    The last two are None for a step jitted by `jax.jit`, whose traced step has its jaxpr. If another library jitted the
+    step, such as equinox, its lowered step handles the arguments of later calls.
     """
     if not is_wrapper(jitted):
         return jitted.trace(*args, **kwargs), None, None
@@ -206,22 +210,14 @@ def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     return lowered, getattr(inside, "jaxpr", None), lowered if hasattr(lowered, "lowered") else None
 
 
-def _wrapped(lowered: Any, executable: CompiledStage) -> Callable[..., Any]:
-    """Returns a function that runs `executable` with the argument handling of another library, such as equinox.
-
-    Args:
-        lowered: the library's lowered step. A copy of it compiles to `executable`, so that nothing is compiled twice.
-        executable: the compiled step.
-    """
+def _with_library_arguments(lowered: Any, executable: CompiledStage) -> Callable[..., Any]:
+    # A copy of the library's lowered step returns `executable` instead of compiling again.
     own = copy.copy(lowered)
     object.__setattr__(own, "lowered", SimpleNamespace(compile=lambda *args, **kwargs: executable))
     return own.compile()
 
 
-def _refusing(target: str) -> Callable[..., Any]:
-    """Returns a function that raises ReportError. It takes the place of an executable whose devices this process does
-    not have."""
-
+def _make_refusing_run(target: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         raise ReportError(
             f"the step was compiled for {target}, which is not present: it cannot run, but its report is valid; call "

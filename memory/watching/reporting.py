@@ -114,7 +114,7 @@ class StepReporter:
             self._tell(f"no post-mortem of {self.name}: {type(own).__name__}: {in_one_line(str(own))}")
 
     def _print_once(self, line: str) -> None:
-        """Prints a line in process 0 only, because all processes of a run would print the same line."""
+        # All processes of a run would print the same line.
         import jax
 
         if jax.process_index() == 0:
@@ -190,7 +190,7 @@ def held_arrays(device: JaxDevice, arguments: Sequence[Any]) -> tuple[HeldArrays
             if device not in sharding.device_set or sharding.memory_kind == "pinned_host":
                 continue
             size = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-            if not _is_new(array, device, places):
+            if not _has_new_memory(array, device, places):
                 continue
             arrays[kind] += 1
             sizes[kind] += size
@@ -212,12 +212,8 @@ def _type(leaf: Any) -> tuple[tuple[int, ...], str]:
     return tuple(leaf.shape), str(leaf.dtype)
 
 
-def _is_new(array: Any, device: JaxDevice, places: set[int]) -> bool:
-    """Returns whether an array has memory on a device that no earlier array has, so that shared buffers are counted
-    once.
-
-    places: the addresses of earlier arrays on the device; the array's own addresses are added to it.
-    """
+def _has_new_memory(array: Any, device: JaxDevice, places: set[int]) -> bool:
+    # Shared buffers are counted once.
     try:
         addresses = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards if shard.device == device}
     except Exception:  # a runtime without addresses, or an array that was never computed

@@ -95,7 +95,7 @@ class Watched:
             out = self._run(*args, **kwargs)
         except Exception as error:
             if not (self._exact and isinstance(error, _MISMATCH)):
-                self._explain(error, args, kwargs)
+                self._explain_out_of_memory(error, args, kwargs)
                 raise
             out = self._call_again(error, args, kwargs)
         if self._every and not self.calls % self._every and self._now.report is not None:
@@ -118,7 +118,7 @@ class Watched:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
-            self._explain(error)
+            self._explain_out_of_memory(error)
 
     @property
     def report(self) -> Report | None:
@@ -138,28 +138,20 @@ class Watched:
     # ---- choosing the executable of a call ----------------------------------------------------------------------
 
     def _run_matching(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the executable for the shapes, dtypes and static values of these arguments, and compiles it if it does
-        not exist yet. Used for the first call. Used for every call of a step that another library jitted, because such
-        an executable does not check its static arguments.
-        """
         return self._run_for_key(self._make_key(args, kwargs), args, kwargs)
 
     def _call_again(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Repeats a call that failed because the current executable was compiled for other shapes or static values. The
-        call is run by an executable for these arguments. Re-raises `error` if the current executable was compiled for
-        exactly these arguments.
-        """
         key = self._make_key(args, kwargs)
         if key == self._key:
+            # The executable was compiled for exactly these arguments.
             raise error
         try:
             return self._run_for_key(key, args, kwargs)
         except Exception as other:
-            self._explain(other, args, kwargs)
+            self._explain_out_of_memory(other, args, kwargs)
             raise other from None
 
     def _run_for_key(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the executable for arguments with this key (see `_make_key`). Compiles it if it does not exist yet."""
         if key is None:  # the call is inside another transformation, which traces the step itself
             return self._step(*args, **kwargs)
         if key in self._known:
@@ -176,9 +168,9 @@ class Watched:
         return out
 
     def _make_current(self, key: Any) -> None:
-        """Makes the executable with this key the current one, which the next call tries first."""
         self._key, self._now = key, self._known[key]
         self._exact = isinstance(self._now.run, Executable) and not self._checked
+        # An executable of another library does not check its static arguments.
         self._run = self._run_matching if self._checked else self._now.run
 
     def _make_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,17 +185,17 @@ class Watched:
         return tree, tuple(self._leaf_key(leaf) for leaf in leaves), values
 
     def _leaf_key(self, leaf: Any) -> Any:
-        """Returns the properties of one argument leaf on which compiling depends. For an array: shape, dtype and, if it
-        is committed to devices, sharding. For any other leaf: its type, and also its value if the step was jitted by
-        another library, because the leaf may then be a static argument.
-        """
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             return leaf.shape, leaf.dtype, leaf.sharding if getattr(leaf, "committed", False) else None
+        # A leaf of a step that another library jitted may be a static argument.
         return (type(leaf), leaf) if self._checked else type(leaf)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CompiledStep:
-        """Compiles the step for these arguments and analyzes its memory. If the analysis fails, the step is returned
-        unwatched."""
+        """Compiles the step for these arguments and predicts its memory. If the prediction fails, returns the
+        executable without a report; if compiling fails, returns the step itself.
+
+        Raises an out-of-memory error if the predicted memory exceeds the limit.
+        """
         import jax
 
         try:
@@ -225,15 +217,13 @@ class Watched:
         known.report = report
         self._reporter.begin(device, report)
         _latest[:] = [weakref.ref(self)]
-        _listen()
+        _install_excepthook()
         if self._limit is not None and report.predicted_bytes > self._limit:
-            self._refuse(report, self._limit, device, arguments)
+            self._raise_over_limit(report, self._limit, device, arguments)
         self._reporter.report_predicted(report, len(self._known) + 1)
         return known
 
-    def _refuse(self, report: Report, limit: int, device: JaxDevice, arguments: list[Any]) -> None:
-        """Raises an out-of-memory error, because the step is predicted to take more than `limit` bytes on one
-        device."""
+    def _raise_over_limit(self, report: Report, limit: int, device: JaxDevice, arguments: list[Any]) -> None:
         import jax
 
         error = jax.errors.JaxRuntimeError(
@@ -244,9 +234,9 @@ class Watched:
         self._reporter.report_exhausted(error, self.calls, device, arguments, limited)
         raise error
 
-    def _explain(self, error: BaseException, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> None:
-        """Prints and writes the post-mortem of an out-of-memory error. Does nothing for other errors, or if the error
-        was explained already."""
+    def _explain_out_of_memory(
+        self, error: BaseException, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
+    ) -> None:
         if not is_exhausted(error) or getattr(error, "_bytescope_reported", False):
             return
         import jax
@@ -344,14 +334,13 @@ _latest: list[weakref.ref[Watched]] = []
 
 
 @functools.cache
-def _listen() -> None:
-    """Installs a `sys.excepthook` that explains uncaught out-of-memory errors and then calls the previous hook."""
+def _install_excepthook() -> None:
     before = sys.excepthook
 
     def explain(kind: Any, error: BaseException, traceback: Any) -> None:
         watched = _latest[0]() if _latest else None
         if watched is not None:
-            watched._explain(error)
+            watched._explain_out_of_memory(error)
         before(kind, error, traceback)
 
     sys.excepthook = explain

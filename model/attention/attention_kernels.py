@@ -195,24 +195,20 @@ def _cudnn_mask_bytes(seq_len: int) -> int:
     return 2 * 2 * seq_len**2
 
 
-def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
-    """Returns the bytes of temporaries that chunked attention needs for one packed row on one device.
-
-    They are the float32 sums of the gradients, the 16-bit query blocks and three float32 blocks of scores. The result
-    is within 4 % of what the compiler allocated for models of 8B and 124M parameters on an H100 (jax 0.10.2).
-    `head_parts`: number of devices that share the heads.
-    """
+def _chunked_bytes_per_row(config: ModelConfig, seq_len: int, head_parts: int) -> int:
+    # Float32 sums of the gradients, 16-bit query blocks and three float32 blocks of scores: within 4 % of what the
+    # compiler allocated for models of 8B and 124M parameters on an H100 (jax 0.10.2). `head_parts` devices share
+    # the heads.
     H, G, K = config.n_heads, config.n_kv_heads, config.score_width
     block = min(config.attention_chunk, seq_len)
     sums = 4 * (K * (H + G) + config.value_width * G)
     return (seq_len * (sums + 2 * H * K) + 3 * 4 * H * block**2) // head_parts
 
 
-def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tuple[str, str]:
-    """Returns "cudnn" or "chunked", the attention kernel that needs less memory for packed rows on NVIDIA GPUs, and the
-    reason. cuDNN needs an even `seq_len` for them."""
-    mask, chunked = _cudnn_mask_bytes(seq_len), _chunked_bytes(config, seq_len, head_parts)
+def _choose_packed_kernel(config: ModelConfig, seq_len: int, head_parts: int) -> tuple[str, str]:
+    mask, chunked = _cudnn_mask_bytes(seq_len), _chunked_bytes_per_row(config, seq_len, head_parts)
     sizes = f"a mask of {mask / 2**20:,.0f} MiB a row in cudnn, {chunked / 2**20:,.0f} MiB of sums in chunked"
+    # cuDNN needs an even length for packed rows.
     return "cudnn" if mask <= chunked and not seq_len % 2 else "chunked", f"auto: packed rows, {sizes}"
 
 
@@ -250,7 +246,7 @@ def choose_kernel(
     refused = KERNELS["cudnn"].refuses(config, precision, platform)
     if refused is None:
         if packed:
-            return _choose_for_packed(config, seq_len, head_parts)
+            return _choose_packed_kernel(config, seq_len, head_parts)
         return "cudnn", "auto: 16-bit compute on an NVIDIA GPU"
     if reason := KERNELS["chunked"].refuses(config, precision, platform):
         return "naive", f"auto: chunked cannot run here, {reason.split(';')[0]}"

@@ -104,9 +104,7 @@ def causal(chunk: int) -> Mask:
     return lambda i, j: jnp.tril(jnp.ones((chunk, chunk), bool)) | (j < i)
 
 
-def _allowed(i: jax.Array, j: jax.Array, mask: Mask | None, ids: Ids | None) -> jax.Array | None:
-    """Returns booleans that are True for the scores of query block i and key block j that are not masked: [c, c], or
-    [B, c, c] with segment ids. Returns None if no score is masked."""
+def _allowed_scores(i: jax.Array, j: jax.Array, mask: Mask | None, ids: Ids | None) -> jax.Array | None:
     allowed = None if mask is None else mask(i, j)
     if ids is None:
         return allowed
@@ -114,9 +112,7 @@ def _allowed(i: jax.Array, j: jax.Array, mask: Mask | None, ids: Ids | None) -> 
     return same if allowed is None else allowed[None] & same
 
 
-def _scores(q_BGRcK, k_BGcK, allowed, scoring):
-    """Returns the float32 scores [B, G, R, c, c] of one query block with one key block. Scores where `allowed` is
-    False are masked."""
+def _compute_scores(q_BGRcK, k_BGcK, allowed, scoring):
     scores = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRcK, k_BGcK, preferred_element_type=jnp.float32)
     scores = scoring(scores, q_BGRcK.shape[-1])
     if allowed is None:
@@ -175,7 +171,7 @@ def add_pairs(
         i, j = ij
         out, peak, total = sums
         k, v = read(j)
-        scores = _scores(q[i], k, _allowed(i, j, mask, ids), scoring)
+        scores = _compute_scores(q[i], k, _allowed_scores(i, j, mask, ids), scoring)
         old_peak = peak[i]
         new_peak = jnp.maximum(old_peak, scores.max(-1))
         probs = jnp.exp(scores - new_peak[..., None])
@@ -237,7 +233,7 @@ def add_gradients(
         dq, d_keys = sums
         k, v = read(j)
         with jax.named_scope("kernel_recompute"):
-            scores = _scores(q[i], k, _allowed(i, j, mask, ids), scoring)
+            scores = _compute_scores(q[i], k, _allowed_scores(i, j, mask, ids), scoring)
             probs = jnp.exp(scores - lse[i][..., None])
         d_probs = one("bgrlk,bgsk->bgrls", d_out[i], v)
         d_scores = probs * (d_probs - delta[i][..., None]) * scoring.slope(scores, q.shape[-1])

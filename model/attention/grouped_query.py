@@ -92,7 +92,7 @@ class Attention(nnx.Module):
                 q_BLHK, k_BLGK = self.norm_q(q_BLHK), self.norm_k(k_BLGK)
         if config.position == "rope":
             with jax.named_scope("rope"):
-                turn, frequency = self._rotation(config.d_head)
+                turn, frequency = self._rotation_and_frequencies(config.d_head)
                 positions = token_positions(packed, x_BLD.shape[1], self.place)
                 q_BLHK = turn(q_BLHK, positions, frequency)
                 k_BLGK = turn(k_BLGK, positions, frequency)
@@ -108,8 +108,7 @@ class Attention(nnx.Module):
         returned unchanged; latent attention, whose cache stores latents, converts it."""
         return context_BTHV
 
-    def _rotation(self, width: int) -> tuple[Callable[..., jax.Array], jax.Array]:
-        """Returns the rotation function of this layer and the rotary frequencies for heads of `width` elements."""
+    def _rotation_and_frequencies(self, width: int) -> tuple[Callable[..., jax.Array], jax.Array]:
         config = self.config
         frequency = rope_frequencies(width, config.rope_theta, config.rope_scaling)
         if len(config.rope_scaling) == 5:  # YaRN

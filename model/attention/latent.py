@@ -60,14 +60,14 @@ class LatentAttention(Attention):
         del key_B  # only adapters would use dropout in these projections, and latent attention has no adapters
         K = self.config.d_head
         with jax.named_scope("qkv"):
-            q_BLHK = self._queries(x_BLD)
-            kv_BLc, k_rope_BLc = jnp.split(self._down(x_BLD, "kv_down"), [self.config.mla_kv_rank], axis=-1)
+            q_BLHK = self._project_queries(x_BLD)
+            kv_BLc, k_rope_BLc = jnp.split(self._project_down(x_BLD, "kv_down"), [self.config.mla_kv_rank], axis=-1)
             k_rope_BLc = tag(self.place(k_rope_BLc, STREAM), "k_rope")
             kv_BLc = self.norm_kv_latent(tag(self.place(kv_BLc, STREAM), "kv_latent"))
-            k_BLHK, v_BLHK = self._up(kv_BLc, "k_up", "v_up")
+            k_BLHK, v_BLHK = self._project_up(kv_BLc, "k_up", "v_up")
             k_BLHK, v_BLHK = tag(k_BLHK, "k"), tag(v_BLHK, "v")
         with jax.named_scope("rope"):
-            turn, frequency = self._rotation(self.config.mla_d_rope)
+            turn, frequency = self._rotation_and_frequencies(self.config.mla_d_rope)
             positions = token_positions(packed, x_BLD.shape[1], self.place)
             q_rope_BLHK = turn(q_BLHK[..., K:], positions, frequency)
             k_rope_BL1K = turn(move(k_rope_BLc, self.place, WITHIN, STREAM)[:, :, None], positions, frequency)
@@ -86,13 +86,13 @@ class LatentAttention(Attention):
         """
         K = self.config.d_head
         with jax.named_scope("qkv"):
-            q_BTHK = self._queries(x_BTD)
-            kv_BTc, k_rope_BTc = jnp.split(self._down(x_BTD, "kv_down"), [self.config.mla_kv_rank], axis=-1)
+            q_BTHK = self._project_queries(x_BTD)
+            kv_BTc, k_rope_BTc = jnp.split(self._project_down(x_BTD, "kv_down"), [self.config.mla_kv_rank], axis=-1)
             kv_BTc = self.norm_kv_latent(kv_BTc)
             w_cHK = self.w_k_up[...].astype(q_BTHK.dtype)
             q_latent_BTHc = jnp.einsum("bthk,chk->bthc", q_BTHK[..., :K], w_cHK)
         with jax.named_scope("rope"):
-            turn, frequency = self._rotation(self.config.mla_d_rope)
+            turn, frequency = self._rotation_and_frequencies(self.config.mla_d_rope)
             q_rope_BTHK = turn(q_BTHK[..., K:], packed.positions_BL, frequency)
             k_rope_BT1K = turn(k_rope_BTc[:, :, None], packed.positions_BL, frequency)
         return (
@@ -106,17 +106,16 @@ class LatentAttention(Attention):
         mla_d_value]."""
         return jnp.einsum("bthc,chv->bthv", context_BTHc, self.w_v_up[...].astype(context_BTHc.dtype))
 
-    def _queries(self, x_BLD: jax.Array) -> jax.Array:
-        """Returns queries before the rotary positions are applied, [B, L, H, d_head + mla_d_rope]."""
+    def _project_queries(self, x_BLD: jax.Array) -> jax.Array:
         if not self.config.mla_q_rank:
             (q_BLHK,) = enter("bld,dhk->blhk", x_BLD, {"q": self.w_q}, self.place, regather=self.regather)
             return tag(self.place(q_BLHK, _HEADS), "q")
-        q_BLc = self.norm_q_latent(tag(self._down(x_BLD, "q_down"), "q_latent"))
-        return tag(self._up(q_BLc, "q_up")[0], "q")
+        q_BLc = self.norm_q_latent(tag(self._project_down(x_BLD, "q_down"), "q_latent"))
+        return tag(self._project_up(q_BLc, "q_up")[0], "q")
 
-    def _down(self, x_BLD: jax.Array, name: str) -> jax.Array:
-        """Multiplies the input by the matrix `w_<name>`, before the input is gathered. The resulting latent [B, L, c]
-        is sharded like the residual stream; it is gathered later, which moves fewer bytes."""
+    def _project_down(self, x_BLD: jax.Array, name: str) -> jax.Array:
+        # Computed before the input is gathered: the latent stays sharded like the residual stream, and gathering it
+        # later moves fewer bytes.
         with jax.named_scope(name):
             y_BLc = multiply(
                 "bld,dc->blc",
@@ -128,8 +127,7 @@ class LatentAttention(Attention):
             )
             return self.place(y_BLc, STREAM)
 
-    def _up(self, x_BLc: jax.Array, *names: str) -> list[jax.Array]:
-        """Projects latents to heads [B, L, H, head width], one result for each of the matrices `w_<name>`."""
+    def _project_up(self, x_BLc: jax.Array, *names: str) -> list[jax.Array]:
         weights = {name: getattr(self, f"w_{name}") for name in names}
         outs = enter("blc,chk->blhk", x_BLc, weights, self.place, regather=self.regather)
         return [self.place(y_BLHK, _HEADS) for y_BLHK in outs]

@@ -53,8 +53,11 @@ from bytescope.model.zigzag import chunk_length
 
 @dataclasses.dataclass(frozen=True)
 class _Rank:
-    """The block layout of one ring rank. The rank has two chunks of n positions. Each chunk is split into m blocks of c
-    positions; the last block of a chunk is padded, and its padding is masked."""
+    """The block layout of the positions on one rank of the ring.
+
+    A rank stores two chunks of n positions. Each chunk is split into m blocks of c positions. If n < m * c, the last
+    block of a chunk is padded, and its padding is masked.
+    """
 
     ring: Ring
     n: int
@@ -63,8 +66,7 @@ class _Rank:
 
     @classmethod
     def for_length(cls, ring: Ring, length: int, chunk: int) -> "_Rank":
-        """Returns the layout of a rank with `length` positions: as few blocks of equal size as possible, of at most
-        `chunk` positions each."""
+        # As few blocks as possible, of equal size and at most `chunk` positions.
         n = length // 2
         m = -(-n // chunk)
         return cls(ring, n, m, -(-n // m))
@@ -77,8 +79,7 @@ class _Rank:
     def positions(self, x: jax.Array, axis: int = -2) -> jax.Array:
         return positions(x, 2 * self.n, 2, axis)
 
-    def mask(self, inner: Mask | None) -> Mask | None:
-        """Returns the mask `inner` with the padding positions at the end of each key chunk masked too."""
+    def mask_padding(self, inner: Mask | None) -> Mask | None:
         if self.n == self.m * self.c:
             return inner
 
@@ -90,13 +91,16 @@ class _Rank:
 
     @property
     def own(self):
-        """Returns the block pairs and the mask for the rank's own keys. The pairs are on or below the diagonal of the
-        rank's blocks."""
-        return triangle(2 * self.m), self.mask(causal(self.c))
+        """The attention of the rank's queries to its own keys, as (block pairs, mask).
 
-    def passing(self, hops):
-        """Returns the two groups of block pairs, each with its mask, to compute with the keys from the rank `hops`
-        ranks back in the ring.
+        The block pairs are two int32 arrays, the indices of query blocks and of key blocks, for all pairs on or below
+        the diagonal of the rank's 2m blocks. The mask is causal, and excludes padding.
+        """
+        return triangle(2 * self.m), self.mask_padding(causal(self.c))
+
+    def pairs_with(self, hops):
+        """Returns the block pairs to compute with the keys from the rank `hops` ranks back in the ring, as two groups:
+        ((indices of query blocks, indices of key blocks), mask).
 
         The first group pairs this rank's later chunk of queries with the other rank's earlier chunk of keys. The second
         group pairs the earlier chunks of both ranks if the keys come from an earlier rank, else the later chunks.
@@ -104,14 +108,9 @@ class _Rank:
         i, j = (x.reshape(-1) for x in jnp.indices((self.m, self.m), jnp.int32))
         from_earlier = hops <= jax.lax.axis_index(self.ring.axis)
         shift = jnp.where(from_earlier, 0, self.m).astype(jnp.int32)
-        return ((i + self.m, j), self.mask(None)), ((i + shift, j + shift), self.mask(None))
+        return ((i + self.m, j), self.mask_padding(None)), ((i + shift, j + shift), self.mask_padding(None))
 
-    def ids(self, segments_BL: jax.Array | None, hops: int | jax.Array = 0) -> Ids | None:
-        """Returns the segment ids of this rank's query blocks, and of the key blocks from the rank `hops` ranks
-        back in the ring.
-
-        `segments_BL` are the ids of the whole row, in the order of the row.
-        """
+    def segment_ids(self, segments_BL: jax.Array | None, hops: int | jax.Array = 0) -> Ids | None:
         if segments_BL is None:
             return None
         chunks_BCn, C = segments_BL.reshape(segments_BL.shape[0], -1, self.n), self.ring.size
@@ -123,8 +122,7 @@ class _Rank:
         rank = jax.lax.axis_index(self.ring.axis)
         return ids_of(rank), ids_of((rank - hops) % C)
 
-    def send(self, x: jax.Array) -> jax.Array:
-        """Sends `x` to the next rank of the ring and returns the array that the previous rank sent."""
+    def send_to_next(self, x: jax.Array) -> jax.Array:
         C = self.ring.size
         return jax.lax.ppermute(x, self.ring.axis, [(rank, (rank + 1) % C) for rank in range(C)])
 
@@ -138,8 +136,11 @@ class _Rank:
 
 
 def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
-    """Returns the context [B, l, H, K] and log-denominators [B, G, R, l] of the l positions of one rank. `segments_BL`
-    has the ids of all positions of the row."""
+    """Computes the attention of one rank's l positions, inside shard_map, while keys and values travel around the ring.
+
+    Returns (context [B, l, H, K], log-sum-exp of each query's scores [B, G, R, l]). `segments_BL`: the segment ids of
+    the whole row, None if rows are not packed.
+    """
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
     rank, C = _Rank.for_length(ring, length, chunk), ring.size
@@ -147,19 +148,19 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
     kv = jnp.stack([k, v])
 
     def visit(sums, kv, hops):
-        for pairs, mask in rank.passing(hops):
-            sums = add_pairs(sums, q, lambda j: kv[:, j], pairs, mask, rank.ids(segments_BL, hops), scoring)
+        for pairs, mask in rank.pairs_with(hops):
+            sums = add_pairs(sums, q, lambda j: kv[:, j], pairs, mask, rank.segment_ids(segments_BL, hops), scoring)
         return sums
 
     def step(carry, hops):
         kv, sums = carry
-        return (rank.send(kv), visit(sums, kv, hops)), None
+        return (rank.send_to_next(kv), visit(sums, kv, hops)), None
 
     sums = rank.mark_varying(start(q, q.shape[-1]))
-    sums = add_pairs(sums, q, lambda j: kv[:, j], *rank.own, rank.ids(segments_BL), scoring)
+    sums = add_pairs(sums, q, lambda j: kv[:, j], *rank.own, rank.segment_ids(segments_BL), scoring)
     if C > 1:
         # The last step is outside the loop because its keys are not sent further: C-1 hops in all.
-        (kv, sums), _ = jax.lax.scan(step, (rank.send(kv), sums), jnp.arange(1, C - 1))
+        (kv, sums), _ = jax.lax.scan(step, (rank.send_to_next(kv), sums), jnp.arange(1, C - 1))
         sums = visit(sums, kv, C - 1)
     context, lse = finish(sums, q_BLHK.dtype)
     lse_BLGR = rank.positions(lse, -1)
@@ -169,8 +170,11 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
 def _backward_rank(
     q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse_BGRL, d_context_BLHK, *, ring, chunk, scoring
 ):
-    """Returns the gradients of one rank's queries, keys and values, in their shapes and dtypes. `lse_BGRL`: the
-    log-denominators that `_forward_rank` returned. `segments_BL` has the ids of all positions of the row."""
+    """Returns the gradients of one rank's queries, keys and values, in their shapes and dtypes.
+
+    `lse_BGRL`: the log-sum-exp of the scores that `_forward_rank` returned. `segments_BL`: the segment ids of the whole
+    row, None if rows are not packed.
+    """
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
     rank, C = _Rank.for_length(ring, length, chunk), ring.size
@@ -191,17 +195,16 @@ def _backward_rank(
             delta,
             pairs,
             mask,
-            rank.ids(segments_BL, hops),
+            rank.segment_ids(segments_BL, hops),
             scoring,
         )
 
     def visit(dq, d_kv, kv, hops):
-        """Runs one step of the ring. `kv` are the keys and values that this rank currently has, and `d_kv` is the sum
-        of their gradients from the ranks visited before. Returns dq and `d_kv` with the gradients of this step added,
-        and `kv` ready to be sent."""
-        first, second = rank.passing(hops)
+        # `kv`: the keys and values that this rank currently has. `d_kv`: the sum of their gradients from the ranks
+        # visited before.
+        first, second = rank.pairs_with(hops)
         # While the gradient sums travel, the first pair of chunks, which reads only early keys, adds to separate sums.
-        d_kv = rank.send(d_kv)
+        d_kv = rank.send_to_next(d_kv)
         dq, d_early = add(dq, rank.varying_zeros(kv[:, : rank.m]), kv, *first, hops)
         # The barrier sends the keys after that. Otherwise the scheduler would overlap the sums' hop with no
         # computation.
@@ -210,15 +213,15 @@ def _backward_rank(
 
     def step(carry, hops):
         dq, d_kv, leaving = visit(*carry, hops)
-        return (dq, d_kv, rank.send(leaving)), None
+        return (dq, d_kv, rank.send_to_next(leaving)), None
 
     dq, d_kv = add(rank.varying_zeros(q), rank.varying_zeros(kv), kv, *rank.own)
     if C > 1:
-        (dq, d_kv, kv), _ = jax.lax.scan(step, (dq, d_kv, rank.send(kv)), jnp.arange(1, C - 1))
+        (dq, d_kv, kv), _ = jax.lax.scan(step, (dq, d_kv, rank.send_to_next(kv)), jnp.arange(1, C - 1))
         dq, d_kv, _ = visit(dq, d_kv, kv, C - 1)
     # The sums are complete before the last hop back to their owner, so that hop can use the keys' dtype.
     d_kv = d_kv.astype(k_BLGK.dtype)
-    dk, dv = (rank.positions(d) for d in (rank.send(d_kv) if C > 1 else d_kv))
+    dk, dv = (rank.positions(d) for d in (rank.send_to_next(d_kv) if C > 1 else d_kv))
     return rank.positions(dq).reshape(q_BLHK.shape).astype(q_BLHK.dtype), dk, dv
 
 

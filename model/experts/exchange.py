@@ -44,8 +44,7 @@ class Exchange:
 
 
 def _max_rows_per_device(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
-    """Returns the maximum number of expert rows on a device: `factor` times the mean, tokens * k. If `factor` is 0,
-    returns the number of rows in the worst case, in which all tokens choose this device."""
+    # The mean is tokens * k. In the worst case the tokens of all peers choose experts of this device.
     max_rows = tokens * peers.size * min(k, experts // peers.size)
     return min(int(factor * tokens * k), max_rows) if factor else max_rows
 
@@ -61,9 +60,8 @@ def _shape_here(tokens: int, k: int, experts: int, factor: float, peers: Peers) 
 
 
 def _to_local_experts(expert_TK: jax.Array, shape: Shape, peers: Peers) -> jax.Array:
-    """Converts global expert indices to indices on this device, from 0. Experts of other devices get the index
-    `shape.experts`."""
     own_TK = expert_TK - peers.index() * shape.experts
+    # Experts of other devices get the index `shape.experts`.
     return jnp.where((own_TK >= 0) & (own_TK < shape.experts), own_TK, shape.experts)
 
 
@@ -100,19 +98,14 @@ def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
 
 
 def _send_slots(sent: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
-    """Sends rows to the devices of their experts and returns the rows that this device receives.
-
-    The sent rows are ordered as [all experts, slots], the received rows as [experts of this device, peers, slots].
-    These axes are flattened into one.
-    """
     if peers.size == 1:
         return sent
+    # Sent rows: [all experts, slots]. Received rows: [experts of this device, peers, slots].
     parts = sent.reshape(peers.size, plan.tiles.count.size, -1, *sent.shape[1:])
     return jnp.moveaxis(peers.exchange(parts), 0, 1).reshape(sent.shape)
 
 
 def _return_slots(held: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
-    """Sends the rows that `_send_slots` received back to the devices of their tokens, in their original order."""
     if peers.size == 1:
         return held
     parts = held.reshape(plan.tiles.count.size, peers.size, -1, *held.shape[1:])
@@ -188,14 +181,10 @@ def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan
 
 
 def _send_ragged(sent: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
-    """Sends this device's rows [T * K, ...] to the devices of their experts. Returns the received rows [X, ...], with
-    zeros for padding."""
     return _ragged_all_to_all(sent, plan.rows, plan.sends, plan.returns[2], peers)
 
 
 def _return_ragged(held: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
-    """Sends rows [X, ...] back to the devices of their tokens. Returns [T * K, ...]. This is the transpose of
-    `_send_ragged`."""
     return _ragged_all_to_all(held, plan.source_X.size, plan.returns, plan.sends[2], peers)
 
 

@@ -36,8 +36,7 @@ class Products:
 
 
 def _multiply_by_tile(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    """Multiplies rows by the weights of their experts in a loop over tiles of rows. All rows of a tile belong to one
-    expert."""
+    # All rows of a tile belong to one expert.
     x_nTC = x_XC.reshape(tiles.expert.size, -1, x_XC.shape[1])
 
     def one(_, xs):
@@ -47,9 +46,8 @@ def _multiply_by_tile(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) ->
     return jax.lax.scan(one, None, (x_nTC, tiles.expert))[1].reshape(x_XC.shape[0], -1)
 
 
-def _weights_by_tile(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles) -> jax.Array:
-    """Returns the weight gradients [E, C, N] of the experts. A loop over tiles of rows adds the product x^T y of each
-    tile to the float32 sum of its expert."""
+def _weight_gradients_by_tile(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles) -> jax.Array:
+    # Adds the product x^T y of each tile to the float32 sum of its expert.
     cut = [x.reshape(tiles.expert.size, -1, x.shape[1]) for x in (x_XC, y_XN)]
 
     def add(total_ECN, xs):
@@ -73,8 +71,7 @@ def _ragged_weights(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles) -> jax.Array
 
 
 def _multiply_batched(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    """Multiplies rows by the weights of their experts in one batched einsum. Each expert must have the same number of
-    consecutive rows (the slot layout)."""
+    # Each expert has the same number of consecutive rows (the slot layout).
     x_ECC = x_XC.reshape(tiles.count.size, -1, x_XC.shape[1])
     return jnp.einsum(spec, x_ECC, w).reshape(x_XC.shape[0], -1)
 
@@ -129,7 +126,7 @@ def rows_times(
         out_shape=out,
         grid=(tiles.expert.size, N // columns_per_block),
         name="expert_rows",
-        **_call_arguments(interpret, 2 * (tiles.filled or X) * C * N, x_XC, w, out),
+        **_pallas_call_arguments(interpret, 2 * (tiles.filled or X) * C * N, x_XC, w, out),
     )(tiles.expert, tiles.first, tiles.count, x_XC, w)
 
 
@@ -162,7 +159,7 @@ def weight_gradients(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpre
         out_shape=out,
         grid=(E, C // rows_per_block, N // columns_per_block),
         name="expert_weights",
-        **_call_arguments(interpret, 2 * (tiles.filled or X) * C * N, x_XC, y_XN, out),
+        **_pallas_call_arguments(interpret, 2 * (tiles.filled or X) * C * N, x_XC, y_XN, out),
     )(tiles.first, tiles.count, x_XC, y_XN)
 
 
@@ -171,10 +168,9 @@ def _choose_block_size(size: int, largest: int) -> int:
     return size if size <= largest else math.gcd(size, largest)
 
 
-def _call_arguments(interpret: bool, flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> dict:
-    """Returns keyword arguments of `pl.pallas_call`, with a cost estimate. Reports take the FLOPs and bytes of a kernel
-    from its estimate, because XLA does not see the operations inside it."""
+def _pallas_call_arguments(interpret: bool, flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> dict:
     moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    # XLA does not see the operations inside a kernel, so reports take its FLOPs and bytes from this estimate.
     cost = pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0)
     if interpret:
         return {"interpret": True, "cost_estimate": cost}
@@ -208,7 +204,7 @@ KERNELS = {
         "a loop over tiles of rows, on any backend",
         partial(_multiply_by_tile, "tc,cn->tn"),
         partial(_multiply_by_tile, "tn,cn->tc"),
-        _weights_by_tile,
+        _weight_gradients_by_tile,
     ),
 }
 # The values of model.moe_kernel. `dense` multiplies every token by every expert, without rows: the reference of tests.

@@ -98,7 +98,7 @@ class Experts(nnx.Module):
             expert_BLK = jnp.where(real_BL[..., None], choice.expert_BLK, self.config.experts)
             choice = Choice(expert_BLK, choice.weight_BLK, choice.share_BLE)
         if self.config.moe_kernel == "dense":
-            y_BLD, dropped = self._dense(x_BLD, choice), jnp.zeros((), jnp.float32)
+            y_BLD, dropped = self._apply_all_experts(x_BLD, choice), jnp.zeros((), jnp.float32)
         else:
             y_BLD, dropped = self._routed(x_BLD, choice)
         y_BLD = tag(move(self.place(y_BLD, WITHIN), self.place, STREAM, WITHIN), "combined")
@@ -126,9 +126,8 @@ class Experts(nnx.Module):
             y_BLD = expert_products.combine(how, place, y_X1D, x_BLD[:, :, :0], plan)
         return y_BLD, plan.dropped.sum().astype(jnp.float32)
 
-    def _dense(self, x_BLD: jax.Array, choice: Choice) -> jax.Array:
-        """Applies every expert to every token, [B, L, D]. This is E/k times the work of routing tokens to their k
-        experts."""
+    def _apply_all_experts(self, x_BLD: jax.Array, choice: Choice) -> jax.Array:
+        # Every expert computes every token, E/k times the work of routing tokens to their k experts.
         act, dtype = ACTIVATIONS[self.activation], x_BLD.dtype
         chosen_BLKE = jax.nn.one_hot(choice.expert_BLK, self.config.experts)
         weight_BLE = jnp.einsum("blk,blke->ble", choice.weight_BLK, chosen_BLKE)

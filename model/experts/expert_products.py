@@ -143,7 +143,7 @@ class Weight:
 
     @classmethod
     def from_param(cls, p: nnx.Param, regather: bool) -> "Weight":
-        """Returns the description of the parameter `p`."""
+        """Reads the logical axes of the expert weight `p` and whether it is frozen from its metadata."""
         return cls(p.get_metadata()["axes"], p.get_metadata()["frozen"], regather)
 
 
@@ -174,9 +174,6 @@ def _multiply_gathered(
     computed: tuple[jax.Array, ...],
     tiles: Any,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows `x` by each of the expert weights. Unlike the weights of `_multiply`, the weights `computed` are
-    already cast to the compute dtype and gathered."""
-
     def run(x, weights, tiles):
         return tuple(_shaped(KERNELS[kernel].forward(_flat(x), w, tiles), spec[1]) for w in weights)
 

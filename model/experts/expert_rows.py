@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        """The number of tiles of all rows."""
+        """The number of tiles that all rows fill, padding rows included."""
         return self.rows // self.tile
 
 

@@ -29,7 +29,7 @@ def gather(
     q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, value_width: int
 ) -> jax.Array:
     """Computes attention by copying all pages into one array, in which every sequence has the length of the
-    longest."""
+    longest. Returns the context [B, T, H, V]; `triton` explains the arguments."""
     k_BSGK, v_BSGV = pool.read(view.table_BP, value_width)
     scores_BGRTS = _scores(q_BTHK, k_BSGK, scoring, width)
     scores_BGRTS = _mask_later_keys(scores_BGRTS, jnp.arange(k_BSGK.shape[1]), view)
@@ -42,7 +42,8 @@ def blocks(
 ) -> jax.Array:
     """Computes attention over BLOCK pages at a time with a running softmax (Dao et al. 2022, arXiv 2205.14135).
 
-    The longest sequence determines the number of loop iterations.
+    The longest sequence determines the number of loop iterations. Returns the context [B, T, H, V]; `triton` explains
+    the arguments.
     """
     B, T, H, _ = q_BTHK.shape
     G, P = pool.keys.shape[2], view.table_BP.shape[1]
@@ -104,8 +105,20 @@ def triton(
     value_width: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes attention with one GPU kernel if `takes` accepts the arrays. Other inputs, such as prompts, use
-    `blocks`."""
+    """Computes attention to keys and values in pages. Returns the context [B, T, H, V] in the dtype of the queries.
+
+    If `takes` accepts the arrays (one new token per sequence), one GPU kernel computes it (`attend`). Other inputs,
+    such as prompts, use `blocks`.
+
+    Args:
+      q_BTHK: queries of T new tokens of each of B sequences, H heads with K elements.
+      pool: pages with the keys and values of one layer.
+      view: positions of the new tokens, and the pages of their sequences.
+      scoring: turns query-key dot products into attention scores.
+      width: head width that scales the scores.
+      value_width: V, the number of elements of a head's value.
+      interpret: True to run the kernel as plain jax on any backend.
+    """
     if not takes(q_BTHK, pool):
         return blocks(q_BTHK, pool, view, scoring=scoring, width=width, value_width=value_width)
     return attend(q_BTHK, pool, view, scoring=scoring, width=width, interpret=interpret)

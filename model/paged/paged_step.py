@@ -45,7 +45,7 @@ def step(
     config, run = model.config, KERNELS[kernel]
     packed = Packed(jnp.ones_like(tokens_BT), jnp.maximum(view.positions_BT, 0))
     x_BTD, written_pools = model.begin(tokens_BT, None, packed), []
-    for block, pool in zip(_blocks(model), pools, strict=True):
+    for block, pool in zip(_iterate_blocks(model), pools, strict=True):
 
         def core(q_BTHK, k_BTGK, v_BTGV, pool=pool):
             written_pools.append(pool.write(k_BTGK, v_BTGV, view))
@@ -62,8 +62,7 @@ def step(
     return model.finish(x_BTD), written_pools
 
 
-def _blocks(model: Transformer) -> Iterator[Block]:
-    """Yields the blocks in layer order. Stacked blocks are sliced out of their stack."""
+def _iterate_blocks(model: Transformer) -> Iterator[Block]:
     config = model.config
     if not config.scan:
         for layer, block in enumerate(model.blocks):

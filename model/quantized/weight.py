@@ -32,7 +32,7 @@ class Quantized(nnx.Module):
             )
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Returns the stored arrays by name."""
+        """Returns the arrays in which the weight is stored, such as codes and scales: name -> array."""
         return {name: getattr(self, name)[...] for name in format_of(self.base).parts(self.matrix)}
 
     def read(self, dtype: DTypeLike, place: Placement) -> jax.Array:

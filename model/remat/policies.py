@@ -149,17 +149,15 @@ POLICIES: Mapping[str, CheckpointPolicy | None] = {
 PRODUCTS = ("q", "k", "v", *LATENTS, "attn_out", "gate", "up", "mlp_out")
 
 
-def _core_products(primitive: object, *inputs: object, **params: object) -> bool:
-    """Returns True if the operation is a matrix product with batch dimensions, which only attention scores and context
-    have. It is a `jax.checkpoint` policy."""
+def _is_attention_product(primitive: object, *inputs: object, **params: object) -> bool:
+    # A `jax.checkpoint` policy. Only attention scores and context are matrix products with batch dimensions.
     return bool(
         cp.dots_saveable(primitive, *inputs, **params)
         and not cp.dots_with_no_batch_dims_saveable(primitive, *inputs, **params)
     )
 
 
-def _saving(name: str, saveable: Callable[..., object] | None) -> CheckpointPolicy:
-    """Returns the policy `name` of POLICIES with its `jax.checkpoint` policy replaced by `saveable`."""
+def _policy_saving(name: str, saveable: Callable[..., object] | None) -> CheckpointPolicy:
     row = POLICIES[name]
     if row is None:
         raise ValueError(f"remat.policy={name} has no fixed set of saved tensors: choose another row of POLICIES")
@@ -168,9 +166,9 @@ def _saving(name: str, saveable: Callable[..., object] | None) -> CheckpointPoli
 
 # Rows of POLICIES that are replaced if weight matmuls are in fp8.
 IN_FP8: Mapping[str, CheckpointPolicy] = {
-    name: _saving(name, saveable)
+    name: _policy_saving(name, saveable)
     for name, saveable in (
-        ("dots", cp.save_from_both_policies(cp.save_only_these_names(*PRODUCTS), _core_products)),
+        ("dots", cp.save_from_both_policies(cp.save_only_these_names(*PRODUCTS), _is_attention_product)),
         ("dots_no_batch", cp.save_only_these_names(*PRODUCTS)),
         ("offload_dots", keep("", offload=PRODUCTS).saveable),
     )
@@ -181,7 +179,7 @@ IN_FP8: Mapping[str, CheckpointPolicy] = {
 EXPERT_PRODUCTS = ("expert_gate", "expert_up")
 _EXPERT_PRODUCTS = cp.save_only_these_names(*EXPERT_PRODUCTS)
 WITH_EXPERTS: Mapping[str, CheckpointPolicy] = {
-    name: _saving(name, saveable)
+    name: _policy_saving(name, saveable)
     for name, saveable in (
         ("dots", cp.save_from_both_policies(cp.dots_saveable, _EXPERT_PRODUCTS)),
         ("dots_no_batch", cp.save_from_both_policies(cp.dots_with_no_batch_dims_saveable, _EXPERT_PRODUCTS)),
@@ -257,7 +255,7 @@ class LayerPolicies:
                 "least one checkpoint name, or leave both keys empty"
             )
         for name in used:
-            self._check(name)
+            self._check_policy_name(name)
         if self.granularity not in GRANULARITIES:
             raise ValueError(
                 f"remat.granularity={self.granularity!r} is unknown: choose one of {', '.join(GRANULARITIES)}"
@@ -273,8 +271,7 @@ class LayerPolicies:
                 asked.update(self.row(name).names)
         return asked
 
-    def _check(self, name: str) -> None:
-        """Raises ValueError if `name` is neither a policy nor a list of checkpoint names."""
+    def _check_policy_name(self, name: str) -> None:
         if name in POLICIES:
             return
         words = [word.removesuffix(ON_HOST) for word in name.split("+")]

@@ -116,14 +116,13 @@ def _replace_at(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]
 
 
 def _split_into_tiles(x_BLD: jax.Array, place: Placement, tiles: int) -> jax.Array:
-    """Reshapes [B, L, D] to [B, devices that share the sequence, tiles, positions of a tile, D]."""
     B, L, D = x_BLD.shape
     parts = place.stream_parts
+    # [B, devices that share the sequence, tiles, positions of a tile, D]
     return x_BLD.reshape(B, parts, tiles, L // parts // tiles, D)
 
 
 def _read_tile(x: jax.Array, i: jax.Array) -> jax.Array:
-    """Returns tile `i` of `x`, a result of `_split_into_tiles`: [B, positions of the tile on all devices, D]."""
     B, _, _, _, D = x.shape
     return jax.lax.dynamic_index_in_dim(x, i, 2, keepdims=False).reshape(B, -1, D)
 

@@ -165,9 +165,7 @@ def describe(state: Any) -> dict[str, str]:
     }
 
 
-def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
-    """Describes the first array whose dtype or shape differs; "" if all are equal. Both arguments are results of
-    `describe`."""
+def _first_difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
     path = min((path for path, _ in saved.items() ^ wanted.items()), default="")
     if not path:
         return ""
@@ -178,28 +176,20 @@ def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
     return f"{path} is {saved[path]}, not {wanted[path]}"
 
 
-def _damage_in(error: Exception) -> str:
-    """Describes a checkpoint's damage in words, given the error that reading the checkpoint raised.
-
-    Re-raises errors about missing memory or file descriptors, because they do not mean damage.
-    """
+def _describe_damage(error: Exception) -> str:
+    # Missing memory or file descriptors are no damage.
     if "RESOURCE_EXHAUSTED" in str(error):
         raise error
     return one_line(error) or type(error).__name__
 
 
 def _held_out_loss(metrics: Any) -> float:
-    """Returns the held-out loss of a checkpoint, by which Orbax finds the best checkpoint. Returns infinity if the
-    metrics file is damaged."""
+    # Infinity if the metrics are damaged: Orbax never finds this checkpoint to be the best.
     loss = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
     return loss if isinstance(loss, int | float) else math.inf
 
 
-def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool = False) -> bool:
-    """Returns True if a file contains a JSON object with values of the right types. `shape`: key -> allowed types.
-
-    `required`: True if all keys must be present. Otherwise they may be absent or null.
-    """
+def _has_json_types(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool = False) -> bool:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -214,10 +204,9 @@ def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool
 
 
 def _read_from_disk(folder: Path, seconds: float) -> None:
-    """Checks a checkpoint for damage: opens all arrays, then compares values with checksums for at most `seconds`.
+    """Checks a checkpoint for damage: compares values with checksums for at most `seconds`, then opens all arrays.
 
-    Needs no device; host memory must have room for the largest array. Raises the errors of Orbax, tensorstore and
-    json.
+    Needs no device; host memory must have room for the largest array. Raises the errors of Orbax, tensorstore and json.
     """
     deadline = time.monotonic() + seconds
     meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
@@ -273,36 +262,31 @@ class Checkpoints:
         self._inode = self.root.stat().st_ino
         self._was_read = False  # True once a checkpoint of this run was read back
 
-    def _require_place(self, cause: Exception | None = None) -> None:
-        """Raises UserError if the checkpoint folder was deleted or moved, because Orbax would create a new one.
-
-        A folder with another inode counts as the same folder if it contains a checkpoint of this run, because some
-        network file systems change inodes.
-        """
+    def _require_same_folder(self, cause: Exception | None = None) -> None:
         if not self._processes.first:
             return
         steps = self._manager.all_steps()
         if self.root.is_dir() and (
-            self.root.stat().st_ino == self._inode
+            self.root.stat().st_ino == self._inode  # some network file systems change inodes
             or not steps
             or any((self.root / str(step)).is_dir() for step in steps)
         ):
             return
+        # Orbax would create a new folder.
         raise UserError(
             f"{self.root} was deleted or moved during the run: nothing more can be saved. Move the run directory back "
             "and run the same command again, or choose another --workdir"
         ) from cause
 
     @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """A context manager that checks before and after a write that the checkpoint folder is still at its path."""
-        self._require_place()
+    def _checking_folder(self) -> Iterator[None]:
+        self._require_same_folder()
         try:
             yield
         except Exception as error:
-            self._require_place(error)
+            self._require_same_folder(error)
             raise
-        self._require_place()
+        self._require_same_folder()
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, in ascending order. All processes use the list of process 0."""
@@ -328,7 +312,7 @@ class Checkpoints:
             "arrays": describe(state),
             "order": {stack: list(rows) for stack, rows in order.items()},
         }
-        with self._in_place():
+        with self._checking_folder():
             self._manager.save(
                 position.step,
                 metrics=None if eval_loss is None else {"eval_loss": eval_loss},
@@ -338,7 +322,9 @@ class Checkpoints:
             self._read_back(position.step)
 
     def _read_back(self, step: int) -> None:
-        """Waits for a checkpoint and reads it. If that fails, moves the checkpoint aside and raises UserError."""
+        """Waits until the checkpoint of a step is written, then reads it from disk. If that fails, moves the checkpoint
+        aside and raises UserError.
+        """
         self.wait()
         damage = ""
         if self._processes.first:
@@ -346,7 +332,7 @@ class Checkpoints:
                 try:
                     _read_from_disk(self._manager.directory / str(step), READ_BACK_S)
                 except Exception as error:  # Orbax, tensorstore and json raise many kinds
-                    damage = _damage_in(error)
+                    damage = _describe_damage(error)
                 complaints.drop = bool(damage)
         damage = self._processes.from_first(damage)
         if damage:
@@ -373,7 +359,7 @@ class Checkpoints:
             warn(note)
         steps = self.steps()
         while steps:
-            read = self._read(steps[-1], portable(abstract), order)
+            read = self._restore(steps[-1], portable(abstract), order)
             if not isinstance(read, str):
                 self._was_read = True
                 return complete(read[0], abstract), read[1]
@@ -386,12 +372,15 @@ class Checkpoints:
     def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
         """Describes the damage that `restore` would find in a checkpoint, without moving files. Returns "" for an
         undamaged checkpoint."""
-        read = self._read(step, portable(abstract), order)
+        read = self._restore(step, portable(abstract), order)
         return read if isinstance(read, str) else ""
 
-    def _read(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
-        """Returns the state and position of a checkpoint. Returns a description of the damage if any process finds the
-        checkpoint damaged."""
+    def _restore(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
+        """Restores the checkpoint of a step. Returns (state, position in the data); if any process finds the checkpoint
+        damaged, returns a description of the damage.
+
+        Raises UserError if it was written with another model or optimizer.
+        """
         # Reads without the manager, whose restore ends with a barrier: a process that can read would wait forever for
         # a process that cannot.
         folder = self._manager.directory / str(step)
@@ -402,7 +391,7 @@ class Checkpoints:
                 position = Position(int(meta["step"]), int(meta["sequences"]))
                 arrays, sums, written = dict(meta["arrays"]), meta["checksums"], meta.get("order", {})
                 as_written = describe_reordered(wanted, order, written)
-                difference = _difference(arrays, describe(as_written))
+                difference = _first_difference(arrays, describe(as_written))
                 if difference:
                     raise UserError(
                         f"checkpoint {step} in {self.root} was written with another model or optimizer ({difference}): "
@@ -413,7 +402,7 @@ class Checkpoints:
             except UserError:
                 raise
             except Exception as error:  # Orbax, tensorstore and json raise many kinds on damaged files
-                damage = _damage_in(error)
+                damage = _describe_damage(error)
             complaints.drop = bool(damage)
         damages = [text for text in self._processes.gather(damage) if text]
         if damages:
@@ -434,13 +423,13 @@ class Checkpoints:
         file."""
         notes = []
         for path in sorted(self.root.glob("[0-9]*/metrics/metrics")):
-            if not _has_shape(path, _METRICS_SHAPE, required=True):
+            if not _has_json_types(path, _METRICS_SHAPE, required=True):
                 step = path.parts[-3]
                 notes.append(
                     f"checkpoint {step} is damaged (its metrics cannot be read); moved to {self._set_aside(int(step))}"
                 )
         for path in sorted(self.root.glob(f"[0-9]*/{_METADATA}")):
-            if not _has_shape(path, _METADATA_SHAPE):  # it contains no data of this run
+            if not _has_json_types(path, _METADATA_SHAPE):  # it contains no data of this run
                 path.unlink()
                 notes.append(
                     f"checkpoint {path.parts[-2]}: its {_METADATA} was damaged and is removed; its arrays are still "
@@ -457,7 +446,7 @@ class Checkpoints:
 
         Raises the error of a failed save, or UserError if the checkpoint folder was deleted or moved.
         """
-        with self._in_place():
+        with self._checking_folder():
             self._manager.wait_until_finished()
         self._processes.gather(None)  # process 0 renames the folder last
 

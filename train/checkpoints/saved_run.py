@@ -78,8 +78,8 @@ class SavedRun:
         require_utf8(workdir)
         store_library_log()
         identity = recorded(workdir / CONFIG)
-        config = _config(identity, workdir)
-        steps = _steps(workdir)
+        config = _read_config(identity, workdir)
+        steps = _checkpoint_steps(workdir)
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
             raise UserError(
@@ -94,7 +94,7 @@ class SavedRun:
 
     @property
     def folder(self) -> Path:
-        """The folder of the checkpoint."""
+        """Absolute path of the folder of the checkpoint in the run directory."""
         return (self.workdir / CHECKPOINTS / str(self.step)).absolute()
 
     def stored(self, path: str) -> StoredArray:
@@ -121,7 +121,7 @@ class SavedRun:
     @property
     def remedy(self) -> str:
         """The remedy that error messages suggest if this checkpoint cannot be used."""
-        others = [str(step) for step in _steps(self.workdir) if step != self.step]
+        others = [str(step) for step in _checkpoint_steps(self.workdir) if step != self.step]
         return f"choose another with --step={others[-1]}" if others else "there is no other checkpoint"
 
     @contextlib.contextmanager
@@ -146,9 +146,8 @@ def began_from(run: SavedRun) -> Folder | None:
     return Folder.open(path) if path and os.path.isdir(path) else None
 
 
-def _config(identity: Identity, workdir: Path) -> ConfigDict:
-    """Returns the config of a run. Keys that the run's version of bytescope did not have get their default. Raises
-    UserError for unknown keys."""
+def _read_config(identity: Identity, workdir: Path) -> ConfigDict:
+    # Keys that the version of bytescope of the run did not have keep their default.
     config = base.get_config()
     known = flatten(config)
     for key, value in identity.config.items():
@@ -168,8 +167,7 @@ def _config(identity: Identity, workdir: Path) -> ConfigDict:
     return config
 
 
-def _steps(workdir: Path) -> list[int]:
-    """Returns the steps that have a checkpoint, in ascending order. Raises UserError if there is none."""
+def _checkpoint_steps(workdir: Path) -> list[int]:
     # Orbax renames a checkpoint to its number when it is complete.
     names = [path.name for path in (workdir / CHECKPOINTS).glob("*") if path.is_dir()]
     steps = sorted(int(name) for name in names if name.isascii() and name.isdecimal())

@@ -96,7 +96,11 @@ class StoredArray:
 
 
 def _checksum(piece: np.ndarray, spans: Sequence[tuple[int, int]], shape: Sequence[int]) -> int:
-    """Returns the checksum of a piece. The checksum of an array is the sum of the checksums of its pieces."""
+    """Returns the checksum, a uint32, of a piece of an array. The checksums of all pieces add up to the checksum of the
+    array, modulo 2**32.
+
+    `spans`: [start, stop) of the piece along each axis. `shape`: shape of the whole array.
+    """
     place = np.zeros((1,) * piece.ndim, np.uint32)
     for axis, (start, stop) in enumerate(spans):
         stride = math.prod(shape[axis + 1 :])
@@ -130,5 +134,6 @@ class Slices:
 
 
 def whole(values: np.ndarray | Slices) -> np.ndarray:
-    """Returns all values in memory."""
+    """Returns all values as an array in memory. `Slices` are read from the checkpoint; an array is returned as a
+    view."""
     return values[(slice(None),) * len(values.shape)]

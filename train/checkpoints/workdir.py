@@ -204,15 +204,14 @@ def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Proce
     if not processes.first:
         yield claim_together(workdir, identity, extend=extend, processes=processes)
         return
-    _refuse_foreign(workdir)
+    _refuse_foreign_folder(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(take_lock(workdir)) as lock:
         notes = claim_together(workdir, identity, extend=extend, processes=processes)
         yield [*(f"warning: {note}" for note in [lock.note] if note), *notes]
 
 
-def _refuse_foreign(workdir: Path) -> None:
-    """Raises UserError if the directory contains files but is not a run directory."""
+def _refuse_foreign_folder(workdir: Path) -> None:
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file: give a folder")
     if (
@@ -231,7 +230,7 @@ def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes
         visible to it.
     """
     first = Identity(**processes.from_first(dataclasses.asdict(identity)))
-    if differences := _differences(_shared(first), _shared(identity)):
+    if differences := _differences(_shared_values(first), _shared_values(identity)):
         raise UserError(
             f"this process differs from process 0: {'; '.join(differences)}. Give all processes the same values"
         )
@@ -247,8 +246,8 @@ def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes
     return notes
 
 
-def _shared(identity: Identity) -> dict[str, Any]:
-    """Returns the parts of an identity that must be equal in all processes of a run."""
+def _shared_values(identity: Identity) -> dict[str, Any]:
+    # These are equal in all processes of a run.
     return {key: value for key, value in identity.everything().items() if not _matches(key, LOCAL)}
 
 
@@ -261,16 +260,14 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
         is False.
     """
     path = workdir / CONFIG
-    _refuse_foreign(workdir)
+    _refuse_foreign_folder(workdir)
     notes = _check(path, identity, extend) if path.exists() else []
     workdir.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(dataclasses.asdict(identity), indent=1) + "\n")
     return notes
 
 
-def _same_batch(old: Identity, new: Identity) -> str:
-    """Returns a remedy for a message: the value of `batch.accumulation` with which the new devices have the old global
-    batch. Returns "" if there is no such value."""
+def _same_batch_remedy(old: Identity, new: Identity) -> str:
     if new.config.get("batch.tokens") or new.config.get("batch.accumulation_schedule"):  # these set the accumulation
         return ""
     ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
@@ -303,20 +300,19 @@ def _damaged(path: Path, why: str) -> UserError:
     return UserError(f"{path} is damaged ({why}): restore it, or choose another --workdir")
 
 
-def _begun(workdir: Path) -> bool:
-    """Returns True if a run directory has a row of metrics or a checkpoint."""
+def _has_begun(workdir: Path) -> bool:
     metrics, checkpoints = workdir / METRICS, workdir / CHECKPOINTS
     return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
 def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
     old = recorded(path)
-    if not _begun(path.parent):  # for example a run that did not fit its device: no work would be lost
+    if not _has_begun(path.parent):  # for example a run that did not fit its device: no work would be lost
         return []
     if differences := _differences(old.curve(), identity.curve()):
         raise UserError(
             f"{path.parent} contains another run: {'; '.join(differences)}. "
-            f"{_same_batch(old, identity)}Use the old values or another --workdir"
+            f"{_same_batch_remedy(old, identity)}Use the old values or another --workdir"
         )
     before, now = old.config["train.steps"], identity.config["train.steps"]
     if now > before and not extend:
@@ -361,7 +357,7 @@ def take_lock(workdir: Path) -> Lock:
             raise OSError(errno.ENOSYS, "this system does not support file locks (flock)")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = _holder(file)
+        holder = _describe_holder(file)
         file.close()
         raise UserError(
             f"{workdir} is in use by {holder}: wait for that run or stop it, or choose another --workdir"
@@ -383,8 +379,7 @@ def take_lock(workdir: Path) -> Lock:
     return Lock(file)
 
 
-def _holder(file: IO[str]) -> str:
-    """Describes the process that is recorded in the lock file, by process id and machine."""
+def _describe_holder(file: IO[str]) -> str:
     try:
         file.seek(0)
         who: Any = json.loads(file.read())

@@ -83,7 +83,6 @@ def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
 
 def _check_program(args: argparse.Namespace) -> None:
-    """Raises ReportError if --program is given together with arguments that need a config."""
     user_program.split(args.program)
     if args.config:
         raise ReportError("a config and --program cannot be combined: give one of the two")

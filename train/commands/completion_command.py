@@ -262,7 +262,7 @@ def _quoted(words: str) -> str:
     return f"'{words}'"
 
 
-def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> str:
+def _lookup_functions(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> str:
     """Returns the shell code of all lookups that a completion script makes, such as the flags of a command or the words
     for a flag's value.
 
@@ -303,7 +303,7 @@ def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> 
     return "".join(function(name, rows) for name, rows in tables.items())
 
 
-def _shared(name: str, rows: Mapping[str, str]) -> str:
+def _posix_function(name: str, rows: Mapping[str, str]) -> str:
     """Returns a shell function for bash and zsh that compares its arguments with the patterns in `rows` and prints the
     words of the first pattern that matches.
 
@@ -311,46 +311,46 @@ def _shared(name: str, rows: Mapping[str, str]) -> str:
     """
     if list(rows) == ["*"]:
         return f"_bytescope_{name}() {{ echo {_quoted(rows['*'])}; }}\n"
-    cases = "".join(f"        {_pattern(patterns)}) echo {_quoted(text)} ;;\n" for patterns, text in _grouped(rows))
+    cases = "".join(
+        f"        {_case_pattern(patterns)}) echo {_quoted(text)} ;;\n" for patterns, text in _group_patterns(rows)
+    )
     return f'_bytescope_{name}() {{\n    case "$*" in\n{cases}    esac\n}}\n'
 
 
-def _pattern(patterns: Iterable[str]) -> str:
-    """Returns the pattern of a branch of the shell's `case`: the quoted alternatives, with each `*` left unquoted."""
+def _case_pattern(patterns: Iterable[str]) -> str:
+    # Each `*` stays unquoted: it is a wildcard of the shell's `case`.
     return " | ".join(f"'{each}'".replace("*", "'*'").replace("''", "") for each in patterns)
 
 
-def _grouped(rows: Mapping[str, str]) -> list[tuple[list[str], str]]:
-    """Groups the patterns that have the same words, to keep the shell code short. Returns (patterns, words) of each
-    group. Groups that end with a wildcard pattern come last, because the shell uses the first match.
-    """
+def _group_patterns(rows: Mapping[str, str]) -> list[tuple[list[str], str]]:
     groups: dict[str, list[str]] = {}
     for pattern, text in rows.items():
         groups.setdefault(text, []).append(pattern)
+    # Wildcards are last, because the shell uses the first match.
     return sorted(((patterns, text) for text, patterns in groups.items()), key=lambda row: row[0][-1].endswith("*"))
 
 
 def _fish_function(name: str, rows: Mapping[str, str]) -> str:
     cases = "".join(
         f"        case {' '.join(map(_quoted, patterns))}\n            echo {_quoted(text)}\n"
-        for patterns, text in _grouped(rows)
+        for patterns, text in _group_patterns(rows)
     )
     return f'function __bytescope_{name}\n    switch "$argv"\n{cases}    end\nend\n'
 
 
 def bash(words: Words) -> str:
     """Returns the completion script for bash 4 and later."""
-    return _HEAD.format(shell="bash") + _tables(words, _shared) + _KIND + _BASH
+    return _HEAD.format(shell="bash") + _lookup_functions(words, _posix_function) + _KIND + _BASH
 
 
 def zsh(words: Words) -> str:
     """Returns the completion script for zsh. It can be put on `fpath`, or sourced after compinit."""
-    return "#compdef bytescope\n" + _HEAD.format(shell="zsh") + _tables(words, _shared) + _KIND + _ZSH
+    return "#compdef bytescope\n" + _HEAD.format(shell="zsh") + _lookup_functions(words, _posix_function) + _KIND + _ZSH
 
 
 def fish(words: Words) -> str:
     """Returns the completion script for fish."""
-    return _HEAD.format(shell="fish") + _tables(words, _fish_function) + _FISH
+    return _HEAD.format(shell="fish") + _lookup_functions(words, _fish_function) + _FISH
 
 
 SHELLS: Mapping[str, Callable[[Words], str]] = {"bash": bash, "zsh": zsh, "fish": fish}

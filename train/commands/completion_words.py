@@ -84,39 +84,33 @@ def gather() -> Words:
     from bytescope.train.commands.registry import COMMANDS
     from bytescope.train.source import shipped
 
-    lists, each = _lists(), parsers()
+    lists, each = _list_flag_kinds(), parsers()
     return Words(
         commands={name: command.summary for name, command in COMMANDS.items()},
-        flags={name: _flags(parser, lists) for name, parser in each.items()},
+        flags={name: _flag_kinds(parser, lists) for name, parser in each.items()},
         places={
-            name: tuple(_kind(action) for action in parser._actions if not action.option_strings)
+            name: tuple(_value_kind(action) for action in parser._actions if not action.option_strings)
             for name, parser in each.items()
         },
-        keys=_keys(),
+        keys=_config_key_kinds(),
         configs=tuple(path.stem for path in shipped()),
-        targets=_targets(),
+        targets=_target_suggestions(),
     )
 
 
-def _flags(parser: argparse.ArgumentParser, lists: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns the flags of a command: flag -> kind of its value, such as "@file", or None if the flag has no value.
-
-    `lists`: kinds of the flags that take several names separated by commas (from `_lists`). --config.KEY is left out,
-    since completion offers the config keys themselves.
-    """
+def _flag_kinds(parser: argparse.ArgumentParser, lists: Mapping[str, str]) -> dict[str, str | None]:
     kinds: dict[str, str | None] = {}
     for action in parser._actions:
         if isinstance(action, OldFlag):
             continue
         for flag in action.option_strings:
             if flag.startswith("--") and flag != "--config.KEY":
-                kind = lists.get(flag) or _PATHS.get(flag) or _kind(action)
+                kind = lists.get(flag) or _PATHS.get(flag) or _value_kind(action)
                 kinds[flag] = None if action.nargs == 0 else kind
     return kinds
 
 
-def _kind(action: argparse.Action) -> str:
-    """Returns the kind of an argument's value, such as "@file", which says how to complete it."""
+def _value_kind(action: argparse.Action) -> str:
     if action.choices is not None:
         return " ".join(["@one", *map(str, action.choices)])
     if not action.option_strings:
@@ -124,10 +118,7 @@ def _kind(action: argparse.Action) -> str:
     return CONFIG if action.dest == "config" else _METAVARS.get(str(action.metavar), NOTHING)
 
 
-def _lists() -> dict[str, str]:
-    """Returns the kinds of the flags that take several names separated by commas, such as "--remat" -> "@list none
-    full".
-    """
+def _list_flag_kinds() -> dict[str, str]:
     from bytescope.memory.formulas.model_shape import TARGETS
     from bytescope.model.remat.policies import POLICIES
     from bytescope.train.plan import levers
@@ -141,8 +132,7 @@ def _lists() -> dict[str, str]:
     }
 
 
-def _keys() -> dict[str, str]:
-    """Returns config key -> kind of its value, such as "@one true false"."""
+def _config_key_kinds() -> dict[str, str]:
     from bytescope.configs import base
     from bytescope.train.parallel.xla_options import TABLE
     from bytescope.train.program.config_files import flatten
@@ -164,8 +154,7 @@ def _keys() -> dict[str, str]:
     return kinds
 
 
-def _targets() -> dict[str, tuple[str, ...]]:
-    """Returns target -> suggestions with a number of devices, such as h100 -> h100:2, h100:4, h100:8."""
+def _target_suggestions() -> dict[str, tuple[str, ...]]:
     from bytescope.memory.devices.chips import CHIPS
 
     names = {"local": (), "cpu": tuple(f"cpu:{count}" for count in _CPU_COUNTS)}

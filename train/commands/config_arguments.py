@@ -63,7 +63,7 @@ def settle_subject(args: argparse.Namespace) -> None:
     Raises:
       ReportError: the config or the target is given twice, or a positional argument is not a target.
     """
-    _settle_place(args)
+    _move_target(args)
     for name in ("config", "target"):
         by_position = vars(args).pop(f"{name}_here", None)
         if by_position is None:
@@ -81,8 +81,7 @@ def settle_subject(args: argparse.Namespace) -> None:
         args.target = with_fraction(args.target, args.mem_fraction)
 
 
-def _settle_place(args: argparse.Namespace) -> None:
-    """If --program or --hlo replaces the config, moves the first positional argument from config to target."""
+def _move_target(args: argparse.Namespace) -> None:
     from bytescope.memory.devices.chips import base_name
     from bytescope.memory.devices.targets import names
 

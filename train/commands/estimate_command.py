@@ -160,8 +160,8 @@ def run(args: argparse.Namespace) -> int:
     recompute = "none"
     if args.config:
         config = configs.load_flat(args.config, args.overrides)
-        recompute = _recompute_of(config)
-        question, notes = _configured(args, config), _notes_on(args, config)
+        recompute = _policy_with_formula(config)
+        question, notes = _question_of_config(args, config), _mesh_notes(args, config)
     elif args.overrides:
         raise ReportError(
             f"--config.{args.overrides[0][0]} cannot be used with --params, because it needs a config: leave it out, "
@@ -170,18 +170,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         question = question_from_flags(vars(args))
         notes = ("The shape is assumed: change it with --layers, --d-model, --heads, ...",)
-    estimated = estimate(check(_spread(question, args)))
+    estimated = estimate(check(_apply_flags(question, args)))
     noted = dataclasses.replace(estimated, notes=notes + estimated.notes)
     show(noted)
-    _write(args, noted, recompute)
+    _write_files(args, noted, recompute)
     return 0
 
 
-def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question:
-    """Returns the model, batch and devices of the config as inputs of the estimate.
-
-    Raises ReportError for flags that are only valid with --params.
-    """
+def _question_of_config(args: argparse.Namespace, config: Mapping[str, Any]) -> Question:
     for flag, (key, _) in SHAPE.items():
         if getattr(args, flag.replace("-", "_")) is not None:
             raise ReportError(f"--{flag} is only valid with --params: with a config write --config.{key}=...")
@@ -194,8 +190,7 @@ def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question
     return question_of(config)
 
 
-def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns a note for each mesh axis of the config that the estimate does not take into account."""
+def _mesh_notes(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str, ...]:
     notes = []
     for axis in ("data", "fsdp", "expert", "tensor"):
         flag = "tensor" if axis == "tensor" else "data"
@@ -211,7 +206,7 @@ def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str,
     return tuple(notes)
 
 
-def _spread(question: Question, args: argparse.Namespace) -> Question:
+def _apply_flags(question: Question, args: argparse.Namespace) -> Question:
     """Returns `question`, the inputs of the estimate, changed by the flags for batch, devices, precision, optimizer,
     attention, offload and adapters.
     """
@@ -288,7 +283,7 @@ def show(estimated: Estimate, console: Any = None) -> None:
         Items(
             [
                 Text(f"{q.parameters:,.0f} parameters", style="bold"),
-                *_mixture(q),
+                *_describe_experts(q),
                 f"{q.model.layers} layers, width "
                 f"{q.model.width}, {q.model.heads} heads, {q.batch} x {q.sequence} tokens",
             ]
@@ -297,14 +292,13 @@ def show(estimated: Estimate, console: Any = None) -> None:
             f"{tensor}, ZeRO {layout.zero} over {layout.data}{shared}; {q.precision.name}, {q.optimizer.name}, "
             f"{q.attention} attention{trained}; per device"
         ),
-        _table(estimated),
+        _estimate_table(estimated),
         *(Prose(f"note: {note}", "dim") for note in estimated.notes),
     ]
     put(Group(*parts), console)
 
 
-def _mixture(question: Question) -> list[str]:
-    """Returns the description of a model's experts for the first printed line; empty for a model without experts."""
+def _describe_experts(question: Question) -> list[str]:
     experts = question.model.experts
     if experts is None:
         return []
@@ -315,7 +309,7 @@ def _mixture(question: Question) -> list[str]:
     ]
 
 
-def _table(estimated: Estimate) -> Any:
+def _estimate_table(estimated: Estimate) -> Any:
     """Returns the table of estimated bytes, with a row per use of memory, such as gradients, and a column per remat
     policy.
     """
@@ -341,34 +335,30 @@ def _table(estimated: Estimate) -> Any:
     return table
 
 
-def _write(args: argparse.Namespace, estimated: Estimate, recompute: str) -> None:
-    """Writes the files of --json and --html. The page offers every shipped config as a preset. `recompute`: the remat
-    policy that is shown first.
-    """
+def _write_files(args: argparse.Namespace, estimated: Estimate, recompute: str) -> None:
     if args.json:
         write(args.json, json.dumps(estimated.to_json(), indent=1) + "\n")
     if args.html:
         from bytescope.train.plan import estimate_page
 
         name = title_of(args.config) if args.config else f"{estimated.question.parameters:,.0f} parameters"
-        write(args.html, estimate_page.render(estimated.question, name, _presets(), recompute))
+        write(args.html, estimate_page.render(estimated.question, name, _shipped_presets(), recompute))
 
 
-def _recompute_of(config: Mapping[str, Any]) -> str:
-    """Returns the key of `RECOMPUTE`, the remat policies with formulas, that is closest to the config's policy."""
+def _policy_with_formula(config: Mapping[str, Any]) -> str:
+    # RECOMPUTE contains the remat policies with formulas.
     policy = config["remat.policy"]
     return policy if policy in RECOMPUTE else "none"
 
 
-def _presets() -> dict[str, Preset]:
-    """Returns the inputs of the estimate for each shipped config whose model the formulas support, by config name."""
+def _shipped_presets() -> dict[str, Preset]:
     from bytescope.train.plan.estimate_page import Preset
 
     presets = {}
     for path in shipped():
         config = configs.load_flat(path.stem)
         try:
-            presets[path.stem] = Preset(check(question_of(config)), _recompute_of(config))
+            presets[path.stem] = Preset(check(question_of(config)), _policy_with_formula(config))
         except ReportError:  # no formula is known for a part of this config
             continue
     return presets

@@ -146,7 +146,7 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     if folder is None:
         raw |= tokenizer_files.special_ids(text)
     parameters = (peft.Merged if merge else tensors.Parameters)(run, model, folder)
-    planned = tensors.plan(model, FAMILIES[raw["model_type"]], _dtypes(run, folder, dtype))
+    planned = tensors.plan(model, FAMILIES[raw["model_type"]], _make_dtype_of(run, folder, dtype))
     raw["dtype" if "dtype" in raw else "torch_dtype"] = _main_dtype(planned)
     (out / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     tokenizer_files.write_text_files(out, text, run.config, folder.path if folder else None)
@@ -171,7 +171,7 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     return lines
 
 
-def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable[[str], str]:
+def _make_dtype_of(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable[[str], str]:
     """Returns a function that maps the name of a tensor to the safetensors dtype to export it in.
 
     The dtype is `dtype` if that is given. Otherwise it is the dtype of the tensor of this name in `folder`, the
@@ -196,6 +196,6 @@ def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable
 
 
 def _main_dtype(planned: Sequence[OutputTensor]) -> str:
-    """Returns the dtype in which most bytes of the tensors are stored, by its name in config.json, such as bfloat16."""
+    # The dtype in which most bytes are stored.
     bytes_of = {name: sum(tensor.nbytes for tensor in planned if tensor.dtype == kind) for name, kind in DTYPES.items()}
     return max(bytes_of, key=bytes_of.__getitem__)

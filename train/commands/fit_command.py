@@ -124,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
         if reach is not None:
             reach.run()
     wanted = args.measure and walk.best is not None and walk.stopped != "Ctrl-C"
-    measured = _measured(args, walk, place) if wanted else None
-    return _finish(args, walk, reach, flat, overrides, measured)
+    measured = _measure_finalists(args, walk, place) if wanted else None
+    return _show_and_write(args, walk, reach, flat, overrides, measured)
 
 
 def _show_step(bar: ProgressBar, lines: fit_progress.Lines, step: Step) -> None:
@@ -142,7 +142,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise ReportError(f"--{flag.replace('_', '-')}={value} is too small: give {minimum:g} or more")
 
 
-def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) -> Mapping[str, Any] | None:
+def _measure_finalists(args: argparse.Namespace, walk: walks.Walk, place: Path | None) -> Mapping[str, Any] | None:
     """Runs the fastest configurations of the search on this machine, one after the other, and makes the one with the
     highest measured speed the best of the search.
 
@@ -166,7 +166,7 @@ def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) ->
     return measured
 
 
-def _finish(
+def _show_and_write(
     args: argparse.Namespace,
     walk: walks.Walk,
     reach: Reach | None,
@@ -174,7 +174,6 @@ def _finish(
     overrides: Sequence[tuple[str, str]],
     measured: Mapping[str, Any] | None,
 ) -> int:
-    """Prints the result of the search and writes the requested files; returns the exit code."""
     from bytescope.memory.devices.compiler import versions
     from bytescope.train.plan.fit import fit_view
 

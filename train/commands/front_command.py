@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished budgets are printed and
     written.
     """
-    target, ends = _checked(args)
+    target, ends = _check_arguments(args)
     overrides = with_lora(args, args.overrides)
     check_config(args.config, overrides)  # mistakes in it are reported before a worker starts
     compiled_for = targets.to_compile_for(target, TRAIN_FRACTION)
@@ -109,11 +109,11 @@ def run(args: argparse.Namespace) -> int:
 
         front = frontier.Front(trials, args.points, ends, args.cost, args.auto_offload, workers, show)
         front.run()
-    _finish(args, front)
+    _show_and_write(args, front)
     return INTERRUPTED if front.stopped else 0
 
 
-def _checked(args: argparse.Namespace) -> tuple[str, tuple[int | None, int | None]]:
+def _check_arguments(args: argparse.Namespace) -> tuple[str, tuple[int | None, int | None]]:
     """Checks the arguments before anything is compiled. Returns the target's name, and the smallest and the largest
     budget in bytes, each None if it is not given.
 
@@ -148,8 +148,7 @@ def _size(flag: str, text: str | None) -> int | None:
     return size
 
 
-def _finish(args: argparse.Namespace, front: frontier.Front) -> None:
-    """Prints the remat plan of each budget and writes the files of --json and --html."""
+def _show_and_write(args: argparse.Namespace, front: frontier.Front) -> None:
     from bytescope.memory.devices.compiler import versions
     from bytescope.train.plan import frontier_view
 

@@ -128,9 +128,8 @@ def _answer_prompt(args: argparse.Namespace, source: Source, tokens: tuple[int, 
 
 
 def _converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
-    """Answers the lines that a user types. With --chat, each line is the next message of one conversation.
-
-    The KV cache pages of the earlier messages are shared, so that only the new message is computed.
+    """Answers each line that a user types, and returns the exit code. With --chat, each line is the next message of one
+    conversation: the KV cache of the earlier messages is reused, so that only the new message is computed.
     """
     from bytescope.train.generate.open_engine import open_engine
     from bytescope.train.generate.request import make_request
@@ -171,7 +170,9 @@ def _converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int
 
 
 def _answer_file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
-    """Answers the prompts in the file `args.prompts`. Prints the answers, or appends them to `args.out`."""
+    """Generates an answer to each prompt in the file `args.prompts`, and prints it or appends it to the file
+    `args.out`. Returns the exit code.
+    """
     from contextlib import ExitStack
 
     from bytescope.train.generate.answers import Answers, PromptRow, read_rows
@@ -206,8 +207,10 @@ def _answer_file(args: argparse.Namespace, source: Source, prompts: Prompts) -> 
 
 
 def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], total: int, out: Answers | None) -> int:
-    """Generates an answer to each prompt in `left` and writes it when it is finished. Ctrl-C stops the generation; the
-    answers that are finished remain.
+    """Generates an answer to each prompt in `left`, and writes it as soon as it is complete. Ctrl-C stops the
+    generation; complete answers are kept. Returns the exit code.
+
+    `total`: number of prompts, including those answered earlier, for the status line.
     """
     from bytescope.train.generate.text import Growing
     from bytescope.train.launch.signals import INTERRUPTED
@@ -216,7 +219,7 @@ def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], tota
     texts = {number: Growing(source.tokenizer, row.stops) for number, row in running.items() if source.tokenizer}
     began, generated = time.perf_counter(), 0
     try:
-        with _progress(total) as note:
+        with _status_line(total) as note:
             while engine.busy:
                 for one in engine.step():
                     generated += 1
@@ -238,7 +241,6 @@ def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], tota
 
 
 def _write_answer(row: PromptRow, one, text: str | None, out: Answers | None) -> None:
-    """Appends an answer to the file `out`; if `out` is None, prints the answer below its prompt."""
     from bytescope.memory.view.console import safe
 
     if out:
@@ -253,10 +255,7 @@ def _write_answer(row: PromptRow, one, text: str | None, out: Answers | None) ->
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int, float], None]]:
-    """Shows a status line if the output is a terminal. Yields the function that updates it, whose arguments are the
-    number of answered prompts and the speed in tokens/s.
-    """
+def _status_line(total: int) -> Iterator[Callable[[int, float], None]]:
     from rich.console import Console
 
     console = Console(stderr=True)

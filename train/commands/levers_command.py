@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             dataclasses.replace(level, flags=levers.changed_flags(level.keys, job.resolved, config))
             for level, job in zip(levels, jobs)
         ]
-        answers, interrupted = _compile(args, target, jobs)
+        answers, interrupted = _compile_jobs(args, target, jobs)
         failed = [
             (level, answers[job.name]["status"])
             for level, job in zip(levels, jobs)
@@ -83,18 +83,18 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(f"{level.title}, the first stage, does not compile: {why}")
         refused[level.stage] = why  # the stages after it included it, so they are compiled again without it
     done = [
-        _settled(level, answers[job.name])
+        _add_compiled_row(level, answers[job.name])
         for level, job in zip(levels, jobs)
         if answers.get(job.name, {}).get("status") == "ok"
     ]
-    _finish(args, done, left_out, answers, interrupted, given_flags(args.overrides))
+    _show_and_write(args, done, left_out, answers, interrupted, given_flags(args.overrides))
     return INTERRUPTED if interrupted else 0
 
 
-def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.Job]) -> tuple[dict[str, Any], bool]:
-    """Compiles the jobs, and jobs with the same program only once. Returns the reports by job name, and True if Ctrl-C
-    stopped the compilation.
-    """
+def _compile_jobs(
+    args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.Job]
+) -> tuple[dict[str, Any], bool]:
+    # Jobs with the same program are compiled once.
     once = list({job.name: job for job in jobs}.values())
     workers = 1 if shares_accelerator([target]) else worker_pool.worker_count(len(once), args.jobs)
     with progress(len(once)) as tell:
@@ -107,19 +107,14 @@ def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.J
         )
 
 
-def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
-    """Returns a copy of `level` (a config with one more memory saving than the level before) with the memory, time and
-    attention kernel of its compiled program.
-
-    `answer`: the JSON that the compiling worker process returned.
-    """
+def _add_compiled_row(level: Level, answer: Mapping[str, Any]) -> Level:
     keys = {key: text for key, text in level.keys.items() if text not in ("()", "false")}
     return dataclasses.replace(
         level, row=ConfigRow.from_answer(keys, answer), kernel=answer["settled"]["model.attention"]
     )
 
 
-def _finish(
+def _show_and_write(
     args: argparse.Namespace,
     levels: Sequence[Level],
     left_out: Mapping[str, str],
@@ -127,15 +122,6 @@ def _finish(
     interrupted: bool,
     given: str,
 ) -> None:
-    """Prints the memory and time after each memory saving, and writes the files of --json and --html.
-
-    Args:
-        levels: the compiled levels; each has one more saving than the level before.
-        left_out: memory saving -> the reason why it could not be applied.
-        answers: name of a compile job -> the JSON that the worker process returned.
-        interrupted: whether Ctrl-C stopped the compilation.
-        given: the config overrides of the command line, written as flags.
-    """
     from bytescope.memory.devices.compiler import versions
     from bytescope.train.plan import levers_view
 

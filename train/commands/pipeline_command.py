@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     layers = [divide_layers(args.layers, one.virtual_stages) if args.layers else None for one in schedules]
     put(comparison(schedules, refused) if args.schedule == ALL else view(schedules[0], layers[0]))
     if args.json:
-        papers = [] if args.schedule != ALL else [_paper(name, schedules[0]) for name in PUBLISHED]
-        out = {"schedules": [_plain(*both) for both in zip(schedules, layers)], "published": papers}
+        papers = [] if args.schedule != ALL else [_published_figures(name, schedules[0]) for name in PUBLISHED]
+        out = {"schedules": [_schedule_json(*both) for both in zip(schedules, layers)], "published": papers}
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
         from bytescope.train.plan.schedule_page import render
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _paper(name: str, like: Schedule) -> dict[str, Any]:
+def _published_figures(name: str, like: Schedule) -> dict[str, Any]:
     """Returns the bubble and the stash of the pipeline schedule `name` by its published formulas, as JSON values, to
     compare them with our schedule.
 
@@ -120,7 +120,7 @@ def _paper(name: str, like: Schedule) -> dict[str, Any]:
     }
 
 
-def _plain(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
+def _schedule_json(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
     """Returns a schedule as JSON values.
 
     The tables of forward, backward and weight passes have the shape [ticks, stages, 3]: the micro-batch, the chunk and

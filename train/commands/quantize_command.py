@@ -139,7 +139,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     args = make_parser().parse_args(argv)
     if args.target is None and args.calibrate is None and args.out is not None:
-        args.target, args.out = _target(str(args.out)), None
+        args.target, args.out = _check_target(str(args.out)), None
     if args.target is not None:
         for flag in ("out", "calibrate", "held_out", "html", "json"):
             if (value := getattr(args, flag)) is not None:
@@ -170,12 +170,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _target(text: str) -> str:
-    """Returns the second positional argument of `bytescope quantize` if it is a target such as h100. Without
-    --calibrate the command only predicts memory for a target.
-
-    Raises UserError if it is not a target, because writing a folder needs --calibrate.
-    """
+def _check_target(text: str) -> str:
+    # Without --calibrate, the command only predicts memory for a target.
     from bytescope.memory.devices.chips import base_name
     from bytescope.memory.devices.targets import names
 
@@ -251,7 +247,4 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def _progress_callback(bar: ProgressBar) -> Callable[[int, int, str], None]:
-    """Returns a function that updates the progress bar. Its arguments are the number of finished steps, the total
-    number of steps and a description.
-    """
     return lambda done, total, what: bar.show(done, total or None, what)

@@ -233,13 +233,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if hasattr(module, "parse"):
         args = module.parse(rest)
     else:
-        args = _parse(name, rest)
+        args = _parse_arguments(name, rest)
     args.command = name
     return args
 
 
-def _parse(name: str, argv: list[str]) -> argparse.Namespace:
-    """Parses the arguments of a command whose module has no function `parse`."""
+def _parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
     from bytescope.train.commands.config_arguments import settle_subject
 
     overrides: list[tuple[str, str]] = []

@@ -59,14 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compiles the program, prints its memory report and writes the requested files; returns the exit code."""
-    _check(args)
+    _check_flags(args)
     if not args.config:
         return report_command.run(args)
     report_command.start_platform(args, TRAIN_FRACTION.value)
     return _report_generation(args) if args.generate else _report_step(args)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_flags(args: argparse.Namespace) -> None:
     """Raises ReportError if flags contradict each other, or if a requested file cannot be written."""
     check_files(args)
     given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
@@ -116,11 +116,11 @@ def _report_step(args: argparse.Namespace) -> int:
     if args.formulas and prepared.facts:
         more["formula"] = _show_formulas(report, prepared.facts, compilation.jaxpr)
     if args.run:
-        more["run"] = _show_run(report, run_peak.peaks(program))
+        more["run"] = _show_peaks_of_run(report, run_peak.peaks(program))
     report_command.write_files(args, report, compilation.proto, more)
     code = report_command.verdict(args, report)
     if code == DOES_NOT_FIT:
-        _advise(report, args)
+        _show_advice(report, args)
     return code
 
 
@@ -145,10 +145,7 @@ def _report_generation(args: argparse.Namespace) -> int:
     return 0
 
 
-def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
-    """Prints memory savings that the config does not use yet, such as remat or an 8-bit optimizer, and a `bytescope
-    fit` command that finds the fastest configuration that fits.
-    """
+def _show_advice(report: ReportRecord, args: argparse.Namespace) -> None:
     from rich.text import Text
 
     from bytescope.memory.view.text_layout import CopyCommand, Prose
@@ -192,10 +189,7 @@ def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[
     return dataclasses.asdict(formula)
 
 
-def _show_run(report: ReportRecord, others: Mapping[str, int]) -> dict[str, int]:
-    """Prints the peak memory of each program of a run and names the largest. Returns program -> peak bytes on one
-    device.
-    """
+def _show_peaks_of_run(report: ReportRecord, others: Mapping[str, int]) -> dict[str, int]:
     from bytescope.memory.units import human
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose

@@ -92,7 +92,7 @@ def score(args: argparse.Namespace) -> int:
         raise UserError(
             f"--length={args.length} is more than the model's {source.length} positions: give at most {source.length}"
         )
-    texts = _texts(args, source)
+    texts = _tokenize_texts(args, source)
     length = args.length or source.length
     windows = [
         (number, text[start : start + length])
@@ -111,12 +111,11 @@ def score(args: argparse.Namespace) -> int:
         _show_tokens(source, scored[0])
     _show(scored)
     if args.out:
-        write(args.out, _rows(scored))
+        write(args.out, _json_lines(scored))
     return 0
 
 
-def _texts(args: argparse.Namespace, source: Source) -> list[tuple[int, ...]]:
-    """Returns the token ids of each text to score."""
+def _tokenize_texts(args: argparse.Namespace, source: Source) -> list[tuple[int, ...]]:
     from bytescope.train.generate.text import Prompts, read_texts
 
     with Prompts(source, chat=False) as prompts:
@@ -157,8 +156,7 @@ def _show_tokens(source: Source, windows: Sequence[ScoredText]) -> None:
     print()
 
 
-def _rows(scored: dict[int, list[ScoredText]]) -> str:
-    """Returns the scores as JSON lines, one line per text."""
+def _json_lines(scored: dict[int, list[ScoredText]]) -> str:
     lines = []
     for number, windows in scored.items():
         row = {

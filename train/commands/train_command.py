@@ -58,7 +58,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="with --fit: bytes per device (72GiB; default: all)",
+        help="memory per device for --fit, e.g. 72GiB (default: all)",
     )
     add_lora(parser)
     parser.add_argument(
@@ -133,7 +133,7 @@ def _train(args: argparse.Namespace) -> int:
                 "prints to all processes"
             )
         load(args.config, args.overrides)  # reports mistakes in the config before anything is compiled
-        args.overrides = _fitted(args)
+        args.overrides = _search_overrides(args)
     config = load(args.config, args.overrides)
     if args.show_data:
         return _show_data(config)
@@ -186,7 +186,7 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
+def _search_overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Returns the config overrides of the command line together with the overrides that `bytescope fit` finds, as
     pairs (dotted key, text). Prints the search.
 
@@ -229,9 +229,6 @@ def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _show_data(config: Any) -> int:
-    """Prints the first row of data that a training run would read, without starting the devices. Returns the exit
-    code.
-    """
     from bytescope.memory.view.console import make_console
     from bytescope.train.data.first_row import show_data
     from bytescope.train.data.settings import DataConfig

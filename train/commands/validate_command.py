@@ -57,9 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
     )
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write all rows and scores as JSON")
     parser.add_argument(
-        "--html", metavar="FILE", type=user_path, help="write all rows and scores as a page that opens offline"
+        "--json",
+        metavar="FILE",
+        type=user_path,
+        help="write each measured run, its prediction and the scores as JSON",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=user_path,
+        help="write each measured run, its prediction and the scores as a page that opens offline",
     )
 
 
@@ -68,17 +76,17 @@ def run(args: argparse.Namespace) -> int:
 
     Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished rows are shown.
     """
-    rows, folder = _checked(args)
+    rows, folder = _check_arguments(args)
     from bytescope.train.plan.validation import validation_result, validation_runs
 
     with progress(sum(not row.reason for row in rows)) as tell:
         compiled = validation_runs.run(rows, FACTORY, folder, workers=args.jobs, progress=tell)
     result = validation_result.validate_rows(args.set, rows, compiled)
-    _finish(args, result)
+    _show_and_write(args, result)
     return INTERRUPTED if result.left else 0
 
 
-def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
+def _check_arguments(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
     """Checks the arguments before anything is compiled. Returns the measured runs to compare with, and the folder to
     store compiled results in.
 
@@ -95,7 +103,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
     folder = args.folder or row_cache.folder().parent / "validate"
     if folder.exists() and not folder.is_dir():
         raise ReportError(f"--folder={folder} is a file: give a folder")
-    counts, text = _counts(args.gpus), (args.only or "").lower()
+    counts, text = _parse_gpu_counts(args.gpus), (args.only or "").lower()
     rows = []
     for row in measured_rows.rows(args.set):
         named = f"{row.id} {row.model} {row.chip} {row.setup} {row.source}".lower()
@@ -131,8 +139,7 @@ def _mark_other_chips(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> 
     return out
 
 
-def _counts(text: str | None) -> frozenset[int]:
-    """Returns the GPU counts that --gpus lists; an empty set if all counts are wanted."""
+def _parse_gpu_counts(text: str | None) -> frozenset[int]:
     if text is None:
         return frozenset()
     try:
@@ -144,8 +151,7 @@ def _counts(text: str | None) -> frozenset[int]:
     return counts
 
 
-def _finish(args: argparse.Namespace, result: ValidationResult) -> None:
-    """Prints the scores and writes the files of --json and --html."""
+def _show_and_write(args: argparse.Namespace, result: ValidationResult) -> None:
     from bytescope.train.plan.validation import validation_view
 
     out = result.to_json()

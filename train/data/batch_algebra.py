@@ -97,8 +97,10 @@ class BatchAlgebra:
                 "(batch.accumulation=1, batch.tokens=0, batch.accumulation_schedule=())"
             )
         if config.tokens:
-            return cls(config.micro, _divide(config.tokens, cls(config.micro, 1, ranks, seq_len)), ranks, seq_len)
-        schedule = _parse(config.accumulation_schedule)
+            return cls(
+                config.micro, _count_micro_steps(config.tokens, cls(config.micro, 1, ranks, seq_len)), ranks, seq_len
+            )
+        schedule = _parse_schedule(config.accumulation_schedule)
         if schedule and config.mode == "scan":
             raise ValueError(
                 f"{given[0]} cannot be combined with batch.mode=scan, "
@@ -173,11 +175,7 @@ class BatchAlgebra:
         )
 
 
-def _divide(tokens: int, one: BatchAlgebra) -> int:
-    """Returns the number of micro-steps of an update of `tokens` tokens. `one` is the batch of a single micro-step.
-
-    Raises ValueError if the tokens are not a multiple of the tokens of a micro-step.
-    """
+def _count_micro_steps(tokens: int, one: BatchAlgebra) -> int:
     if tokens % one.tokens:
         below = tokens // one.tokens * one.tokens
         near = " and ".join(str(size) for size in (below, below + one.tokens) if size)
@@ -189,11 +187,7 @@ def _divide(tokens: int, one: BatchAlgebra) -> int:
     return tokens // one.tokens
 
 
-def _parse(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """Parses an accumulation schedule such as `("0:1", "1000:4")` into pairs (first update, micro-steps per update).
-
-    Raises ValueError if the schedule is not valid.
-    """
+def _parse_schedule(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     matches = [re.fullmatch(r"(\d+):(\d+)", str(text)) for text in texts]
     pairs = tuple((int(match[1]), int(match[2])) for match in matches if match)
     starts = [start for start, _ in pairs]

@@ -167,7 +167,7 @@ class Renderer:
         self.close()
 
     def close(self) -> None:
-        """Ends the process."""
+        """Kills the process that renders the chat template, and waits until it has ended."""
         self._process.kill()
         for stream in (self._requests, self._replies):
             with contextlib.suppress(OSError):  # closing writes buffered requests, which may fail
@@ -190,8 +190,8 @@ class Renderer:
         for _ in chats:
             try:
                 answer = self._answer()
-                text, learned = _unmarked(answer["text"])
-                parts = [[_unmarked(part)[0] for part in answer[name]] for name in ("before", "up_to")]
+                text, learned = _remove_marks(answer["text"])
+                parts = [[_remove_marks(part)[0] for part in answer[name]] for name in ("before", "up_to")]
                 results.append(Rendered(text, learned, *parts))
             except Malformed as error:
                 results.append(Malformed(f"the chat template of {self.template.title} refuses it ({error})"))
@@ -222,7 +222,7 @@ class Renderer:
         return answer
 
 
-def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+def _remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """Removes the marks of `generation` blocks from a rendered text. Returns the text and the spans [from, to) of
     characters that were between marks.
 

@@ -69,7 +69,7 @@ def find(source: str, key: str = "data.source") -> TextDocuments | RecordFiles |
             return ShardFiles(source, path if has_index else None, shards)
         if is_saved_dataset(path):
             return find_saved(source, path)
-        return _text(source, key, path, _walk(path))
+        return _text(source, key, path, _visible_files(path))
     if os.path.isfile(path):
         if path.suffix in SHARD_SUFFIXES:
             return ShardFiles(source, None, (path,))
@@ -81,7 +81,7 @@ def find(source: str, key: str = "data.source") -> TextDocuments | RecordFiles |
     files = sorted({Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)})
     shards = tuple(p for p in files if p.suffix in SHARD_SUFFIXES)
     if not shards:
-        return _text(source, key, _fixed_part(path), files)
+        return _text(source, key, _folder_before_wildcards(path), files)
     if len(shards) < len(files):
         other = next(p for p in files if p.suffix not in SHARD_SUFFIXES)
         raise UserError(
@@ -95,7 +95,7 @@ def _stdlib(key: str) -> TextDocuments | RecordFiles:
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
-        for path in _walk(root, STDLIB_SKIPPED_DIRS)
+        for path in _visible_files(root, STDLIB_SKIPPED_DIRS)
         if path.suffix == ".py"
         and not path.name.startswith(STDLIB_SKIPPED_FILES)
         and not any(part.startswith("config-") for part in path.relative_to(root).parts[:-1])
@@ -159,10 +159,7 @@ def _records(title: str, key: str, base: Path, records: list[Path], others: list
     )
 
 
-def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
-    """Yields the files in the folder `root` and its subfolders, except hidden files, compiled Python and folders in
-    `skipped`.
-    """
+def _visible_files(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = [n for n in folders if n not in skipped and n != "__pycache__" and not n.startswith(".")]
         for name in names:
@@ -170,9 +167,7 @@ def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
-def _fixed_part(pattern: Path) -> Path:
-    """Returns the folder that a glob pattern names before its first wildcard. Document names are relative to this
-    folder.
-    """
+def _folder_before_wildcards(pattern: Path) -> Path:
+    # Document names are relative to this folder.
     folders = pattern.parts[:-1]
     return Path(*takewhile(lambda part: not glob.has_magic(part), folders))

@@ -119,12 +119,12 @@ class TextDocuments:
 
     @property
     def paths(self) -> set[Path]:
-        """The resolved paths of the files."""
+        """Absolute paths, without symbolic links, of the files that contain the documents."""
         return {document.path.resolve() for document in self.documents}
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of all documents."""
+        """Bytes of text of all documents, as they are stored in their files."""
         return sum(document.stop - document.start for document in self.documents)
 
     def stream(self) -> Iterator[str | None]:
@@ -137,7 +137,7 @@ class TextDocuments:
         """
         if len(self.documents) == 1:
             document = self.documents[0]
-            cut = _cut(document)
+            cut = _held_out_start(document)
             # A part without text must not count as a document, which would add a separator.
             first = (replace(document, stop=cut),) if document.start < cut else ()
             rest = (replace(document, start=cut),) if cut < document.stop else ()
@@ -198,7 +198,7 @@ def _content(document: Document) -> bytes:
     return digest.digest()
 
 
-def _cut(document: Document) -> int:
+def _held_out_start(document: Document) -> int:
     """Returns the byte offset at which the held-out end of a single file starts. If a line ends nearby, the offset is
     after the line end.
     """
@@ -258,12 +258,12 @@ class RecordTexts:
 
     @property
     def title(self) -> str:
-        """Name of the source, used in messages."""
+        """Name of the data source that the records are from, used in messages."""
         return self.files.title
 
     @property
     def paths(self) -> set[Path]:
-        """The resolved paths of the files."""
+        """Absolute paths, without symbolic links, of the record files."""
         return self.files.paths
 
     @property
@@ -273,7 +273,7 @@ class RecordTexts:
 
     @property
     def malformed(self) -> int:
-        """Number of malformed records, which are left out."""
+        """Number of records of the source that are left out because they are malformed."""
         return self._scan.malformed
 
     @cached_property

@@ -40,7 +40,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and the completion to train on."""
+    """A training example of two texts: a prompt, and the completion that the model learns to answer with."""
 
     prompt: str
     completion: str

@@ -175,7 +175,7 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
     learned: list[np.ndarray] = []
     rows: list[tuple[int, bool]] = []
     with TOKENS_OF[config.format](config, tokenizer) as tokens_of:
-        contents = _contents(files, config.format, skipped)
+        contents = _read_contents(files, config.format, skipped)
         while chunk := list(islice(contents, AT_ONCE)):
             encoded = tokens_of([content for _, _, content in chunk])
             for (place, named, content), example in zip(chunk, encoded, strict=True):
@@ -210,12 +210,7 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
     )
 
 
-def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
-    """Yields (place, whether the record's file is held out, content) for each well-formed record. The place is its file
-    and line, for messages. Malformed records are counted in `skipped`.
-
-    `name`: a format, key of `CONTENTS`, which determines how the content is read.
-    """
+def _read_contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
     fields, content_of = CONTENTS[name]
     for record in read(files, fields, skipped):
         try:
@@ -225,9 +220,9 @@ def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple
 
 
 @contextlib.contextmanager
-def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Pair]], list[Tokens]]]:
-    """Yields a function that tokenizes prompts with completions. For each pair, the function returns (token ids [n],
-    True for each token to train on [n]), or the error `Malformed`.
+def _pair_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Pair]], list[Tokens]]]:
+    """A context manager for a function that tokenizes prompts with completions. For each pair, the function returns
+    (token ids [n], True for each token to train on [n]), or the error `Malformed`.
 
     The tokens are the tokenizer's begin token, if it has one, the prompt, the completion and an end token. By default,
     only the completion and the end token are trained on.
@@ -270,9 +265,10 @@ def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Chat]], list[Tokens]]]:
-    """Yields a function that renders conversations with the chat template and tokenizes the text. For each
-    conversation, the function returns (token ids [n], True for each token to train on [n]), or the error `Malformed`.
+def _chat_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Chat]], list[Tokens]]]:
+    """A context manager for a function that renders conversations with the chat template and tokenizes the text. For
+    each conversation, the function returns (token ids [n], True for each token to train on [n]), or the error
+    `Malformed`.
     """
     template = find_template(tokenizer, config.chat_template)
     guard = (
@@ -289,7 +285,7 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
 
         def mark_tokens(text: Rendered, ids: np.ndarray, spans: np.ndarray, before: Sequence[np.ndarray]) -> Tokens:
             try:
-                learned = _answers(text, ids, before, turn_end) if by_prefix else text.learned
+                learned = _find_answers(text, ids, before, turn_end) if by_prefix else text.learned
             except Malformed as error:
                 return error
             inside = np.zeros(len(ids), bool)
@@ -314,8 +310,8 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
                 for chat, same, text in zip(chats, safe, texts, strict=True)
                 if chat is same and isinstance(text, Rendered)
             ]
-            encoded = _in_groups(parsing.encode_spans, [text.text for text in plain])
-            prefixes = _in_groups(parsing.encode_many, [prefix for text in plain for prefix in text.before])
+            encoded = _encode_in_groups(parsing.encode_spans, [text.text for text in plain])
+            prefixes = _encode_in_groups(parsing.encode_many, [prefix for text in plain for prefix in text.before])
             tokens: list[Tokens] = []
             for chat, same, text in zip(chats, safe, texts, strict=True):
                 if isinstance(text, Malformed):
@@ -330,16 +326,12 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
         yield tokens_of
 
 
-def _in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str]) -> Iterator[Any]:
-    """Yields the encoding of each text.
-
-    Texts are encoded in groups of about GROUP_CHARS characters. Such a group is large enough to use all CPU cores and
-    small enough to limit memory.
-    """
+def _encode_in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str]) -> Iterator[Any]:
     group, chars = [], 0
     for text in texts:
         group.append(text)
         chars += len(text)
+        # Such a group is large enough to use all CPU cores, and small enough to limit memory.
         if chars >= GROUP_CHARS:
             yield from encode(group)
             group, chars = [], 0
@@ -357,7 +349,9 @@ def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
     return ends[min(ends)] if ends else ""
 
 
-def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn_end: str) -> list[tuple[int, int]]:
+def _find_answers(
+    text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn_end: str
+) -> list[tuple[int, int]]:
     """Finds the assistant's answers in a rendered conversation. Returns the span [from, to) of characters of each
     answer, including the token that ends it.
 
@@ -391,8 +385,8 @@ def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn
 
 # data.format -> context manager that gives a function from contents to their tokens.
 TOKENS_OF: dict[str, Callable[[DataConfig, Tokenizer], contextlib.AbstractContextManager]] = {
-    "chat": _chat_tokens,
-    "pairs": _pair_tokens,
+    "chat": _chat_tokenizer,
+    "pairs": _pair_tokenizer,
 }
 
 

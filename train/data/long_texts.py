@@ -63,23 +63,23 @@ def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[np.ndarray]:
     last: Window | None = None
     first = 0  # index of the first token of `last` that was not yielded yet
     waiting = ""  # text after `last` whose window could not be joined
-    for window in _windows(pieces, encode):
+    for window in _tokenize_windows(pieces, encode):
         if last is None:
             last = window
             continue
-        joint = None if waiting else _joint(last, first, window)
+        joint = None if waiting else _find_joint(last, first, window)
         if joint:
             yield last.ids[first : joint[0]]
             last, first = window, joint[1]
             continue
         waiting += window.text[last.stop + len(waiting) - window.start :]
         if len(waiting) >= len(last.text):  # the window doubles each time, so the total work is linear in the text
-            last, waiting = _longer(last, first, waiting, encode), ""
+            last, waiting = _extend_window(last, first, waiting, encode), ""
     if last is not None:
-        yield (_longer(last, first, waiting, encode) if waiting else last).ids[first:]
+        yield (_extend_window(last, first, waiting, encode) if waiting else last).ids[first:]
 
 
-def _windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
+def _tokenize_windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
     """Tokenizes each piece of text together with up to `OVERLAP` characters before it. Yields one window per piece."""
     pieces, before, position = iter(pieces), "", 0
     while at_once := list(islice(pieces, AT_ONCE)):
@@ -92,7 +92,7 @@ def _windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
             yield Window(start, text, ids, spans + start)
 
 
-def _joint(earlier: Window, first: int, window: Window) -> tuple[int, int] | None:
+def _find_joint(earlier: Window, first: int, window: Window) -> tuple[int, int] | None:
     """Finds the place where two overlapping windows can be joined: the middle of the longest run of tokens that both
     contain. Returns the index of this token in `earlier` and in `window`, or None if the run has fewer than `AGREED`
     tokens.
@@ -101,9 +101,9 @@ def _joint(earlier: Window, first: int, window: Window) -> tuple[int, int] | Non
     """
     begin = max(first, int(np.searchsorted(earlier.spans[:, 0], window.start)))
     end = int(np.searchsorted(window.spans[:, 1], earlier.stop, side="right"))
-    place = {token: begin + i for i, token in enumerate(_tokens(earlier, slice(begin, None)))}
+    place = {token: begin + i for i, token in enumerate(_comparable_tokens(earlier, slice(begin, None)))}
     best, run, previous_index = (0, 0, 0), 0, -2
-    for j, token in enumerate(_tokens(window, slice(end))):
+    for j, token in enumerate(_comparable_tokens(window, slice(end))):
         i = place.get(token, -2)
         run = run + 1 if i >= 0 and i == previous_index + 1 else int(i >= 0)
         previous_index = i
@@ -113,22 +113,21 @@ def _joint(earlier: Window, first: int, window: Window) -> tuple[int, int] | Non
     return (i - half, j - half) if length >= AGREED else None
 
 
-def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
-    """Returns (token id, first character, end character (exclusive), count) of each token of a part of the window.
-    Equal tuples of two windows are the same token. The count (1, 2, ...) distinguishes equal tokens of the same
-    character.
-    """
+def _comparable_tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
     rows: list[tuple[int, int, int, int]] = []
     seen: Counter[tuple[int, int, int]] = Counter()
     for i, (start, stop) in zip(window.ids[part].tolist(), window.spans[part].tolist(), strict=True):
+        # Equal rows of two windows are the same token. The count distinguishes equal tokens of one character.
         seen[i, start, stop] += 1
         rows.append((i, start, stop, seen[i, start, stop]))
     return rows
 
 
-def _longer(window: Window, first: int, more: str, encode: Encode) -> Window:
-    """Returns `window` extended by the text `more` and tokenized again. Raises UserError if this changes token ids
-    that were already yielded.
+def _extend_window(window: Window, first: int, more: str, encode: Encode) -> Window:
+    """Returns `window` extended by the text `more` and tokenized again. Raises UserError if this changes token ids that
+    were already yielded.
+
+    `first`: index of the first token to yield; 0 at the beginning of the text.
     """
     text = window.text + more
     ((ids, spans),) = encode([text])

@@ -40,7 +40,7 @@ def write_shards(
     Raises UserError if `out` already contains shards, or if the text is too short to hold out a part.
     """
     partial = out / PARTIAL
-    _take_back(out)
+    _remove_interrupted_output(out)
     _refuse_used(out)
     parts: Sequence[TextDocuments | RecordTexts] = text.split()
     shutil.rmtree(partial, ignore_errors=True)
@@ -75,7 +75,7 @@ def write_shards(
             index["tokenizer"] = "tokenizer.json"
             shutil.copyfile(tokenizer.path, partial / "tokenizer.json")
             names.append("tokenizer.json")
-        with _synced(partial / INDEX) as file:
+        with _open_synced(partial / INDEX) as file:
             file.write(json.dumps(index, indent=1).encode() + b"\n")
         # The index is moved first. Until all its shards follow, the folder is refused, and the next run can remove it.
         for name in [INDEX, *names]:
@@ -96,7 +96,7 @@ def _write_split(
     waiting = next(left, None)
     while waiting is not None:
         name, room = f"{split}_{len(shards):05d}.bin", shard_tokens
-        with _synced(folder / name) as file:
+        with _open_synced(folder / name) as file:
             while waiting is not None and room:
                 part, rest = waiting[:room], waiting[room:]
                 file.write(part.astype(dtype).tobytes())
@@ -107,23 +107,21 @@ def _write_split(
 
 
 @contextmanager
-def _synced(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing and flushes it to the disk at the end, so that a file that is renamed later is
-    complete.
-    """
+def _open_synced(path: Path) -> Iterator[BinaryIO]:
+    # A file that is renamed later must be complete on the disk.
     with open(path, "wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
 
 
-def _take_back(out: Path) -> None:
-    """Removes index.json and the shards that an earlier command had moved into `out` before it was killed."""
+def _remove_interrupted_output(out: Path) -> None:
     partial = out / PARTIAL
     try:
         names = [str(shard["file"]) for shard in json.loads((out / INDEX).read_text())["shards"]]
     except (OSError, ValueError, KeyError, TypeError):
         return
+    # An earlier command was killed while it moved its files from `partial` to `out`.
     if any((partial / name).exists() and not (out / name).exists() for name in names):
         for name in [*names, INDEX]:  # the index last, so that an interrupted removal can be repeated
             if Path(name).name == name:
@@ -153,7 +151,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--source",
         required=True,
         metavar="PATH",
-        help="text or records: a file, folder or glob, or stdlib",
+        help="text or records: a file, a folder, a glob, or stdlib (the source code of Python's standard library)",
     )
     parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="folder to write, new or empty")
     parser.add_argument(

@@ -50,7 +50,7 @@ class RecordFiles:
 
     @property
     def paths(self) -> set[Path]:
-        """The resolved paths of the files."""
+        """Absolute paths, without symbolic links, of the record files."""
         return {file.path.resolve() for file in self.files}
 
 
@@ -197,20 +197,19 @@ def _lines(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tupl
 
 
 def _parquet(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
-    with _tables(path) as arrow, arrow.parquet.ParquetFile(path) as file:
+    with _importing_pyarrow(path) as arrow, arrow.parquet.ParquetFile(path) as file:
         columns = _columns(path, file.schema_arrow.names, fields)
         yield from _rows(path, file.iter_batches(batch_size=ROWS, columns=columns))
 
 
 def _arrow(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
-    with _tables(path) as arrow, arrow.memory_map(str(path)) as file:
+    with _importing_pyarrow(path) as arrow, arrow.memory_map(str(path)) as file:
         reader = arrow.ipc.open_stream(file)
         columns = _columns(path, reader.schema.names, fields)
-        yield from _rows(path, _slices(reader, columns))
+        yield from _rows(path, _batches_of_columns(reader, columns))
 
 
-def _slices(reader: Any, columns: Sequence[str]) -> Iterator[Any]:
-    """Yields the given columns of an Arrow stream in batches of at most ROWS rows."""
+def _batches_of_columns(reader: Any, columns: Sequence[str]) -> Iterator[Any]:
     for whole in reader:
         batch = whole.select(columns)
         for start in range(0, batch.num_rows, ROWS):
@@ -236,10 +235,7 @@ def _rows(path: Path, batches: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @contextmanager
-def _tables(path: Path) -> Iterator[Any]:
-    """Context manager that imports pyarrow to read the table file `path`, and yields the module. Errors of pyarrow are
-    raised as UserError, and so is a missing installation.
-    """
+def _importing_pyarrow(path: Path) -> Iterator[Any]:
     try:
         import pyarrow
         import pyarrow.parquet

@@ -52,12 +52,12 @@ class Shards:
 
     @property
     def title(self) -> str:
-        """Name of the source, used in messages."""
+        """Name of the data source that the shards are from, used in messages."""
         return self.source.title
 
     @property
     def paths(self) -> set[Path]:
-        """The resolved paths of the files."""
+        """Absolute paths, without symbolic links, of the shard files."""
         return {shard.path.resolve() for shard in self.shards}
 
     @property

@@ -114,7 +114,7 @@ class JsonTokenizer:
             raise UserError(
                 f"{setting} needs the tokenizers package, which is not installed: run pip install tokenizers"
             ) from None
-        with _refused(f"{setting} cannot be read as a tokenizer.json"):
+        with _as_user_error(f"{setting} cannot be read as a tokenizer.json"):
             content = path.read_bytes()
             with _panics_silenced():
                 self._tokenizer = Tokenizer.from_str(content.decode("utf-8"))
@@ -147,7 +147,7 @@ class JsonTokenizer:
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         try:
-            with _refused(f"{self.path} cannot encode a letter"), _panics_silenced():
+            with _as_user_error(f"{self.path} cannot encode a letter"), _panics_silenced():
                 encoding = self._tokenizer.encode("a")
         except UserError:  # it has neither a token for this letter nor an unknown token
             return (), ()
@@ -190,7 +190,7 @@ class JsonTokenizer:
         from tokenizers import Tokenizer
 
         variant = copy.copy(self)
-        with _refused(f"{self.path} cannot be read as a tokenizer.json"), _panics_silenced():
+        with _as_user_error(f"{self.path} cannot be read as a tokenizer.json"), _panics_silenced():
             variant._tokenizer = variant._encoder = Tokenizer.from_str(content)
         variant.special_tokens = "parse"
         return variant
@@ -208,23 +208,18 @@ class JsonTokenizer:
 
         Raises UserError if a text cannot be tokenized.
         """
-        encodings = self._encode(self._encoder.encode_batch_fast, texts)
+        encodings = self._encode_with_timeout(self._encoder.encode_batch_fast, texts)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the token ids, [n], and the character span of each token, int64 [n, 2], for each text."""
-        encodings = self._encode(self._encoder.encode_batch, texts)
+        encodings = self._encode_with_timeout(self._encoder.encode_batch, texts)
         return [
             (np.array(encoding.ids, self._dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
             for encoding in encodings
         ]
 
-    def _encode(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
-        """Calls the function `encode` of the tokenizers package on the texts. Raises UserError if it fails or takes
-        too long.
-
-        It runs in a thread, which is abandoned if it takes too long, since the Rust code cannot be interrupted.
-        """
+    def _encode_with_timeout(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
         results, errors = [], []
 
         def run() -> None:
@@ -235,8 +230,9 @@ class JsonTokenizer:
 
         characters = sum(map(len, texts))
         limit = SECONDS + SECONDS_PER_CHARACTER * characters
+        # A thread can be abandoned if it takes too long, while the Rust code cannot be interrupted.
         thread = threading.Thread(target=run, daemon=True)
-        with _refused(f"{self.path} cannot encode the text"), _panics_silenced():
+        with _as_user_error(f"{self.path} cannot encode the text"), _panics_silenced():
             thread.start()
             thread.join(limit)
             if thread.is_alive():
@@ -257,18 +253,16 @@ class JsonTokenizer:
         return "".join([*pieces, self._decode(known)])
 
     def _decode(self, ids: list[int]) -> str:
-        with _refused(f"{self.path} cannot decode tokens"):
+        with _as_user_error(f"{self.path} cannot decode tokens"):
             return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
 
 
 @contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """Turns errors of the tokenizers package into UserError. The package raises plain Exception, and BaseException if
-    its Rust code panics.
-    """
+def _as_user_error(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # The tokenizers package raises plain Exception, and BaseException if its Rust code panics.
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
         reason = one_line(error) or type(error).__name__

@@ -46,13 +46,13 @@ def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
         equivalent.
     """
     if folder is not None:
-        updated = _updated(model, folder)
+        updated = _update_config(model, folder)
         if updated is not None:
             return updated
     others: dict[str, list[str]] = {}
     for name, family in FAMILIES.items():
-        raw = _written(name, family, model)
-        if not (others.setdefault(name, _differences(model, raw))):
+        raw = _config_of_family(name, family, model)
+        if not (others.setdefault(name, _differing_keys(model, raw))):
             return raw
     nearest = min(others, key=lambda name: len(others[name]))
     named = ", ".join(f"model.{key}={_text(model[key])}" for key in others[nearest])
@@ -62,9 +62,9 @@ def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
     )
 
 
-def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
-    """Returns the config.json `folder` with the model's values for the keys that differ. Returns None if the result
-    would still describe another model.
+def _update_config(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
+    """Returns the config.json of the folder that a run started from, with the model's values for the keys that differ.
+    Returns None if the result would still describe another model.
     """
     family = FAMILIES.get(str(folder.get("model_type")))
     if family is None:
@@ -74,20 +74,20 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
     if family.predicts:
         raw["num_nextn_predict_layers"] = 0
     read = dict(raw)
-    differing = _differences(model, raw)
+    differing = _differing_keys(model, raw)
     longer = "max_seq_len" in differing and model["max_seq_len"] > (raw.get(family.fields["max_seq_len"].written) or 0)
     if "max_seq_len" in differing and model["position"] == "rope" and not longer:
         differing.remove("max_seq_len")  # training on shorter sequences does not shorten the model's context
         model = {**model, "max_seq_len": describe(raw, CONFIG).keys["max_seq_len"]}
     if any(key.startswith("rope_") for key in differing):
         raw = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
-    mine = _written(folder["model_type"], family, model)
+    mine = _config_of_family(folder["model_type"], family, model)
     keys = [family.fields[key].written for key in differing if key in family.fields and family.fields[key].key]
     raw |= {key: mine[key] for key in (*keys, *(ROPE_KEYS if len(raw) < len(read) else ())) if key in mine}
-    return raw if not _differences(model, raw) else None
+    return raw if not _differing_keys(model, raw) else None
 
 
-def _written(name: str, family: Family, model: Keys) -> Raw:
+def _config_of_family(name: str, family: Family, model: Keys) -> Raw:
     """Returns a config.json of the model family `name` with the values of the model."""
     raw: Raw = {"architectures": [family.architecture], "model_type": name}
     for ours, field in family.fields.items():
@@ -102,21 +102,19 @@ def _written(name: str, family: Family, model: Keys) -> Raw:
     return raw | ROUTED[family.routed](model) | WINDOWS[family.window](model)
 
 
-def _differences(model: Keys, raw: Raw) -> list[str]:
-    """Returns the keys of `model` to which the config.json `raw` gives another value. A key that is missing in `raw`
-    has its default value.
-    """
+def _differing_keys(model: Keys, raw: Raw) -> list[str]:
     try:
         described = describe(raw, CONFIG).keys
     except UserError:
         return [key for key in model if key not in COMPUTED]
+    # A key that is missing in `raw` has its default value.
     expected = {key: value for key, value in base.get_config().model.items() if key not in COMPUTED} | dict(described)
     return [key for key, value in expected.items() if key not in COMPUTED and not _same(key, model, value, expected)]
 
 
 def _same(key: str, model: Keys, value: Any, described: Keys) -> bool:
     if key == "attention_scale":
-        return math.isclose(_scale(model), _scale({**model, **described}), rel_tol=1e-12)
+        return math.isclose(_attention_scale(model), _attention_scale({**model, **described}), rel_tol=1e-12)
     if key in model and same_model(key, model, {**model, **described}):
         return True
     if isinstance(value, float):
@@ -124,82 +122,65 @@ def _same(key: str, model: Keys, value: Any, described: Keys) -> bool:
     return value == model[key]
 
 
-def _scale(model: Keys) -> float:
-    """Returns the factor by which attention scores are multiplied: `model.attention_scale`, or 1/sqrt(width of a head)
-    if `model.attention_scale` is 0.
-    """
+def _attention_scale(model: Keys) -> float:
     rotated = model["mla_d_rope"] if model["attention_kind"] == "mla" else 0
     return model["attention_scale"] or (model["d_head"] + rotated) ** -0.5
 
 
-def _whole(value: float) -> float | int:
-    """Returns the nearest integer if the value differs from it only by rounding errors, such as 256 for
-    256.00000000000006. Other values are returned unchanged.
-    """
+def _round_if_whole(value: float) -> float | int:
+    # 256 for 256.00000000000006.
     near = round(value)
     return near if math.isclose(value, near, rel_tol=1e-12) else value
 
 
-def _rope(model: Keys) -> Raw:
-    """Returns the config.json keys of RoPE for a model whose layers all have the same base. transformers 4 and 5 both
-    read these keys.
-    """
+def _rope_keys(model: Keys) -> Raw:
+    # transformers 4 and 5 both read these keys.
     raw: Raw = {"rope_theta": model["rope_theta"], "rope_scaling": None}
     if scaling := model["rope_scaling"]:
         kind, names = next(row for row in SCALINGS.items() if len(row[1]) == len(scaling))
-        raw["rope_scaling"] = {"rope_type": kind, **dict(zip(names, map(_whole, scaling)))}
+        raw["rope_scaling"] = {"rope_type": kind, **dict(zip(names, map(_round_if_whole, scaling)))}
     return raw
 
 
-def _rope_of_latents(model: Keys) -> Raw:
-    """Returns the config.json keys of RoPE in DeepSeek-V3. With YaRN, they include mscale_all_dim and mscale."""
+def _deepseek_rope_keys(model: Keys) -> Raw:
     # mscale_all_dim follows from the factor of the attention scores; mscale from the product of this factor and the
     # factor of the rotated part of each head.
-    raw, scaling = _rope(model), model["rope_scaling"]
+    raw, scaling = _rope_keys(model), model["rope_scaling"]
     if len(scaling) == 5 and scaling[0] > 1:
-        stretch = math.sqrt(_scale(model) / _scale({**model, "attention_scale": 0.0}))
+        stretch = math.sqrt(_attention_scale(model) / _attention_scale({**model, "attention_scale": 0.0}))
         for key, factor in (("mscale_all_dim", stretch), ("mscale", stretch * scaling[-1])):
-            raw["rope_scaling"][key] = _whole((factor - 1) / (0.1 * math.log(scaling[0])))
+            raw["rope_scaling"][key] = _round_if_whole((factor - 1) / (0.1 * math.log(scaling[0])))
     return raw
 
 
-def _ropes(model: Keys) -> Raw:
-    """Returns the config.json keys of RoPE in Gemma 3, which has one base for global layers and one for local
-    layers.
-    """
-    return {**_rope(model), "rope_local_base_freq": model["rope_local_theta"]}
+def _gemma3_rope_keys(model: Keys) -> Raw:
+    # One base for global layers, and one for local layers.
+    return {**_rope_keys(model), "rope_local_base_freq": model["rope_local_theta"]}
 
 
-def _layer_types(model: Keys) -> Raw:
-    """Returns the config.json keys of Gemma 3 that give all layers except every n-th a sliding window. The window is
-    as long as the model's maximum sequence, so that it hides no position.
-    """
+def _gemma3_layer_keys(model: Keys) -> Raw:
     every, layers = model["global_every"] or 1, model["n_layers"]
     kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    # The window is as long as the longest sequence, so that it hides no position.
     return {"layer_types": kinds, "sliding_window": model["max_seq_len"]}
 
 
-def _by_step(model: Keys) -> Raw:
-    """Returns the config.json keys of Qwen3-MoE that say which layers have experts: every n-th layer, except the
-    listed dense layers.
-    """
+def _qwen3_expert_keys(model: Keys) -> Raw:
     if not model["dense_layers"]:
         return {"decoder_sparse_step": model["moe_every"], "mlp_only_layers": []}
     dense = [layer for layer, routed in enumerate(routed_layers(model)) if not routed]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def _after_the_first(model: Keys) -> Raw:
-    """Returns the config.json keys of DeepSeek-V3 that say which layers have experts: all layers after the first dense
-    ones. They also switch off multi-token prediction.
-    """
+def _deepseek_expert_keys(model: Keys) -> Raw:
+    # No layer for multi-token prediction.
     return {"first_k_dense_replace": model["dense_layers"], "num_nextn_predict_layers": 0}
 
 
 # Our key -> function that returns the value for config.json, for keys with different values there. The inverse of
 # hf_config.TRANSFORMS.
 INVERSES: Mapping[str, Callable[[Keys], Any]] = {
-    "attention_scale": lambda model: _whole(_scale(model) ** -2),
+    "attention_scale": lambda model: _round_if_whole(_attention_scale(model) ** -2),
     "attention_softcap": lambda model: model["attention_softcap"] or None,  # transformers would divide by 0
     "logits_softcap": lambda model: model["logits_softcap"] or None,
     "d_expert": lambda model: model["d_expert"] or model["d_ff"],
@@ -207,16 +188,16 @@ INVERSES: Mapping[str, Callable[[Keys], Any]] = {
 }
 # Functions that return keys of config.json, by the same names as hf_config.ROPES, ROUTED and WINDOWS.
 ROPES: Mapping[str, Callable[[Keys], Raw]] = {
-    "one": _rope,
-    "one, of 1e6": _rope,
-    "one, of latents": _rope_of_latents,
-    "two": _ropes,
+    "one": _rope_keys,
+    "one, of 1e6": _rope_keys,
+    "one, of latents": _deepseek_rope_keys,
+    "two": _gemma3_rope_keys,
 }
 ROUTED: Mapping[str, Callable[[Keys], Raw]] = {
     "none": lambda model: {},
     "all": lambda model: {},
-    "by step": _by_step,
-    "after the first": _after_the_first,
+    "by step": _qwen3_expert_keys,
+    "after the first": _deepseek_expert_keys,
 }
 WINDOWS: Mapping[str, Callable[[Keys], Raw]] = {
     "none": lambda model: {},
@@ -225,7 +206,7 @@ WINDOWS: Mapping[str, Callable[[Keys], Raw]] = {
     "all, if used": lambda model: {"use_sliding_window": False},
     "last layers": lambda model: {"use_sliding_window": False},
     "every second": lambda model: {"layer_types": ["full_attention"] * model["n_layers"]},
-    "but each n-th": _layer_types,
+    "but each n-th": _gemma3_layer_keys,
 }
 
 

@@ -102,14 +102,14 @@ class Files:
     def __init__(self, folder: Path, tensors: Sequence[TensorToWrite], most: int, begin: bool = True):
         self._folder = folder
         self._places: dict[str, tuple[str, int]] = {}  # tensor -> (file, offset of its first byte)
-        shards = _split(tensors, most)
+        shards = _split_into_files(tensors, most)
         self.names = (
             [SINGLE]
             if len(shards) == 1
             else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         )
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._begins = {name: self._place(name, shard) for name, shard in zip(self.names, shards)}
+        self._begins = {name: self._assign_to_file(name, shard) for name, shard in zip(self.names, shards)}
         if begin:
             self._begin(tensors)
 
@@ -119,9 +119,9 @@ class Files:
         otherwise None.
         """
         files = cls(folder, tensors, most, begin=False)
-        return files if all(_is_begun(folder / name, *begin) for name, begin in files._begins.items()) else None
+        return files if all(_has_header(folder / name, *begin) for name, begin in files._begins.items()) else None
 
-    def _place(self, name: str, shard: Sequence[TensorToWrite]) -> tuple[bytes, int]:
+    def _assign_to_file(self, name: str, shard: Sequence[TensorToWrite]) -> tuple[bytes, int]:
         """Assigns the tensors in `shard` to the file `name` and records the offset of each. Returns the file's header,
         and its size in bytes.
         """
@@ -177,22 +177,20 @@ class Files:
             return np.frombuffer(file.read(tensor.nbytes), dtype).reshape(tensor.shape)
 
     def sync(self) -> None:
-        """Waits until all files are on the disk."""
+        """Waits until the operating system has written all weight files of the folder to disk (fsync)."""
         for name in self.names:
             with open(self._folder / name, "rb") as file:
                 os.fsync(file.fileno())
 
 
-def _is_begun(path: Path, begin: bytes, size: int) -> bool:
-    """Returns True if the file exists, begins with the header `begin`, and has this size."""
+def _has_header(path: Path, begin: bytes, size: int) -> bool:
     if not path.is_file() or path.stat().st_size != size:
         return False
     with open(path, "rb") as file:
         return file.read(len(begin)) == begin
 
 
-def _split(tensors: Sequence[TensorToWrite], most: int) -> list[list[TensorToWrite]]:
-    """Divides the tensors, in order, among files. Each file has at most `most` bytes, or a single larger tensor."""
+def _split_into_files(tensors: Sequence[TensorToWrite], most: int) -> list[list[TensorToWrite]]:
     shards: list[list[TensorToWrite]] = [[]]
     room = most
     for tensor in tensors:

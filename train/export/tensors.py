@@ -44,7 +44,7 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor's values on disk, in bytes."""
         return math.prod(self.shape) * READABLE[self.dtype].itemsize
 
 
@@ -115,7 +115,7 @@ class Parameters:
                     f"its config.json describes the shape {list(expected)}: restore config.json"
                 )
         if missing := [path for path, place in stored.items() if not place]:
-            self._leaves = _frozen(run, model, folder, missing)
+            self._leaves = _frozen_leaves(run, model, folder, missing)
 
     def _stored_place(self, path: str) -> Place | None:
         return stored_at(self._model, path, self._run.arrays)
@@ -137,7 +137,7 @@ class Parameters:
         return Slices(self._open[place.array], self._run.reporting_damage, place.index)
 
 
-def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:
+def _frozen_leaves(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:
     """Returns the parameters that the run does not train, by dotted path, as lazy views of the folder of weights."""
     if folder is None:
         raise UserError(
@@ -170,11 +170,11 @@ def arrays(
         outer = [Pattern.parse(row.pattern).outer for _, row in tensor.parts]
         widest = max(math.prod(ours.shape) // ours.shape[axis] for ours, axis in zip(values, outer))
         count = max(1, PIECE // max(1, widest))
-        columns = [_pieces(ours, row, sizes, tensor, count) for ours, (_, row) in zip(values, tensor.parts)]
-        yield tensor, _joined(columns, tensor.parts[0][1], sizes)
+        columns = [_convert_in_pieces(ours, row, sizes, tensor, count) for ours, (_, row) in zip(values, tensor.parts)]
+        yield tensor, _join_parameters(columns, tensor.parts[0][1], sizes)
 
 
-def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -> Iterator[np.ndarray]:
+def _join_parameters(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -> Iterator[np.ndarray]:
     """Joins parameters that share a tensor on disk, such as q, k and v. Yields the tensor in pieces.
 
     Args:
@@ -196,7 +196,7 @@ def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -
             yield np.concatenate(pieces, axis=axis)
 
 
-def _pieces(
+def _convert_in_pieces(
     ours: np.ndarray | Slices, row: TensorRow, sizes: Sizes, tensor: OutputTensor, count: int
 ) -> Iterator[np.ndarray]:
     """Converts one parameter to the layout and dtype on disk. Yields it in pieces of `count` rows, without the padding

@@ -50,7 +50,7 @@ def text_of(config: ConfigDict) -> RunTokenizer:
     """Returns the tokenizer of a run with this config. If the data are token shards, their index.json names it."""
     name, index = config.data.tokenizer, Path(os.path.expanduser(config.data.source)) / INDEX
     if name == ByteTokenizer.name and index.is_file():
-        name = _recorded(index)
+        name = _recorded_tokenizer(index)
     if name == ByteTokenizer.name and config.model.vocab_size < ByteTokenizer.vocab_size:
         name = ""
     if not name:
@@ -63,10 +63,7 @@ def text_of(config: ConfigDict) -> RunTokenizer:
     return RunTokenizer(path, loaded.separator, f"tokenizer {path}")
 
 
-def _recorded(index: Path) -> str:
-    """Returns the tokenizer that the index.json of token shards names: the path of a tokenizer.json, "bytes", or "" if
-    it is not available.
-    """
+def _recorded_tokenizer(index: Path) -> str:
     try:
         name = json.loads(index.read_text()).get("tokenizer")
     except (OSError, ValueError, AttributeError):

@@ -80,17 +80,18 @@ class Answers:
         self.path, self.done = path, set[int]()
         wanted = {row.number: row.digest for row in rows}
         try:
-            kept = self._read(wanted)
+            kept = self._read_earlier_answers(wanted)
             self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b")
             self._file.truncate(kept)  # drops a partial last line
             self._file.seek(kept)
         except OSError as error:
             raise UserError(f"--out={path} cannot be written ({error.strerror}): give another file") from None
 
-    def _read(self, wanted: dict[int, str]) -> int:
-        """Reads the answers that the file already has, and records the indices of their prompts in `done`.
+    def _read_earlier_answers(self, wanted: dict[int, str]) -> int:
+        """Reads the answers that an earlier, interrupted command wrote to the file, and records the indices of their
+        prompts in `done`. Returns the size in bytes of the complete lines.
 
-        `wanted` maps the index of each prompt to its hash. Returns the size in bytes of the complete lines.
+        `wanted`: index of each prompt -> hash of its request.
         """
         if not os.path.lexists(self.path):
             return 0
@@ -106,8 +107,9 @@ class Answers:
                 raise UserError(f"{where} is not an answer of bytescope generate: give another file") from None
             if wanted.get(place) != digest:
                 raise UserError(
-                    f"{where} answers another request (another prompt, sampling or stop string): give another "
-                    "file, or use the flags that the file was written with"
+                    f"--out={self.path} line {number} is the answer to another prompt, or was generated with another "
+                    "sampling setting or stop string: write the answers to another file, or use the prompts and flags "
+                    "of the command that wrote this file"
                 )
             self.done.add(place)
         return kept

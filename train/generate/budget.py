@@ -44,7 +44,7 @@ class Budget:
 
     @property
     def pool(self) -> int:
-        """Bytes of the KV cache."""
+        """Bytes of all pages of the KV cache on one device, the scratch page included."""
         return self.pages * self.page_bytes
 
     @property
@@ -64,7 +64,7 @@ class Budget:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the KV cache per token position."""
+        """Bytes of the KV cache per token position, summed over the layers."""
         return self.page_bytes // self.page
 
     def at_once(self, length: int) -> int:
@@ -75,7 +75,7 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """Bytes of the limit that are not used."""
+        """Bytes of the limit that weights, KV cache and the largest step leave unused."""
         return self.limit - self.peak
 
     def to_json(self) -> dict[str, object]:

@@ -121,9 +121,9 @@ class Engine:
         if not behind or (ready and self._waited >= PATIENCE):
             self._waited = 0
             self._give_pages({one.number: len(one.tokens) for one in ready})
-            return self._run([(one, one.computed) for one in ready if one in self.running], 1)
+            return self._run_model([(one, one.computed) for one in ready if one in self.running], 1)
         self._waited = self._waited + 1 if ready else 0
-        width = self._width(behind)
+        width = self._choose_width(behind)
         wanted, left = {}, self.sizes.chunk // width
         for one in behind:
             taken = min(-(-one.missing // width), left)
@@ -134,9 +134,9 @@ class Engine:
         for one in behind:
             if one in self.running:  # was not preempted by _give_pages
                 pieces += [(one, start) for start in range(one.computed, wanted[one.number], width)]
-        return self._run(pieces, width)
+        return self._run_model(pieces, width)
 
-    def _width(self, behind: Sequence[Running]) -> int:
+    def _choose_width(self, behind: Sequence[Running]) -> int:
         """Chooses the number of tokens per row (one of `EngineSizes.widths`) for the next step of prompt tokens: the
         one with which the step computes the most. If several are equally good, returns the largest, since the tokens of
         a row read the KV cache pages of their sequence only once.
@@ -152,7 +152,6 @@ class Engine:
         return max(self.sizes.widths, key=lambda width: (useful(width), width))
 
     def _admit(self) -> None:
-        """Starts waiting requests, first come first served, while there are free rows and pages."""
         while self._waiting and len(self.running) < self.sizes.sequences:
             one = self._waiting[0]
             if -(-len(one.tokens) // PAGE) > self.pages.free:
@@ -163,20 +162,15 @@ class Engine:
             self.running.append(one)
 
     def _give_pages(self, wanted: Mapping[int, int]) -> None:
-        """Gives each request enough KV cache pages for its tokens. While there are not enough free pages, preempts the
-        newest running request.
-
-        `wanted`: number of a request -> number of token positions for which it needs pages.
-        """
         for one in list(self.running):
             while one.number in wanted and one in self.running:  # an earlier sequence may have preempted it
                 try:
                     self.pages.give(one.pages, wanted[one.number])
                     break
                 except NoPages:
-                    self.preempt(self.running[-1])
+                    self.preempt(self.running[-1])  # the newest request
 
-    def _run(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
+    def _run_model(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
         """Runs the model once. For each (request, start index) in `pieces`, computes up to `width` tokens of the
         request from this index on. A request whose tokens are then all computed gets its next token. Returns the
         requests that got a token.
@@ -201,7 +195,7 @@ class Engine:
             tokens,
             View(positions, table),
             last,
-            _draws([one for one, _ in pieces], rows),
+            _sampling_settings([one for one, _ in pieces], rows),
         )
         self.count += 1
         more = []
@@ -219,11 +213,8 @@ class Engine:
         return [one for one, _ in more]
 
 
-def _draws(some: Sequence[Running], rows: int) -> Draws:
-    """Returns the sampling settings of `rows` rows. The first rows have the settings of the requests; unused rows have
-    temperature 0.
-    """
-
+def _sampling_settings(some: Sequence[Running], rows: int) -> Draws:
+    # Unused rows have temperature 0.
     def column(field: str, dtype: Any) -> np.ndarray:
         out = np.zeros(rows, dtype)
         out[: len(some)] = [getattr(one.request, field) for one in some]

@@ -37,12 +37,12 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Number of unused pages."""
+        """Number of pages of the KV cache that no sequence uses now. The scratch page is not counted."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Number of used pages."""
+        """Number of pages of the KV cache that one or more sequences use now. The scratch page is not counted."""
         return self.count - 1 - self.free
 
     def give(self, pages: list[int], length: int) -> None:

@@ -64,7 +64,9 @@ def choose(logits_BV: jax.Array, draws: Draws, places_B: jax.Array, drawing: boo
     """Returns the next token of each sequence, int32 [B].
 
     Args:
-      places_B: position of the next token in its sequence.
+      logits_BV: the model's output for the last token of each sequence, one value for each token of the vocabulary.
+      draws: temperature, top-k, top-p, min-p and seed of each sequence. Temperature 0 takes the most likely token.
+      places_B: position of the next token in its sequence. With the seed it determines the random numbers.
       drawing: False if all rows take the most likely token, so that nothing has to be sorted.
     """
     likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)

@@ -52,7 +52,7 @@ class Scorer:
 
         Compiles the program if necessary.
         """
-        own = own_bytes(self._compiled(self.sizes.chunk))
+        own = own_bytes(self._compile_for_width(self.sizes.chunk))
         return self._steps.weight_bytes + self.sizes.pages * self._steps.page_bytes + own
 
     def score(self, params: Any, texts: Sequence[Sequence[int]]) -> Iterator[ScoredText]:
@@ -69,16 +69,15 @@ class Scorer:
             some = [number for number in order if len(texts[number]) <= width] or order[:1]
             some = some[: self.sizes.chunk // width]
             order = order[len(some) :]
-            scored, pools = self._batch(params, pools, [texts[number] for number in some], width)
+            scored, pools = self._score_batch(params, pools, [texts[number] for number in some], width)
             for number, logprobs in zip(some, scored):
                 yield ScoredText(number, texts[number], logprobs)
 
-    def _batch(
+    def _score_batch(
         self, params: Any, pools: Any, texts: Sequence[Sequence[int]], width: int
     ) -> tuple[list[np.ndarray], Any]:
-        """Computes the log-probabilities of the tokens of some texts, in steps of `width` tokens of each text.
-
-        Returns one float32 array for each text, and the new KV cache.
+        """Computes the log-probabilities of the tokens of some texts, except the first tokens, in steps of `width`
+        tokens of each text. Returns (float32 [number of tokens - 1] for each text, the new KV cache).
         """
         rows = self.sizes.chunk // width
         table, page = np.full((rows, self.sizes.table), NOBODY, np.int32), NOBODY + 1
@@ -94,14 +93,13 @@ class Scorer:
                 part, after = text[start : start + width], text[start + 1 : start + width + 1]
                 tokens[row, : len(part)], targets[row, : len(after)] = part, after
                 positions[row, : len(part)] = np.arange(start, start + len(part))
-            logprobs_BT, pools = self._compiled(width)(params, pools, tokens, targets, View(positions, table))
+            logprobs_BT, pools = self._compile_for_width(width)(params, pools, tokens, targets, View(positions, table))
             logprobs = np.asarray(logprobs_BT)
             for row, text in enumerate(texts):
                 logprobs_by_text[row].append(logprobs[row, : max(len(text[start + 1 : start + width + 1]), 0)])
         return [np.concatenate(pieces) for pieces in logprobs_by_text], pools
 
-    def _compiled(self, width: int) -> jax.stages.Compiled:
-        """Returns the compiled program that scores `width` tokens of each row."""
+    def _compile_for_width(self, width: int) -> jax.stages.Compiled:
         if width not in self._programs:
             steps, everywhere = self._steps, self._steps.model.layout.sharding()
             pools = steps.pool_shapes(self.sizes.pages)

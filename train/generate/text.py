@@ -70,13 +70,12 @@ class Growing:
         if stops:
             self.stopped, end = True, min(stops)
         elif not final:  # characters that may become a stop string are not shown yet
-            end -= max((_begun(whole, stop) for stop in self.stops), default=0)
+            end -= max((_partial_stop_length(whole, stop) for stop in self.stops), default=0)
         new, self.text = whole[len(self.text) : end], whole[: max(end, len(self.text))]
         return new
 
 
-def _begun(text: str, stop: str) -> int:
-    """Returns the number of characters at the end of `text` that may be the beginning of the stop string `stop`."""
+def _partial_stop_length(text: str, stop: str) -> int:
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 

@@ -39,11 +39,7 @@ def too_big(report: ReportRecord) -> str:
     )
 
 
-def _out_of_memory(report: ReportRecord | None, device: Any, advice: Advice) -> DoesNotFit:
-    """Returns the error for a device that ran out of memory, with the predicted and the measured peak bytes.
-
-    `advice`: returns the lines of advice below the message.
-    """
+def _out_of_memory_error(report: ReportRecord | None, device: Any, advice: Advice) -> DoesNotFit:
     live = sample(device)
     known = [f"predicted {human(report.predicted_bytes)}" if report else "no prediction"]
     if live and live.peak_bytes:
@@ -94,7 +90,7 @@ def explain(error: BaseException, report: ReportRecord | None, device: Any, advi
             "again; the run resumes from its last checkpoint"
         )
     if "RESOURCE_EXHAUSTED" in str(error):
-        return _out_of_memory(report, device, advice)
+        return _out_of_memory_error(report, device, advice)
     return None
 
 

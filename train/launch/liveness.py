@@ -92,12 +92,12 @@ class Stalls:
         timeout = early if self.silent(early) else self._timeout
         if not self.doing or self._reported is not None or not 0 < timeout < now - self._last_step:
             return
-        straggler = self._straggler(now)
+        straggler = self._describe_stragglers(now)
         if straggler:
             self._reported = self._last_step
             self._tell(f"no step for {now - self._last_step:.0f} s: {straggler}")
 
-    def _straggler(self, now: float) -> str:
+    def _describe_stragglers(self, now: float) -> str:
         """Returns text that names the processes that the others wait for, or "" if process 0 prints that text instead.
 
         `now`: the time of the clock in seconds.
@@ -162,7 +162,7 @@ class Link:
         if self.index:
             self._send("vote", value)
         else:
-            self._vote(0, json.loads(json.dumps(value)))  # a copy, since the caller may change the value later
+            self._collect_vote(0, json.loads(json.dumps(value)))  # a copy, since the caller may change the value later
         return self._results.get()
 
     def fail(self, code: int, text: str) -> NoReturn:
@@ -221,10 +221,8 @@ class Link:
             self._warned_of_files = True
             self._tell(line)
 
-    def _vote(self, index: int, value: Any) -> None:
-        """On process 0, collects one value from each process. Once all values have arrived, sends the list of them to
-        all.
-        """
+    def _collect_vote(self, index: int, value: Any) -> None:
+        # Process 0 collects one value from each process.
         with self._lock:
             self._votes[index].append(value)
             if all(self._votes):
@@ -274,7 +272,7 @@ class Link:
     def _take(self, index: int, peer: Peer, message: list[Any]) -> None:
         match message:
             case ["vote", value]:
-                self._vote(index, value)
+                self._collect_vote(index, value)
             case ["result", list(values)]:
                 self._results.put(values)
             case ["error", int(code), str(text)]:

@@ -243,11 +243,7 @@ def _start_jax(address: Address, timeout: float) -> None:
 
 
 def _await_port(address: Address, timeout: float) -> None:
-    """Waits until jax's coordinator accepts connections, because a client that connects too early loses a second per
-    attempt.
-
-    Raises Lost if the coordinator does not accept connections within `timeout` seconds.
-    """
+    # A client of jax that connects too early loses a second per attempt.
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout=timeout):

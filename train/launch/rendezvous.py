@@ -131,7 +131,7 @@ class Token:
         return ""
 
     def remove(self) -> None:
-        """Removes the token file."""
+        """Removes the file with the secret, if this process created it."""
         if self._created is not None:
             with contextlib.suppress(OSError):
                 self._created.unlink(missing_ok=True)
@@ -231,8 +231,8 @@ class _Door:
                         if key.fileobj is self._listener:
                             self._open(selector)
                         elif isinstance(key.fileobj, Peer) and key.fileobj.fileno() >= 0:  # not closed in this round
-                            self._hear(key.fileobj, selector)
-                    self._close_late(selector)
+                            self._receive_from(key.fileobj, selector)
+                    self._close_late_connections(selector)
             finally:  # connections without a hello must not keep waiting
                 for peer in self._unknown:
                     peer.close()
@@ -245,8 +245,7 @@ class _Door:
             self._unknown[peer] = time.monotonic() + HELLO_S
             selector.register(peer, selectors.EVENT_READ)
 
-    def _close_late(self, selector: selectors.BaseSelector) -> None:
-        """Closes connections that have not sent the secret in time. If too many are open, also closes the oldest."""
+    def _close_late_connections(self, selector: selectors.BaseSelector) -> None:
         many = len(self._unknown) - STRANGERS - self._count
         for place, (peer, until) in enumerate(list(self._unknown.items())):
             if place < many or time.monotonic() > until:
@@ -259,9 +258,7 @@ class _Door:
         peer.send("stranger")
         peer.close()
 
-    def _hear(self, peer: Peer, selector: selectors.BaseSelector) -> None:
-        """Reads the messages that arrived on one connection. If the connection is closed, removes it from the
-        selector."""
+    def _receive_from(self, peer: Peer, selector: selectors.BaseSelector) -> None:
         messages = peer.receive()
         if peer in self._unknown:
             if messages is None:
@@ -324,7 +321,7 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
             time.sleep(RETRY_S)
             continue
         peer.send("hello", index, count, token.read())  # read late: process 0 writes the token before it listens
-        answer = _answer(peer, timeout + LINGER_S)  # process 0 answers when its own timeout is over
+        answer = _first_message(peer, timeout + LINGER_S)  # process 0 answers when its own timeout is over
         match answer:
             case ["go"]:
                 return peer
@@ -345,8 +342,7 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
     )
 
 
-def _answer(peer: Peer, seconds: float) -> list[Any] | None:
-    """Waits up to `seconds` for the first message of a connection. Returns the message, or None if none arrives."""
+def _first_message(peer: Peer, seconds: float) -> list[Any] | None:
     peer.connection.settimeout(seconds)
     try:
         messages = peer.receive()

@@ -65,16 +65,15 @@ def check_limits() -> None:
             f"{human(START_BYTES)} in addition to the step: raise the limit of the container or job"
         )
     limit = address_space_limit()
-    if limit is not None and not _starts():
+    if limit is not None and not _can_start_jax():
         raise DoesNotFit(
             f"ulimit -v {limit // 1024} ({human(limit)}) is too little address space to start jax and its "
             "threads: remove the limit with ulimit -v unlimited"
         )
 
 
-def _starts() -> bool:
-    """Returns True if jax can start under the limits of this process. It is tried in a subprocess, because jax may
-    abort."""
+def _can_start_jax() -> bool:
+    # In a subprocess, because jax may abort.
     done = subprocess.run(
         [sys.executable, "-c", _PROBE, str(THREADS_BYTES)],
         capture_output=True,

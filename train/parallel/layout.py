@@ -66,7 +66,7 @@ class Layout(Placement):
         """The ring of devices among which ring attention divides a sequence; None without context parallelism."""
         if self.mesh.shape["context"] == 1:
             return None
-        batch, heads = self._used(RULES["batch"]), self._used(RULES["heads"])
+        batch, heads = self._divided_axes(RULES["batch"]), self._divided_axes(RULES["heads"])
         return Ring(self.mesh, "context", batch, heads)
 
     @property
@@ -89,8 +89,7 @@ class Layout(Placement):
             return "all_to_all"
         return "allgather" if self.peers.emulated else "ragged_all_to_all"
 
-    def _used(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns the mesh axes among `axes` that have more than one device."""
+    def _divided_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     @property
@@ -124,7 +123,7 @@ class Layout(Placement):
 
     @property
     def context(self) -> int:
-        """The number of ranks that share a sequence."""
+        """The number of ranks over which each sequence is sharded, by the mesh axis `context`."""
         return self._size(("context",))
 
     @property
@@ -157,7 +156,7 @@ class Layout(Placement):
 
     def split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
         """Returns for each dimension the mesh axes over which it is sharded. Axes with one device are left out."""
-        return [self._used(self.mesh_axes(axis)) for axis in axes]
+        return [self._divided_axes(self.mesh_axes(axis)) for axis in axes]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
         """Returns the sharding of an array with these logical axes. Without axes the array is replicated."""
@@ -307,8 +306,7 @@ class Layout(Placement):
 
     @property
     def _mesh_argument(self) -> dict[str, Mesh]:
-        """The mesh argument of a `jax.shard_map`. It is empty inside another `jax.shard_map`, which already has a
-        mesh."""
+        # Inside another `jax.shard_map`, which already has a mesh, the argument is left out.
         return {} if self.manual else {"mesh": self.mesh}
 
     def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
@@ -329,7 +327,9 @@ class Layout(Placement):
         for size, axis in zip(shape, axes):
             over = self.mesh_axes(axis, state=self.strategy.stored)
             if size % self._size(over):
-                sizes = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in self._used(over))
+                sizes = " x ".join(
+                    f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in self._divided_axes(over)
+                )
                 raise ValueError(
                     f"parameter {name}: {axis}={size} is not divisible by {sizes}: "
                     "change the mesh, or the size to a multiple"
@@ -367,13 +367,13 @@ def match_parameters(state, params, shardings, default: NamedSharding):
             if shape == leaf.shape:
                 return sharding
             if shape and len(shape) == leaf.ndim and not any(a % b for a, b in zip(shape, leaf.shape)):
-                return _coarser(sharding, leaf.shape)
+                return _replicate_uneven(sharding, leaf.shape)
         return default
 
     return jax.tree_util.tree_map_with_path(pick, state)
 
 
-def _coarser(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+def _replicate_uneven(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """Returns the parameter's sharding for an array of the smaller `shape`.
 
     Dimensions that cannot be divided evenly among the devices of their mesh axes are replicated.

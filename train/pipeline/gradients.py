@@ -141,9 +141,8 @@ class PipelineGradients:
     def _micros(
         self, rest: Any, stacks: Any, frozen: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None
     ) -> Micro:
-        """Returns the inputs of the blocks, such as dropout keys and segment ids, for all micro-batches.
-
-        Leaves are [A, ...].
+        """Returns the inputs of the blocks, such as dropout keys and segment ids, with leaves [A, ...] for A
+        micro-batches.
         """
         model = self.transformer(rest, stacks, frozen)
         segments, real = batch.get("segments"), self.mask(batch)
@@ -174,26 +173,26 @@ class _Run:
         return self.whole.weights.layout
 
     @property
-    def _once(self) -> str:
-        """The named scope of a loop that has one iteration in the ticks with a micro-batch, and none in the others."""
+    def _micro_batch_scope(self) -> str:
+        # One iteration in the ticks with a micro-batch, and none in the other ticks.
         return turns_scope(1, self.whole.schedule.micro_batches, self.whole.schedule.ticks)
 
     def start(self) -> dict[str, Any]:
         """Returns the initial carry of the loop over ticks: zero buffers and sums, name -> array or tree."""
         whole, stages = self.whole, self.whole.schedule.stages
-        shape, dtype = self._stream
+        shape, dtype = self._stream_shape
         between_PBLD = jnp.zeros((stages, *shape), dtype)
         slots = max(whole.schedule.stash_slots)
         stash = []  # the residuals of each stack [stages, slots, rows of a chunk, ...]
-        for unit, kept in zip(whole.units, self._residuals()):
+        for unit, kept in zip(whole.units, self._residual_shapes()):
             rows = stages, slots, unit.rows.rows
-            stash.append([self._spread(jnp.zeros((*rows, *leaf.shape), leaf.dtype)) for leaf in kept])
+            stash.append([self._shard_stages(jnp.zeros((*rows, *leaf.shape), leaf.dtype)) for leaf in kept])
         sums = jax.tree.map(lambda w: jnp.zeros(w.shape, whole.accumulator), {**self.stacks, **self.rest})
         sums = whole.weights.totals(sums)
         loads = [no_load(len(unit.rows.order), whole.experts) if unit.routed else None for unit in whole.units]
         pool = None
         if whole.pooled:
-            pool = self._spread(jnp.zeros((stages, whole.schedule.micro_batches, 2, whole.experts), jnp.float32))
+            pool = self._shard_stages(jnp.zeros((stages, whole.schedule.micro_batches, 2, whole.experts), jnp.float32))
         return {
             "x": self._shard_stream(between_PBLD),
             "d": self._shard_stream(between_PBLD),
@@ -206,12 +205,11 @@ class _Run:
         }
 
     @cached_property
-    def _stream(self) -> tuple[tuple[int, ...], Any]:
-        """The shape and dtype of one micro-batch's residual stream."""
+    def _stream_shape(self) -> tuple[tuple[int, ...], Any]:
         x_BLD = jax.eval_shape(lambda: self._begin(self.rest, jnp.int32(0)))
         return x_BLD.shape, x_BLD.dtype
 
-    def _residuals(self) -> list[list[jax.ShapeDtypeStruct]]:
+    def _residual_shapes(self) -> list[list[jax.ShapeDtypeStruct]]:
         """Returns for each stack the shapes of the residuals that one layer saves."""
 
         def kept(stacks, fixed, micros, x_BLD):
@@ -223,22 +221,20 @@ class _Run:
                 residuals.append(leaves)
             return residuals
 
-        shape, dtype = self._stream
+        shape, dtype = self._stream_shape
         kept_inside = inside(self.layout, kept, (P(STAGE), P(STAGE), P(), P()), P())
         return jax.eval_shape(kept_inside, self.stacks, self.fixed, self.micros, jax.ShapeDtypeStruct(shape, dtype))
 
-    def _spread(self, leaf: jax.Array) -> jax.Array:
-        """Shards an array [P, ...] over the stages. The compiler chooses the sharding of the other axes."""
+    def _shard_stages(self, leaf: jax.Array) -> jax.Array:
+        # The compiler chooses the sharding of the other axes.
         rest = [P.UNCONSTRAINED] * (leaf.ndim - 1)
         return jax.lax.with_sharding_constraint(leaf, jax.sharding.NamedSharding(self.layout.mesh, P(STAGE, *rest)))
 
     def _shard_stream(self, x_PBLD: jax.Array) -> jax.Array:
-        """Shards the residual streams of all stages."""
         spec = P(STAGE, *self.layout.spec(("batch", "stream", None)))
         return jax.lax.with_sharding_constraint(x_PBLD, jax.sharding.NamedSharding(self.layout.mesh, spec))
 
     def tick(self, carry: dict[str, Any], table: Ticks) -> tuple[dict[str, Any], None]:
-        """Runs one tick of the pipeline: forward pass, loss, backward pass, and the transfers between stages."""
         carry = dict(carry)
         with jax.named_scope(FORWARD):
             y_PBLD = self._forward(carry, table)
@@ -263,8 +259,8 @@ class _Run:
         entering_BLD = when(
             table.enter >= 0,
             lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
-            jnp.zeros(*self._stream),
-            self._once,
+            jnp.zeros(*self._stream_shape),
+            self._micro_batch_scope,
         )
         stage, chunk = self.whole.schedule.place_of(0)
 
@@ -321,16 +317,16 @@ class _Run:
             carry["outputs"] = when(
                 table.keep >= 0,
                 lambda kept: jax.lax.dynamic_update_index_in_dim(
-                    kept, self._of_stage(y_PBLD, last), jnp.maximum(table.keep, 0), 0
+                    kept, self._copy_from_stage(y_PBLD, last), jnp.maximum(table.keep, 0), 0
                 ),
                 carry["outputs"],
-                self._once,
+                self._micro_batch_scope,
             )
 
         def end(carried):
             loss, sums, _ = carried
             waited = self.whole.schedule.output_slots
-            x_BLD = row_of(carry["outputs"], jnp.maximum(slot, 0)) if waited else self._of_stage(y_PBLD, last)
+            x_BLD = row_of(carry["outputs"], jnp.maximum(slot, 0)) if waited else self._copy_from_stage(y_PBLD, last)
             targets_BL = row_of(self.batch["targets"], jnp.maximum(micro, 0))
 
             def function(rest, x_BLD):
@@ -343,15 +339,13 @@ class _Run:
             grads, d_BLD = pullback(jnp.ones_like(total) if self.factor is None else self.factor)
             return loss + total, self._add(sums, grads), d_BLD
 
-        zeros = jnp.zeros(*self._stream)
+        zeros = jnp.zeros(*self._stream_shape)
         sums = {name: carry["sums"][name] for name in self.rest}
-        carry["loss"], sums, d_BLD = when(micro >= 0, end, (carry["loss"], sums, zeros), self._once)
+        carry["loss"], sums, d_BLD = when(micro >= 0, end, (carry["loss"], sums, zeros), self._micro_batch_scope)
         carry["sums"] = {**carry["sums"], **sums}
         return d_BLD
 
-    def _of_stage(self, x_PBLD: jax.Array, stage: int) -> jax.Array:
-        """Returns the array [B, L, D] of one stage, copied to all stages."""
-
+    def _copy_from_stage(self, x_PBLD: jax.Array, stage: int) -> jax.Array:
         def pick(x_1BLD):
             return broadcast_from(self.layout, x_1BLD[0], jax.lax.axis_index(STAGE) == stage)
 
@@ -424,9 +418,9 @@ class _Run:
         def leave(sums):
             micro = jnp.maximum(table.leave, 0)
             _, pullback = jax.vjp(lambda rest: self._begin(rest, micro), self.rest)
-            return self._add(sums, pullback(self._of_stage(d_PBLD, stage))[0])
+            return self._add(sums, pullback(self._copy_from_stage(d_PBLD, stage))[0])
 
-        sums = when(table.leave >= 0, leave, {name: carry["sums"][name] for name in self.rest}, self._once)
+        sums = when(table.leave >= 0, leave, {name: carry["sums"][name] for name in self.rest}, self._micro_batch_scope)
         carry["sums"] = {**carry["sums"], **sums}
 
     def _move(self, y_PBLD: jax.Array, d_PBLD: jax.Array, table: Ticks) -> tuple[jax.Array, jax.Array]:

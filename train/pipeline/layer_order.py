@@ -39,7 +39,7 @@ def describe_reordered(abstract: Any, order: Order, wanted: Order) -> Any:
             )
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-    return _of_stacks(abstract, order, wanted, one)
+    return _map_stacks(abstract, order, wanted, one)
 
 
 def reorder(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
@@ -68,19 +68,18 @@ def reorder(tree: Any, order: Order, wanted: Order, abstract: Any | None = None)
         next(shardings, None)
         return leaf
 
-    return _of_stacks(tree, order, wanted, one, kept)
+    return _map_stacks(tree, order, wanted, one, kept)
 
 
 def _take(leaf: jax.Array, places: np.ndarray) -> jax.Array:
     return jnp.take(fetch(leaf), jnp.asarray(places), axis=0, mode="fill", fill_value=0)
 
 
-def _of_stacks(
+def _map_stacks(
     tree: Any, order: Order, wanted: Order, function: Callable[..., Any], kept: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
-    """Applies `function(row order, wanted row order, leaf)` to each leaf of a layer stack whose order must change.
-
-    Applies `kept(leaf)` to every other leaf of the tree.
+    """Applies `function(row order, wanted row order, leaf)` to each leaf of a stack of layers whose rows must be
+    reordered, and `kept(leaf)` to every other leaf of the tree. A row order contains the layer index of each row.
     """
     moved = {}
     for stack in {*order, *wanted}:

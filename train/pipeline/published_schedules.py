@@ -26,7 +26,7 @@ class PassTimes:
 
     @property
     def all(self) -> Fraction:
-        """The sum F + B + W."""
+        """Duration of all passes of one micro-batch on one stage: F + B + W."""
         return self.forward + self.inputs + self.weights
 
 

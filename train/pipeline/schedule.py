@@ -74,7 +74,7 @@ class Schedule:
 
     @property
     def virtual_stages(self) -> int:
-        """The number of virtual stages, vP."""
+        """The number of virtual stages, vP: v chunks on each of P stages."""
         return self.stages * self.virtual
 
     def place_of(self, virtual_stage: int) -> tuple[int, int]:
@@ -118,7 +118,11 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def times_of(schedule: Schedule, table: np.ndarray) -> Times:
-    """Returns (micro-batch, virtual stage) -> tick, from a table of a schedule such as `Schedule.forward`.
+    """Finds the tick in which each virtual stage computes each micro-batch. Returns (micro-batch, virtual stage) ->
+    tick.
+
+    `table`: one pass of the schedule, such as `schedule.forward`: int32 [ticks, stages, 3], where the last axis is
+    (micro-batch, chunk, stash slot), -1 for no work.
 
     Raises ReportError if a pair is missing or occurs twice.
     """

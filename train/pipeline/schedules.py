@@ -50,7 +50,7 @@ def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
     # in order.
     forward = {(m, k): m + k for m in range(M) for k in range(P)}
     backward = {(m, k): start + m + (P - 1 - k) for m in range(M) for k in range(P)}
-    return _table(name, P, 1, M, _ring(P, 1), forward, backward)
+    return _build_schedule(name, P, 1, M, _ring(P, 1), forward, backward)
 
 
 def _one_f_one_b(name: str, P: int, M: int, v: int) -> Schedule:
@@ -72,18 +72,18 @@ def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
             f"the number of micro-batches must be a multiple of the stages: set batch.accumulation={-(-M // P) * P}"
         )
 
-    def item(m: int, chunk: int) -> int:
-        """Returns the index of (micro-batch, chunk) in the order in which a stage runs its work."""
+    def position(m: int, chunk: int) -> int:
+        # Index in the order in which a stage runs its work.
         return (m // P * v + chunk) * P + m % P if v > 1 else m
 
-    forward = {(m, chunk * P + s): item(m, chunk) + s for m in range(M) for chunk in range(v) for s in range(P)}
+    forward = {(m, chunk * P + s): position(m, chunk) + s for m in range(M) for chunk in range(v) for s in range(P)}
     backward = {
-        (m, chunk * P + s): v * P - 1 + item(m, v - 1 - chunk) + P - 1 - s
+        (m, chunk * P + s): v * P - 1 + position(m, v - 1 - chunk) + P - 1 - s
         for m in range(M)
         for chunk in range(v)
         for s in range(P)
     }
-    return _table(name, P, v, M, _ring(P, v), forward, backward)
+    return _build_schedule(name, P, v, M, _ring(P, v), forward, backward)
 
 
 def _v(name: str, P: int, M: int, v: int) -> Schedule:
@@ -100,7 +100,7 @@ def _v(name: str, P: int, M: int, v: int) -> Schedule:
     # once.
     forward = {(m, k): 2 * m + k for m in range(M) for k in range(2 * P)}
     backward = {(m, k): 2 * m + 4 * P - 2 - k for m in range(M) for k in range(2 * P)}
-    return _table(name, P, 2, M, _v_shape(P), forward, backward)
+    return _build_schedule(name, P, 2, M, _v_shape(P), forward, backward)
 
 
 def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
@@ -118,7 +118,7 @@ def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
         lag = s
         for m in range(M):
             weights[m, s] = max(waiting[m] + lag, weights.get((m - 1, s), IDLE) + 1)
-    return _table(name, P, 1, M, _ring(P, 1), forward, backward, weights)
+    return _build_schedule(name, P, 1, M, _ring(P, 1), forward, backward, weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ SCHEDULES: Mapping[str, ScheduleRow] = {
 }
 
 
-def _table(
+def _build_schedule(
     name: str,
     P: int,
     v: int,
@@ -166,7 +166,7 @@ def _table(
     slots: dict[Unit, int] = {}
     for held in placement:
         own = sorted((forward[unit], last_use[unit], unit) for unit in forward if unit[1] in held)
-        slots |= _slots(own)
+        slots |= _assign_slots(own)
 
     def filled(times: Times) -> np.ndarray:
         table = np.full((ticks, P, 3), IDLE, np.int32)
@@ -177,7 +177,7 @@ def _table(
 
     last = v * P - 1
     waits = [(forward[m, last], backward[m, last], (m, last)) for m in range(M)]
-    outputs = _slots(waits) if any(start < end for start, end, _ in waits) else {}
+    outputs = _assign_slots(waits) if any(start < end for start, end, _ in waits) else {}
     ends, write = np.full((ticks, 2), IDLE, np.int32), np.full(ticks, IDLE, np.int32)
     for start, end, unit in waits:
         ends[end] = unit[0], outputs.get(unit, IDLE)
@@ -198,7 +198,7 @@ def _table(
     )
 
 
-def _slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
+def _assign_slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
     """Assigns a slot to each live range, using the minimum number of slots. A live range is (first tick, last tick,
     (micro-batch, virtual stage)); `lives` is sorted by first tick."""
     free_from: list[int] = []  # the last tick of each slot

@@ -46,7 +46,7 @@ class Micro:
 
     @property
     def key_B(self) -> jax.Array | None:
-        """The dropout keys, None without dropout."""
+        """The random keys of dropout, one jax key for each sequence; None without dropout."""
         return None if self.keys is None else jax.random.wrap_key_data(self.keys)
 
 
@@ -75,11 +75,11 @@ class StackUnit:
     recipe: Pullback = dataclasses.field(default_factory=Pullback)
     dtypes: list = dataclasses.field(default_factory=list)
 
-    def _pullback(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro) -> tuple:
-        """Runs one layer under `jax.vjp`. Returns ((y_BLD, losses), pullback, router statistics).
+    def _run_with_pullback(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro) -> tuple:
+        """Runs one layer and returns ((y_BLD, losses), its pullback from `jax.vjp`, router statistics).
 
-        `losses` are float32 [2], the balance loss and the z loss. If the balance loss is pooled over all layers, they
-        are [E + 1], the mean scores of the E experts and the z loss.
+        losses: float32 [2], the balance loss and the z loss. If the balance loss is pooled over all layers: [E + 1],
+          the mean router scores of the E experts and the z loss.
         """
 
         def run(x_BLD, own):
@@ -98,10 +98,10 @@ class StackUnit:
         self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro
     ) -> tuple[jax.Array, Load | None, Leaves]:
         """Returns the output of one layer, its router statistics, and the residuals to save."""
-        (y_BLD, _), pullback, load = self._pullback(x_BLD, own, fixed, number, micro)
-        kept = self.recipe.split(pullback, jax.tree.leaves((own, fixed)), _shared(number, micro))
+        (y_BLD, _), pullback, load = self._run_with_pullback(x_BLD, own, fixed, number, micro)
+        kept = self.recipe.split(pullback, jax.tree.leaves((own, fixed)), _leaves_known_to_backward(number, micro))
         self.dtypes[:] = [leaf.dtype for leaf in kept]
-        return y_BLD, load, [_plain(leaf) for leaf in kept]
+        return y_BLD, load, [_raw_key_data(leaf) for leaf in kept]
 
     def forward(
         self,
@@ -132,7 +132,7 @@ class StackUnit:
             x_BLD, stash, load, pool = carry
             row = chunk * self.rows.rows + index
             x_BLD, layer_load, kept = self.layer(x_BLD, *row_of((own, fixed), row), first[chunk] + index, micro)
-            stash = [_write(leaf, new, (slot, index)) for leaf, new in zip(stash, kept, strict=True)]
+            stash = [_write_at_leading_indices(leaf, new, (slot, index)) for leaf, new in zip(stash, kept, strict=True)]
             if layer_load is not None:
                 load = jax.tree.map(
                     lambda sums, new: sums.at[row].add(new), load, weighted_load(layer_load, micro.tokens)
@@ -200,12 +200,14 @@ class StackUnit:
             row = chunk * self.rows.rows + index
             weights = row_of((own, fixed), row)
             kept = [_typed(_read(leaf, (slot, index)), dtype) for leaf, dtype in zip(stash, self.dtypes, strict=True)]
-            pullback = self.recipe.join(kept, jax.tree.leaves(weights), _shared(first[chunk] + index, micro))
+            pullback = self.recipe.join(
+                kept, jax.tree.leaves(weights), _leaves_known_to_backward(first[chunk] + index, micro)
+            )
             d_BLD, d_own = pullback((d_BLD, d_losses))
             d_own = self.weights.gradients(jax.tree.map(lambda grad: grad[None], d_own))
 
             def add(total, grad):
-                return _write(total, _read(total, (row,)) + grad[0].astype(total.dtype), (row,))
+                return _write_at_leading_indices(total, _read(total, (row,)) + grad[0].astype(total.dtype), (row,))
 
             return d_BLD, jax.tree.map(add, sums, d_own)
 
@@ -213,15 +215,12 @@ class StackUnit:
             return jax.lax.fori_loop(0, count[chunk], turn, (d_BLD, sums))
 
 
-def _shared(number: jax.Array, micro: Micro) -> Leaves:
-    """Returns the arrays that a layer's backward pass has anyway, such as segment ids, and that need not be saved as
-    residuals.
-    """
+def _leaves_known_to_backward(number: jax.Array, micro: Micro) -> Leaves:
+    # The backward pass has these arrays anyway, so they are not saved as residuals.
     return jax.tree.leaves((number, micro.packed, micro.tokens, micro.coefficients))
 
 
-def _write(leaf: jax.Array, new: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
-    """Returns `leaf` [..., *new] with `new` written at the leading indices `at`."""
+def _write_at_leading_indices(leaf: jax.Array, new: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
     zeros = [0] * new.ndim
     return jax.lax.dynamic_update_slice(leaf, new[(None,) * len(at)], (*at, *zeros))
 
@@ -231,9 +230,8 @@ def _read(leaf: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
     return jax.lax.dynamic_slice(leaf, (*at, *[0] * len(shape)), (1,) * len(at) + shape).reshape(shape)
 
 
-def _plain(leaf: jax.Array) -> jax.Array:
-    """Returns the raw data of random keys, and other arrays unchanged. The saved residuals are initialized with zeros,
-    which random keys cannot be."""
+def _raw_key_data(leaf: jax.Array) -> jax.Array:
+    # Saved residuals are initialized with zeros, which random keys cannot be.
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 

@@ -119,13 +119,15 @@ def lines(report: ReportRecord, levers: Sequence[Lever], tried: Sequence[TriedLe
     for size, lever in compiled:
         verdict = "fits" if size <= limit else f"{human(size - limit)} too much"
         out.append(f"  {human(size)}  {verdict}  {lever.flags}")
-    known = any(report.breakdown.values())  # whether the report has the bytes of each category
+    bytes_known = any(report.breakdown.values())  # whether the report has the bytes of each category
     tried_levers = [each.lever for each in tried]
-    left = [lever for lever in levers if lever not in tried_levers and (lever.max_freed_bytes(report) or not known)]
+    left = [
+        lever for lever in levers if lever not in tried_levers and (lever.max_freed_bytes(report) or not bytes_known)
+    ]
     if left and not any(size <= limit for size, _ in compiled):
-        sizes = ", with the maximum that each can free" if known else ""
+        sizes = ", with the maximum that each can free" if bytes_known else ""
         out.append(f"{'not compiled' if compiled else 'left to try'}, the cheapest first{sizes}:")
-        out += [_line_of(lever, report, known) for lever in left]
+        out += [_format_lever(lever, report, bytes_known) for lever in left]
     if case_of(report) is not None and not levers:
         out.append(
             "the config already uses all memory savings: use a smaller model, shorter sequences "
@@ -136,14 +138,9 @@ def lines(report: ReportRecord, levers: Sequence[Lever], tried: Sequence[TriedLe
     return out
 
 
-def _line_of(lever: Lever, report: ReportRecord, known: bool) -> str:
-    """Returns the advice line of a memory saving that was not compiled: its config flags and its cost.
-
-    known: whether the report has the bytes of each category. If so, the line begins with the maximum bytes that the
-    saving frees.
-    """
+def _format_lever(lever: Lever, report: ReportRecord, bytes_known: bool) -> str:
     line = "  "
-    if known:
+    if bytes_known:
         frees, missing = lever.max_freed_bytes(report), report.predicted_bytes - (report.limit_bytes or 0)
         line += f"{human(frees)}  may be enough  " if frees >= missing > 0 else f"{human(frees)}  "
     return f"{line}{lever.flags}  ({lever.costs})" if lever.costs else line + lever.flags

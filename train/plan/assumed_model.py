@@ -129,10 +129,10 @@ def question_from_flags(args: Mapping[str, Any]) -> Question:
     if not 1 <= parameters < 1e18:
         raise ReportError(f"--params={args['params']} is out of range: give at least 1 and less than 1e18")
     given = {flag: checked_number(args, flag) for flag in SHAPE}
-    experts, latent = _fields_given(args, EXPERTS), _fields_given(args, LATENT)
+    experts, latent = _read_flags_of_feature(args, EXPERTS), _read_flags_of_feature(args, LATENT)
     per_layer = 1.0
     if experts and not (given["layers"] and given["d-model"]):
-        per_layer = _parameters_per_layer(experts)
+        per_layer = _parameters_relative_to_dense(experts)
     shape = shape_for(
         parameters / per_layer, given["vocabulary"] or 50304, layers=given["layers"], width=given["d-model"]
     )
@@ -157,12 +157,8 @@ def question_from_flags(args: Mapping[str, Any]) -> Question:
     return Question(parameters, model)
 
 
-def _fields_given(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> dict[str, Any]:
-    """Returns field -> value for the flags in `table`; {} if the first flag, which turns the feature on, is not given.
-
-    Raises:
-        ReportError: another flag in the table is given without the first one.
-    """
+def _read_flags_of_feature(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> dict[str, Any]:
+    # The first flag of the table turns the feature on.
     first = next(iter(table))
     values, wanted = {}, bool(checked_number(args, first, table[first].minimum))
     for flag, row in table.items():
@@ -173,16 +169,8 @@ def _fields_given(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> di
     return values if wanted else {}
 
 
-def _parameters_per_layer(experts: Mapping[str, Any]) -> float:
-    """Returns how many times as many parameters a layer with experts has as a dense GPT layer of the same width h.
-
-    A dense layer has 12 h^2 parameters. Attention has 4 h^2, and each expert has 8 h^2.
-
-    experts: the fields of `ExpertShape`, field -> value.
-
-    Raises:
-        ReportError: the flags set the width of experts or the layers that have them, which needs the model's shape.
-    """
+def _parameters_relative_to_dense(experts: Mapping[str, Any]) -> float:
+    # A dense GPT layer of width h has 12 h^2 parameters: 4 h^2 in attention and 8 h^2 in the MLP, or in each expert.
     if experts["width"] or experts["dense_layers"] or experts["every"] > 1:
         raise ReportError(
             "--d-expert, --dense-layers and --moe-every need the shape of the layers, which does not follow from "

@@ -137,10 +137,10 @@ def model_facts(
     schedule = None
     if stages > 1:
         schedule = make_schedule(config["pipeline.schedule"], stages, steps, config["pipeline.virtual"])
-    segments = _segments(config)
-    question, why = None, _without_formula(config)
+    segments = _remat_segments(config)
+    question, why = None, _why_no_formula(config)
     try:
-        question = _question(config, mesh, schedule)
+        question = _make_question(config, mesh, schedule)
     except ReportError as error:
         why = str(error)
     return ModelFacts(
@@ -151,17 +151,17 @@ def model_facts(
         micro_steps=steps,
         accumulates_inside=config["batch.mode"] == "scan",
         segments=segments,
-        policy=_policy(config, segments),
+        policy=_segment_of_default_policy(config, segments),
         kernel_outside=config["model.attention"] == "cudnn",
         halves=config["remat.granularity"] == "parts",
         skips_masked=config["model.attention"] == "chunked",
         sent_parameter=PRECISIONS[preset].activation if preset in GATHERED and not changed else 0,
         sent_gradient=SENT_GRADIENTS.get(preset, 0),
-        exchange=_exchange(config, platform) if model.experts else "",
+        exchange=_expert_collective(config, platform) if model.experts else "",
         expert_rows=config["model.moe_kernel"] != "dense",
         pipeline=_pipeline(schedule, model.layers) if schedule else None,
         compute=config["precision.compute"] or {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16"),
-        asked_of_host=_host_memory_keys(config),
+        asked_of_host=_host_offload_keys(config),
     )
 
 
@@ -176,7 +176,7 @@ def question_of(flat: Mapping[str, Any]) -> Question:
     Raises:
         ReportError: the formulas do not cover the config.
     """
-    why = _without_formula(flat)
+    why = _why_no_formula(flat)
     if why:
         raise ReportError(why)
     mesh, schedule = mesh_of(flat), None
@@ -184,7 +184,7 @@ def question_of(flat: Mapping[str, Any]) -> Question:
         ranks = mesh["fsdp"] * mesh["expert"] * mesh["context"] * mesh["data"]
         steps = accumulation(flat, ranks)
         schedule = make_schedule(flat["pipeline.schedule"], mesh["stage"], steps, flat["pipeline.virtual"])
-    return _question(flat, mesh, schedule)
+    return _make_question(flat, mesh, schedule)
 
 
 def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
@@ -265,8 +265,7 @@ def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 # ---- the question ---------------------------------------------------------------------------------------------------
 
 
-def _without_formula(config: Mapping[str, Any]) -> str:
-    """Returns the reason why the formulas do not cover a config; "" if they do."""
+def _why_no_formula(config: Mapping[str, Any]) -> str:
     for key, table in (
         ("precision.preset", PRECISIONS),
         ("optimizer.name", OPTIMIZERS),
@@ -283,7 +282,7 @@ def _without_formula(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Schedule | None) -> Question:
+def _make_question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Schedule | None) -> Question:
     """Returns the input of the memory calculator for a config on a mesh whose sizes are known.
 
     schedule: the pipeline schedule; None for a mesh without pipeline stages.
@@ -299,7 +298,7 @@ def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Sche
         precision, optimizer = PRECISIONS[config["precision.preset"]], OPTIMIZERS[config["optimizer.name"]]
         kernel, stage = KERNELS[m["attention"]], ZERO_STAGES[config["mesh.strategy"]]
     except KeyError as error:
-        raise ReportError(_without_formula(config)) from error
+        raise ReportError(_why_no_formula(config)) from error
     layout = StepLayout(
         mesh["tensor"],
         config["mesh.sequence_parallel"] and mesh["tensor"] > 1,
@@ -373,11 +372,7 @@ def named_segment(policy: str, layers: int) -> RematSegment:
     return segment(policy, layers, 1, [name for name in row.names if name not in row.moved], row.moved)
 
 
-def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
-    """Returns the ranges of consecutive layers of a config, each with its remat policy.
-
-    Returns () if `remat.policy=auto` has no plan yet.
-    """
+def _remat_segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
     if "segments" in config:
         parts = config["segments"]
         return tuple(segment(p["policy"], p["layers"], p["groups"], p["save"], p["offload"]) for p in parts)
@@ -394,8 +389,8 @@ def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
     return tuple(segments)
 
 
-def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
-    """Returns the policy `remat.policy`, which applies to all layers outside the ranges of `remat.layers`."""
+def _segment_of_default_policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
+    # remat.policy applies to all layers outside the ranges of remat.layers.
     policy, layers = config["remat.policy"], config["model.n_layers"]
     if policy == "custom":
         return segment(policy, layers, 1, config["remat.save"], config["remat.offload"])
@@ -404,11 +399,8 @@ def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> Rema
     return named_segment(policy, layers)
 
 
-def _exchange(config: Mapping[str, Any], platform: str) -> str:
-    """Returns the collective that sends tokens to the devices of their experts, such as "all_to_all".
-
-    It is the value of `StepLayout.exchange`. Returns "" on a CPU for `ragged_all_to_all`, which the CPU emulates.
-    """
+def _expert_collective(config: Mapping[str, Any], platform: str) -> str:
+    # A CPU emulates ragged_all_to_all.
     asked, on_cpu = config["mesh.dispatch"], platform == "cpu"
     if asked == "auto" and config["model.moe_kernel"] == "capacity":
         return "all_to_all"
@@ -429,9 +421,7 @@ def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
     return Pipeline(schedule.ticks, schedule.bends, schedule.stash_slots, simulate(schedule).bubble, v_share, v_bubble)
 
 
-def _host_memory_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the config keys that move tensors to host memory, and "the policy" if the remat policy moves tensors
-    there."""
+def _host_offload_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     keys = [key for key in ("offload.optimizer", "offload.params") if config.get(key) is True]
     words: list[Any] = []
     for key, value in config.items():

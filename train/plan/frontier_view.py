@@ -293,16 +293,12 @@ def render_page(front: Mapping[str, Any]) -> str:
                 emphasis=lambda plan: "winner" if best and plan["plan"] == best["plan"] else "",
             )
         ),
-        fixed=page_table(TableView((*POLICY_COLUMNS, run), _judged_policies(front))),
+        fixed=page_table(TableView((*POLICY_COLUMNS, run), _policies_with_fits(front))),
         notes=[*limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(front["points"])],
     )
 
 
-def _judged_policies(front: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the policies for all layers, each with the key `fits`.
-
-    `fits` says whether a policy is within the memory limit of the target. It is None if the target has no known limit.
-    """
+def _policies_with_fits(front: Mapping[str, Any]) -> list[dict[str, Any]]:
     limit = front["target"].get("limit_bytes")
     return [{**policy, "fits": policy["allocated_bytes"] <= limit if limit else None} for policy in front["fixed"]]
 

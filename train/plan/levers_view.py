@@ -158,12 +158,12 @@ def render_text(staircase: Mapping[str, Any]) -> RenderableType:
     """
     levels, target = staircase["levels"], staircase["target"]
     limit = _limit(levels)
-    unit, size = _unit(levels)
+    unit, size = _unit_of_levels(levels)
     words = f"{unit} allocated on each device; each stage includes all stages before it:"
     head = heading(Text(f"{len(levels)} stages", "bold"), target, limit, staircase["versions"], words)
     records = [{**level, "number": number} for number, level in enumerate(levels, 1)]
     return blocks(
-        Group(*head, _Bars(levels, size, limit), _legend(levels)),
+        Group(*head, _LevelBars(levels, size, limit), _legend(levels)),
         terminal_table(TableView(COLUMNS, records), size) if levels else None,
         _below(staircase),
     )
@@ -173,8 +173,7 @@ def _limit(levels: Sequence[Record]) -> int | None:
     return next((level["limit_bytes"] for level in levels if level["limit_bytes"]), None)
 
 
-def _unit(levels: Sequence[Record]) -> tuple[str, int]:
-    """Returns the unit in which all levels are shown: its name, such as "GiB", and its number of bytes."""
+def _unit_of_levels(levels: Sequence[Record]) -> tuple[str, int]:
     return column_unit(min((level["allocated_bytes"] for level in levels if level["allocated_bytes"]), default=0))
 
 
@@ -201,10 +200,9 @@ def bar(breakdown: Mapping[str, int], scale: int, width: int = MAX_BAR) -> Text:
     return out
 
 
-class _Bars:
-    """A bar chart for the terminal: for each level its title, a bar, its allocated bytes and whether it fits.
-
-    A mark below the bars shows the memory limit.
+class _LevelBars:
+    """A terminal bar chart with a row for each level of memory savings: its title, a bar of its memory, its allocated
+    bytes, and whether it fits. A mark below the bars shows the memory limit.
     """
 
     def __init__(self, levels: Sequence[Record], size: int, limit: int | None) -> None:
@@ -302,7 +300,7 @@ def render_page(staircase: Mapping[str, Any]) -> str:
         where=where(target),
         facts=facts(levels, staircase["given"]),
         versions=versions(staircase["versions"]),
-        figures=_figures(levels[0] if levels else None, first, last),
+        figures=_header_figures(levels[0] if levels else None, first, last),
         commands=[
             (words, level["title"], _command(staircase, level))
             for words, level in (("First that fits", first), ("All stages", last))
@@ -343,20 +341,19 @@ def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
                 "breakdown": level["breakdown"],
                 "limit": level["limit_bytes"],
                 "fits": level["fits"],
-                "costs": _costs(level),
+                "costs": _cost_texts(level),
             }
             for level in levels
         ],
         "categories": [(row, row_name(row)) for row in ROWS if any(level["breakdown"].get(row) for level in levels)],
-        "unit": _unit(levels),
+        "unit": _unit_of_levels(levels),
         "limit": limit,
         "target": str(staircase["target"].get("name", "")),
         "scale": longest_bar(sizes, limit),
     }
 
 
-def _costs(level: Mapping[str, Any]) -> list[str]:
-    """Returns the costs of a level besides its device memory, such as recomputation, one text per cost."""
+def _cost_texts(level: Mapping[str, Any]) -> list[str]:
     share = level["recompute_flops_fraction"]
     step, within = seconds(level["predicted_seconds"]), spread(level)
     return [
@@ -368,12 +365,7 @@ def _costs(level: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _figures(*levels: Mapping[str, Any] | None) -> list[HeaderFigure]:
-    """Returns the numbers to show at the top of the page.
-
-    They are the allocated bytes of the first level, of the first level that fits and of the last level, and the
-    predicted speed of the first level that fits. A level that is None is left out.
-    """
+def _header_figures(*levels: Mapping[str, Any] | None) -> list[HeaderFigure]:
     first = levels[1]
     sizes = [
         figure(name, level["allocated_bytes"], level["title"])

@@ -71,7 +71,7 @@ def open_levers(report: ReportRecord) -> list[Lever]:
         return []
     levers = []
     for row in LEVERS:
-        lever = _saving(row, case) if isinstance(row, str) else row(case)
+        lever = _lever_if_applicable(row, case) if isinstance(row, str) else row(case)
         if lever is not None:
             levers.append(lever)
     return levers
@@ -94,7 +94,7 @@ def combine_levers(levers: Sequence[Lever], report: ReportRecord) -> Lever | Non
         for row, share in lever.frees.items():
             frees[row] = max(share, frees.get(row, 0.0))
     if "batch.micro" in keys:
-        keys |= _micro_keys(case, case.flat["batch.micro"])
+        keys |= _split_micro_batch_keys(case, case.flat["batch.micro"])
         frees |= dict.fromkeys(BATCH_ROWS, 1.0)
     return Lever(keys, frees, True, "all of these", max(lever.adds for lever in used))
 
@@ -111,8 +111,7 @@ def flags(keys: Keys) -> str:
 # ---- the levers -----------------------------------------------------------------------------------------------------
 
 
-def _saving(name: str, case: Case) -> Lever | None:
-    """Returns the row `name` of the catalogue of savings as a lever; None if it does not apply to the config."""
+def _lever_if_applicable(name: str, case: Case) -> Lever | None:
     row = SAVINGS[name]
     return Lever(row.all_keys, row.frees, row.same_curve, row.costs) if row.applies(case) else None
 
@@ -133,12 +132,7 @@ def _replicas(case: Case) -> Lever | None:
     return Lever(keys, dict.fromkeys(_STATE_ROWS, 1 - 1 / data), True, "more collectives between replicas")
 
 
-def _micro(case: Case) -> Lever | None:
-    """Returns a lever that makes micro-batches smaller and accumulates more of them.
-
-    The new micro-batch is the largest one that should fit. It divides the old micro-batch and is at most half as
-    large.
-    """
+def _smaller_micro_batch(case: Case) -> Lever | None:
     micro, report = case.flat["batch.micro"], case.report
     if micro < 2 or not case.accumulates:
         return None
@@ -151,14 +145,10 @@ def _micro(case: Case) -> Lever | None:
     # With accumulation there is a gradient accumulator, as large as the parameters.
     accumulator = report.breakdown.get("params", 0) if case.micro_steps == 1 else 0
     frees = dict.fromkeys(BATCH_ROWS, 1 - chosen / micro)
-    return Lever(_micro_keys(case, micro // chosen), frees, adds=accumulator)
+    return Lever(_split_micro_batch_keys(case, micro // chosen), frees, adds=accumulator)
 
 
-def _micro_keys(case: Case, times: int) -> dict[str, str]:
-    """Returns the config keys that split each micro-batch of an update into `times` smaller ones, dotted key -> text.
-
-    The number of sequences per update stays the same.
-    """
+def _split_micro_batch_keys(case: Case, times: int) -> dict[str, str]:
     keys = {"batch.micro": str(case.flat["batch.micro"] // times)}
     if case.flat["batch.accumulation_schedule"]:
         steps = ",".join(f"{start}:{times * count}" for start, count in schedule(case.flat))
@@ -170,18 +160,15 @@ def _micro_keys(case: Case, times: int) -> dict[str, str]:
     return keys
 
 
-def _full(case: Case) -> Lever | None:
-    """Returns the lever that recomputes all blocks. It clears tensor names and ranges of layers that the config
-    sets."""
-    lever = _saving("full", case)
+def _full_recomputation(case: Case) -> Lever | None:
+    lever = _lever_if_applicable("full", case)
     if lever is None:
         return None
     cleared = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat[key]}
     return dataclasses.replace(lever, keys={**lever.keys, **cleared})
 
 
-def _expert_room(case: Case) -> Lever | None:
-    """Returns the lever that lowers `model.capacity_factor`, so that each expert has memory for fewer tokens."""
+def _lower_capacity_factor(case: Case) -> Lever | None:
     routing = case.routing
     smaller = smaller_room(*routing) if routing else None
     if routing is None or smaller is None:
@@ -192,12 +179,9 @@ def _expert_room(case: Case) -> Lever | None:
     return Lever({"model.capacity_factor": f"{factor:g}"}, frees, False, costs)
 
 
-def _nf4_base(case: Case) -> Lever | None:
-    """Returns the lever that stores frozen weights in 4 bits (NF4).
-
-    The freed fraction is an upper bound, because it includes embedding tables and norms, which stay in 16 bits.
-    """
-    lever = _saving("nf4_base", case)
+def _store_frozen_in_nf4(case: Case) -> Lever | None:
+    # An upper bound, because embedding tables and norms stay in 16 bits.
+    lever = _lever_if_applicable("nf4_base", case)
     if lever is None:
         return None
     left = BASES["nf4"].size() / BASES[case.flat["lora.base"]].size()
@@ -224,18 +208,18 @@ LEVERS: tuple[str | Callable[[Case], Lever | None], ...] = (
     "loss",
     "attention",
     "selective",
-    _micro,
+    _smaller_micro_batch,
     _zero3,
     _replicas,
     "mlp_chunk",
-    _full,
+    _full_recomputation,
     "parts",
     "offload_blocks",
     "offload",
     "offload_params",
-    _expert_room,
+    _lower_capacity_factor,
     "bf16",
-    _nf4_base,
+    _store_frozen_in_nf4,
     "adamw_8bit",
     "fused_backward",
     "bf16_params",

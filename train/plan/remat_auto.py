@@ -101,16 +101,11 @@ class Compiler:
             report = self.report if full else self._report(self.program(keys))
         except ValueError as error:  # the search skips a plan that cannot run
             return PlanFigures(status=" ".join(str(error).split()))
-        seconds = sum(self._seconds_by_phase(report).values())
+        seconds = sum(self._predict_seconds_by_phase(report).values())
         recomputed = sum(report.work["recompute"]["flops"].values())
         return PlanFigures(report.allocated_bytes, report.host_bytes, seconds, recomputed)
 
-    def _seconds_by_phase(self, report: ReportRecord) -> Mapping[str, float]:
-        """Returns phase -> predicted seconds of one call of the step.
-
-        The prediction comes from the schedule of the compiled program, or from a roofline model if there is no
-        schedule.
-        """
+    def _predict_seconds_by_phase(self, report: ReportRecord) -> Mapping[str, float]:
         predicted = step_prediction.predict(report.schedule, self.target) if self.rates is not NOMINAL else None
         return predicted.by_phase if predicted else roofline.seconds(report.work, self.rates).by_phase
 
@@ -124,7 +119,7 @@ class Compiler:
         moving = config.remat.auto_offload and self.target.platform != "cpu" and not self.full.stages
         return RematProblem.on_target(
             describe_block(scanned),
-            self._seconds_by_phase(self.report),
+            self._predict_seconds_by_phase(self.report),
             micro_steps,
             self.rates,
             self.target,
@@ -205,11 +200,11 @@ def settle(
                 f"remat.{key}: give one of the two"
             )
     target = target or targets.from_devices(devices, TRAIN_FRACTION)
-    keys, line = _search(Compiler(settings.config, devices, target), remat.budget, tell, agree)
+    keys, line = _search_plan(Compiler(settings.config, devices, target), remat.budget, tell, agree)
     return read_settings(with_keys(settings.config, keys)), line
 
 
-def _search(
+def _search_plan(
     compiler: Compiler, budget_text: str, tell: Callable[[str], None], agree: Callable[[Any], Any]
 ) -> tuple[Mapping[str, str], str]:
     """Returns the config keys of the plan that process 0 found, and a line of text that describes the plan.

@@ -79,20 +79,11 @@ def _with_remedy(case: Case, finding: Finding) -> Finding:
     return Finding(finding.kind, size, message, remedy.words, flags(remedy.keys) if remedy.keys else "")
 
 
-def _first_lever_keys(case: Case, key: str) -> Keys | None:
-    """Returns the config keys of the cheapest memory saving that sets `key` and that the config does not use yet.
-
-    Returns None if there is none.
-    """
+def _cheapest_lever_keys(case: Case, key: str) -> Keys | None:
     return next((lever.keys for lever in open_levers(case.report) if key in lever.keys), None)
 
 
-def _chunked_loss(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the remedy for large logits: a loss that is computed in chunks, or smaller chunks.
-
-    The chunks are so small that the report no longer warns about the logits. Returns None if the chunks are small
-    enough already.
-    """
+def _chunk_loss(case: Case, finding: Finding) -> Remedy | None:
     if case.flat["loss.kind"] == "full":
         return Remedy("compute the loss in chunks", {"loss.kind": "chunked"})
     size = case.flat["loss.chunk"]
@@ -110,12 +101,8 @@ def _zero3(case: Case, finding: Finding) -> Remedy | None:
     return None
 
 
-def _vocabulary(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the remedy that shards the vocabulary head over a tensor-parallel group.
-
-    The gradient of the head is summed over all tokens of a device before it is reduced. Returns None if there is a
-    tensor-parallel group already, or if none is possible.
-    """
+def _shard_vocabulary(case: Case, finding: Finding) -> Remedy | None:
+    # The gradient of the head is summed over all tokens of a device before it is reduced.
     shared = math.gcd(case.axes["fsdp"], case.flat["model.n_kv_heads"], _MAX_TENSOR)
     devices_per_host = int(case.report.target.get("devices_per_host") or shared)
     size = math.gcd(shared, devices_per_host)
@@ -129,12 +116,12 @@ def _vocabulary(case: Case, finding: Finding) -> Remedy | None:
 
 
 def _smaller_policy(case: Case, finding: Finding) -> Remedy | None:
-    keys = _first_lever_keys(case, "remat.policy")
+    keys = _cheapest_lever_keys(case, "remat.policy")
     return Remedy("set a remat policy that fits without XLA's own recomputation", keys) if keys else None
 
 
 def _quantized_moments(case: Case, finding: Finding) -> Remedy | None:
-    keys = _first_lever_keys(case, "optimizer.name")
+    keys = _cheapest_lever_keys(case, "optimizer.name")
     return Remedy("use 8-bit moments, which change the arithmetic, or a host with more memory", keys) if keys else None
 
 
@@ -158,47 +145,37 @@ def _even_stages(case: Case, finding: Finding) -> Remedy | None:
 # ---- state that is larger than the device --------------------------------------------------------------------------
 
 
-def _smaller_state(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the remedy for training state that exceeds the memory of a device: the fewest memory savings that make it
-    fit.
-
-    If no set of savings is enough, the remedy is the number of devices that are needed with ZeRO-3.
-    """
+def _shrink_training_state(case: Case, finding: Finding) -> Remedy | None:
     report, limit = case.report, case.report.limit_bytes or 0
     chosen = _fewest_levers(report, limit)
     if not chosen:
         devices = int(report.target.get("n_devices") or 1)
-        needed = math.ceil(_state_bytes(report) * devices / limit)
+        needed = math.ceil(_min_state_bytes(report) * devices / limit)
         return Remedy(f"no set of memory savings is enough: use {needed} devices or more with mesh.strategy=zero3", {})
     keys: dict[str, str] = {}
     for lever in chosen:
         keys |= lever.keys
     costs = "; ".join(dict.fromkeys(lever.costs for lever in chosen if lever.costs))
-    size = human(_state_bytes(report, chosen))
+    size = human(_min_state_bytes(report, chosen))
     return Remedy(f"the cheapest savings that fit leave {size} of state; their costs: {costs}", keys)
 
 
 def _fewest_levers(report: ReportRecord, limit: int) -> Sequence[Lever]:
-    """Returns the smallest set of unused memory savings with which the training state is below `limit` bytes.
-
-    If several sets have the same size, the set with the lowest cost in time is returned. Returns () if no set is
-    enough.
-    """
-    whole = _state_bytes(report)
+    # open_levers starts with the lowest cost in time, so of several sets the cheapest is returned.
+    whole = _min_state_bytes(report)
     levers = [
         lever
         for lever in open_levers(report)
-        if _state_bytes(report, [lever]) < whole and _fits_host(report, lever, whole)
+        if _min_state_bytes(report, [lever]) < whole and _host_has_room(report, lever, whole)
     ]
     for count in range(1, min(len(levers), _MAX_TOGETHER) + 1):
         for chosen in itertools.combinations(levers, count):
-            if _state_bytes(report, chosen) < limit:
+            if _min_state_bytes(report, chosen) < limit:
                 return chosen
     return ()
 
 
-def _state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
-    """Returns the minimum bytes of training state on one device after the given memory savings are applied."""
+def _min_state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
     size = 0.0
     for row in STATE:
         left = math.prod(1 - lever.frees.get(row, 0.0) for lever in levers)
@@ -206,16 +183,10 @@ def _state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
     return int(size)
 
 
-def _fits_host(report: ReportRecord, lever: Lever, whole: int) -> bool:
-    """Returns whether the host has room for the training state that a memory saving moves there.
-
-    Returns True if the host's memory is unknown.
-
-    whole: the bytes of training state on one device without the saving.
-    """
+def _host_has_room(report: ReportRecord, lever: Lever, whole: int) -> bool:
     if not any(key.startswith("offload.") for key in lever.keys):
         return True
-    moved = whole - _state_bytes(report, [lever])
+    moved = whole - _min_state_bytes(report, [lever])
     devices = min(int(report.target.get("devices_per_host") or 1), int(report.target.get("n_devices") or 1))
     available = int(report.target.get("host_memory_bytes") or 0)
     return not available or (report.host_bytes + moved) * devices <= available
@@ -224,7 +195,7 @@ def _fits_host(report: ReportRecord, lever: Lever, whole: int) -> bool:
 # ---- memory that is left over ---------------------------------------------------------------------------------------
 
 
-class _Keeping(NamedTuple):
+class _LessRecomputation(NamedTuple):
     """A change of the remat policy that saves more activations and recomputes less. Bytes and FLOPs are from formulas.
 
     Attributes:
@@ -242,7 +213,7 @@ class _Keeping(NamedTuple):
     spares: float
 
 
-def _keep_more(case: Case, finding: Finding) -> Remedy | None:
+def _recompute_less(case: Case, finding: Finding) -> Remedy | None:
     """Returns the remedy for unused memory: the remat policy that should fit and avoids the most recomputation.
 
     The policy is used for all layers, or only for the first layers if not all fit. If no policy helps, the remedy is
@@ -251,14 +222,14 @@ def _keep_more(case: Case, finding: Finding) -> Remedy | None:
     spare = spare_memory.measure_spare(case.report)
     if spare is None:
         return None
-    fitting: list[_Keeping] = []
+    fitting: list[_LessRecomputation] = []
     for policy in _KEEPING:
-        everywhere = _all_layers(case, policy, spare.recomputed)
+        everywhere = _policy_on_all_layers(case, policy, spare.recomputed)
         if everywhere is None:
             continue
         if everywhere.adds <= FILL * spare.free:
             fitting.append(everywhere)
-        partly = _some_layers(case, everywhere, spare.free)
+        partly = _policy_on_first_layers(case, everywhere, spare.free)
         if partly is not None:
             fitting.append(partly)
     fitting = [plan for plan in fitting if plan.spares >= SPARED]
@@ -274,15 +245,13 @@ def _keep_more(case: Case, finding: Finding) -> Remedy | None:
     return Remedy(words, best.keys, spare.message, int(best.adds))
 
 
-def _all_layers(case: Case, policy: str, recomputed: float) -> _Keeping | None:
-    """Returns the change that applies a remat policy to all layers.
-
-    The bytes that the formulas give are compared with the activations that the compiled program stores at its peak.
-    Returns None if the formulas do not cover the policy, or if it stores no more than the current policy.
+def _policy_on_all_layers(case: Case, policy: str, recomputed: float) -> _LessRecomputation | None:
+    """Returns the change that applies a remat policy to all layers; None if the policy has no formula, or stores no
+    more than the current policy.
 
     recomputed: the FLOPs that are recomputed now, as a fraction of the model's FLOPs.
     """
-    none, now, then = (_formula(case, name) for name in ("none", case.flat["remat.policy"], policy))
+    none, now, then = (_formula_with_policy(case, name) for name in ("none", case.flat["remat.policy"], policy))
     if none is None or then is None or none.hardware_flops is None or then.hardware_flops is None:
         return None
     kept: float = case.report.breakdown.get("residuals", 0)
@@ -292,14 +261,10 @@ def _all_layers(case: Case, policy: str, recomputed: float) -> _Keeping | None:
     adds = (then.residual_bytes or 0.0) - kept
     if adds <= 0:
         return None
-    return _Keeping(f"remat.policy={policy}", policy, _policy_keys(case, policy), adds, recomputed - left)
+    return _LessRecomputation(f"remat.policy={policy}", policy, _policy_keys(case, policy), adds, recomputed - left)
 
 
-def _some_layers(case: Case, plan: _Keeping, free: int) -> _Keeping | None:
-    """Returns the change that applies the policy of `plan` to the first layers, as many as fit in `free` bytes.
-
-    Returns None if not even one layer fits, or if `remat.layers` is set already or cannot be set.
-    """
+def _policy_on_first_layers(case: Case, plan: _LessRecomputation, free: int) -> _LessRecomputation | None:
     flat, layers = case.flat, case.flat["model.n_layers"]
     if flat["remat.layers"] or flat["remat.policy"] not in _KEEPING or case.axes["stage"] > 1:
         return None
@@ -309,12 +274,10 @@ def _some_layers(case: Case, plan: _Keeping, free: int) -> _Keeping | None:
         return None
     name, fraction = f"{plan.policy} in the first {count} of {layers} layers", count / layers
     keys = {"remat.layers": f"0-{count}:{plan.policy}"}
-    return _Keeping(name, plan.policy, keys, plan.adds * fraction, plan.spares * fraction)
+    return _LessRecomputation(name, plan.policy, keys, plan.adds * fraction, plan.spares * fraction)
 
 
-def _formula(case: Case, policy: str) -> reconcile.Formula | None:
-    """Returns the bytes and FLOPs that formulas give for the config under a remat policy; None if the formulas do not
-    cover it."""
+def _formula_with_policy(case: Case, policy: str) -> reconcile.Formula | None:
     if policy not in (*_KEEPING, "dots_no_batch", "offload_dots", "none") or case.flat["precision.preset"] == "fp8":
         return None
     settled = {f"mesh.{axis}": size for axis, size in case.axes.items()} | {"segments": ()}
@@ -331,15 +294,15 @@ def _policy_keys(case: Case, policy: str) -> dict[str, str]:
 
 # Kind of a finding -> its remedy.
 REMEDIES: Mapping[str, Callable[[Case, Finding], Remedy | None]] = {
-    "full_logits": _chunked_loss,
+    "full_logits": _chunk_loss,
     "whole_state": _zero3,
-    "unsharded_gradients": _vocabulary,
+    "unsharded_gradients": _shard_vocabulary,
     "xla_remat": _smaller_policy,
     "host_memory": _quantized_moments,
     "lasting_gathers": _no_prefetch,
     "large_collective": _no_prefetch,
     "empty_expert_rows": _smaller_room,
     "uneven_stash": _even_stages,
-    "state_too_large": _smaller_state,
-    "spare_memory": _keep_more,
+    "state_too_large": _shrink_training_state,
+    "spare_memory": _recompute_less,
 }

@@ -37,14 +37,16 @@ def peaks(program: Program) -> dict[str, int]:
     state = device_bytes(program.state)
     batch = device_bytes(program.eval_shapes)
     evaluation = program.evaluate.lower(program.state.params, program.eval_shapes, program.state.frozen)
-    sizes = {"init": max(_bytes_per_init_program(program)), "evaluation": state + 2 * batch + _own_bytes(evaluation)}
+    sizes = {
+        "init": max(_bytes_per_init_program(program)),
+        "evaluation": state + 2 * batch + _temp_and_result_bytes(evaluation),
+    }
     if program.config.train.sample_tokens:
         sizes["sample"] = state + sample_bytes(program)
     return sizes
 
 
-def _own_bytes(lowered: jax.stages.Lowered) -> int:
-    """Returns the bytes of a program's temporaries and results on one device."""
+def _temp_and_result_bytes(lowered: jax.stages.Lowered) -> int:
     with hold_back_log():
         stats = stats_of(lowered.compile())
     return stats.own_bytes if stats else 0
@@ -65,5 +67,5 @@ def _bytes_per_init_program(program: Program) -> Iterator[int]:
     seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.layout.sharding())
     leaves, earlier_bytes = jax.tree.leaves(program.state), 0
     for indices in leaf_groups(program.state):
-        yield earlier_bytes + _own_bytes(jit_leaves(make, leaves, indices).lower(seed))
+        yield earlier_bytes + _temp_and_result_bytes(jit_leaves(make, leaves, indices).lower(seed))
         earlier_bytes += device_bytes([leaves[index] for index in indices])

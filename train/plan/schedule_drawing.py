@@ -144,15 +144,11 @@ def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]]
             "the work of 1F1B, if blocks are recomputed and if their activations are kept."
         ),
         Text(),
-        *_published(schedules),
+        *_render_published(schedules),
     )
 
 
-def _published(schedules: Sequence[Schedule]) -> list[RenderableType]:
-    """Returns a table that compares schedules as published in papers with the most similar schedules of this package.
-
-    All are for the numbers of stages and micro-batches of the first of `schedules`.
-    """
+def _render_published(schedules: Sequence[Schedule]) -> list[RenderableType]:
     stages, micro_batches = schedules[0].stages, schedules[0].micro_batches
     ours = {one.name: one for one in schedules}
     table = FigureTable(

@@ -43,16 +43,11 @@ def render(schedules: Sequence[Schedule], layers: Sequence[Sequence[int] | None]
             for one in records
         ],
         schedules=records,
-        published=_published(schedules),
+        published=_published_page_table(schedules),
     )
 
 
-def _published(schedules: Sequence[Schedule]) -> PageTable | None:
-    """Returns a table of schedules as published in papers, each beside the most similar schedule of this package.
-
-    All are for the numbers of stages and micro-batches of the first of `schedules`. Returns None for a single
-    schedule.
-    """
+def _published_page_table(schedules: Sequence[Schedule]) -> PageTable | None:
     if len(schedules) < 2:
         return None
     sizes = schedules[0].stages, schedules[0].micro_batches
@@ -93,13 +88,11 @@ def _template_values(schedule: Schedule, layers: Sequence[int] | None) -> dict[s
         "formula": f"{formula} {share(bubble)}",
         "width": schedule.ticks * TICK_WIDTH + 70,
         "height": schedule.stages * STAGE_HEIGHT + 20,
-        "units": _units(schedule),
+        "units": _drawing_rectangles(schedule),
     }
 
 
-def _units(schedule: Schedule) -> list[dict[str, Any]]:
-    """Returns the rectangles of the drawing, one for each forward or backward pass of a micro-batch through a chunk of
-    layers."""
+def _drawing_rectangles(schedule: Schedule) -> list[dict[str, Any]]:
     units = []
     for kind, half in HALVES.items():
         table = getattr(schedule, kind)

@@ -136,15 +136,10 @@ class Trials:
             else:
                 new[job.name] = job
         if new:
-            self._compile(list(new.values()))
+            self._compile_within_limits(list(new.values()))
         return [self._done[job.name] for job in jobs]
 
-    def _compile(self, jobs: Sequence[worker_pool.Job]) -> None:
-        """Compiles the jobs and stores the worker's record of each in `_done`.
-
-        Raises:
-            Stopped: a limit or Ctrl-C ended the compiles before every job was finished.
-        """
+    def _compile_within_limits(self, jobs: Sequence[worker_pool.Job]) -> None:
         if self.compiles >= self.max_compiles:
             raise Stopped(self._limit())
         if time.monotonic() - self._began > self.seconds:
@@ -236,7 +231,7 @@ class Trials:
 
     @property
     def host_budget(self) -> float:
-        """Bytes of host memory available per device."""
+        """Bytes of host memory that the target has for each device."""
         return self.target.host_bytes_per_device
 
     def compiled(self, answer: Mapping[str, Any]) -> PlanFigures:

@@ -56,7 +56,7 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
         dispatch=mesh.dispatch,
     )
     _check_ring_and_length(settings, layout)
-    _check_tiles(settings, layout)
+    _check_mlp_chunk(settings, layout)
     _check_experts(settings, layout)
     matmul = choose_matmul(asked_precision, devices[0])
     precision = dataclasses.replace(asked_precision, matmul=matmul[0])
@@ -82,7 +82,7 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
         schedule=schedule,
         stages=stages,
     )
-    choices = dataclasses.replace(all_trained, frozen=_choose_frozen(all_trained))
+    choices = dataclasses.replace(all_trained, frozen=_choose_frozen_paths(all_trained))
     if settings.lora.base != "bf16":
         check_quantized(choices.abstract(), layout, choices.frozen)
     return choices
@@ -98,8 +98,6 @@ def check_without_devices(settings: Settings) -> None:
 
 
 def _check_ring_and_length(settings: Settings, layout: Layout) -> None:
-    """Raises ValueError if ring attention does not support the model, or if the sequence length is not divisible by
-    the number of devices that share a sequence."""
     model, context, tensor = settings.model, layout.context, layout.mesh.shape["tensor"]
     if context > 1 and model.dropout:
         raise ValueError(
@@ -130,10 +128,7 @@ def _check_ring_and_length(settings: Settings, layout: Layout) -> None:
         )
 
 
-def _check_tiles(settings: Settings, layout: Layout) -> None:
-    """Raises ValueError if the tiles of `model.mlp_chunk` tokens, in which the MLP is computed, do not divide the
-    tokens per sequence and device, or if `remat.policy=custom` saves a tensor of the MLP, which is recomputed tile by
-    tile."""
+def _check_mlp_chunk(settings: Settings, layout: Layout) -> None:
     chunk, positions = settings.model.mlp_chunk, settings.seq_len // layout.stream_parts
     if not chunk:
         return
@@ -152,8 +147,6 @@ def _check_tiles(settings: Settings, layout: Layout) -> None:
 
 
 def _check_experts(settings: Settings, layout: Layout) -> None:
-    """Raises ValueError if the number of experts is not divisible by `mesh.expert`, or if another setting does not
-    support experts."""
     model, parts, dispatch = settings.model, layout.mesh.shape["expert"], settings.mesh.dispatch
     asked = f"model.experts={model.experts}"
     if not model.experts:
@@ -220,8 +213,6 @@ def _choose_kernels(
 
 
 def _check_offload(settings: Settings, layout: Layout, batch: BatchAlgebra) -> None:
-    """Raises ValueError if the devices have no host memory for `offload`, or if another setting prevents parameters in
-    host memory."""
     device = layout.mesh.devices.flat[0]
     asked = "offload.params=true" if settings.offload.params else "offload.optimizer=true"
     if (settings.offload.params or settings.offload.optimizer) and not has_host_memory(device):
@@ -244,8 +235,6 @@ def _check_offload(settings: Settings, layout: Layout, batch: BatchAlgebra) -> N
 
 
 def _check_unroll(model: ModelConfig, remat: LayerPolicies) -> None:
-    """Raises ValueError if the layer ranges of `remat.layers` do not fit the model, or if the number of layers in a
-    loop is not divisible by `model.unroll`."""
     for segment in remat.segments(model.n_layers):
         count = (segment.stop - segment.start) // segment.groups
         if model.unroll < count and count % model.unroll:
@@ -259,8 +248,6 @@ def _check_unroll(model: ModelConfig, remat: LayerPolicies) -> None:
 def _choose_stages(
     settings: Settings, layout: Layout, model: ModelConfig, remat: LayerPolicies, batch: BatchAlgebra
 ) -> tuple[Schedule, Stages] | tuple[None, None]:
-    """Returns (pipeline schedule, layers of each pipeline stage). Returns (None, None) for a program without a
-    pipeline."""
     stages, tensor, virtual = layout.mesh.shape["stage"], layout.mesh.shape["tensor"], settings.pipeline.virtual
     asked = f"mesh.stage={stages}"
     if stages == 1:
@@ -270,7 +257,7 @@ def _choose_stages(
                 "mesh.stage, or set pipeline.virtual=1"
             )
         return None, None
-    for is_asked, key, why in _refused_with_stages(settings, model, remat):
+    for is_asked, key, why in _settings_refused_with_stages(settings, model, remat):
         if is_asked:
             raise ValueError(f"{asked} cannot be combined with {key}: {why}")
     schedule = make_schedule(settings.pipeline.schedule, stages, batch.accumulation, virtual)
@@ -287,7 +274,7 @@ def _choose_stages(
     return schedule, Stages.divide(model, schedule)
 
 
-def _refused_with_stages(
+def _settings_refused_with_stages(
     settings: Settings, model: ModelConfig, remat: LayerPolicies
 ) -> tuple[tuple[bool, str, str], ...]:
     """Returns the settings that a pipeline does not support, as rows (True if the setting is used, "key=value", reason
@@ -344,7 +331,6 @@ def _refused_with_stages(
 
 
 def _choose_adapters(settings: Settings, layout: Layout, model: ModelConfig) -> Lora | None:
-    """Returns the configuration of the LoRA adapters. Returns None if `lora.rank` is 0."""
     keys = settings.lora
     if not keys.rank:
         return None
@@ -381,10 +367,7 @@ def _choose_adapters(settings: Settings, layout: Layout, model: ModelConfig) -> 
     return lora
 
 
-def _choose_frozen(choices: Choices) -> frozenset[str]:
-    """Returns the dotted paths of the parameters that are not trained: with adapters all parameters of the base model,
-    else those that `optimizer.freeze` matches, and always the router biases. `choices.frozen` is ignored, because this
-    function computes it."""
+def _choose_frozen_paths(choices: Choices) -> frozenset[str]:
     model, patterns = choices.model, choices.settings.optimizer.freeze
     biases = model.experts > 0 and model.router_bias
     if not choices.lora and not patterns and not biases:
@@ -399,7 +382,6 @@ def _choose_frozen(choices: Choices) -> frozenset[str]:
 
 
 def _check_frozen(settings: Settings, frozen: Collection[str], precision: Precision) -> None:
-    """Raises ValueError if another setting does not support the frozen parameters. `frozen`: dotted paths."""
     if not frozen:
         return
     why = f"optimizer.freeze={','.join(settings.optimizer.freeze)}"

@@ -126,7 +126,7 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
         config = finetune.config_of(source.weights, given)
     else:
         config = _call_get_config(source.path)
-        _check_keys(config, source.path)
+        _check_keys_match_base(config, source.path)
     for key, text in overrides:
         override(config, key, text)
     if config.init.folder:
@@ -139,7 +139,6 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
 
 
 def _call_get_config(path: Path) -> ConfigDict:
-    """Calls get_config() of a Python file and returns its result. Raises UserError if the file is not a config."""
     if path.suffix != ".py":
         raise UserError(
             f"{path} is not a config: give a Python file with get_config(), or a name that bytescope configs lists"
@@ -171,12 +170,11 @@ def _call_get_config(path: Path) -> ConfigDict:
     return config
 
 
-def _check_keys(config: ConfigDict, path: Path) -> None:
-    """Raises UserError unless a config has exactly the keys of configs/base.py, with values of the same types."""
+def _check_keys_match_base(config: ConfigDict, path: Path) -> None:
     want, have = flatten(base.get_config()), flatten(config)
     for key in have:
         if key not in want:
-            raise UserError(f"the config {path} has the unknown key {key}{_nearest(key, want)}")
+            raise UserError(f"the config {path} has the unknown key {key}{_suggest_keys(key, want)}")
     for key in want:
         if key not in have:
             raise UserError(
@@ -189,10 +187,8 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
             )
 
 
-def _nearest(key: str, valid: dict[str, Any]) -> str:
-    """Returns the last words of a message about an unknown key: the most similar valid keys or, if there are none, the
-    command that lists all keys."""
-    near = _near_keys(key, valid)
+def _suggest_keys(key: str, valid: dict[str, Any]) -> str:
+    near = _most_similar_keys(key, valid)
     return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope keys lists the keys"
 
 
@@ -203,12 +199,8 @@ def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:
     return [full for full in valid or flatten(base.get_config()) if full.rpartition(".")[2] == name]
 
 
-def _near_keys(key: str, valid: Iterable[str]) -> list[str]:
-    """Returns the valid keys that are most similar to an unknown key.
-
-    Keys with the same last part, or a synonym of it, come first. If there are none, returns keys with a similar name
-    in the same group, or else in any group.
-    """
+def _most_similar_keys(key: str, valid: Iterable[str]) -> list[str]:
+    # First keys with the same last part or a synonym of it, then similar names in the same group, then in any group.
     valid = list(valid)
     group, _, name = key.rpartition(".")
     names = {full: full.rpartition(".")[2] for full in valid}
@@ -234,7 +226,7 @@ def override(config: ConfigDict, key: str, text: str) -> None:
         group = [name for name in flat if name.startswith(key + ".")]
         if group:
             raise UserError(f"--config.{key} is a group of keys: set one of its keys, such as --config.{group[0]}=...")
-        raise UserError(f"--config.{key} is an unknown key{_nearest(key, flat)}")
+        raise UserError(f"--config.{key} is an unknown key{_suggest_keys(key, flat)}")
     kind = type(flat[key])
     try:
         value = PARSERS[kind](text)

@@ -122,12 +122,11 @@ class Program(Choices):
     def lower(self) -> jax.stages.Lowered:
         """Lowers the training step for the devices of the mesh, which may be described devices that are not
         present."""
-        with xla_remat_pass(self.settings.remat.xla_pass), self._for_kernels():
+        with xla_remat_pass(self.settings.remat.xla_pass), self._pallas_context():
             return self.step.lower(self.state, self.batch_shapes)
 
-    def _for_kernels(self) -> contextlib.AbstractContextManager:
-        """Returns a context manager that tells Pallas which GPU to compile for, if the program has Pallas kernels.
-        Without it Pallas cannot lower kernels for described devices that are not present."""
+    def _pallas_context(self) -> contextlib.AbstractContextManager:
+        # Without it Pallas cannot lower kernels for described devices that are not present.
         needed = self.matmul[0] == "fp8_native" or self.moe_kernel[0] == "grouped"
         return for_pallas(self.mesh) if needed else contextlib.nullcontext()
 
@@ -137,7 +136,7 @@ class Program(Choices):
         return compiler_options(self.settings.xla, self.settings.mesh.prefetch, self.mesh.devices.flat[0].platform)
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the training step for execution."""
+        """Compiles the training step with the compiler options of the program, and returns the executable."""
         lowered = self.lower()
         with xla_remat_pass(self.settings.remat.xla_pass), hold_back_log():
             return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
@@ -155,7 +154,7 @@ class Program(Choices):
           ValueError: an offload policy moves nothing, or some pipeline stages would wait forever in a collective.
           ReportError: an array is too large for XLA.
         """
-        with xla_remat_pass(self.settings.remat.xla_pass), self._for_kernels():
+        with xla_remat_pass(self.settings.remat.xla_pass), self._pallas_context():
             traced = self.step.trace(self.state, self.batch_shapes)
             check_sizes(traced.jaxpr)
             compilation = compile_lowered(
@@ -303,7 +302,7 @@ def assemble(choices: Choices, decided: str = "") -> Program:
     abstract = choices.abstract()
     graph, _ = nnx.split(abstract)
     schedule = scale_by_batch(make_schedule(settings.optimizer, settings.steps), settings.optimizer, batch)
-    micro_steps = _micro_steps(choices)
+    micro_steps = _steps_per_update(choices)
     optimizer = make_optimizer(
         settings.optimizer,
         schedule,
@@ -319,10 +318,10 @@ def assemble(choices: Choices, decided: str = "") -> Program:
     )
     check_traced(choices, loss, state)
     weights = _describe_weights(choices, abstract)
-    partwise = _make_partwise(choices, schedule, micro_steps, state)
+    partwise = _make_partwise_update(choices, schedule, micro_steps, state)
     pipeline = None
     if choices.schedule:
-        pipeline, loss = _make_pipeline(choices, graph, weights, abstract.has_dropout)
+        pipeline, loss = _make_pipeline_and_eval_loss(choices, graph, weights, abstract.has_dropout)
     parts = StepParts(
         loss,
         optimizer,
@@ -332,20 +331,15 @@ def assemble(choices: Choices, decided: str = "") -> Program:
         local_loss=_make_local_loss(choices),
         scaling=scaling,
         partwise=partwise,
-        fused=_make_fused(choices, graph, weights, partwise, abstract.has_dropout),
+        fused=_make_fused_backward(choices, graph, weights, partwise, abstract.has_dropout),
         routed=choices.model.routed,
-        bias_rate=_bias_rate(choices, abstract),
+        bias_rate=_router_bias_rate(choices, abstract),
         pipeline=pipeline,
     )
     return Program(**vars(choices), parts=parts, state=state, graph=graph, decided=decided)
 
 
-def _micro_steps(choices: Choices) -> int | Callable[[jax.Array], jax.Array]:
-    """Returns how many calls of the step `optax.MultiSteps` combines into one optimizer update; 1 if the step itself
-    accumulates the gradients.
-
-    With `batch.accumulation_schedule`, returns a function from the update's index to this number.
-    """
+def _steps_per_update(choices: Choices) -> int | Callable[[jax.Array], jax.Array]:
     batch = choices.batch
     wrapped = ACCUMULATION[choices.settings.batch.mode][1]
     if not wrapped:
@@ -406,7 +400,6 @@ def _make_scaling(choices: Choices) -> Scaling | None:
 
 
 def _describe_weights(choices: Choices, abstract: Transformer) -> Weights:
-    """Returns the functions that cast and shard trained parameters and gradients for a step."""
     axes, products, in_float32 = (
         split_parameters(tree, choices.frozen)[0]
         for tree in (logical_axes(abstract), contracted(abstract), always_float32(abstract))
@@ -414,14 +407,12 @@ def _describe_weights(choices: Choices, abstract: Transformer) -> Weights:
     return Weights(choices.layout, axes, products, in_float32, choices.precision)
 
 
-def _make_partwise(
+def _make_partwise_update(
     choices: Choices,
     schedule: optax.Schedule,
     micro_steps: int | Callable[[jax.Array], jax.Array],
     state: TrainState,
 ) -> PartwiseUpdate | None:
-    """Returns the optimizer update that is computed for one layer at a time. Returns None if no config key needs it
-    (`Settings.layerwise_key`)."""
     if not choices.settings.layerwise_key:
         return None
     assert isinstance(micro_steps, int)  # an update layer by layer has no schedule of the accumulation
@@ -436,21 +427,18 @@ def _make_partwise(
     )
 
 
-def _make_fused(
+def _make_fused_backward(
     choices: Choices, graph: nnx.GraphDef, weights: Weights, partwise: PartwiseUpdate | None, dropout: bool
 ) -> FusedBackward | None:
-    """Returns the backward pass that includes the update. Returns None if `optimizer.fused_backward` is false."""
     if choices.schedule or not choices.settings.optimizer.fused_backward:
         return None
     assert partwise is not None  # optimizer.fused_backward needs a layerwise update
     return FusedBackward(graph, _make_cross_entropy(choices), weights, partwise, dropout)
 
 
-def _make_pipeline(
+def _make_pipeline_and_eval_loss(
     choices: Choices, graph: nnx.GraphDef, weights: Weights, dropout: bool
 ) -> tuple[PipelineGradients, Loss]:
-    """Returns the function that computes gradients in a pipeline, and the loss function for evaluation in the
-    pipeline."""
     precision, schedule, stages, routed = choices.precision, choices.schedule, choices.stages, choices.model.routed
     assert schedule is not None and stages is not None
     staged = choices.layout.staged
@@ -477,9 +465,7 @@ def _make_pipeline(
     return gradients, PipelineForward(graph, schedule, units).loss(cross_entropy, mask)
 
 
-def _bias_rate(choices: Choices, abstract: Transformer) -> float:
-    """Returns the change of a router bias per update. Returns 0 if there are no router biases or the routers are
-    frozen."""
+def _router_bias_rate(choices: Choices, abstract: Transformer) -> float:
     trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(abstract))
     return choices.optimizer.router_bias_rate if choices.model.router_bias and trains else 0.0
 

@@ -30,13 +30,13 @@ def check_traced(choices: Choices, loss: Callable[..., Any], state: TrainState) 
     """
     _check_checkpoint_names(choices, loss, state)
     if choices.settings.layerwise_key:
-        _check_layerwise(choices)
+        _check_layerwise_update(choices)
     if choices.settings.optimizer.fused_backward and not choices.schedule:
-        _check_fused(choices, state)
+        _check_fused_backward(choices, state)
 
 
 def _check_checkpoint_names(choices: Choices, loss: Callable[..., Any], state: TrainState) -> None:
-    """Raises ValueError if the program lacks a checkpoint name of the config. JAX itself ignores unknown names."""
+    # JAX itself ignores unknown names.
     asked, batch = choices.remat.asked, choices.batch
     if not asked:
         return
@@ -52,9 +52,7 @@ def _check_checkpoint_names(choices: Choices, loss: Callable[..., Any], state: T
         )
 
 
-def _check_layerwise(choices: Choices) -> None:
-    """Raises ValueError if the config needs an update layer by layer, and another setting needs the update of all
-    layers together."""
+def _check_layerwise_update(choices: Choices) -> None:
     settings = choices.settings
     if choices.precision.loss_scale == "dynamic":
         raise ValueError(
@@ -69,8 +67,7 @@ def _check_layerwise(choices: Choices) -> None:
         )
 
 
-def _check_fused(choices: Choices, state: TrainState) -> None:
-    """Raises ValueError if another setting does not support an update inside the backward pass."""
+def _check_fused_backward(choices: Choices, state: TrainState) -> None:
     settings, model = choices.settings, choices.model
     asked = "optimizer.fused_backward=true"
     if model.experts:
@@ -114,14 +111,12 @@ def check_compiled(choices: Choices, compilation: Compilation) -> None:
     Raises:
       ValueError: an offload policy moves nothing, or some pipeline stages would wait forever in a collective.
     """
-    _check_offloaded(choices, compilation)
+    _check_offload_moves_tensors(choices, compilation)
     if choices.schedule:
         check_collectives(compilation, choices.layout.mesh)
 
 
-def _check_offloaded(choices: Choices, compilation: Compilation) -> None:
-    """Raises ValueError if an offload policy moves nothing to host memory. On a CPU, whose memory is host memory, that
-    is not an error."""
+def _check_offload_moves_tensors(choices: Choices, compilation: Compilation) -> None:
     segments = choices.remat.segments(choices.model.n_layers)
     offloading = [segment.name for segment in segments if segment.policy.offloads]
     on_cpu = choices.layout.mesh.devices.flat[0].platform == "cpu"

@@ -132,7 +132,7 @@ def check_values(values: Mapping[str, Any]) -> None:
     for key, table in CHOICES.items():
         if values[key] not in table:
             raise ValueError(f"{key}={values[key]!r}: {remedy_for(values[key], table)}")
-    _check_names_of_the_model(values)
+    _check_names_exist(values)
     if values["precision.loss_scale_init"] > MAX_SCALE:
         raise ValueError(
             f"precision.loss_scale_init={values['precision.loss_scale_init']} is too large: give at most {MAX_SCALE:g}"
@@ -165,9 +165,7 @@ def _check_vocabulary(vocab_size: int, multiple: int) -> None:
         )
 
 
-def _check_names_of_the_model(values: Mapping[str, Any]) -> None:
-    """Raises ValueError if a name, such as a remat policy, does not exist. The message suggests the most similar
-    name."""
+def _check_names_exist(values: Mapping[str, Any]) -> None:
     for key, table in OF_THE_MODEL.items():
         value = values[key]
         if key in MAY_BE_EMPTY and not value:

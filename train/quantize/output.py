@@ -59,7 +59,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor's values on disk, in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
@@ -141,9 +141,6 @@ class Output:
         self._files = existing or Files(self.folder, self.tensors, shard_bytes)
 
     def _read_progress(self) -> list[dict[str, Any]]:
-        """Returns the records of the layers that an interrupted command has finished, from progress.json. Raises
-        UserError if they were quantized with other settings.
-        """
         try:
             progress = json.loads((self.folder / PROGRESS).read_text())
             settings, layers = progress["settings"], progress["layers"]
@@ -176,7 +173,7 @@ class Output:
             if one.layer != layer:
                 continue
             path = _path_in_block(one.path)
-            array = packed[path][one.part] if one.part else self._half(one, params[path])
+            array = packed[path][one.part] if one.part else self._as_stored_float16(one, params[path])
             self._files.write(one, [np.ascontiguousarray(array)])
 
     def note(self, row: Mapping[str, Any]) -> None:
@@ -221,8 +218,7 @@ class Output:
         (self.folder / PROGRESS).unlink(missing_ok=True)
         move_into_place(self.folder, self._out)
 
-    def _half(self, one: Stored, array: np.ndarray) -> np.ndarray:
-        """Returns a parameter in float16 and in the layout on disk, without vocabulary padding."""
+    def _as_stored_float16(self, one: Stored, array: np.ndarray) -> np.ndarray:
         row = rows_by_path(self._origin.family, [one.path])[one.path][0]
         pattern, sizes = Pattern.parse(row.pattern), sizes_of(self._origin.model)
         kept = array[tuple(slice(0, sizes[letter]) for letter in pattern.ours)]

@@ -107,9 +107,9 @@ def read_windows(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, 
       UserError: a file cannot be read, or has too little text.
     """
     length = min(args.length, source.length)
-    windows = _cut(source, args.calibrate, "--calibrate", length)
+    windows = _cut_into_windows(source, args.calibrate, "--calibrate", length)
     if args.held_out:
-        held_out = _cut(source, args.held_out, "--held-out", length)
+        held_out = _cut_into_windows(source, args.held_out, "--held-out", length)
         _require(held_out, 1, args.held_out, length)
     else:
         _require(windows, 2, args.calibrate, length)
@@ -127,10 +127,8 @@ def _rows_per_call(calibration: int, held_out: int) -> int:
     return min(ROWS, calibration, held_out)
 
 
-def _cut(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
-    """Returns the windows of a file, int32 [windows, length]. The texts of the file are joined without separators.
-    Error messages name the command-line flag `flag`.
-    """
+def _cut_into_windows(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
+    # int32 [windows, length]; the texts of the file are joined without separators.
     with Prompts(source, chat=False) as prompts:
         tokens = np.concatenate([np.asarray(text, np.int32) for text in read_texts(prompts, path, flag)])
     return tokens[: len(tokens) // length * length].reshape(-1, length)
@@ -151,7 +149,7 @@ def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
     Raises:
       UserError: the model does not exist or cannot be quantized.
     """
-    target, model = targets.parse(args.target, TRAIN_FRACTION), _read_model(args)
+    target, model = targets.parse(args.target, TRAIN_FRACTION), _read_model_config(args)
     check_model(str(args.source), model, args.group)
     method, rows = METHODS[args.method], min(ROWS, args.samples)
     device = target.devices()[0]
@@ -171,8 +169,7 @@ def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
     )
 
 
-def _read_model(args: argparse.Namespace) -> ModelConfig:
-    """Returns the model config of a run, a folder or a config. If it is a folder, only config.json is read."""
+def _read_model_config(args: argparse.Namespace) -> ModelConfig:
     source = find_source(args.source, RunPath, WeightsPath, ConfigPath)
     if isinstance(source, RunPath):
         config = SavedRun.open(source.path, args.step).config
@@ -210,7 +207,8 @@ def _count_memory(
 
 
 def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcome: Outcome) -> QuantizationResult:
-    """Returns the result of a finished quantization."""
+    """Collects the figures of a finished quantization for its summary and page: settings, memory, bytes by component,
+    perplexity before and after, and the errors of each layer."""
     quantization = prepared.quantization
     calibration, held_out = prepared.tokens
     facts = (

@@ -85,7 +85,8 @@ def result_view(result: QuantizationResult) -> RenderableType:
 
 
 def result_page(result: QuantizationResult) -> str:
-    """Returns the result as an HTML page."""
+    """Returns the HTML page of a finished quantization: perplexity and bytes before and after, errors of each layer,
+    and the memory of each program."""
     before, after = result.bytes
     sizes = (
         ("component", "name", lambda row: row[0]),

@@ -119,11 +119,13 @@ class Quantization:
         shell = put(self._outside_parameters(), self.programs.shell_shapes)
         calibration, original = (self._embed(shell, tokens) for tokens in (self._calibration, self._held_out))
         del shell  # frees the device: the tables are read again at the end
-        streams = Streams(calibration, original, self._embed(self._written_outside_parameters(), self._held_out))
+        streams = Streams(calibration, original, self._embed(self._load_written_non_layer_parameters(), self._held_out))
         for layer in range(self.origin.model.n_layers):
             self._layer(layer, streams)
         before = self._perplexity(put(self._outside_parameters(), self.programs.shell_shapes), streams.original)
-        return Outcome(self.output.done, before, self._perplexity(self._written_outside_parameters(), streams.written))
+        return Outcome(
+            self.output.done, before, self._perplexity(self._load_written_non_layer_parameters(), streams.written)
+        )
 
     # ---- a layer ----------------------------------------------------------------------------------------------
 
@@ -131,22 +133,22 @@ class Quantization:
         params = {path: self._parameter(f"blocks.{layer}.{path}").astype(np.float32) for path in self._within}
         written = layer < len(self.output.done)
         on_device = put(params, self.programs.block_shapes)
-        sums = self._forward(layer, on_device, streams.calibration, "calibration", watch=not written)
-        self._forward(layer, on_device, streams.original, "held-out text")
+        sums = self._run_block_in_place(layer, on_device, streams.calibration, "calibration", watch=not written)
+        self._run_block_in_place(layer, on_device, streams.original, "held-out text")
         del on_device
         if written:
             kept, codes = self.output.read(layer)
         else:
-            kept, codes, errors = self._quantize(layer, params, sums)
+            kept, codes, errors = self._quantize_layer(layer, params, sums)
             self.output.write(layer, kept, codes)
         del sums
         rounded = {path: array.astype(np.float16).astype(np.float32) for path, array in kept.items()}
         rounded |= {path: decoded(one).reshape(params[path].shape) for path, one in codes.items()}
-        self._forward(layer, put(rounded, self.programs.block_shapes), streams.written, "what was written")
+        self._run_block_in_place(layer, put(rounded, self.programs.block_shapes), streams.written, "what was written")
         if not written:
             self.output.note({"layer": layer, "stream": drift(streams), "weights": errors})
 
-    def _forward(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
+    def _run_block_in_place(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
         """Runs the residual stream x_NLD through a block, in batches of windows, and overwrites it with the block's
         output.
 
@@ -167,11 +169,13 @@ class Quantization:
             self._calls += 1
         return sums
 
-    def _quantize(
+    def _quantize_layer(
         self, layer: int, params: dict[str, np.ndarray], sums: Any
     ) -> tuple[dict[str, np.ndarray], dict[str, Codes], list[dict[str, Any]]]:
-        """Quantizes a layer. Returns the scaled unquantized parameters, the 4-bit weights, and a row of errors for
-        each weight.
+        """Quantizes a layer, with the `sums` over calibration tokens that `_run_block_in_place` returns.
+
+        Returns (path -> unquantized parameter with folded-in scales, path -> 4-bit weight, a row of errors for each
+        weight).
         """
         scaled, scales, powers = dict(params), {}, {}
         for fold in self.programs.folds:
@@ -190,11 +194,13 @@ class Quantization:
         for fold in self.programs.folds:
             self._tell(self._calls, self.calls, f"layer {layer}: rounding {fold.name}")
             for path in fold.weights:
-                codes[path], row = self._round(fold, path, sums[fold.input][1], scales[fold.name], params, scaled)
+                codes[path], row = self._quantize_weight(
+                    fold, path, sums[fold.input][1], scales[fold.name], params, scaled
+                )
                 errors.append({"weight": path, "power": powers[fold.name], **row})
         return {path: array for path, array in scaled.items() if path not in codes}, codes, errors
 
-    def _round(
+    def _quantize_weight(
         self,
         fold: Fold,
         path: str,
@@ -203,9 +209,7 @@ class Quantization:
         params: Mapping[str, np.ndarray],
         scaled: Mapping[str, np.ndarray],
     ) -> tuple[Codes, dict[str, float]]:
-        """Quantizes a weight. Returns the 4-bit weight, its error, and the error of plain rounding for comparison.
-        Errors are fractions of the mean square of the outputs.
-        """
+        # Both errors are fractions of the mean square of the outputs; `plain` is the error of plain rounding.
         program = self.programs.quantize(fold, path).executable
         codes, error, plain = program(gram_II, scale_I, self._flat(params, path), self._flat(scaled, path))
         return Codes(*map(np.asarray, codes)), {"error": float(error), "rounding": float(plain)}
@@ -218,9 +222,7 @@ class Quantization:
     def _outside_parameters(self) -> dict[str, np.ndarray]:
         return {path: self._parameter(path).astype(np.float32) for path in self._outside}
 
-    def _written_outside_parameters(self) -> Any:
-        """Returns the written parameters outside the layers (embedding tables, final norm, head) on the device.
-        Vocabulary padding is 0."""
+    def _load_written_non_layer_parameters(self) -> Any:
         stored, like = self.output.read(-1)[0], self.programs.shell_shapes
         sizes = {".".join(path): leaf.shape for path, leaf in flatten_dict(like).items()}
         padded = {}

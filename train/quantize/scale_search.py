@@ -89,14 +89,15 @@ def quantize(
       clip: True to clip the range of groups if that reduces the error.
     """
     gram_II = gram_II / (scale_I[:, None] * scale_I[None])
-    kept = _shares(gram_II, w_IO, group) if clip else 1.0
+    kept = _best_clip_ratios(gram_II, w_IO, group) if clip else 1.0
     codes = groups.encode(w_IO, group, kept)
     return codes, share_of(gram_II, w_IO, groups.decode(*codes))
 
 
-def _shares(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
-    """Returns, for each quantization group, the clip ratio with the smallest error, float32 [groups, outputs]. The
-    clip ratio is the fraction of the group's range that is kept.
+def _best_clip_ratios(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
+    """Returns the clip ratio with the smallest output error for each quantization group, float32 [groups, outputs].
+
+    The clip ratio is the fraction of a group's range that is kept. gram_II: X'X of the weight's inputs.
     """
     inputs, outputs = w_IO.shape
     count = inputs // group

@@ -30,15 +30,14 @@ def describe(row: Mapping[str, Any], width: int | None = None) -> str:
     line is longer if it cannot be shortened enough."""
     if "eval_loss" in row:
         return f"held-out loss {row['eval_loss']:.4f} ({row['eval_tokens']:,} tokens)"
-    parts = _parts(row)
+    parts = _format_metrics(row)
     for name in DROP_ORDER:
-        if width is not None and len(_joined(parts)) > width:
+        if width is not None and len(_join_metrics(parts)) > width:
             parts.pop(name, None)
-    return _joined(parts)
+    return _join_metrics(parts)
 
 
-def _joined(parts: Mapping[str, str]) -> str:
-    """Joins the formatted metrics to one line. The predicted and the measured memory are shown together."""
+def _join_metrics(parts: Mapping[str, str]) -> str:
     memory = "/".join(parts[name] for name in ("in use", "peak") if name in parts)
     texts = [text for name, text in parts.items() if name not in ("in use", "peak")]
     if memory:
@@ -46,8 +45,7 @@ def _joined(parts: Mapping[str, str]) -> str:
     return "  ".join(texts)
 
 
-def _parts(row: Mapping[str, Any]) -> dict[str, str]:
-    """Formats the metrics of a row: name -> text, in the order in which they are shown."""
+def _format_metrics(row: Mapping[str, Any]) -> dict[str, str]:
     norm = "skipped" if row["grad_norm"] is None else f"grad {row['grad_norm']:.2f}"
     parts = {"loss": f"loss {row['loss']:.4f}", "lr": f"lr {row['lr']:.2e}", "grad": norm}
     if "loss_scale" in row:
@@ -108,12 +106,13 @@ class Display:
         self.close()
 
     def close(self) -> None:
-        """Removes the progress bar. Later output is printed below the rows."""
+        """Removes the progress bar from the terminal. Rows of metrics that were printed stay, and later output follows
+        them."""
         if self._progress is not None:
             self._progress.stop()
 
     def advance(self, step: int) -> None:
-        """Moves the progress bar to a finished step."""
+        """Moves the progress bar to `step`, the number of finished steps of the run."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 

@@ -14,8 +14,7 @@ HostBatch = dict[str, np.ndarray]
 
 
 def _local_row_ranges(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
-    """Returns the rows of a batch [..., B, L] that are on this process's devices, as (first row, row after the last) of
-    each range, in order and without duplicates."""
+    # (first row, row after the last) of each range; replicated rows occur once.
     indices = shape.sharding.addressable_devices_indices_map(shape.shape).values()
     return sorted({index[-2].indices(shape.shape[-2])[:2] for index in indices})
 

@@ -34,7 +34,7 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
         program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True), program.order
     )
     if restored is None:
-        return _initial_state(program, console), Position(0, 0)
+        return _make_initial_state(program, console), Position(0, 0)
     state, position = restored
     console.print(f"resumed at step {position.step}")
     frozen = frozen_params(program, console)
@@ -43,9 +43,7 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
     return dataclasses.replace(state, frozen=frozen), position
 
 
-def _initial_state(program: Program, console: Console) -> TrainState:
-    """Returns the state at the start of a run. Parameters are random or from `init.folder`, and adapters are random or
-    from `init.adapter`."""
+def _make_initial_state(program: Program, console: Console) -> TrainState:
     params = initial_params(program, console)
     state = program.init() if params is None else program.init_around(params)
     adapters = initial_adapters(program)
@@ -71,20 +69,18 @@ def fingerprint_of_adapter(program: Program) -> str:
 
     Raises UserError unless the folder has all adapters of the run.
     """
-    leaves = _adapter_leaves(program)
+    leaves = _read_adapter_leaves(program)
     return next(iter(leaves.values())).folder.fingerprint if leaves else ""
 
 
 def initial_adapters(program: Program) -> Any:
     """Returns the adapters of `init.adapter`, with the program's shardings and dtypes. Returns None if the key is not
     set."""
-    leaves = _adapter_leaves(program)
+    leaves = _read_adapter_leaves(program)
     return load_leaves(leaves, program.model, program.state.params, order=program.order) if leaves else None
 
 
-def _adapter_leaves(program: Program) -> dict[str, Leaf]:
-    """Returns the tensors in the folder `init.adapter`: path in the parameter tree -> tensor. Returns {} if the key is
-    not set."""
+def _read_adapter_leaves(program: Program) -> dict[str, Leaf]:
     init, lora = program.config.init, program.config.lora
     if not init.adapter:
         return {}

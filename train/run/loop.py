@@ -103,7 +103,7 @@ class Run:
 
     @property
     def config(self) -> ConfigDict:
-        """The resolved config."""
+        """The resolved config of the run, with all config keys."""
         return self.program.config
 
     def stopping(self) -> bool:
@@ -164,7 +164,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     # With a loss scale an update whose gradients overflow is skipped. A scale that keeps falling ends the run.
     broken = scaling["loss_scale"] < MIN_SCALE if scaling else not math.isfinite(norm)
     if broken or not math.isfinite(loss):
-        raise _non_finite(run, step, loss, norm, scaling)
+        raise _non_finite_error(run, step, loss, norm, scaling)
     run.display.advance(step)
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
@@ -195,9 +195,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     )
 
 
-def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:
-    """Returns the error for a step whose loss or gradient is not finite. The message names the checkpoint to go back
-    to."""
+def _non_finite_error(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:
     run.checkpoints.wait()
     good = run.checkpoints.steps()
     last = f"the last good checkpoint is step {good[-1]} in {run.checkpoints.root}" if good else "no checkpoint yet"
@@ -365,11 +363,8 @@ def run(
 
 
 def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[int]) -> None:
-    """Raises UserError if the last checkpoint of a finished run is damaged.
-
-    An unfinished run continues from the previous checkpoint instead. For a finished run the user decides whether to
-    lose updates.
-    """
+    # An unfinished run continues from the previous checkpoint instead. For a finished run the user decides whether to
+    # lose updates.
     with explained(None, program.mesh.local_devices[0]):
         damage = checkpoints.damage(saved[-1], program.state, program.order)
     if damage:
@@ -441,9 +436,10 @@ def _train_and_sample(
 def _show_end(
     start: RunStart, run: Run, first_step: int, before: LiveMemory | None, state: TrainState, clock: Clock
 ) -> None:
-    """Prints a summary of this start, a sample of generated text, and the commands to continue with.
+    """Prints a summary of the training since the program was started, a sample of generated text, and the commands to
+    continue with.
 
-    `before`: the device's memory before the state was created.
+    before: device memory before the state was created.
     """
     program, console, checkpoints = run.program, start.console, run.checkpoints
     last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, so nothing is saved

@@ -19,8 +19,7 @@ from bytescope.train.checkpoints.workdir import write_atomically
 KINDS = ("loss", "eval_loss")  # every row of metrics has one of these keys
 
 
-def _attention(model: ModelConfig) -> dict[str, int]:
-    """Returns the number of parameters of each attention matrix, by the last key of its path."""
+def _attention_parameter_counts(model: ModelConfig) -> dict[str, int]:
     D, H, K = model.d_model, model.n_heads, model.d_head
     if model.attention_kind == "gqa":
         return {"w_q": D * H * K, "w_k": D * model.n_kv_heads * K, "w_v": D * model.n_kv_heads * K, "w_o": D * H * K}
@@ -36,15 +35,15 @@ def _attention(model: ModelConfig) -> dict[str, int]:
     }
 
 
-def _matrices(model: ModelConfig, routed: bool) -> dict[str, int]:
-    """Returns the number of parameters that a token is multiplied with in each matrix of one layer: last two keys of
-    the path -> number.
+def _active_parameter_counts(model: ModelConfig, routed: bool) -> dict[str, int]:
+    """Returns name -> number of parameters that a token is multiplied with, for the weight matrices of one layer. A
+    name has the module and the matrix, such as "mlp.w_up".
 
-    `routed`: True for a layer with experts, of which a token visits `experts_per_token`.
+    routed: whether the layer has experts, of which a token visits `experts_per_token`.
     """
     D, gated = model.d_model, MLPS[model.mlp][0]
     names = ("w_gate", "w_up", "w_down") if gated else ("w_up", "w_down")
-    sizes = {f"attention.{name}": size for name, size in _attention(model).items()}
+    sizes = {f"attention.{name}": size for name, size in _attention_parameter_counts(model).items()}
     if routed:
         sizes["experts.w_router"] = D * model.experts
     for name in names:
@@ -62,7 +61,7 @@ def matmul_parameters(model: ModelConfig) -> int:
     It counts all matrices except the embedding tables. Only the experts that a token visits are counted.
     """
     routed = model.expert_layers
-    dense_layer, routed_layer = (sum(_matrices(model, kind).values()) for kind in (False, True))
+    dense_layer, routed_layer = (sum(_active_parameter_counts(model, kind).values()) for kind in (False, True))
     in_layers = (model.n_layers - routed) * dense_layer + routed * routed_layer
     return in_layers + model.d_model * model.vocab_size
 
@@ -71,7 +70,11 @@ def frozen_matmul_parameters(model: ModelConfig, frozen: Collection[str]) -> int
     """Returns the number of frozen parameters among those that `matmul_parameters` counts. `frozen`: dotted paths of
     parameters."""
     head = "w_token" if model.tie_embeddings else "w_head"
-    table = {**_matrices(model, False), **_matrices(model, True), head: model.d_model * model.vocab_size}
+    table = {
+        **_active_parameter_counts(model, False),
+        **_active_parameter_counts(model, True),
+        head: model.d_model * model.vocab_size,
+    }
     routed = model.expert_layers
     scanned = {"blocks": routed or model.n_layers, "dense_blocks": model.n_layers - routed} if model.scan else {}
     count = 0
@@ -157,7 +160,7 @@ class MetricsLog:
         self._file = open(path, "a")  # noqa: SIM115  (closed by close())
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row."""
+        """Appends a row of metrics, key -> value, as one line of JSON and waits until it is on disk."""
         if self._file is None:
             return
         self._file.write(json.dumps(row) + "\n")
@@ -165,6 +168,6 @@ class MetricsLog:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file. Does nothing if another process writes it."""
         if self._file is not None:
             self._file.close()

@@ -97,7 +97,7 @@ def read(place: str | Path) -> RunDirectory:
             else f"it has none of {CONFIG}, {METRICS} and {MEMORY}"
         )
         raise ReportError(
-            f"{place} is not a run directory ({why}): give the --workdir of bytescope train{_newest(place)}"
+            f"{place} is not a run directory ({why}): give the --workdir of bytescope train{_suggest_newest_run(place)}"
         )
     problems: list[str] = []
 
@@ -111,8 +111,8 @@ def read(place: str | Path) -> RunDirectory:
             problems.append(f"{name} is damaged or unreadable, and is left out: {one_line(error)}")
             return None
 
-    config = part(CONFIG, _config, f"There is no {CONFIG}: the config is unknown.")
-    metrics = part(METRICS, _rows, f"There is no {METRICS}: no update was recorded yet.")
+    config = part(CONFIG, _read_config, f"There is no {CONFIG}: the config is unknown.")
+    metrics = part(METRICS, _read_metrics, f"There is no {METRICS}: no update was recorded yet.")
     rows, evaluations, damaged = ([], [], 0) if metrics is None else metrics
     if damaged:
         problems.append(f"{METRICS}: {damaged} damaged line{'s are' if damaged > 1 else ' is'} left out.")
@@ -122,15 +122,13 @@ def read(place: str | Path) -> RunDirectory:
         tuple(rows),
         tuple(evaluations),
         part(MEMORY, report_record.load, f"There is no {MEMORY}: the step was not compiled yet."),
-        part(PROFILE, _breakdown, ""),
+        part(PROFILE, _read_breakdown, ""),
         tuple(problems),
         files,
     )
 
 
-def _newest(place: Path) -> str:
-    """Returns text that suggests the newest run directory in the folder `place`; "" if the folder contains no run
-    directory."""
+def _suggest_newest_run(place: Path) -> str:
     runs = [path.parent for path in place.glob(f"*/{CONFIG}") if is_run(path.parent)]
     if not runs:
         return ""
@@ -138,8 +136,7 @@ def _newest(place: Path) -> str:
     return f"; it contains {len(runs)} run{'s' if len(runs) > 1 else ''}, the newest is {newest}"
 
 
-def _config(path: Path) -> Mapping[str, Any]:
-    """Returns the config in config.json, dotted key -> value. Raises TypeError if the file has another structure."""
+def _read_config(path: Path) -> Mapping[str, Any]:
     value = json.loads(path.read_text(encoding="utf-8"))
     config = value["config"]
     if not isinstance(config, dict):
@@ -147,15 +144,17 @@ def _config(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], int]:
-    """Reads metrics.jsonl. Returns (rows of updates, rows of evaluations, number of damaged lines). Rows are sorted by
-    step, with only the last row of each step."""
+def _read_metrics(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], int]:
+    """Reads metrics.jsonl. Returns (rows of updates, rows of evaluations, number of damaged lines).
+
+    Rows are sorted by step. If a step has several rows, only its last row is returned.
+    """
     trained: dict[int, dict[str, float]] = {}
     evaluated: dict[int, dict[str, float]] = {}
     damaged = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = _numbers(json.loads(line))
+            row = _flatten_finite_numbers(json.loads(line))
             step = int(row["step"])
         except (ValueError, TypeError, KeyError, RecursionError):
             damaged += 1
@@ -164,22 +163,19 @@ def _rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], i
     return [trained[step] for step in sorted(trained)], [evaluated[step] for step in sorted(evaluated)], damaged
 
 
-def _numbers(value: Any, prefix: str = "") -> dict[str, float]:
-    """Returns the finite numbers in a JSON object. Numbers in nested objects have dotted names. Raises TypeError if
-    `value` is not an object."""
+def _flatten_finite_numbers(value: Any, prefix: str = "") -> dict[str, float]:
     if not isinstance(value, dict):
         raise TypeError("a line of metrics.jsonl must be a JSON object")
     numbers: dict[str, float] = {}
     for name, inner in value.items():
         if isinstance(inner, dict) and not prefix:
-            numbers |= _numbers(inner, f"{name}.")
+            numbers |= _flatten_finite_numbers(inner, f"{name}.")
         elif isinstance(inner, int | float) and not isinstance(inner, bool) and abs(inner) < 1e300:
             numbers[prefix + name] = inner
     return numbers
 
 
-def _breakdown(path: Path) -> Mapping[str, Any]:
-    """Returns the content of profile.json. Raises TypeError or KeyError if the file has another structure."""
+def _read_breakdown(path: Path) -> Mapping[str, Any]:
     breakdown = json.loads(path.read_text(encoding="utf-8"))
     _check(breakdown, _BREAKDOWN)
     for name, fields in _ITEMS.items():

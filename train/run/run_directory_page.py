@@ -92,9 +92,9 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
         where=subject(report) if report else "no report",
         facts=program_facts(report) if report else [],
         versions=versions(report.versions) if report else "",
-        state=_state(run),
+        state=_run_status(run),
         problems=run.problems,
-        links=_links(run, prefix),
+        links=_links_to_other_pages(run, prefix),
         report=report,
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
         memory_figures=_memory(report) if report else [],
@@ -105,9 +105,9 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
             "figures": trace_page.figures(trace),
             "cells": trace_page.cells(trace),
         },
-        runs=_runs((run, *others)) if others else None,
-        commands=_commands(run, prefix),
-        config=_config(run.config),
+        runs=_runs_table((run, *others)) if others else None,
+        commands=_commands_for_run(run, prefix),
+        config=_config_sections(run.config),
         has_rows=any(one.rows or one.evaluations for one in (run, *others)),
     )
 
@@ -120,7 +120,7 @@ def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[st
     return {
         "name": run.name,
         "curves": curves,
-        "limit": _limit(run),
+        "limit": _memory_limit_bytes(run),
         "shared": run.report is not None and _on_cpu(run.report),
         "unit": column_unit(max([*bytes_shown, 1]), 1.0),
         "trace": run.breakdown and trace_page.page_data(run.breakdown),
@@ -166,9 +166,7 @@ def _on_cpu(report: ReportRecord) -> bool:
     return report.target.get("platform") == "cpu"
 
 
-def _limit(run: RunDirectory) -> float | None:
-    """Returns the bytes that a device has for the program. They are from the last row with allocator metrics, or else
-    from the report. None if unknown."""
+def _memory_limit_bytes(run: RunDirectory) -> float | None:
     recorded = [row["memory.limit_bytes"] for row in run.rows if "memory.limit_bytes" in row]
     if recorded:
         return recorded[-1]
@@ -178,9 +176,7 @@ def _limit(run: RunDirectory) -> float | None:
 # ---- the header -----------------------------------------------------------------------------------------------
 
 
-def _state(run: RunDirectory) -> dict[str, str]:
-    """Returns the status of the run for the page header: whether it is finished and its last step, if they are
-    known."""
+def _run_status(run: RunDirectory) -> dict[str, str]:
     if not run.step:
         return {"kind": "unknown", "words": "no update recorded"}
     if run.steps and run.step >= run.steps and run.evaluations and run.evaluations[-1]["step"] >= run.steps:
@@ -218,11 +214,10 @@ def _figures(run: RunDirectory) -> list[HeaderFigure]:
         predicted = predicted_bytes(run)
         note = f"; predicted {human(predicted)}" if predicted is not None else ""
         figures.append(HeaderFigure("measured memory", human(max(peaks)), owner + note, f"{max(peaks):,.0f} bytes"))
-    return figures + _routing(run)
+    return figures + _router_figures(run)
 
 
-def _routing(run: RunDirectory) -> list[HeaderFigure]:
-    """Returns the last router metrics of a mixture of experts for the page header; [] for a run without experts."""
+def _router_figures(run: RunDirectory) -> list[HeaderFigure]:
     routed = [row for row in run.rows if "load_max" in row]
     if not routed:
         return []
@@ -240,17 +235,12 @@ def _routing(run: RunDirectory) -> list[HeaderFigure]:
 
 
 def _findings(run: RunDirectory) -> list[Finding]:
-    """Returns the findings about experts, then the largest findings of the memory report."""
     own = run.report.findings if run.report else []
     return [*_routing_findings(run.rows, run.config), *sorted(own, key=lambda finding: -finding.bytes)[:MAX_FINDINGS]]
 
 
 def _routing_findings(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> list[Finding]:
-    """Returns findings about experts without tokens and about dropped choices, from the last row with router metrics.
-
-    `config`: the run's config, dotted key -> value. The findings have 0 bytes, because memory cannot be saved by
-    acting on them.
-    """
+    # Findings have 0 bytes if acting on them saves no memory.
     last = next((row for row in reversed(rows) if "load_max" in row), None)
     if last is None:
         return []
@@ -292,8 +282,7 @@ def _memory(report: ReportRecord) -> list[HeaderFigure]:
     ]
 
 
-def _runs(runs: Sequence[RunDirectory]) -> PageTable:
-    """Returns the table of runs: the last metrics of each run, and the config keys in which the runs differ."""
+def _runs_table(runs: Sequence[RunDirectory]) -> PageTable:
     keys = dict.fromkeys(key for run in runs for key in run.config)
     differing = [key for key in keys if len({_format_value(run.config.get(key, "")) for run in runs}) > 1]
     left = [f"and {len(differing) - MAX_KEYS} more keys"] if len(differing) > MAX_KEYS else []
@@ -304,10 +293,10 @@ def _runs(runs: Sequence[RunDirectory]) -> PageTable:
     columns = (
         ("run", "name", lambda run: run.name),
         ("steps", "num", lambda run: f"{run.step:,}"),
-        ("held-out loss", "num", lambda run: _number(last(run, "eval_loss", run.evaluations), ".4f")),
-        ("train loss", "num", lambda run: _number(last(run, "loss", run.rows), ".4f")),
-        ("tokens/s", "num", lambda run: _number(last(run, "tokens_per_s", run.rows), ",.0f")),
-        ("measured", "num", lambda run: _number(last(run, "memory.peak_bytes", run.rows), "bytes")),
+        ("held-out loss", "num", lambda run: _number_cell(last(run, "eval_loss", run.evaluations), ".4f")),
+        ("train loss", "num", lambda run: _number_cell(last(run, "loss", run.rows), ".4f")),
+        ("tokens/s", "num", lambda run: _number_cell(last(run, "tokens_per_s", run.rows), ",.0f")),
+        ("measured", "num", lambda run: _number_cell(last(run, "memory.peak_bytes", run.rows), "bytes")),
         (
             "what differs",
             "text",
@@ -319,8 +308,7 @@ def _runs(runs: Sequence[RunDirectory]) -> PageTable:
     return table(columns, runs)
 
 
-def _number(value: float | None, form: str) -> Cell:
-    """Returns the table cell of a number; empty if the value is None. `form`: a format specification, or "bytes"."""
+def _number_cell(value: float | None, form: str) -> Cell:
     if value is None:
         return Cell("")
     return Cell(human(value) if form == "bytes" else format(value, form), value=value)
@@ -329,14 +317,11 @@ def _number(value: float | None, form: str) -> Cell:
 # ---- links and commands ---------------------------------------------------------------------------------------
 
 
-def _links(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
-    """Returns links to the other pages in the run directory, as (address, text)."""
+def _links_to_other_pages(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
     return [(quote(prefix + name), words) for name, words in BESIDE.items() if name in run.files]
 
 
-def _commands(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
-    """Returns commands for this run, as (purpose, command). They can be pasted in a shell in the page's folder."""
-
+def _commands_for_run(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
     def path(name: str = "") -> str:
         return shlex.quote(prefix + name or ".")
 
@@ -355,8 +340,7 @@ def _commands(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
     return commands
 
 
-def _config(config: Mapping[str, Any]) -> list[Section]:
-    """Returns the config as one section per group. Keys without a group come first."""
+def _config_sections(config: Mapping[str, Any]) -> list[Section]:
     groups: dict[str, list[tuple[str, str]]] = {}
     for key, value in config.items():
         group, _, name = str(key).rpartition(".")

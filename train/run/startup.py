@@ -92,11 +92,11 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
     rows = [
         (
             "model",
-            f"{summary.count(total)} parameters{_trained(program)}: width {model.d_model:,}, layers "
+            f"{summary.count(total)} parameters{_describe_trained(program)}: width {model.d_model:,}, layers "
             f"{model.n_layers}, heads {model.n_heads}, vocabulary {model.vocab_size:,}",
         ),
         ("batch", str(program.batch)),
-        ("devices", _devices(program)),
+        ("devices", _describe_devices(program)),
         (
             "program",
             f"{program.config.precision.preset} precision, remat "
@@ -136,8 +136,7 @@ def passes(program: Program, sequences: int) -> str:
     )
 
 
-def _trained(program: Program) -> str:
-    """Describes how many parameters are trained, and how; "" if all parameters are trained."""
+def _describe_trained(program: Program) -> str:
     if all(
         name.endswith(ROUTER_BIAS) for name in program.frozen
     ):  # router biases have no gradient, but updates move them
@@ -150,8 +149,7 @@ def _trained(program: Program) -> str:
     return f", {number:,} trained (LoRA rank {lora.rank} on {' '.join(lora.targets)}{base})"
 
 
-def _devices(program: Program) -> str:
-    """Describes the devices, the number of processes, and the mesh axes that have more than one device."""
+def _describe_devices(program: Program) -> str:
     devices = program.mesh.devices.ravel()
     axes = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1)
     mesh = f", mesh {axes}, {program.config.mesh.strategy}" if axes else ""

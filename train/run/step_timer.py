@@ -65,7 +65,7 @@ class Clock:
     """
 
     def __init__(self, saving: Callable[[], bool] = lambda: False):
-        self._watch, self._saving, self._compiles = _Watch(), saving, _compiles()
+        self._watch, self._saving, self._compiles = _IdleWatch(), saving, _compiles()
         self._total = self._total_waiting = self._total_tokens = 0.0  # seconds and tokens of all laps
         self._recent: collections.deque[float] = collections.deque(
             maxlen=MAX_REMEMBERED
@@ -142,9 +142,7 @@ class Clock:
         self._watch.close()
 
 
-class _Compiles:
-    """Counts the seconds that this process has spent compiling since the object was created."""
-
+class _CompileSeconds:
     def __init__(self):
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._add)
@@ -155,10 +153,10 @@ class _Compiles:
 
 
 # One per process, because jax keeps a listener forever.
-_compiles = functools.cache(_Compiles)
+_compiles = functools.cache(_CompileSeconds)
 
 
-class _Watch:
+class _IdleWatch:
     """Records when the devices become idle, in a thread.
 
     The thread waits for each result, because the training loop reads data meanwhile. It must end before the

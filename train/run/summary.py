@@ -75,7 +75,7 @@ def speed(report: ReportRecord) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Formats seconds as h:mm:ss."""
+    """Formats seconds as h:mm:ss, such as "1:02:05". Fractions of a second are dropped."""
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
@@ -127,12 +127,12 @@ class End:
 
 
 def show(console: Console, rows: Iterable[tuple[str, Any]]) -> None:
-    """Prints rows of (title, text) as a table."""
+    """Prints the lines of a run's summary, (title, text) each, as a table. Lines without text are left out."""
     put(SummaryLines(rows), console)
 
 
 def say(console: Console, text: str) -> None:
-    """Prints a sentence."""
+    """Prints a sentence, wrapped to the width of the console."""
     put(Prose(text), console)
 
 

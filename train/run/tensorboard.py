@@ -81,7 +81,7 @@ class Events:
     """
 
     def __init__(self, directory: Path, step: int, config: Mapping[str, Any], report: ReportRecord):
-        with warnings.catch_warnings(), _not_imported("torch", "google.cloud.storage"):
+        with warnings.catch_warnings(), _block_imports("torch", "google.cloud.storage"):
             warnings.simplefilter("ignore")  # protobuf warns about its own generated code
             from tensorboardX import summary as protos
             from tensorboardX.event_file_writer import EventsWriter
@@ -94,7 +94,7 @@ class Events:
         self._file = EventsWriter(str(directory / "events"), f".{number:04}")
         self._file.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
         experiment, began, self._ended = protos.hparams(
-            {key: _hparam(value) for key, value in config.items()}, {HELD_OUT: 0.0}
+            {key: _to_hparam(value) for key, value in config.items()}, {HELD_OUT: 0.0}
         )
         self._add(
             experiment,
@@ -153,11 +153,8 @@ class Events:
 
 
 @contextlib.contextmanager
-def _not_imported(*names: str) -> Iterator[None]:
-    """A context manager in which imports of these modules fail, unless they are already imported.
-
-    It prevents tensorboardX from importing torch, which takes two seconds at every start and is not needed.
-    """
+def _block_imports(*names: str) -> Iterator[None]:
+    # tensorboardX would import torch, which takes two seconds at every start and is not needed.
     hidden = [name for name in names if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # None: an import of this name fails
@@ -168,8 +165,8 @@ def _not_imported(*names: str) -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-def _hparam(value: Any) -> Any:
-    """Converts a config value for TensorBoard's hparams tab, which accepts only numbers, booleans and text."""
+def _to_hparam(value: Any) -> Any:
+    # TensorBoard's hparams tab accepts only numbers, booleans and text.
     return value if isinstance(value, bool | int | float | str) else json.dumps(value)
 
 

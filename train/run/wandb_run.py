@@ -70,7 +70,7 @@ class WandbRun:
         self._run: Any = None  # the run object of wandb
         settings = {
             "project": project,
-            "id": _id(workdir / ID, project),
+            "id": _read_or_create_id(workdir / ID, project),
             "name": workdir.name,
             "dir": str(workdir),
             "config": {**config, "memory": summary(report)},
@@ -88,22 +88,21 @@ class WandbRun:
             tell(f"warning: nothing is sent to wandb: {failure}")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Sends scalars of a step to wandb."""
-        self._safely(lambda: self._run.log(dict(values), step=step))
+        """Sends the metrics of one step, name -> value, to wandb."""
+        self._call_safely(lambda: self._run.log(dict(values), step=step))
 
     def finish(self, step: int, sample: str) -> None:
         """Adds the generated sample text of the finished run to the wandb summary."""
         del step
-        self._safely(lambda: self._run.summary.update({"sample": sample}))
+        self._call_safely(lambda: self._run.summary.update({"sample": sample}))
 
     def close(self, failed: bool) -> None:
         """Ends the wandb run, and the process that sends its rows. Waits for the network for at most a minute."""
-        self._safely(lambda: self._run.finish(exit_code=int(failed)))
+        self._call_safely(lambda: self._run.finish(exit_code=int(failed)))
         self._run = None
         _teardown()
 
     def _start(self, settings: Mapping[str, Any]) -> str | None:
-        """Starts the wandb run. Returns the error as one line if that fails, else None."""
         import wandb
 
         try:
@@ -119,9 +118,7 @@ class WandbRun:
             return _line(error)
         return None
 
-    def _safely(self, action: Callable[[], None]) -> None:
-        """Calls `action` if there is a wandb run. A failure is printed once and ends only the wandb run, not the
-        training."""
+    def _call_safely(self, action: Callable[[], None]) -> None:
         if self._run is None:
             return
         try:
@@ -131,11 +128,7 @@ class WandbRun:
             self._tell(f"warning: wandb failed and gets no more rows: {_line(error)}")
 
 
-def _id(path: Path, project: str) -> str:
-    """Returns the id of the wandb run in `project`, which the file `path` stores.
-
-    If the file is missing, damaged or for another project, creates a new id and stores it.
-    """
+def _read_or_create_id(path: Path, project: str) -> str:
     try:
         kept = json.loads(path.read_text())
         if kept["project"] == project and isinstance(kept["id"], str):

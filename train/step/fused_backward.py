@@ -88,7 +88,7 @@ class FusedBackward:
         blocks, total, d_BLD = self._backward(params, opt_state, stack, base, kept, d_BLD, tokens, rounding)
         (d_begin,) = pull_begin(d_BLD)
         grads = self._cast_and_shard(jax.tree.map(jnp.add, d_end, d_begin))
-        return loss, *self._finish(params, opt_state, blocks, grads, total, tokens, rounding)
+        return loss, *self._update_outside_blocks(params, opt_state, blocks, grads, total, tokens, rounding)
 
     def _forward(
         self, model: Any, stack: Any, base: Any, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
@@ -175,7 +175,7 @@ class FusedBackward:
         axes = {name: self.weights.axes[name] for name in grads}
         return dataclasses.replace(self.weights, axes=axes).gradients(grads)
 
-    def _finish(
+    def _update_outside_blocks(
         self,
         params: Any,
         opt_state: Any,
@@ -185,8 +185,11 @@ class FusedBackward:
         tokens: jax.Array,
         rounding: jax.Array,
     ) -> tuple[Any, Any]:
-        """Returns the new parameters and optimizer state. Updates all parameters outside the blocks, and merges them
-        with the updated blocks."""
+        """Updates all parameters outside the blocks. Returns the new parameters and optimizer state, merged with the
+        updated `blocks`.
+
+        total: the sum of squares of the blocks' gradients. tokens: the number of unmasked targets of the batch.
+        """
         update, part = self.update, self._stack()
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
         shared, inverse = update.shared(s), self._inverse(tokens)

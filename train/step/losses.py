@@ -25,8 +25,16 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """The kind of cross-entropy and the auxiliary losses of experts: the config keys `loss.*`. configs/base.py explains
-    each key."""
+    """The config keys `loss.*`: how the cross-entropy is computed, and the auxiliary losses of experts.
+
+    Fields:
+      kind: "full", or "chunked", which never holds the whole logits array.
+      balance: coefficient of the experts' load-balance loss.
+      balance_layers: "separate" for the mean of one load-balance loss per layer, "pooled" for one loss from loads and
+        scores averaged over layers.
+      router_z: coefficient of the router z-loss.
+      chunk: tokens per chunk of the chunked loss, on each data-parallel rank.
+    """
 
     kind: str
     balance: float
@@ -66,13 +74,16 @@ class LossSettings:
         return "vd" if self.tied else "dv"
 
     def along(self, d: T, v: T) -> tuple[T, T]:
-        """Orders two values like the axes of the head: returns (d, v) or (v, d). `d` is for the model width, `v` for
-        the vocabulary."""
+        """Returns the two values in the order of the axes of the head `w_head`: (v, d) if the head is the token table
+        [V, D], else (d, v) for a head [D, V].
+
+        `d`: value for the axis of the model width D. `v`: value for the axis of the vocabulary V.
+        """
         return (v, d) if self.tied else (d, v)
 
 
 def count_tokens(targets_BL: jax.Array) -> jax.Array:
-    """Returns the number of unmasked targets, int32."""
+    """Returns the number of targets [B, L] that are not masked (not equal to IGNORE), an int32 scalar."""
     return (targets_BL != IGNORE).sum(dtype=jnp.int32)
 
 
@@ -129,7 +140,7 @@ def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: L
     return _nll(_without_padding(soft_cap(logits_BLV, settings.cap), settings), targets_BL)[0].sum()
 
 
-def _chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
+def _split_into_chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
     """Reshapes [B, L, ...] to [n, R, B/R, positions, ...]: n chunks of positions on R ranks that hold different
     tokens."""
     ranks, context, positions = settings.layout.ranks, settings.layout.context, settings.positions
@@ -141,8 +152,8 @@ def _chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
     return x.reshape(x.shape[0], ranks * context, *x.shape[3:])
 
 
-def _joined(x: jax.Array, like: jax.Array, settings: LossSettings) -> jax.Array:
-    """Inverts `_chunks` and removes its padding: [n, R, B/R, positions, ...] -> the shape of `like`."""
+def _join_chunks(x: jax.Array, like: jax.Array, settings: LossSettings) -> jax.Array:
+    """Inverts `_split_into_chunks` and removes its padding: [n, R, B/R, positions, ...] -> the shape of `like`."""
     ranks, context = settings.layout.ranks, settings.layout.context
     x = x.reshape(x.shape[0], ranks, context, *x.shape[2:])
     x = jnp.moveaxis(x, (0, 2), (3, 2))
@@ -156,9 +167,7 @@ def _chunk_logits(x_RBCD: jax.Array, w_head: jax.Array, settings: LossSettings) 
     return _without_padding(soft_cap(logits_RBCV, settings.cap), settings)
 
 
-def _times_slope(d_logits_RBCV: jax.Array, logits_RBCV: jax.Array, settings: LossSettings) -> jax.Array:
-    """Returns the gradient with respect to the logits before the cap, given the gradient with respect to the capped
-    logits. It is 0 for padding columns."""
+def _backprop_through_softcap(d_logits_RBCV: jax.Array, logits_RBCV: jax.Array, settings: LossSettings) -> jax.Array:
     if not settings.cap:
         return d_logits_RBCV
     # Padding logits are very large negative numbers: without the clamp their square would overflow.
@@ -179,7 +188,7 @@ def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings
         x_RBCD, targets_RBC = xs
         return total + _nll(_chunk_logits(x_RBCD, w_head, settings), targets_RBC)[0].sum(), None
 
-    xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
+    xs = (_split_into_chunks(x_BLD, settings), _split_into_chunks(targets_BL, settings, IGNORE))
     return jax.lax.scan(chunk, jnp.zeros((), jnp.float32), xs)[0]
 
 
@@ -195,7 +204,7 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
         nll_RBC, lse_RBC = _nll(logits_RBCV, targets_RBC)
         vocabulary_V = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, V), 3)
         d_logits_RBCV = jnp.exp(logits_RBCV - lse_RBC[..., None]) - (vocabulary_V == targets_RBC[..., None])
-        d_logits_RBCV = _times_slope(d_logits_RBCV, logits_RBCV, settings)
+        d_logits_RBCV = _backprop_through_softcap(d_logits_RBCV, logits_RBCV, settings)
         d_logits_RBCV = jnp.where((targets_RBC != IGNORE)[..., None], d_logits_RBCV, 0.0).astype(settings.compute)
         dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits_RBCV, narrow)
         if settings.frozen:
@@ -207,9 +216,9 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
     start = jnp.zeros((), jnp.float32), None
     if not settings.frozen:
         start = start[0], layout(jnp.zeros((layout.token_ranks, *w_head.shape), jnp.float32), sums)
-    xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
+    xs = (_split_into_chunks(x_BLD, settings), _split_into_chunks(targets_BL, settings, IGNORE))
     (total, dw), dx = jax.lax.scan(chunk, start, xs)
-    dx_BLD = _joined(dx, x_BLD, settings)
+    dx_BLD = _join_chunks(dx, x_BLD, settings)
     if settings.frozen:
         return total, (dx_BLD, None)
     # Summed in the dtype in which devices sum gradients; jnp.sum would use a larger dtype.

@@ -98,8 +98,8 @@ class StepParts:
         if self.pipeline is not None:
             return self.pipeline(weights, batch, key_AB, factor, state.frozen)
         if self.local_loss is not None:
-            return _sums_by_rank(self, weights, batch, key_AB, factor, state.frozen)
-        tally, grads = _sums(self, weights, batch, key_AB, factor, state.frozen)
+            return _sum_micro_batches_by_rank(self, weights, batch, key_AB, factor, state.frozen)
+        tally, grads = _sum_micro_batches(self, weights, batch, key_AB, factor, state.frozen)
         return tally, self.weights.totals(grads)
 
     def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any, LossScale | None]:
@@ -154,7 +154,7 @@ class StepParts:
         }
 
 
-def _sums(
+def _sum_micro_batches(
     parts: StepParts,
     weights: Any,
     batch: Batch,
@@ -164,10 +164,9 @@ def _sums(
     *,
     local: bool = False,
 ) -> tuple[Tally, Any]:
-    """Returns the loss sums (tally) and the gradients of all micro-batches. If `local` is False, gradients are reduced
-    over the ranks.
+    """Returns the tally (loss, tokens, router statistics) and the gradients, each summed over all micro-batches.
 
-    The gradients are multiplied by `factor`, the tally is not.
+    The gradients are multiplied by `factor`, and are reduced over the ranks unless `local` is True.
     """
     loss = parts.local_loss if local else parts.loss
     keep = (lambda grads: grads) if local else parts.weights.gradients
@@ -194,14 +193,12 @@ def _sums(
     return jax.lax.scan(micro, (zero_tally(parts.routed), zeros), (batch, key_AB))[0]
 
 
-def _sums_by_rank(
+def _sum_micro_batches_by_rank(
     parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, frozen: Any
 ) -> tuple[Tally, Any]:
-    """Returns the result of `_sums`, with one reduction over ranks: each rank first sums the gradients of its own
-    micro-batches."""
-
+    # Gradients are reduced over ranks only once: each rank first sums the gradients of its own micro-batches.
     def ranks(weights, batch, key_AB, factor, frozen):
-        tally, grads = _sums(parts, weights, batch, key_AB, factor, frozen, local=True)
+        tally, grads = _sum_micro_batches(parts, weights, batch, key_AB, factor, frozen, local=True)
         with jax.named_scope("reduce"):
             return jax.tree.map(lambda x: jax.lax.psum(x, BATCH), tally), parts.weights.reduce(grads)
 

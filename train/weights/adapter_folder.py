@@ -77,7 +77,7 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
                 f"{where} has {key}={_quoted(value)}: only plain LoRA (alpha / r times x A B) is supported; "
                 "train the adapter without this setting, or merge it into its model with peft"
             )
-    theirs["targets"] = _targets(
+    theirs["targets"] = _adapted_targets(
         folder, family_of(read_config(config.init.folder), f"{config.init.folder}/{CONFIG}"), config.model.n_layers
     )
     free = not config.lora.rank
@@ -126,8 +126,8 @@ def adapter_leaves(
     """
     family, sizes, leaves = family_of(base.config, str(base.path / CONFIG)), {**sizes_of(model), "r": rank}, {}
     # Layers with experts have no matrices of a dense MLP.
-    matrices, present = _matrices(family, model.n_layers), parameters_of(model)
-    _targets(folder, family, model.n_layers)
+    matrices, present = _adaptable_matrices(family, model.n_layers), parameters_of(model)
+    _adapted_targets(folder, family, model.n_layers)
     for name, (path, row) in matrices.items():
         if (target := path.rpartition(".w_")[2]) not in targets or path not in present:
             continue
@@ -154,8 +154,8 @@ def adapter_leaves(
     return leaves
 
 
-def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
-    """Returns the matrices that may have an adapter: name on disk -> (our dotted path, its row in the family)."""
+def _adaptable_matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
+    # name on disk -> (our dotted path, its row in the family)
     rows = {ours: row for ours, row in family.rows.items() if not row.parts and ours.rpartition(".w_")[2] in TARGETS}
     matrices: dict[str, tuple[str, TensorRow]] = {}
     for layer in map(str, range(layers)):
@@ -164,12 +164,10 @@ def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
     return matrices
 
 
-def _targets(folder: Folder, family: Family, layers: int) -> tuple[str, ...]:
-    """Returns which matrices the folder's adapters adapt, as values of lora.targets. They are derived from the names
-    of tensors, since `target_modules` may contain patterns.
-    """
+def _adapted_targets(folder: Folder, family: Family, layers: int) -> tuple[str, ...]:
+    # Derived from the names of tensors, since `target_modules` may contain patterns.
     known: dict[str, str] = {}
-    for name, (path, _) in _matrices(family, layers).items():
+    for name, (path, _) in _adaptable_matrices(family, layers).items():
         for half in "ab":
             known[tensor_name(name, half)] = path.rpartition(".w_")[2]
     if surplus := sorted(set(folder.tensors) - set(known)):

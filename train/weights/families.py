@@ -105,11 +105,8 @@ _LAYERS = f"model.layers.{LAYER}."
 
 
 def _layer_rows(before: str, rows: tuple[tuple[Any, ...], ...]) -> dict[str, TensorRow]:
-    """Returns the tensors of a block by our dotted path. `before` is the prefix of the tensor names on disk.
-
-    Each row is (our path in the block, tensor, pattern), followed by the index of the part and the parts if the tensor
-    is shared.
-    """
+    # Each row is (our path in the block, tensor, pattern), followed by the index of the part and the parts if the
+    # tensor is shared.
     return {f"blocks.{LAYER}.{ours}": TensorRow(before + theirs, *layout) for ours, theirs, *layout in rows}
 
 
@@ -149,10 +146,7 @@ QK_NORMS = _layer_rows(
 )
 
 
-def _experts(block: str, matrices: tuple[str, str, str]) -> dict[str, TensorRow]:
-    """Returns the tensors of a layer's router and experts. `matrices`: the names of an expert's gate, up and down
-    matrices.
-    """
+def _expert_rows(block: str, matrices: tuple[str, str, str]) -> dict[str, TensorRow]:
     gate, up, down = (f"{block}.experts.{EXPERT}.{name}.weight" for name in matrices)
     return _layer_rows(
         _LAYERS,
@@ -245,7 +239,7 @@ BUFFERS = (r".*\.rotary_emb\.inv_freq",)
 _KV = ("k", "u")
 DEEPSEEK_ROWS = {
     **{ours: row for ours, row in LLAMA_ROWS.items() if ".attention." not in ours},
-    **_experts("mlp", ("gate_proj", "up_proj", "down_proj")),
+    **_expert_rows("mlp", ("gate_proj", "up_proj", "down_proj")),
     **_layer_rows(
         _LAYERS,
         (
@@ -391,7 +385,7 @@ FAMILIES: Mapping[str, Family] = {
         "model.",
         {
             **{ours: row for ours, row in LLAMA_ROWS.items() if ".mlp." not in ours},
-            **_experts("block_sparse_moe", ("w1", "w3", "w2")),
+            **_expert_rows("block_sparse_moe", ("w1", "w3", "w2")),
         },
         {
             **LLAMA_FIELDS,
@@ -413,7 +407,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         "model.",
-        {**LLAMA_ROWS, **QK_NORMS, **_experts("mlp", ("gate_proj", "up_proj", "down_proj"))},
+        {**LLAMA_ROWS, **QK_NORMS, **_expert_rows("mlp", ("gate_proj", "up_proj", "down_proj"))},
         {
             **LLAMA_FIELDS,
             "n_kv_heads": Field("num_key_value_heads", 4, "n_heads"),

@@ -65,7 +65,7 @@ MAX_NUMBER = 2**63 - 1  # maximum size or offset in a header
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Returns the content of the folder's config.json. Raises UserError if it is missing or damaged."""
-    return _config(_folder(path))[0]
+    return _read_config(_folder(path))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor's values on disk, in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype]
 
 
@@ -114,16 +114,18 @@ class Folder:
           UserError: a file is missing, truncated or damaged, or the format of the weights is not supported.
         """
         root = _folder(path)
-        config, text = _config(root)
-        index = _index(root)
+        config, text = _read_config(root)
+        index = _read_index(root)
         digest = hashlib.sha256(text)
         tensors: dict[str, StoredTensor] = {}
         states: dict[str, State] = {}
         for name in sorted(set(index.values()) if index else {SINGLE}):
-            file = _file(root, name)
+            file = _find_file(root, name)
             states[name] = _state(file)
             file_tensors, header = _header(file)
-            digest.update(f"{name} {file.stat().st_size} ".encode() + header + _ends(file, 8 + len(header)))
+            digest.update(
+                f"{name} {file.stat().st_size} ".encode() + header + _first_and_last_bytes(file, 8 + len(header))
+            )
             for tensor in file_tensors.values():
                 if index and index.get(tensor.name) != name:
                     where = index.get(tensor.name)
@@ -150,14 +152,14 @@ class Folder:
         """
         root = _folder(path, ADAPTER_CONFIG)
         if not os.path.lexists(root / ADAPTER):
-            other = _others(root, NO_ADAPTER)
+            other = _find_unsupported_file(root, NO_ADAPTER)
             if other:
                 raise UserError(f"{root} cannot be used, since it has {other[0]} and no {ADAPTER}: {other[1]}")
         config, text = _read_json(root, ADAPTER_CONFIG)
-        file = _file(root, ADAPTER)
+        file = _find_file(root, ADAPTER)
         state = _state(file)
         tensors, header = _header(file)
-        digest = hashlib.sha256(text + header + _ends(file, 8 + len(header)))
+        digest = hashlib.sha256(text + header + _first_and_last_bytes(file, 8 + len(header)))
         return cls(root, config, tensors, digest.hexdigest()[:16], {ADAPTER: state})
 
     def read(self, name: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -168,7 +170,7 @@ class Folder:
           UserError: the file has changed since it was verified, or a value is NaN or infinite.
         """
         tensor = self.tensors[name]
-        state = self._check_unchanged(tensor.file)
+        state = self._state_if_unchanged(tensor.file)
         try:
             if tensor.dtype in FP8:  # safetensors returns no NumPy arrays of these dtypes
                 view = np.memmap(self.path / tensor.file, FP8[tensor.dtype], "r", tensor.start, tensor.shape)
@@ -188,13 +190,9 @@ class Folder:
             )
         return piece
 
-    def _check_unchanged(self, name: str) -> State:
-        """Returns (size in bytes, modification time) of a file. Raises UserError if the file has changed since it was
-        verified.
-
-        Files are memory-mapped, and reading past the end of a file that has become shorter would end the process with
-        SIGBUS.
-        """
+    def _state_if_unchanged(self, name: str) -> State:
+        # Files are memory-mapped, and reading past the end of a file that has become shorter would end the process with
+        # SIGBUS.
         path = self.path / name
         try:
             now = _state(path)
@@ -231,7 +229,7 @@ def _state(path: Path) -> State:
 
 @functools.lru_cache(maxsize=2)
 def _map_file(path: str, state: State) -> Any:
-    """Maps a file into memory. `state` is part of the cache key, so that a file that has changed is mapped again."""
+    # `state` is part of the cache key, so that a file that has changed is mapped again.
     from safetensors import safe_open
 
     return safe_open(path, "numpy")
@@ -259,10 +257,7 @@ def _folder(path: str | Path, config: str = CONFIG) -> Path:
     return root
 
 
-def _file(root: Path, name: str) -> Path:
-    """Returns the path of the file `name` in the folder. Raises UserError if it is not a regular file inside the
-    folder.
-    """
+def _find_file(root: Path, name: str) -> Path:
     if not name or name in (".", "..") or Path(name).name != name or "\0" in name:
         raise UserError(
             f"{root / INDEX} names {_quoted(name)}, which is not the name of a file in the folder: download it again"
@@ -284,10 +279,7 @@ def _file(root: Path, name: str) -> Path:
 
 
 def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
-    """Returns the content of a JSON file in the folder, and its bytes. Raises UserError if it is missing or
-    damaged.
-    """
-    path = _file(root, name)
+    path = _find_file(root, name)
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
         raise UserError(f"{path} has {size:,} bytes, which is too large for this file: download it again")
@@ -301,24 +293,19 @@ def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
     return values, content
 
 
-def _config(root: Path) -> tuple[dict[str, Any], bytes]:
-    """Returns the content of config.json, and its bytes.
-
-    Raises UserError if there is none. The error names a file that the folder has instead, such as adapter_config.json.
-    """
+def _read_config(root: Path) -> tuple[dict[str, Any], bytes]:
     if not os.path.lexists(root / CONFIG):
-        other = _others(root, UNREADABLE)
+        other = _find_unsupported_file(root, UNREADABLE)
         if other:
             raise UserError(f"{root} cannot be used, since it has {other[0]} and no {CONFIG}: {other[1]}")
     return _read_json(root, CONFIG)
 
 
-def _index(root: Path) -> dict[str, str]:
-    """Returns tensor name -> file name from the index, or {} if the folder has a single file."""
+def _read_index(root: Path) -> dict[str, str]:
     if not os.path.lexists(root / INDEX):
         if os.path.lexists(root / SINGLE):
             return {}
-        other = _others(root, (*UNREADABLE, UNNAMED))
+        other = _find_unsupported_file(root, (*UNREADABLE, UNNAMED))
         if other:
             raise UserError(f"{root} cannot be used, since it has {other[0]} and no {SINGLE}: {other[1]}")
         raise UserError(f"{root} has no {SINGLE} and no {INDEX}: download the weights")
@@ -332,10 +319,7 @@ def _index(root: Path) -> dict[str, str]:
     return weight_map
 
 
-def _others(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[str, str] | None:
-    """Returns (file name, reason why it is not supported) for a file that the folder has instead of weights, such as a
-    pickled model. Returns None if there is no such file. `kinds`: pairs (file name endings, reason).
-    """
+def _find_unsupported_file(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[str, str] | None:
     try:
         names = sorted(os.listdir(root))
     except OSError:  # no permission to read the folder
@@ -375,8 +359,7 @@ def _header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
         raise UserError(f"{path} cannot be read ({error.strerror}): download it again") from error
 
 
-def _ends(path: Path, begin: int) -> bytes:
-    """Returns the first and last bytes of the data in a file. They distinguish models whose headers are equal."""
+def _first_and_last_bytes(path: Path, begin: int) -> bytes:
     with open(path, "rb") as file:
         file.seek(begin)
         first = file.read(SAMPLED)
@@ -409,7 +392,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
         raise _damaged(path, "the file ends before the end of its header")
     tensors, end = [], 0
     for name, entry in _entries(path, text):
-        tensor, stop = _tensor(path, name, entry, 8 + length)
+        tensor, stop = _parse_header_entry(path, name, entry, 8 + length)
         tensors.append((tensor.start, stop, tensor))
     for start, stop, tensor in sorted(tensors, key=lambda row: row[:2]):
         if start - 8 - length != end:
@@ -442,7 +425,7 @@ def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
     return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
 
 
-def _tensor(path: Path, name: str, entry: Any, begin: int) -> tuple[StoredTensor, int]:
+def _parse_header_entry(path: Path, name: str, entry: Any, begin: int) -> tuple[StoredTensor, int]:
     """Returns the tensor of an entry in a safetensors header, and the offset at which its data end, relative to the
     end of the header. Raises UserError if the entry is not valid.
     """

@@ -131,7 +131,7 @@ def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) ->
       UserError: the file asks for an unsupported feature, or a value has a wrong type. The error names the file as
         `where`.
     """
-    family, reader = family_of(raw, where), _Reader(raw, where)
+    family, reader = family_of(raw, where), _ConfigReader(raw, where)
     for key, values in family.needs.items():
         reader.need(key, values)
     keys = dict(family.fixed)
@@ -151,31 +151,21 @@ def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader:
+class _ConfigReader:
     """Reads and checks the values of a config.json."""
 
     raw: Mapping[str, Any]
     where: str
 
     def wrong(self, key: str, remedy: str) -> UserError:
-        """Returns an error that names the key, its value and the remedy."""
         return UserError(f"{self.where}: {key}={_quoted(self.raw.get(key))}: {remedy}")
 
     def need(self, key: str, values: tuple[Any, ...]) -> None:
-        """Raises UserError unless the key is absent, is null, or has one of these values."""
         value = self.raw.get(key)
         if value is not None and not any(type(value) is type(one) and value == one for one in values):
             raise self.wrong(key, f"bytescope supports only {' or '.join(map(str, values))}")
 
     def activation(self, names: str, ours: Mapping[str, str]) -> str:
-        """Returns our value of `model.mlp` for the model's activation function. Raises UserError if it is not
-        supported.
-
-        Args:
-          names: possible keys of the activation function in config.json, separated by |. The first that is present is
-            used.
-          ours: its supported values -> value of `model.mlp`. The first is the default.
-        """
         name = next((name for name in names.split("|") if self.raw.get(name) is not None), None)
         value = next(iter(ours)) if name is None else self.raw[name]
         if not isinstance(value, str) or value not in ours:
@@ -183,8 +173,8 @@ class _Reader:
         return ours[value]
 
     def field(self, ours: str, field: Field, keys: Mapping[str, Any]) -> Any:
-        """Returns the value of our config key `ours`. `keys` has the values of earlier keys, from which defaults are
-        computed.
+        """Returns the value of our config key `ours`, read from its key in config.json. If it is absent, returns the
+        default, which may be computed from the values `keys` of earlier keys.
         """
         key = next((key for key in field.key.split("|") if self.raw.get(key) is not None), field.written)
         value, default = self.raw.get(key), field.default
@@ -206,21 +196,16 @@ class _Reader:
         return TRANSFORMS[ours](value) if ours in TRANSFORMS else value
 
     def count(self, key: str, value: Any) -> int:
-        """Returns the value if it is a whole number above 0; otherwise raises UserError."""
         if type(value) is not int or not 0 < value <= MAX_SIZE:
             raise self.wrong(key, f"the value must be a whole number from 1 to {MAX_SIZE:,}")
         return value
 
     def number(self, key: str, value: Any, minimum: float = 0.0) -> float:
-        """Returns the value if it is a finite number of at least `minimum`; otherwise raises UserError."""
         if type(value) not in (int, float) or not minimum <= value <= 1e30:
             raise UserError(f"{self.where}: {key}={_quoted(value)} is not valid: give a number of {minimum:g} or more")
         return float(value)
 
     def dropout(self, family: Family) -> float:
-        """Returns the dropout rate. Raises UserError if rates differ, since our model has one rate for the embedding,
-        the attention probabilities and both branches.
-        """
         names, absent = family.dropouts
         rates = {name: self.number(name, absent if (value := self.raw.get(name)) is None else value) for name in names}
         if len(set(rates.values())) == 1 and (family.dropout or not any(rates.values())):
@@ -233,7 +218,7 @@ class _Reader:
         )
 
     def rope(self, settings: Any, theta: float) -> tuple[float, tuple[float, ...]]:
-        """Returns the base and the scaling values of rotary positions.
+        """Returns (base, scaling values) of RoPE.
 
         Args:
           settings: the JSON object in config.json, with old or new key names, or null.
@@ -256,11 +241,10 @@ class _Reader:
                 f"{self.where}: rotary positions of the kind {_quoted(kind)}: bytescope supports only "
                 f"{', '.join(SCALINGS)}"
             )
-        values = self._yarn(settings) if kind == "yarn" else settings
+        values = self._yarn_with_defaults(settings) if kind == "yarn" else settings
         return theta, tuple(self.number(name, values.get(name), 1e-6) for name in SCALINGS[kind])
 
-    def _yarn(self, scaling: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the settings of YaRN, with the defaults of transformers for absent keys."""
+    def _yarn_with_defaults(self, scaling: Mapping[str, Any]) -> dict[str, Any]:
         if scaling.get("truncate") not in (None, True):
             raise UserError(
                 f"{self.where}: truncate={_quoted(scaling['truncate'])}: bytescope supports only truncate=true "
@@ -288,19 +272,16 @@ class _Reader:
         return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _rope(reader: _Reader, absent: float = 1e4) -> dict[str, Any]:
-    """Returns our config keys of RoPE for a model with one base for all layers. `absent` is the base if the file gives
-    none.
-    """
+def _rope_keys(reader: _ConfigReader, absent: float = 1e4) -> dict[str, Any]:
     raw = reader.raw
     theta = absent if raw.get("rope_theta") is None else raw["rope_theta"]
     theta, scaling = reader.rope(raw.get("rope_parameters") or raw.get("rope_scaling"), theta)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _ropes(reader: _Reader) -> dict[str, Any]:
-    """Returns our config keys of RoPE for Gemma 3, whose layers with a sliding window have a separate base."""
-    raw, every = reader.raw, _global_every(reader)
+def _rope_keys_of_gemma3(reader: _ConfigReader) -> dict[str, Any]:
+    # Layers with a sliding window have a separate base.
+    raw, every = reader.raw, _read_global_every(reader)
     both = raw.get("rope_parameters") or {}
     if not isinstance(both, Mapping):
         raise reader.wrong("rope_parameters", "the value must be a JSON object")
@@ -311,11 +292,9 @@ def _ropes(reader: _Reader) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_theta": local, "global_every": every}
 
 
-def _rope_of_latents(reader: _Reader) -> dict[str, Any]:
-    """Returns our config keys of RoPE for DeepSeek-V3. If YaRN scales the positions, the attention scores are also
-    multiplied by the square of its attention factor.
-    """
-    keys, raw = _rope(reader), reader.raw
+def _rope_keys_of_deepseek_v3(reader: _ConfigReader) -> dict[str, Any]:
+    # If YaRN scales the positions, attention scores are also multiplied by the square of its attention factor.
+    keys, raw = _rope_keys(reader), reader.raw
     scaled = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if keys["rope_scaling"] and scaled.get("mscale_all_dim"):
         width = sum(
@@ -328,23 +307,20 @@ def _rope_of_latents(reader: _Reader) -> dict[str, Any]:
 
 
 # Kind of rotary positions of a family -> function that reads them from config.json.
-ROPES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
-    "one": _rope,
-    "one, of 1e6": lambda reader: _rope(reader, 1e6),
-    "one, of latents": _rope_of_latents,
-    "two": _ropes,
+ROPES: Mapping[str, Callable[[_ConfigReader], dict[str, Any]]] = {
+    "one": _rope_keys,
+    "one, of 1e6": lambda reader: _rope_keys(reader, 1e6),
+    "one, of latents": _rope_keys_of_deepseek_v3,
+    "two": _rope_keys_of_gemma3,
 }
 
 
-def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
-    """Returns our config keys that say which layers of Qwen3-MoE have experts: every n-th layer, except the listed
-    dense layers.
-    """
+def _expert_layers_of_qwen3_moe(reader: _ConfigReader, keys: Mapping[str, Any]) -> dict[str, int]:
     step, dense = reader.raw.get("decoder_sparse_step"), reader.raw.get("mlp_only_layers")
     step = 1 if step is None else reader.count("decoder_sparse_step", step)
     if not isinstance(dense, list | None) or any(type(layer) is not int for layer in dense or ()):
         raise reader.wrong("mlp_only_layers", "the value must be a list of layer numbers")
-    keys_of_experts = _expressed(
+    keys_of_experts = _keys_for_expert_layers(
         [(layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(keys["n_layers"])]
     )
     if keys_of_experts is None:
@@ -355,48 +331,39 @@ def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
     return keys_of_experts
 
 
-def _after_the_first(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
-    """Returns our config keys that say which layers of DeepSeek-V3 have experts: all layers after the first dense
-    ones.
-    """
+def _expert_layers_of_deepseek_v3(reader: _ConfigReader, keys: Mapping[str, Any]) -> dict[str, int]:
     dense = reader.raw.get("first_k_dense_replace")
     if dense != 0:
         dense = 3 if dense is None else reader.count("first_k_dense_replace", dense)
     return {"dense_layers": dense, "moe_every": 1}
 
 
-def _summed_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our config keys for the load-balance loss of transformers, which pools all layers and sums over the k
-    experts of a token.
-
-    Our loss averages over the k experts, so k times the coefficient gives the same loss and gradient.
-    """
+def _pooled_balance_keys(reader: _ConfigReader, keys: Mapping[str, Any]) -> dict[str, Any]:
+    # The loss of transformers sums over the k experts of a token, and our loss averages: k times the coefficient gives
+    # the same loss and gradient.
     value = reader.raw.get("router_aux_loss_coef")
     coefficient = reader.number("router_aux_loss_coef", 0.001 if value is None else value)
     return {"balance": keys["experts_per_token"] * coefficient, "balance_layers": "pooled"}
 
 
-def _mean_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our config keys for the load-balance loss of DeepSeek-V3, which is computed per layer and averages over
-    the experts of a token (arXiv 2412.19437, section 2.1.2).
-
-    transformers does not have this loss, so the coefficient is 0 if config.json gives none.
-    """
+def _balance_keys_of_deepseek_v3(reader: _ConfigReader, keys: Mapping[str, Any]) -> dict[str, Any]:
+    # The loss is computed per layer and averages over the experts of a token (arXiv 2412.19437, section 2.1.2).
+    # transformers does not have it, so the coefficient is 0 if config.json gives none.
     value = reader.raw.get("aux_loss_alpha")
     return {"balance": reader.number("aux_loss_alpha", 0.0 if value is None else value), "balance_layers": "separate"}
 
 
 # Load-balance loss of a family -> function that returns our keys of `loss`.
-BALANCES: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, Any]]] = {
-    "sum over choices": _summed_balance,
-    "mean": _mean_balance,
+BALANCES: Mapping[str, Callable[[_ConfigReader, Mapping[str, Any]], dict[str, Any]]] = {
+    "sum over choices": _pooled_balance_keys,
+    "mean": _balance_keys_of_deepseek_v3,
 }
 # Which layers of a family have experts -> function that returns our keys.
-ROUTED: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, int]]] = {
+ROUTED: Mapping[str, Callable[[_ConfigReader, Mapping[str, Any]], dict[str, int]]] = {
     "none": lambda reader, keys: {},
     "all": lambda reader, keys: {"dense_layers": 0, "moe_every": 1},
-    "by step": _by_step,
-    "after the first": _after_the_first,
+    "by step": _expert_layers_of_qwen3_moe,
+    "after the first": _expert_layers_of_deepseek_v3,
 }
 
 # Name of a default in families.Field -> its value, computed from earlier keys.
@@ -410,10 +377,7 @@ FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], int | float]] = {
 TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda value: max(value, 1e-30) ** -0.5}
 
 
-def _sliding_layers(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
-    """Returns for each layer True if it has a sliding window. `default`: layer index -> True if the layer has a window,
-    used if config.json does not list the types of layers.
-    """
+def _has_window_by_layer(reader: _ConfigReader, default: Callable[[int], bool]) -> list[bool]:
     layers, types = reader.raw["num_hidden_layers"], reader.raw.get("layer_types")
     if types is None:
         return [default(layer) for layer in range(layers)]
@@ -423,28 +387,21 @@ def _sliding_layers(reader: _Reader, default: Callable[[int], bool]) -> list[boo
     return [kind == kinds[1] for kind in types]
 
 
-def _window_if_any(reader: _Reader, default: Callable[[int], bool]) -> int | None:
-    """Returns the number of positions of the sliding window, or None if no layer has a window. `default`: layer index
-    -> True if the layer has a window, used if config.json does not list the types of layers.
-    """
+def _window_if_any(reader: _ConfigReader, default: Callable[[int], bool]) -> int | None:
     window = reader.raw.get("sliding_window", 4096)
     return (
-        None if window is None or not any(_sliding_layers(reader, default)) else reader.count("sliding_window", window)
+        None
+        if window is None or not any(_has_window_by_layer(reader, default))
+        else reader.count("sliding_window", window)
     )
 
 
-def _if_used(reader: _Reader) -> int | None:
-    """Returns the number of positions of the sliding window of Qwen3-MoE, or None if use_sliding_window is not true.
-    All layers have the same window.
-    """
+def _window_of_qwen3_moe(reader: _ConfigReader) -> int | None:
     reader.need("use_sliding_window", (False, True))
     return _window_if_any(reader, lambda layer: True) if reader.raw.get("use_sliding_window") else None
 
 
-def _last_layers(reader: _Reader) -> int | None:
-    """Returns the number of positions of the sliding window of Qwen, or None if no layer has a window. If
-    use_sliding_window is true, the layers from max_window_layers on have the window.
-    """
+def _window_of_qwen(reader: _ConfigReader) -> int | None:
     reader.need("use_sliding_window", (False, True))
     if not reader.raw.get("use_sliding_window"):
         return None
@@ -453,11 +410,10 @@ def _last_layers(reader: _Reader) -> int | None:
     return _window_if_any(reader, lambda layer: layer >= first)
 
 
-def _global_every(reader: _Reader) -> int:
-    """Returns n if every n-th layer of a Gemma 3 model attends to all positions."""
+def _read_global_every(reader: _ConfigReader) -> int:
     pattern = reader.raw.get("sliding_window_pattern")
     every = 6 if pattern is None else reader.count("sliding_window_pattern", pattern)
-    slide = _sliding_layers(reader, lambda layer: (layer + 1) % every != 0)
+    slide = _has_window_by_layer(reader, lambda layer: (layer + 1) % every != 0)
     if False in slide and reader.raw.get("layer_types") is not None:
         every = slide.index(False) + 1
     if slide != [(layer + 1) % every != 0 for layer in range(len(slide))]:
@@ -466,21 +422,20 @@ def _global_every(reader: _Reader) -> int:
 
 
 # Which layers of a family have a sliding window -> function that returns its positions, or None.
-WINDOWS: Mapping[str, Callable[[_Reader, Mapping[str, Any]], int | None]] = {
+WINDOWS: Mapping[str, Callable[[_ConfigReader, Mapping[str, Any]], int | None]] = {
     "none": lambda reader, keys: None,
     "all": lambda reader, keys: _window_if_any(reader, lambda layer: True),
     "all, if given": lambda reader, keys: (
         _window_if_any(reader, lambda layer: True) if "sliding_window" in reader.raw else None
     ),
-    "all, if used": lambda reader, keys: _if_used(reader),
-    "last layers": lambda reader, keys: _last_layers(reader),
+    "all, if used": lambda reader, keys: _window_of_qwen3_moe(reader),
+    "last layers": lambda reader, keys: _window_of_qwen(reader),
     "every second": lambda reader, keys: _window_if_any(reader, lambda layer: layer % 2 == 0),
     "but each n-th": lambda reader, keys: _window_if_any(reader, lambda layer: (layer + 1) % keys["global_every"] != 0),
 }
 
 
 def _quoted(value: Any) -> str:
-    """Returns a value of the file as text for a message, shortened to one line."""
     return one_line(repr(value))[:80]
 
 
@@ -493,10 +448,7 @@ def routed_layers(keys: Mapping[str, Any]) -> list[bool]:
     return [layer >= dense and (layer - dense + 1) % every == 0 for layer in range(keys["n_layers"])]
 
 
-def _expressed(routed: Sequence[bool]) -> dict[str, int] | None:
-    """Returns the values of `dense_layers` and `moe_every` that give experts to exactly the layers where `routed` is
-    True. Returns None if no values do.
-    """
+def _keys_for_expert_layers(routed: Sequence[bool]) -> dict[str, int] | None:
     places = [layer for layer, has in enumerate(routed) if has]
     if not places:
         return None

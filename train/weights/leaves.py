@@ -105,14 +105,12 @@ class Leaf:
         array = self.folder.read(self.tensor.name, theirs)
         if self.scale:
             array = array.astype(np.float32)
-            array *= self._scales(self.scale, theirs)
+            array *= self._scale_per_element(self.scale, theirs)
         array = self.pattern.forward(array, spans, stored)
         return np.pad(array, padding) if any(more for _, more in padding) else array
 
-    def _scales(self, scale: StoredTensor, spans: Sequence[Span]) -> np.ndarray:
-        """Returns the scale of each element of a part of an fp8 tensor, float32. `spans` has the [start, stop) of the
-        part along each axis on disk.
-        """
+    def _scale_per_element(self, scale: StoredTensor, spans: Sequence[Span]) -> np.ndarray:
+        # float32, with the shape of the part that `spans` gives as [start, stop) of each axis on disk.
         blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block)]
         array = self.folder.read(scale.name, blocks).astype(np.float32)
         within = [slice(start % size, start % size + stop - start) for (start, stop), size in zip(spans, self.block)]
@@ -136,14 +134,14 @@ def checkpoint_leaves(
         {key: value for key, value in folder.config.items() if not packed or key != PACKED},
         str(folder.path / CONFIG),
     )
-    name_of, sizes, shapes = _naming(folder, family), sizes_of(model), parameters_of(model)
+    name_of, sizes, shapes = _make_name_mapping(folder, family), sizes_of(model), parameters_of(model)
     block = fp8_block(folder.config, str(folder.path / CONFIG)) if not packed else None
     leaves = {
         path: _leaf(folder, name_of(name), row, sizes, shapes[path], block)
         for path, (row, name) in rows_by_path(family, shapes).items()
         if path not in packed
     }
-    _refuse_surplus(
+    _refuse_unknown_tensors(
         folder, family, model.n_layers, leaves, name_of, {name for names in packed.values() for name in names}
     )
     return leaves
@@ -178,7 +176,9 @@ def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Returns the shape of each parameter of a model, by dotted path as in `checkpoint_leaves`. Layers are not
     stacked, and the vocabulary is padded.
     """
-    kinds = {routed: _one_layer(model, routed) for routed in {model.has_experts(n) for n in range(model.n_layers)}}
+    kinds = {
+        routed: _shapes_of_one_layer(model, routed) for routed in {model.has_experts(n) for n in range(model.n_layers)}
+    }
     shapes = {path: shape for path, shape in next(iter(kinds.values())).items() if not path.startswith(FIRST)}
     for layer in range(model.n_layers):
         for path, shape in kinds[model.has_experts(layer)].items():
@@ -190,10 +190,7 @@ def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     return MappingProxyType(shapes)
 
 
-def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
-    """Returns dotted path -> shape of the parameters of a model with one layer. `routed` says if the layer has
-    experts.
-    """
+def _shapes_of_one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
     experts = model.experts if routed else 0
     one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1, experts=experts, dense_layers=0, moe_every=1)
     abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), rngs=nnx.Rngs(params=0)))
@@ -202,11 +199,8 @@ def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
-    """Returns a function from the name of a tensor in the family to its name in the folder.
-
-    If a model was saved without its head, its tensor names have no prefix.
-    """
+def _make_name_mapping(folder: Folder, family: Family) -> Callable[[str], str]:
+    # If a model was saved without its head, its tensor names have no prefix.
     based = any(name.startswith(family.base) for name in folder.tensors)
 
     def name_of(name: str) -> str:
@@ -248,7 +242,7 @@ def _leaf(
         )
     scale = None
     if tensor.dtype in FP8 and block and len(tensor.shape) == 2:
-        scale = _scale(folder, tensor, block)
+        scale = _find_block_scales(folder, tensor, block)
     elif tensor.dtype not in READABLE:
         raise UserError(
             f"{folder.path}: tensor {name} has dtype {tensor.dtype}: give float32, float16 or bfloat16 weights"
@@ -256,8 +250,7 @@ def _leaf(
     return Leaf(folder, tensor, pattern, sizes, shape, axis, before, inner, stored, scale, block or (1, 1))
 
 
-def _scale(folder: Folder, tensor: StoredTensor, block: tuple[int, int]) -> StoredTensor:
-    """Returns the scales of an fp8 tensor. Raises UserError if they are missing or have a wrong shape or dtype."""
+def _find_block_scales(folder: Folder, tensor: StoredTensor, block: tuple[int, int]) -> StoredTensor:
     name = f"{tensor.name}_scale_inv"
     scale = folder.tensors.get(name)
     if scale is None:
@@ -274,7 +267,7 @@ def _scale(folder: Folder, tensor: StoredTensor, block: tuple[int, int]) -> Stor
     return scale
 
 
-def _refuse_surplus(
+def _refuse_unknown_tensors(
     folder: Folder,
     family: Family,
     layers: int,
@@ -282,10 +275,6 @@ def _refuse_surplus(
     name_of: Callable[[str], str],
     packed: Collection[str],
 ) -> None:
-    """Raises UserError if the folder has a tensor that is none of our parameters.
-
-    A stored head of a model with tied embeddings must be equal to the embedding table.
-    """
     used = {leaf.tensor.name for leaf in leaves.values()} | {leaf.scale.name for leaf in leaves.values() if leaf.scale}
     ignored = "|".join(family.ignored)
     for name, tensor in folder.tensors.items():

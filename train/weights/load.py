@@ -81,7 +81,7 @@ def load_leaves(
             jobs.append(QuantizedJob(leaf, base, matrix, shards, index[0] if index else None))
     for name, target in targets.items():
         if name not in parts:
-            jobs += _jobs(target, _leaves_for(name, by_target))
+            jobs += _make_jobs(target, _leaves_for(name, by_target))
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
@@ -146,7 +146,7 @@ class _Shard:
         order = tuple(by_stride.index(axis) for axis in range(piece.ndim))
         for number, device in enumerate(self.devices):
             sent = jax.device_put(piece.transpose(by_stride), device)
-            self.buffers[number] = _written(self.buffers[number], sent, np.asarray(starts, np.int32), order)
+            self.buffers[number] = _write_transposed(self.buffers[number], sent, np.asarray(starts, np.int32), order)
         jax.block_until_ready(self.buffers)  # otherwise unfinished transfers would fill the host memory
 
     def copies(self) -> list[jax.Array]:
@@ -156,9 +156,7 @@ class _Shard:
 
 
 def _zeros(like: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
-    """Creates zeros on each device of the sharding. `jnp.zeros` would create them on the first device and copy
-    them.
-    """
+    # `jnp.zeros` would create them on the first device and copy them.
     return _maker(like.shape, like.dtype, sharding)()
 
 
@@ -168,10 +166,7 @@ def _maker(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Calla
 
 
 @partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _written(whole: jax.Array, piece: jax.Array, starts: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """Transposes `piece` to the axis order `order`, casts it, and writes it into `whole` at the indices `starts`,
-    int32 [ndim]. `whole` is donated.
-    """
+def _write_transposed(whole: jax.Array, piece: jax.Array, starts: jax.Array, order: tuple[int, ...]) -> jax.Array:
     return jax.lax.dynamic_update_slice(whole, piece.transpose(order).astype(whole.dtype), tuple(starts))
 
 
@@ -191,7 +186,6 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes to read."""
         return math.prod(stop - start for start, stop in self._spans) * self.leaf.itemsize
 
     def write(self) -> Iterator[int]:
@@ -224,10 +218,7 @@ def dotted(path: Sequence[Any]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
-def _jobs(target: _Target, leaves: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
-    """Returns the jobs that fill one array. `leaves` maps an index in the leading axes of the array to the parameter
-    there.
-    """
+def _make_jobs(target: _Target, leaves: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
     jobs = []
     for shard in target.shards:
         for index, leaf in leaves.items():
@@ -238,7 +229,6 @@ def _jobs(target: _Target, leaves: Mapping[tuple[int, ...], Leaf]) -> list[_Job]
 
 
 def _leaves_for(name: str, by_target: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:
-    """Returns the parameters that fill the array `name`, by their index in the leading axes of the array."""
     if name not in by_target:
         raise ValueError(
             f"parameter {name} is not in the folder, or only some of its layers are: request only parameters of the "

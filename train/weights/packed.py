@@ -222,7 +222,7 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | 
     if not isinstance(quantization, Mapping):
         raise UserError(f"{where}: {PACKED} is not a JSON object: download the folder again")
     method = str(quantization.get("quant_method"))
-    settings = quantization if method == "awq" else _weights(quantization)
+    settings = quantization if method == "awq" else _read_weight_settings(quantization)
     wanted = {
         "awq": {"bits": BITS, "version": "gemm", "zero_point": True},
         "compressed-tensors": {"num_bits": BITS, "type": "int", "strategy": "group"},
@@ -253,10 +253,7 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | 
     return LAYOUTS[method], group
 
 
-def _weights(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the weight settings of a compressed-tensors config, or {} if it has none or has different ones for
-    several groups of weights.
-    """
+def _read_weight_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     groups = config.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, Mapping) else []
     one = groups[0] if len(groups) == 1 and isinstance(groups[0], Mapping) else {}

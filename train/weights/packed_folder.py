@@ -65,7 +65,7 @@ class PackedFolder:
             shapes = layout.shapes(inputs, outputs, group)
             own[path] = [f"{names[path]}.{part}" for part in shapes if f"{names[path]}.{part}" in folder.tensors]
             for part, (dtype, shape) in shapes.items():
-                _check(folder, f"{names[path]}.{part}", dtype, shape, part in OPTIONAL)
+                _check_tensor(folder, f"{names[path]}.{part}", dtype, shape, part in OPTIONAL)
         return cls(folder, f"int4_g{group}", layout, group, names, checkpoint_leaves(folder, model, own))
 
     def read(self, path: str) -> Codes:
@@ -93,10 +93,7 @@ def matrices(model: ModelConfig) -> dict[str, Matrix]:
     return matrices_of(model, "int8")  # the format int8 fits matrices of any size
 
 
-def _check(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], optional: bool) -> None:
-    """Raises UserError if the folder has no tensor of this name, dtype and shape. An optional tensor may be
-    missing.
-    """
+def _check_tensor(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], optional: bool) -> None:
     tensor = folder.tensors.get(name)
     if tensor is None:
         if optional:
@@ -127,7 +124,7 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
         weight, _, part = path.rpartition(".")
         if weight in packed.names:
             if last[0] != weight:
-                last = weight, _arrays(packed.read(weight))
+                last = weight, _arrays_to_store(packed.read(weight))
             array = last[1][part].reshape(like.shape)
         else:
             array = packed.unquantized[path].read().astype(like.dtype)
@@ -138,10 +135,7 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
     return jax.tree.unflatten(tree, arrays)
 
 
-def _arrays(one: Codes) -> dict[str, np.ndarray]:
-    """Returns the arrays that represent a 4-bit weight in the storage formats int4_g* of FORMATS. The outputs of the
-    weight are a single axis.
-    """
+def _arrays_to_store(one: Codes) -> dict[str, np.ndarray]:
     codes_IO = np.ascontiguousarray(one.codes_IO)
     return {
         "codes": codes_IO[0::2] | (codes_IO[1::2] << 4),

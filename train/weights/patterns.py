@@ -100,11 +100,11 @@ class Pattern:
         return self.ours.index(self.theirs[0][0])
 
     def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Returns the shape on disk."""
+        """Returns the shape of the tensor on disk. `sizes`: letter of the pattern -> number of elements."""
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.theirs)
 
     def our_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Returns the shape in our layout."""
+        """Returns the shape of the array in our layout. `sizes`: letter of the pattern -> number of elements."""
         return tuple(sizes[letter] for letter in self.ours)
 
     def their_spans(self, spans: Sequence[Span], sizes: Sizes) -> list[Span]:
@@ -114,7 +114,7 @@ class Pattern:
         If an axis on disk has several letters, only the first letter can be limited; the part is complete along the
         other letters.
         """
-        span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
+        span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._span_of_paired(sizes)
         their_spans = []
         for first, *rest in self.theirs:
             inner = math.prod(sizes[letter] for letter in rest)
@@ -125,14 +125,14 @@ class Pattern:
         """Returns a part of a tensor, read at `their_spans(spans)`, in our layout. It is a copy if the pattern has a
         `paired` letter, otherwise a view.
         """
-        span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
+        span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._span_of_paired(sizes)
         split, order = [], []
         for first, *rest in self.theirs:
             split += [span_by_letter[first][1] - span_by_letter[first][0], *(sizes[letter] for letter in rest)]
             order += [first, *rest]
         array = theirs.reshape(split).transpose([order.index(letter) for letter in self.ours])
         if self.paired:
-            array = array.take(_halves(sizes[self.paired], sizes["y"]), self.ours.index(self.paired))
+            array = array.take(_disk_indices(sizes[self.paired], sizes["y"]), self.ours.index(self.paired))
         leading = {group[0] for group in self.theirs} - {self.paired}
         return array[
             tuple(slice(None) if letter in leading else slice(*span) for letter, span in zip(self.ours, spans))
@@ -146,19 +146,17 @@ class Pattern:
         order = [letter for group in self.theirs for letter in group]
         if self.paired:
             axis = self.ours.index(self.paired)
-            ours = ours.take(np.argsort(_halves(ours.shape[axis], rotated)), axis)
+            ours = ours.take(np.argsort(_disk_indices(ours.shape[axis], rotated)), axis)
         array = ours.transpose([self.ours.index(letter) for letter in order])
         sizes = dict(zip(self.ours, ours.shape, strict=True))
         return array.reshape(self.their_shape(sizes))
 
-    def _whole(self, sizes: Sizes) -> dict[str, Span]:
-        """Returns the full span of the `paired` letter, if there is one. All of it must be read, since neighbours on
-        disk are far apart in our layout.
-        """
+    def _span_of_paired(self, sizes: Sizes) -> dict[str, Span]:
+        # All of it must be read, since neighbours on disk are far apart in our layout.
         return {self.paired: (0, sizes[self.paired])} if self.paired else {}
 
 
-def _halves(size: int, rotated: int) -> np.ndarray:
+def _disk_indices(size: int, rotated: int) -> np.ndarray:
     """Returns the index on disk of each element in our layout, along an axis of `size` elements of which the last
     `rotated` have rotary positions.
     """

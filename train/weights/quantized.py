@@ -44,13 +44,13 @@ class QuantizedJob:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes to read."""
+        """Number of bytes of the unquantized weight to read from disk."""
         return self.leaf.nbytes
 
     def write(self) -> Iterator[int]:
         """Reads, quantizes and writes the weight; yields the number of bytes of each piece that was read."""
         read: list[int] = []
-        arrays = quantize(self.base, self.matrix, self._pieces(read))
+        arrays = quantize(self.base, self.matrix, self._read_pieces(read))
         for name, array in arrays.items():
             for shard in self.shards[name]:
                 spans, starts = shard.spans, [0] * array.ndim
@@ -62,7 +62,7 @@ class QuantizedJob:
                 shard.write(array[tuple(slice(*span) for span in spans)], starts)
         yield from read
 
-    def _pieces(self, read: list[int]) -> Iterator[np.ndarray]:
+    def _read_pieces(self, read: list[int]) -> Iterator[np.ndarray]:
         """Yields the weight in pieces [inputs, some of the outputs]. Appends the number of bytes of each piece to
         `read`.
         """

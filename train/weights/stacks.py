@@ -45,7 +45,7 @@ def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
     sizes: tuple[int, ...] = ()
     if of_expert := _OF_EXPERT.fullmatch(rest):
         rest, index, sizes = of_expert[1], (int(of_expert[2]),), (model.experts,)
-    stack, place, count = _in_stack(model, int(number))
+    stack, place, count = _find_stack(model, int(number))
     return (
         Place(f"{BLOCKS}.{number}.{rest}", index, sizes),
         Place(f"{stack}.{rest}", (place, *index), (count, *sizes)),
@@ -53,10 +53,7 @@ def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _in_stack(model: ModelConfig, layer: int) -> tuple[str, int, int]:
-    """Returns the stack that contains a layer, the layer's index in the stack, and the number of layers in the
-    stack.
-    """
+def _find_stack(model: ModelConfig, layer: int) -> tuple[str, int, int]:
     stack = stack_of(model, layer)
     layers = layers_of(model, stack)
     return stack, layers.index(layer), len(layers)

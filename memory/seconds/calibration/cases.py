@@ -215,7 +215,7 @@ class Chain:
         import jax.numpy as jnp
 
         compiled = self.lower().compile()
-        values = [_normal(self.sharding, number, *each) for number, each in enumerate(self.inputs)]
+        values = [_random_array(self.sharding, number, *each) for number, each in enumerate(self.inputs)]
         last = [jax.device_put(jnp.zeros(self.before), self.sharding)]
 
         def run() -> Any:
@@ -250,16 +250,13 @@ def _chain(
     return Chain(program, (), inputs, jax.sharding.SingleDeviceSharding(device))
 
 
-def _normal(sharding: Any, seed: int, shape: tuple[int, ...], dtype: Any, scale: float) -> Any:
-    """Returns an array of normally distributed numbers that repeat every million elements. Zeros would be a bad input,
-    because devices compute on zeros with less power. Each device of a sharding over the first dimension fills its own
-    part.
-    """
+def _random_array(sharding: Any, seed: int, shape: tuple[int, ...], dtype: Any, scale: float) -> Any:
     import jax
     import numpy as np
 
     part = sharding.shard_shape(shape)
     size = math.prod(part)
+    # Devices compute on zeros with less power.
     numbers = scale * np.random.default_rng(seed).standard_normal(min(size, 2**20), np.float32)
     filled = np.resize(numbers.astype(dtype), size).reshape(part)
     return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, lambda _: filled))
@@ -291,15 +288,13 @@ def _dtype(unit: str) -> Any:
     return {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.float8_e4m3fn}.get(unit, jnp.float32)
 
 
-def _times(unit: str) -> Callable[[Any, Any], Any]:
-    """Returns a function (x, w) -> x @ w in a compute unit. The result is rounded to the dtype of x. An fp8 product is
-    summed in float32 and rounded to bfloat16 first.
-    """
+def _matmul_in_unit(unit: str) -> Callable[[Any, Any], Any]:
     import jax
     import jax.numpy as jnp
 
     preset = jax.lax.DotAlgorithmPreset.TF32_TF32_F32 if unit == "tf32" else None
     precision = preset or (jax.lax.Precision.HIGHEST if unit == "fp32" else None)
+    # An fp8 product is summed in float32 and rounded to bfloat16 first.
     out = jnp.bfloat16 if unit == "fp8" else None
     return lambda x, w: jnp.matmul(x, w, precision=precision, preferred_element_type=out).astype(x.dtype)
 
@@ -309,7 +304,7 @@ def _product_cases(
 ) -> Iterator[CalibrationCase]:
     def make(unit: str, side: int, links: int) -> Chain:
         shape = (side, side), _dtype(unit)
-        return _chain(device, _times(unit), links, [(*shape, 1.0), (*shape, side**-0.5)])
+        return _chain(device, _matmul_in_unit(unit), links, [(*shape, 1.0), (*shape, side**-0.5)])
 
     for side in sizes.sides:
         for unit in units:
@@ -332,7 +327,7 @@ def _thin_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: fl
     """
 
     def make(m: int, k: int, n: int, links: int) -> Chain:
-        times, dtype = _times(unit), _dtype(unit)
+        times, dtype = _matmul_in_unit(unit), _dtype(unit)
         return _chain(
             device,
             lambda x, up, down: times(times(x, up), down),
@@ -386,7 +381,9 @@ def _attention_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flop
                 links = count_links(work * (_BACKWARD if backward else 1.0), flops)
                 # A call of a backward chain begins with one forward pass.
                 work *= _BACKWARD + 1 / links if backward else 1.0
-                make = functools.partial(_attend, device, unit, (batch, length, heads, width), causal, backward, links)
+                make = functools.partial(
+                    _attention_chain, device, unit, (batch, length, heads, width), causal, backward, links
+                )
                 yield CalibrationCase(
                     ATTENTION,
                     (way, width),
@@ -398,7 +395,9 @@ def _attention_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flop
                 )
 
 
-def _attend(device: JaxDevice, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
+def _attention_chain(
+    device: JaxDevice, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int
+) -> Chain:
     """Returns a chain of attention calls. They use cuDNN's kernel on NVIDIA GPUs that compute in bfloat16, and XLA's
     matrix products on other devices.
 
@@ -431,11 +430,10 @@ class _Copies:
     destination: Any
 
     def start(self) -> Callable[[], Any]:
-        """Creates the array. Returns a function that begins one copy of it."""
         import jax
         import numpy as np
 
-        array = _normal(self.source, 0, (self.size // 4,), np.float32, 1.0)
+        array = _random_array(self.source, 0, (self.size // 4,), np.float32, 1.0)
         return lambda: jax.device_put(array, self.destination)
 
 
@@ -471,12 +469,12 @@ def _collective_cases(
                     whole,
                     float(whole),
                     links,
-                    functools.partial(_send, tuple(devices[:group]), kind, whole, links),
+                    functools.partial(_collective_chain, tuple(devices[:group]), kind, whole, links),
                     needed=kind == KINDS[0] and (size, group) == (sizes.payloads[0], groups[0]),
                 )
 
 
-def _send(devices: tuple[JaxDevice, ...], kind: str, size: int, links: int) -> Chain:
+def _collective_chain(devices: tuple[JaxDevice, ...], kind: str, size: int, links: int) -> Chain:
     """Returns a chain of collectives of one kind. Their payload, the unsharded array, has `size` bytes on each
     device.
     """

@@ -86,8 +86,7 @@ class _Prepared:
     first: float = 0.0  # seconds of one link in a single call, used if there was no time for a turn
     seconds: list[float] = dataclasses.field(default_factory=list)
 
-    def visit(self) -> float:
-        """Calls the case's program `calls` times in a row, and returns the mean seconds of one run of the kernel."""
+    def time_calls(self) -> float:
         began = time.perf_counter()
         for _ in range(self.calls):
             last = self.run()
@@ -113,22 +112,22 @@ def measure(
     Raises ReportError if a rate that a prediction needs cannot be measured.
     """
     clock = _TimeBudget(time.monotonic(), seconds, tell)
-    prepared, left_out = _prepared(todo, clock)
+    prepared, left_out = _prepare_all(todo, clock)
     turn = 0
-    while prepared and not clock.over(turn):
+    while prepared and not clock.is_too_late_for_round(turn):
         turn += 1
         for each in list(prepared):
-            if clock.over(turn - 1):
+            if clock.is_too_late_for_round(turn - 1):
                 break
             clock.tell(f"turn {turn}", each.case.label)
             try:
-                each.seconds.append(each.visit())
+                each.seconds.append(each.time_calls())
             except Exception as error:  # the cases that were prepared later left no memory
                 prepared.remove(each)
                 left_out[each.case.label] = _reason(error)
     samples = tuple(_sample(each) for each in prepared)
     try:
-        return Calibration(fit_rates(samples, target, _about(target, devices)), samples, left_out)
+        return Calibration(fit_rates(samples, target, _device_facts(target, devices)), samples, left_out)
     except ReportError as error:
         why = next((f"{label} failed: {reason}" for label, reason in left_out.items()), "run the calibration again")
         raise ReportError(f"the devices could not be measured ({error}); {why}") from error
@@ -151,17 +150,12 @@ class _TimeBudget:
     def passed(self) -> float:
         return time.monotonic() - self.began
 
-    def late(self, needed: bool) -> bool:
-        """Returns whether too little time is left to compile another measurement case.
-
-        needed: whether predictions need the case. Such a case may be compiled later than others.
-        """
+    def is_too_late_to_compile(self, needed: bool) -> bool:
+        # A case that predictions need may be compiled later than others.
         return self.passed > (self._limit if needed else _PREPARING * self.seconds)
 
-    def over(self, turns: int) -> bool:
-        """Returns whether too little time is left for another round that measures every case, after `turns` rounds. The
-        first round may take longer than the given seconds.
-        """
+    def is_too_late_for_round(self, turns: int) -> bool:
+        # The first round may take longer than the given seconds.
         return self.passed > (self.seconds if turns else self._limit)
 
     @property
@@ -169,12 +163,11 @@ class _TimeBudget:
         return max(_OVER * self.seconds, _MIN_SECONDS)
 
 
-def _prepared(todo: Sequence[CalibrationCase], clock: _TimeBudget) -> tuple[list[_Prepared], dict[str, str]]:
-    """Compiles the cases. Returns (cases that are ready to run, label of each omitted case -> reason)."""
+def _prepare_all(todo: Sequence[CalibrationCase], clock: _TimeBudget) -> tuple[list[_Prepared], dict[str, str]]:
     prepared, left_out = [], {}
     for case in todo:
         clock.tell(case.label)
-        if clock.late(case.needed):
+        if clock.is_too_late_to_compile(case.needed):
             left_out[case.label] = NO_TIME
             continue
         try:
@@ -189,10 +182,9 @@ def _reason(error: Exception) -> str:
 
 
 def _prepare(case: CalibrationCase) -> _Prepared:
-    """Compiles a case, runs it once to warm up, and chooses the number of calls that are timed together."""
     prepared = _Prepared(case, case.make().start(), 1)
-    prepared.visit()  # the first run loads kernels
-    prepared.first = prepared.visit()
+    prepared.time_calls()  # the first run loads kernels
+    prepared.first = prepared.time_calls()
     call = max(prepared.first * case.links, 1e-6)
     prepared.calls = min(max(int(_VISIT_SECONDS / call), 1), 1000)
     return prepared
@@ -212,8 +204,7 @@ def _four_digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _about(target: Target, devices: int) -> dict[str, str]:
-    """Returns the facts that are stored in the rates file: the device, the date and the versions."""
+def _device_facts(target: Target, devices: int) -> dict[str, str]:
     about = {
         "device": target.kind,
         "platform": target.platform,
@@ -239,12 +230,12 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
     for sample in samples:
         parts[sample.part].append(sample)
     floor = _four_digits(min((sample.seconds for sample in parts[FLOOR]), default=0.0))
-    products = _curves(parts[PRODUCTS], floor)
+    products = _rate_curves(parts[PRODUCTS], floor)
     peaks = {
         unit: max(target.peak_flops.get(unit, 0.0), *(rate for _, rate in products[unit,])) for (unit,) in products
     }
     attention: dict[str, dict[int, Curve]] = {way: {} for way in WAYS}
-    for (way, width), curve in sorted(_curves(parts[ATTENTION], floor).items()):
+    for (way, width), curve in sorted(_rate_curves(parts[ATTENTION], floor).items()):
         attention[way][width] = curve
     copies = [sample for sample in parts[HOST_LINK] if sample.size > SHORT]
     if not (copies and parts[MEMORY]):
@@ -260,11 +251,11 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
         peak_flops={**target.peak_flops, **peaks},
         products={unit: curve for (unit,), curve in products.items()},
         attention=attention,
-        memory=_bandwidth(parts[MEMORY], floor),
+        memory=_memory_bandwidth(parts[MEMORY], floor),
         floor_seconds=floor,
         host_link_bytes_per_s=_four_digits(min(sample.work / sample.seconds for sample in copies)),
         host_link_seconds=_four_digits(max((s.seconds for s in parts[HOST_LINK] if s.size <= SHORT), default=0.0)),
-        collectives=_collectives(parts[COLLECTIVES]),
+        collectives=_collective_rates(parts[COLLECTIVES]),
         hop_seconds=_four_digits(min(short, default=0.0)),
         cores=chip.gpu.cores if chip and chip.gpu else 0,
         measured=dict(about),
@@ -276,22 +267,19 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
 
 
 def _work_seconds(sample: Sample, floor: float) -> float:
-    """Returns the seconds of one run of a kernel minus the fixed seconds `floor` that every kernel takes."""
+    # `floor` is the fixed seconds that every kernel takes.
     return max(sample.seconds - floor, _MIN_SHARE * sample.seconds)
 
 
-def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Curve]:
-    """Returns key of a kernel -> its curve of FLOP/s (or bytes per second) over the size."""
+def _rate_curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Curve]:
     curves: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         curves[sample.key][float(sample.size)] = _four_digits(sample.work / _work_seconds(sample, floor))
     return {key: tuple(sorted(points.items())) for key, points in curves.items()}
 
 
-def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
-    """Returns the curve of device memory: bytes that a kernel moves -> bytes per second. The kernels are a copy and an
-    addition of arrays. The measurements with arrays of the same size are averaged to one point.
-    """
+def _memory_bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
+    # A copy and an addition of arrays of the same size are averaged to one point.
     by_size: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_size[sample.size].append(sample)
@@ -304,12 +292,10 @@ def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
     return tuple(sorted(points.items()))
 
 
-def _collectives(samples: Iterable[Sample]) -> tuple[CollectiveRate, ...]:
-    """Returns the bandwidth of collectives over payload bytes, by kind and number of devices. The smallest payloads
-    are left out, because their time is only latency.
-    """
+def _collective_rates(samples: Iterable[Sample]) -> tuple[CollectiveRate, ...]:
     curves: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
+        # The time of a small payload is only latency.
         if sample.size > SHORT:
             kind, group = sample.key
             curves[sample.key][float(sample.size)] = _four_digits(WIRE[kind](group) * sample.work / sample.seconds)

@@ -181,7 +181,7 @@ def test_local_devices_and_simulated_ones():
 
 def test_a_missing_compiler_says_which_extra_to_install(monkeypatch):
     monkeypatch.setattr(targets, "installed", lambda module: False)
-    targets._devices.cache_clear()
+    targets._devices_of_target.cache_clear()
     for name, extra in (("h100", "bytescope[cuda]"), ("v5e", "bytescope[tpu]")):
         with pytest.raises(ReportError, match="pip install") as caught:
             targets.parse(name).devices()

@@ -189,5 +189,5 @@ def test_bytes_of_one_device_are_those_of_its_part_of_the_batch():
     program = PlacedProgram(HloProgram(Module(devices=16)), (("data", 8), ("model", 2)), {0: tokens})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "batch", lambda report, program: {0: None})
-        assert module._shards(report(), program) == 8
-    assert module._shards(report(), NOTHING) == 1
+        assert module._activation_shards(report(), program) == 8
+    assert module._activation_shards(report(), NOTHING) == 1

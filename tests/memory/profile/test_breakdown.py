@@ -119,7 +119,7 @@ def proto():
 def named(proto):
     """Names of a product of the backward pass's mlp and of a fusion of the forward pass."""
     found = xplane.parse(gpu_space(proto, {"dot": "-", "fusion": "-"}))
-    module = OpScopes(found)._module(PROGRAM)
+    module = OpScopes(found)._find_module(PROGRAM)
     names = {module.scope(each): name for name, each in module._named.items() if each.opcode in ("dot", "fusion")}
     backward = next(
         name

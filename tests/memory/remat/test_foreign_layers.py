@@ -214,8 +214,8 @@ def test_a_walk_that_broke_off_does_not_confuse_the_next():
     labels = list(values.values)[1:3]
     policy = policy_of(values, labels)
     key = policy.wanted.order[0][0]
-    policy._in_order(key)
-    policy._in_order(policy.wanted.order[0][1])
+    policy._keep_next_in_order(key)
+    policy._keep_next_in_order(policy.wanted.order[0][1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert recomputed(foreign.loss_of("scan", policy)) == pattern_keeping(values.graph, RATES, "", labels).flops

@@ -141,7 +141,8 @@ class Flat:
 
 def test_static_values_of_a_wrapper_are_looked_at_each_call(watch, told, monkeypatch):
     monkeypatch.setattr(
-        "bytescope.memory.watching.executable._wrapped", lambda lowered, executable: lambda x, by: executable(x)
+        "bytescope.memory.watching.executable._with_library_arguments",
+        lambda lowered, executable: lambda x, by: executable(x),
     )
     run = watch(Flat(), every=0)
     assert [float(run(jnp.ones(4), by)[0]) for by in (2.0, 3.0, 2.0)] == [2.0, 3.0, 2.0] and len(told) == 2

@@ -75,7 +75,7 @@ def test_a_file_is_answered_row_by_row_and_goes_on_where_it_was(folder, prompts,
     assert again == rows
 
     code, _, err = generate(capsys, *command[:-1], "--top-k=3")
-    assert code == 2 and "answers another request" in err and len(err.splitlines()) == 1
+    assert code == 2 and "is the answer to another prompt" in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.quick

@@ -163,7 +163,7 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
     assert code == 2 and "No space left" in err and "the same command resumes" in err and len(err.splitlines()) == 1
     monkeypatch.setattr(Output, "note", note)
 
-    whole = quantize_work.Quantization._round
+    whole = quantize_work.Quantization._quantize_weight
     calls = []
 
     def cut(self, *args):
@@ -172,17 +172,17 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
             raise KeyboardInterrupt
         return whole(self, *args)
 
-    monkeypatch.setattr(quantize_work.Quantization, "_round", cut)
+    monkeypatch.setattr(quantize_work.Quantization, "_quantize_weight", cut)
     assert quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl")[0] == 130
     assert not (home / "again").exists()
-    monkeypatch.setattr(quantize_work.Quantization, "_round", whole)
+    monkeypatch.setattr(quantize_work.Quantization, "_quantize_weight", whole)
     code, _, err = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--method=rounding")
     assert code == 2 and "1 layers that were quantized with method=awq" in err
     code, _, err = quantize(capsys, "wide", "again", *SHORT)
     assert code == 2 and "quantized with text=" in err  # perplexity would be of another text
     calls.clear()
     monkeypatch.setattr(
-        quantize_work.Quantization, "_round", lambda self, *args: calls.append(args) or whole(self, *args)
+        quantize_work.Quantization, "_quantize_weight", lambda self, *args: calls.append(args) or whole(self, *args)
     )
     code, _, _ = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--json=again.json")
     assert code == 0 and len(calls) == 7  # the first layer was written
@@ -194,11 +194,11 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
 
 @pytest.mark.exhaustive
 def test_a_partial_folder_whose_files_are_damaged_starts_over(made, home, capsys, monkeypatch):
-    whole = quantize_work.Quantization._round
+    whole = quantize_work.Quantization._quantize_weight
     calls = []
     monkeypatch.setattr(
         quantize_work.Quantization,
-        "_round",
+        "_quantize_weight",
         lambda self, *args: calls.append(args) or (whole(self, *args) if len(calls) <= 10 else 1 / 0),
     )
     with pytest.raises(ZeroDivisionError):
@@ -207,14 +207,14 @@ def test_a_partial_folder_whose_files_are_damaged_starts_over(made, home, capsys
     file.write_bytes(file.read_bytes()[:-100])
     calls.clear()
     monkeypatch.setattr(
-        quantize_work.Quantization, "_round", lambda self, *args: calls.append(args) or whole(self, *args)
+        quantize_work.Quantization, "_quantize_weight", lambda self, *args: calls.append(args) or whole(self, *args)
     )
     assert quantize(capsys, "wide", "torn", *SHORT, "--held-out=held.jsonl")[0] == 0 and len(calls) == 2 * 7
     assert (home / "torn" / "model.safetensors").read_bytes() == (home / "awq" / "model.safetensors").read_bytes()
 
 
 def test_one_copy_of_what_the_search_reads_is_on_the_device(made, capsys, monkeypatch):
-    whole, held = quantize_work.Quantization._round, []
+    whole, held = quantize_work.Quantization._quantize_weight, []
 
     def square():
         return [
@@ -227,7 +227,7 @@ def test_one_copy_of_what_the_search_reads_is_on_the_device(made, capsys, monkey
         held.append(len(square()))
         return whole(self, *args)
 
-    monkeypatch.setattr(quantize_work.Quantization, "_round", look)
+    monkeypatch.setattr(quantize_work.Quantization, "_quantize_weight", look)
     before = len(square())
     assert quantize(capsys, "wide", "looked", *SHORT, "--held-out=held.jsonl")[0] == 0
     # Inputs of q, k, v, of attention's output, of gate and up, and of down: the bytes that were told.

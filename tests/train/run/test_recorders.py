@@ -214,10 +214,10 @@ def test_no_failure_of_wandb_ends_a_training(tmp_path, monkeypatch):
 
 def test_an_id_is_kept_for_its_project(tmp_path):
     path = tmp_path / wandb_run.ID
-    first = wandb_run._id(path, "p")
-    assert wandb_run._id(path, "p") == first != wandb_run._id(path, "q")
+    first = wandb_run._read_or_create_id(path, "p")
+    assert wandb_run._read_or_create_id(path, "p") == first != wandb_run._read_or_create_id(path, "q")
     path.write_text("{")
-    assert len(wandb_run._id(path, "p")) == 8 and json.loads(path.read_text())["project"] == "p"
+    assert len(wandb_run._read_or_create_id(path, "p")) == 8 and json.loads(path.read_text())["project"] == "p"
 
 
 def test_an_offline_run_goes_on_as_the_same_and_leaves_no_process(tmp_path, monkeypatch):

@@ -181,7 +181,7 @@ def test_every_byte_is_read_once_and_none_for_other_devices(folder, monkeypatch)
     )
     target = loading._Target(like)
     held = loading.by_array(model, checkpoint_leaves(opened, model))
-    for job in loading._jobs(target, held["blocks.mlp.w_up"]):
+    for job in loading._make_jobs(target, held["blocks.mlp.w_up"]):
         list(job.write())
     assert sum(array.nbytes for array in read) == 2 * D * F  # 4 bytes of a quarter of them
 

@@ -89,7 +89,7 @@ class Line:
         left = options.max_width - len(self._head)
         what = Text(safe(step.what))
         if not step.ok:
-            yield from _indented(
+            yield from _with_hanging_indent(
                 head, [*wrap(what, left, console), *wrap(Text(safe(step.verdict), style="yellow"), left, console)]
             )
             return
@@ -100,11 +100,10 @@ class Line:
             lines, last = wrap(what, left, console), Text(" " * min(max(room, 0), 8))
         else:
             lines, last = [], Text.assemble(what, " " * (room - what.cell_len + 1))
-        yield from _indented(head, [*lines, Text.assemble(last, figures, (step.verdict, _style(step)))])
+        yield from _with_hanging_indent(head, [*lines, Text.assemble(last, figures, (step.verdict, _style(step)))])
 
 
-def _indented(head: Text, lines: Sequence[Text]) -> list[Text]:
-    """Puts `head` before the first line, and indents all other lines by the width of `head`."""
+def _with_hanging_indent(head: Text, lines: Sequence[Text]) -> list[Text]:
     return [
         unwrapped(Text.assemble(head if not number else " " * head.cell_len, line)) for number, line in enumerate(lines)
     ]

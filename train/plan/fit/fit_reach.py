@@ -66,7 +66,7 @@ class Reached:
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted tokens per second over all devices."""
+        """Predicted tokens per second over all devices; 0 if the seconds of an update are unknown."""
         return self.tokens / self.step.seconds if self.step.seconds else 0.0
 
     @property
@@ -166,9 +166,11 @@ class Reach:
         self.stopped = ""
 
     def run(self) -> None:
-        """Compiles variants until the longest sequence and the largest micro-batch of each rank are known.
+        """Finds, for each rank of the LoRA adapters, the longest sequence and the largest micro-batch that fit the
+        memory budget, and stores them in `answers`.
 
-        The search ends early at a limit on compiles or time, or with Ctrl-C.
+        Each variant of the config (rank, sequence length, micro-batch, remat policy) is compiled to learn its bytes.
+        The search ends early at a limit on compiles or time, or with Ctrl-C; `stopped` then has the reason.
         """
         if self.walk.stopped or self.walk.tightest is None:
             return
@@ -176,10 +178,10 @@ class Reach:
         ranks = [own] if "lora.rank" in self.space.given else sorted({own, *RANKS})
         try:
             if not {"micro", "accumulation"} - self.space.levers:
-                self._micros(ranks)
+                self._find_max_micro_batches(ranks)
             if "data.seq_len" not in self.space.given:
                 for policy in (FULL, OFFLOAD) if "offload" in self.space.levers else (FULL,):
-                    self._lengths(ranks, policy)
+                    self._find_max_lengths(ranks, policy)
         except Stopped as reason:
             self.stopped = str(reason)
         except KeyboardInterrupt:
@@ -200,16 +202,15 @@ class Reach:
         """
         return [row.to_json(flags(row.step.keys)) for row in self.rows]
 
-    def _micros(self, ranks: Sequence[int]) -> None:
-        """Finds the largest micro-batch of each rank that fits and divides the sequences of an update."""
-        smallest = self._smallest()
+    def _find_max_micro_batches(self, ranks: Sequence[int]) -> None:
+        smallest = self._keys_of_smallest_variant()
         sizes, beyond = self.space.micros(smallest), 0
         for rank in ranks:
             tried: dict[int, Reached] = {}
 
             def fails(micro: int, rank: int = rank, tried: dict[int, Reached] = tried) -> bool:
                 keys = {**smallest, "lora.rank": str(rank), **self.space.batch(smallest, micro), **remat_keys(FULL)}
-                row = self._compile(keys, FULL, "micro")
+                row = self._compile_variant(keys, FULL, "micro")
                 if row is not None:
                     tried[micro] = row
                 return row is None or not row.step.fits
@@ -217,15 +218,14 @@ class Reach:
             if sizes and fails(sizes[-1]):
                 first = bisect.bisect_left(sizes, True, hi=len(sizes) - 1, key=fails)
                 sizes, beyond = sizes[:first], sizes[first]
-            self._add_answer(tried, beyond)
+            self._add_largest_fitting(tried, beyond)
 
-    def _lengths(self, ranks: Sequence[int], policy: str) -> None:
-        """Finds the longest sequence of each rank that fits, with micro-batches of one sequence."""
+    def _find_max_lengths(self, ranks: Sequence[int], policy: str) -> None:
         own, maximum = self.space.flat["data.seq_len"], self.space.flat["model.max_seq_len"]
         grain = min(GRAIN, own)
         bracket = Bracket(0, maximum // grain * grain + grain, own // grain * grain, grain)
         keys = {
-            **self._smallest(),
+            **self._keys_of_smallest_variant(),
             "batch.micro": "1",
             "batch.tokens": "0",
             "batch.accumulation": "1",
@@ -235,31 +235,24 @@ class Reach:
             tried = {}
             while bracket.at:
                 variant = {**keys, "lora.rank": str(rank), "data.seq_len": str(bracket.at)}
-                row = self._compile(variant, policy, "length")
+                row = self._compile_variant(variant, policy, "length")
                 if row is None:
                     return
                 tried[bracket.at] = row
                 bracket.learn(row.step, self.walk.budget)
-            self._add_answer(tried, bracket.fails if bracket.fails <= maximum else 0)
+            self._add_largest_fitting(tried, bracket.fails if bracket.fails <= maximum else 0)
             bracket = bracket.larger()
 
-    def _smallest(self) -> dict[str, str]:
-        """Returns the config keys, except remat keys, of the variant with the fewest allocated bytes.
-
-        Variants without pipeline stages are preferred, because stages need several micro-batches. Among them, variants
-        that store frozen weights in NF4 are preferred.
-        """
+    def _keys_of_smallest_variant(self) -> dict[str, str]:
+        # Without pipeline stages if possible, because stages need several micro-batches. Then with frozen weights in
+        # NF4.
         ran = [step for step in self.walk.steps if step.ok]
         ran = [step for step in ran if not self.space.schedule(step.keys)] or ran
         candidates = [step for step in ran if step.keys.get("lora.base") == "nf4"] or ran
         keys = min(candidates, key=lambda step: step.allocated).keys
         return {key: text for key, text in keys.items() if not key.startswith("remat.")}
 
-    def _compile(self, keys: Mapping[str, str], policy: str, most: str) -> Reached | None:
-        """Compiles a variant and returns its bytes and predicted speed; None if the variant cannot run.
-
-        most: what the search maximizes, "length" or "micro".
-        """
+    def _compile_variant(self, keys: Mapping[str, str], policy: str, most: str) -> Reached | None:
         answer = self.trials.compile([keys])[0]
         if answer["status"] != "ok":
             return None
@@ -278,13 +271,8 @@ class Reach:
         self.variants.append(row)
         return row
 
-    def _add_answer(self, tried: Mapping[int, Reached], beyond: int) -> None:
-        """Adds the largest of the tried sizes that fits to `answers`. If no size fits, adds the smallest.
-
-        Args:
-            tried: size -> its variant.
-            beyond: the smallest size that does not fit; 0 if the largest possible size fits.
-        """
+    def _add_largest_fitting(self, tried: Mapping[int, Reached], beyond: int) -> None:
+        # beyond: the smallest size that does not fit; 0 if the largest possible size fits.
         if not tried:
             return
         fitting = [size for size, row in tried.items() if row.step.fits]

@@ -401,12 +401,11 @@ def space_of(
     levers -= {lever for start, lever in LEVER_OF_KEY.items() if any(key.startswith(start) for key in given)}
     space = Space(flat, frozenset(given), levers, n_devices, per_host, tokens, has_bf16)
     if not space.meshes() or not any(map(space.micros, space.meshes())):
-        raise ReportError(_indivisible(space))
+        raise ReportError(_indivisible_batch_message(space))
     return space
 
 
-def _indivisible(space: Space) -> str:
-    """Returns the error message for a batch that no mesh can divide. It proposes a batch size that works."""
+def _indivisible_batch_message(space: Space) -> str:
     ranks = space.ranks({})
     fixed = {}
     for name in ("micro", "accumulation"):

@@ -183,12 +183,10 @@ def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
     certificate = out["certificate"]
     if certificate is None:
         return Prose(Text.assemble(("no variant compiled", "bold red"), f"; {effort}{stopped}"))
-    return Group(_certificate_lines(certificate, out, f"{effort}{stopped}"), *_reach_lines(out))
+    return Group(_render_tightest(certificate, out, f"{effort}{stopped}"), *_render_reach(out))
 
 
-def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
-    """Renders the variant that is closest to fitting, if none fits: its memory breakdown, its flags, and the bytes by
-    which it exceeds the budget."""
+def _render_tightest(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
     large = ", ".join(
         f"{row} {human(certificate['breakdown'][row])}"
         for row in ROWS
@@ -209,9 +207,7 @@ def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], e
     )
 
 
-def _reach_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns a table of the longest sequences and largest micro-batches for each rank of adapters; [] if no adapters
-    are trained."""
+def _render_reach(out: Mapping[str, Any]) -> list[RenderableType]:
     rows = out.get("reach") or ()
     if not rows:
         return []
@@ -220,12 +216,7 @@ def _reach_lines(out: Mapping[str, Any]) -> list[RenderableType]:
     return [Text(title, style="bold"), terminal_table(table)]
 
 
-def _speed_words(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
-    """Returns a text for the predicted speed of the chosen configuration.
-
-    It has the seconds per update, tokens/s with their interval, tokens/s per device, MFU, the lower bound from the
-    data sheet, and where the FLOP/s and bytes/s of the devices are from.
-    """
+def _describe_speed(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
     step, low, high = (best[key] for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high"))
     if not step:
         return describe_prediction(step, low, high)
@@ -243,7 +234,7 @@ def _speed_words(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
 
 def _best_lines(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: str) -> RenderableType:
     measured = best.get("measured") or {}
-    timed = f"{measured['tokens_per_s']:,.0f} tokens/s measured" if measured else _speed_words(best, out)
+    timed = f"{measured['tokens_per_s']:,.0f} tokens/s measured" if measured else _describe_speed(best, out)
     host = f", {human(best['host_bytes'])} on the host" if best["host_bytes"] else ""
     return Group(
         Prose(Text.assemble(("fits: ", "bold green"), safe(best["what"]))),
@@ -254,14 +245,13 @@ def _best_lines(best: Mapping[str, Any], out: Mapping[str, Any], config: str, ef
         ),
         Text("run it with:", style="bold"),
         CopyCommand(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()),
-        *_finished_lines(out),
-        *_layout_lines(out),
-        *_reach_lines(out),
+        *_render_fastest(out),
+        *_render_layouts(out),
+        *_render_reach(out),
     )
 
 
-def _finished_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns a table of the fastest variants that fit, compared with the chosen one; [] if only one variant fits."""
+def _render_fastest(out: Mapping[str, Any]) -> list[RenderableType]:
     best = out["best"]
     rows = {row["what"]: row for row in out["walk"] if row["fits"] and row["predicted_seconds"] is not None}
     ranked = sorted(rows.values(), key=lambda row: (row["what"] != best["what"], row["predicted_seconds"]))
@@ -281,9 +271,7 @@ def _finished_lines(out: Mapping[str, Any]) -> list[RenderableType]:
     return [terminal_table(table), *more]
 
 
-def _layout_lines(out: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns a table of the meshes that `bytescope fit` tried, compared with the chosen one; [] if only one mesh was
-    tried."""
+def _render_layouts(out: Mapping[str, Any]) -> list[RenderableType]:
     rows = out.get("layouts") or ()
     if len(rows) < 2:
         return []
@@ -314,16 +302,16 @@ def render_page(out: Mapping[str, Any]) -> str:
         page_data(out),
         heading=f"{config or 'A config'} within {human(out['budget_bytes'])}",
         where=where(target),
-        facts=facts([_subject(out)], out["given"]),
+        facts=facts([_batch_and_policy(out)], out["given"]),
         versions=versions(out["versions"]),
         verdict=_verdict(out),
-        figures=_figures(out),
+        figures=_header_figures(out),
         stopped=out["stopped"],
-        answer=_answer(out),
-        walk=_walk(out),
-        layouts=_layouts(out),
+        answer=_command_and_breakdown(out),
+        walk=_variants_page_table(out),
+        layouts=_layouts_page_table(out),
         at_least=LOWER_BOUND_NOTE,
-        reach=_reach(out),
+        reach=_reach_page_table(out),
         notes=_notes(out),
         stages=_stages(out),
     )
@@ -339,9 +327,7 @@ def _notes(out: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _subject(out: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch and the remat policy of the chosen configuration. If nothing fits, returns the requested
-    tokens per update."""
+def _batch_and_policy(out: Mapping[str, Any]) -> dict[str, Any]:
     best = out["best"] or {}
     return {"batch": best.get("batch") or f"{out['batch_tokens']:,} tokens per update", "policy": best.get("policy")}
 
@@ -398,8 +384,7 @@ def _verdict(out: Mapping[str, Any]) -> dict[str, str]:
     return {"kind": "unknown", "words": "? no variant compiled"}
 
 
-def _figures(out: Mapping[str, Any]) -> list[HeaderFigure]:
-    """Returns the numbers to show at the top of the page. A number that is unknown is left out."""
+def _header_figures(out: Mapping[str, Any]) -> list[HeaderFigure]:
     figures: list[HeaderFigure] = []
     if out["best"]:
         figures = _figures_of_best(out, out["best"])
@@ -436,12 +421,8 @@ def _tokens_per_s(out: Mapping[str, Any], step: float | None) -> float | None:
     return out["batch_tokens"] / step if step else None
 
 
-def _answer(out: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the command to run and the memory breakdown of the chosen configuration.
-
-    If nothing fits, returns them for the variant that is closest to fitting; None if no variant was compiled.
-    `limit` is the position of the budget on the bar in percent; None if the variant is within the budget.
-    """
+def _command_and_breakdown(out: Mapping[str, Any]) -> dict[str, Any] | None:
+    # limit: the position of the budget on the bar, in percent.
     variant = out["best"] or out["certificate"]
     if not variant:
         return None
@@ -469,10 +450,7 @@ def _host(out: Mapping[str, Any], variant: Mapping[str, Any]) -> str:
 # ---- the search -----------------------------------------------------------------------------------------------
 
 
-def _walk(out: Mapping[str, Any]) -> PageTable:
-    """Returns the table of all variants that `bytescope fit` tried, each with the command that runs it. The chosen one
-    is emphasized."""
-
+def _variants_page_table(out: Mapping[str, Any]) -> PageTable:
     def run(step: Record) -> str:
         if step["allocated_bytes"] is None:
             return ""
@@ -493,21 +471,12 @@ def _walk(out: Mapping[str, Any]) -> PageTable:
     )
 
 
-def _reach(out: Mapping[str, Any]) -> PageTable | None:
-    """Returns the table of the longest sequences and largest micro-batches for each rank of adapters, each with its
-    command.
-
-    Returns None if no adapters are trained.
-    """
+def _reach_page_table(out: Mapping[str, Any]) -> PageTable | None:
     run = command_column(lambda row: command(out["config"], out["target"], row["flags"], fits=row["fits"]))
     return page_table(TableView((*REACH_COLUMNS, run), out["reach"])) if out.get("reach") else None
 
 
-def _layouts(out: Mapping[str, Any]) -> PageTable | None:
-    """Returns the table of the meshes that `bytescope fit` tried, compared with the chosen one.
-
-    Returns None if only one mesh was tried, or if nothing fits.
-    """
+def _layouts_page_table(out: Mapping[str, Any]) -> PageTable | None:
     rows = out.get("layouts") or ()
     return page_table(TableView(LAYOUT_COLUMNS, rows)) if out["best"] and len(rows) > 1 else None
 

@@ -101,18 +101,14 @@ class Walk:
         else:
             step = judge_variant(stage, what, keys, answer, self.budget, self.trials)
             if step.fits:
-                step = self._compared_with_best(step)
+                step = self._judge_against_best(step)
             if self.tightest is None or self._excess_bytes(step) < self._excess_bytes(self.tightest):
                 self.tightest = step
         self.steps.append(step)
         self._show(step)
         return step
 
-    def _compared_with_best(self, step: Step) -> Step:
-        """Compares a variant that fits with the best one so far, and returns it with its final verdict.
-
-        Updates `best` if the variant is preferred.
-        """
+    def _judge_against_best(self, step: Step) -> Step:
         fitting = [*(other for other in self.steps if other.fits), step]
         tied, chosen = ranking.ties(fitting, _seconds), preferred(fitting)
         verdict = "fits, a tie" if len(tied) > 1 and any(other is step for other in tied) else "fits"
@@ -131,13 +127,8 @@ class Walk:
     def _excess_bytes(self, step: Step) -> float:
         return max(step.allocated - self.budget, 0) + max(step.answer["host_bytes"] - self.trials.host_budget, 0)
 
-    def _try_all(self, tries: Sequence[tuple[str, Mapping[str, str], str]]) -> list[Step]:
-        """Compiles several variants together, records them and returns them as steps.
-
-        If the search is stopped, the variants that are finished are recorded.
-
-        tries: triples of the stage of the search, the config keys, and a description of the remat plan.
-        """
+    def _compile_and_record(self, tries: Sequence[tuple[str, Mapping[str, str], str]]) -> list[Step]:
+        # If the search is stopped, the variants that are finished are still recorded.
         steps = []
         try:
             self.trials.compile([keys for _, keys, _ in tries])
@@ -155,17 +146,17 @@ class Walk:
         meshes = space.meshes()
         first = {**base, **meshes[0], **space.batch(meshes[0], space.micros(meshes[0])[0])}
         if "remat" not in space.levers:
-            self._without_remat(base, meshes)
+            self._search_without_remat_lever(base, meshes)
             return
         tries = [("baseline", {**first, **remat_keys(NONE)}, NONE)]
         for mesh in meshes:
             smallest = {**base, **mesh, **space.batch(mesh, space.micros(mesh)[0])}
             tries.append(("mesh", {**smallest, **remat_keys(FULL)}, FULL))
-        self._try_all(tries)
+        self._compile_and_record(tries)
         for number, squeeze in enumerate(space.squeezes()):
             if number and self.best is not None and not squeeze.always:
                 break
-            self._squeezed(squeeze, base, meshes)
+            self._search_with_squeeze(squeeze, base, meshes)
             if self.best is not None:
                 continue
             # Further savings are tried only on the meshes that need the least memory.
@@ -173,24 +164,21 @@ class Walk:
             small = sorted(ran, key=lambda step: step.allocated)[:MAX_MESHES]
             meshes = [mesh for mesh in meshes if any(mesh.items() <= step.keys.items() for step in small)] or meshes
         if self.best is not None:
-            self._neighbours()
+            self._try_neighbour_plans()
 
-    def _squeezed(self, squeeze: Squeeze, base: Keys, meshes: Sequence[Keys]) -> None:
+    def _search_with_squeeze(self, squeeze: Squeeze, base: Keys, meshes: Sequence[Keys]) -> None:
         """Searches with one set of memory savings, on each mesh that can still become the fastest, the most promising
-        mesh first.
+        first.
 
-        Args:
-            squeeze: the set of memory savings.
-            base: the config keys that all variants share.
-            meshes: the meshes to try, each as config keys.
+        base: the config keys that all variants share.
         """
         stage = "mesh" if squeeze is self.space.squeezes()[0] else "squeeze"
         starts = []
         for mesh in meshes:
-            sizes = self._sizes(squeeze, mesh)
+            sizes = self._micro_batch_sizes(squeeze, mesh)
             if sizes:
                 starts.append((mesh, {**base, **mesh, **self.space.batch(mesh, sizes[0]), **squeeze.keys}))
-        steps = self._try_all([(stage, {**keys, **remat_keys(FULL)}, FULL) for _, keys in starts])
+        steps = self._compile_and_record([(stage, {**keys, **remat_keys(FULL)}, FULL) for _, keys in starts])
         ranked = []
         for number, step in enumerate(steps):
             if step.ok and self._can_fit(step, squeeze):
@@ -203,11 +191,7 @@ class Walk:
                 to_beat = min(to_beat, self._grow_micro_batch(squeeze, base, mesh, to_beat))
 
     def _can_fit(self, step: Step, squeeze: Squeeze) -> bool:
-        """Returns whether some remat plan may fit with the mesh and micro-batch of `step`, a variant that recomputes
-        everything.
-
-        This is true if the step fits, or if it would fit with its saved activations in host memory.
-        """
+        # `step` recomputes everything. If it does not fit, only saved activations in host memory can help.
         if step.fits:
             return True
         over = step.allocated - self.budget
@@ -215,8 +199,7 @@ class Walk:
         moves = squeeze.activations and not self.space.schedule(step.keys)
         return moves and over <= step.answer["residual_bytes"] and max(over, 0) <= room
 
-    def _sizes(self, squeeze: Squeeze, mesh: Keys) -> list[int]:
-        """Returns the micro-batch sizes to try on a mesh, in sequences per data-parallel rank, smallest first."""
+    def _micro_batch_sizes(self, squeeze: Squeeze, mesh: Keys) -> list[int]:
         sizes = self.space.micros(mesh)
         if self.space.schedule(mesh) and squeeze.activations and not squeeze.keys:
             return []  # pipeline stages cannot move their saved activations to host memory
@@ -236,39 +219,28 @@ class Walk:
         return step.prediction.by_phase.get("recompute", 0.0) if step.prediction else 0.0
 
     def _update_saved_fraction(self, full: Step, plan: Step) -> None:
-        """Lowers the estimate of the fraction of recomputation time that a plan without recomputation saves (see
-        `bound`).
-
-        The fraction is less than 1, because saving tensors takes time too. It stays unchanged if `plan` recomputes.
-
-        Args:
-            full: a variant that recomputes everything.
-            plan: the same variant with another remat plan.
-        """
+        # Less than 1, because saving tensors takes time too.
         recompute = self._recompute_seconds(full)
         if recompute and not plan.answer["recompute_flops_fraction"]:
             self._saved_fraction = min(self._saved_fraction, (full.seconds - plan.seconds) / recompute)
 
     def _grow_micro_batch(self, squeeze: Squeeze, base: Keys, mesh: Keys, to_beat: float) -> float:
-        """Searches one mesh with larger and larger micro-batches, as long as a larger one is faster. For each
-        micro-batch, finds the least recomputation that fits.
+        """Searches one mesh with larger and larger micro-batches, as long as a larger one is faster. For each, finds
+        the least recomputation that fits.
 
-        Returns the seconds per update of the smallest micro-batch; infinity if it does not fit or cannot be faster than
-        `to_beat`.
-
-        to_beat: the seconds per update that the smallest micro-batch must beat, which are those of the fastest mesh so
-        far.
+        Returns the seconds per update of the smallest micro-batch; infinity if it does not fit, or cannot be faster
+        than `to_beat` seconds per update.
         """
         seconds_by_size: list[float] = []  # seconds per update of each micro-batch so far
-        for size in self._sizes(squeeze, mesh):
+        for size in self._micro_batch_sizes(squeeze, mesh):
             keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
-            full = self._try_all([("micro", {**keys, **remat_keys(FULL)}, FULL)])[0]
+            full = self._compile_and_record([("micro", {**keys, **remat_keys(FULL)}, FULL)])[0]
             if not full.ok or not self._can_fit(full, squeeze):
                 break
             best = self.best
             limit = best.seconds if seconds_by_size and best is not None else to_beat
             if self.bound(full) < limit * (1 - TIE):
-                seconds = self._least_recomputation(keys, squeeze.activations)
+                seconds = self._find_least_recomputation(keys, squeeze.activations)
             elif best is not None and _same_without_remat(best.keys, keys):
                 # The best variant already has this micro-batch.
                 seconds = best.seconds
@@ -279,7 +251,7 @@ class Walk:
             seconds_by_size.append(seconds)
         return seconds_by_size[0] if seconds_by_size else math.inf
 
-    def _least_recomputation(self, keys: Keys, activations: bool) -> float | None:
+    def _find_least_recomputation(self, keys: Keys, activations: bool) -> float | None:
         """Finds the remat plan with the least recomputation that fits, and returns its predicted seconds per update.
 
         Returns None if no plan fits.
@@ -313,26 +285,21 @@ class Walk:
         self._update_saved_fraction(full, step)
         return step.seconds
 
-    def _without_remat(self, base: Keys, meshes: Sequence[Keys]) -> None:
-        """Searches meshes and micro-batches with the config's own remat policy. It is used if the lever `remat` is not
-        allowed."""
+    def _search_without_remat_lever(self, base: Keys, meshes: Sequence[Keys]) -> None:
         for squeeze in self.space.squeezes():
             for mesh in meshes:
                 before: float | None = None
-                for size in self._sizes(squeeze, mesh):
+                for size in self._micro_batch_sizes(squeeze, mesh):
                     keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
-                    step = self._try_all([("micro", keys, "")])[0]
+                    step = self._compile_and_record([("micro", keys, "")])[0]
                     if not step.fits or (before is not None and step.seconds >= before * (1 - TIE)):
                         break
                     before = step.seconds
             if self.best is not None:
                 return
 
-    def _neighbours(self) -> None:
-        """Tries remat plans that save one more tensor than the best plan.
-
-        If one fits and is faster, the search continues from it.
-        """
+    def _try_neighbour_plans(self) -> None:
+        # A neighbour saves one more tensor than the best plan.
         for _ in range(MAX_NEIGHBOURS):
             before, search, plan = self.best, self._search, self._plan
             if search is None or plan is None or before is None:
@@ -348,7 +315,7 @@ class Walk:
         graph, rates = search.problem.graph, search.problem.rates
         candidates = []
         for name in graph.names:
-            other = _with_name(plan, name, graph, rates)
+            other = _save_one_more_tensor(plan, name, graph, rates)
             if other.bytes > plan.bytes and search.cost(other) < search.cost(plan) * (1 - EVEN):
                 candidates.append(other)
         cheapest = sorted(candidates, key=search.cost)
@@ -375,16 +342,8 @@ def _same_without_remat(keys: Mapping[str, str], variant: Mapping[str, str]) -> 
     return {key: text for key, text in keys.items() if not key.startswith("remat.")} == dict(variant)
 
 
-def _with_name(plan: LayerPlan, name: str, graph: LayerGraph, rates: RecomputeRates) -> LayerPlan:
-    """Returns a remat plan that saves one more tensor on the device in every layer.
-
-    Ranges of layers that move tensors to host memory stay unchanged.
-
-    Args:
-        name: the name of the tensor.
-        graph: the operations and tensors of a block.
-        rates: the FLOP/s and bytes/s of the device.
-    """
+def _save_one_more_tensor(plan: LayerPlan, name: str, graph: LayerGraph, rates: RecomputeRates) -> LayerPlan:
+    # Ranges of layers that move tensors to host memory stay unchanged.
     ranges: list[tuple[KeepPattern, int]] = []
     for pattern, count in plan.ranges:
         if not pattern.offload and name not in pattern.save:

@@ -78,25 +78,18 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         bytes_are="allocated" if fact["mem_gib"] else "",
         bytes_reason=BYTES.get(fact["source_id"], _no_reason)(fact) if fact["mem_gib"] else "",
         cohort=f"{fact['quality']}, {'older' if fact['source_id'] in OLDER else 'newest'}",
-        differs=_differs(fact, chip),
+        differs=_find_known_difference(fact, chip),
     )
 
 
-def _differs(fact: Fact, chip: str) -> str:
-    """Returns the first reason in DIFFERS that applies to a run; "" if none applies.
-
-    A reason is a likely cause of a difference between prediction and measurement.
-    """
+def _find_known_difference(fact: Fact, chip: str) -> str:
     return next((why for why, holds in DIFFERS.items() if holds(fact, chip)), "")
 
 
 def _maxtext_7b(fact: Fact) -> Setup:
-    """Returns the config nearest to MaxText 7B, as run by the scripts of JAX-Toolbox and GCP.
-
-    Layers are unrolled, and parameters are sharded within a host, with one replica per host. The policies
-    `minimal_flash` and `minimal_with_context` save the outputs of matmuls with weights and the output of attention
-    (MaxText, layers/decoders.py).
-    """
+    # As run by the scripts of JAX-Toolbox and GCP: layers are unrolled, and parameters are sharded within a host, with
+    # one replica per host. The policies `minimal_flash` and `minimal_with_context` save the outputs of matmuls with
+    # weights and the output of attention (MaxText, layers/decoders.py).
     return "llama_8b", shape(fact) | {
         "remat.policy": "minimal",
         "model.scan": "False",
@@ -117,12 +110,8 @@ _SAVED = {
 
 
 def _maxtext_70b(fact: Fact) -> Setup:
-    """Returns the config nearest to MaxText 70B, as run by dgxc-benchmarking (maxtext/configure.sh, README_70b.md) or
-    gpu-recipes.
-
-    Layers are scanned. XLA gathers the parameters of a layer while the layer before it computes, as `mesh.prefetch`
-    does.
-    """
+    # As run by dgxc-benchmarking (maxtext/configure.sh, README_70b.md) or gpu-recipes: layers are scanned. XLA gathers
+    # the parameters of a layer while the layer before it computes, as `mesh.prefetch` does.
     replicas = next((part.removeprefix("dcn_dp") for part in fact["parallelism"].split(" x ") if "dcn_dp" in part), "1")
     policy = fact["remat"].partition(":")[0].split()[-1:]
     if not policy or policy[0] not in _SAVED:
@@ -138,8 +127,7 @@ def _maxtext_70b(fact: Fact) -> Setup:
 
 
 def _maxtext_b200(fact: Fact) -> Setup:
-    """Returns the config nearest to MaxText on B200, as run by gpu-recipes. It is fully sharded, with scanned and
-    recomputed layers."""
+    # As run by gpu-recipes: fully sharded, with scanned and recomputed layers.
     return "llama_8b", shape(fact) | {"remat.policy": "full", "xla.latency_hiding": "on", "mesh.prefetch": "1"}
 
 
@@ -152,11 +140,8 @@ _PAX_126M = {"mesh.strategy": "ddp", "model.scan": "False", "model.unroll": "1",
 
 
 def _pax(fact: Fact) -> Setup:
-    """Returns the config nearest to a run of Pax.
-
-    Attention is unfused in runs without Transformer Engine, and in the runs of the 126M model, which the table calls
-    unfused.
-    """
+    # Attention is unfused in runs without Transformer Engine, and in the runs of the 126M model, which the table calls
+    # unfused.
     if "tp2" in fact["parallelism"]:
         return "the batch per tensor-parallel group is not stated"
     small = fact["model"] == "gpt-126m"
@@ -193,11 +178,9 @@ _ALPA_STRATEGY = {
 
 
 def _alpa(fact: Fact) -> Setup:
-    """Returns the config nearest to Alpa's GPT (benchmark/alpa/benchmark_one_case_gpt_bert.py).
-
-    Parameters, gradients and logits are float16 with float32 master parameters. AdamW has no clipping and no loss
-    scale, and the head has its own matrix. On a mesh A x B, A devices are data-parallel and B are tensor-parallel.
-    """
+    # Alpa's GPT (benchmark/alpa/benchmark_one_case_gpt_bert.py): parameters, gradients and logits are float16 with
+    # float32 master parameters. AdamW has no clipping and no loss scale, and the head has its own matrix. On a mesh A x
+    # B, A devices are data-parallel and B are tensor-parallel.
     kind, _, mesh = fact["parallelism"].partition(" mesh ")
     if "gpt" not in fact["model"]:
         return "the model has experts or convolutions, which are not translated into a config"
@@ -214,24 +197,19 @@ def _alpa(fact: Fact) -> Setup:
     }
 
 
-def _alpa_bytes(fact: Fact) -> str:
-    """Returns why the measured bytes of a run of Alpa are not compared; "" if they are.
-
-    With data parallelism, Alpa combines collectives without a size limit (alpa/global_env.py: all_reduce_threshold of
-    1 << 60). So all float16 gradients exist until one combined reduction, in addition to float16 parameters that are
-    part of Alpa's state. Our program reduces each gradient when it is computed, and frees a layer's copy of its
-    parameters after the layer's backward pass.
-    """
+def _why_alpa_bytes_differ(fact: Fact) -> str:
+    # With data parallelism, Alpa combines collectives without a size limit (alpa/global_env.py: all_reduce_threshold of
+    # 1 << 60). So all float16 gradients exist until one combined reduction, in addition to float16 parameters that are
+    # part of Alpa's state. Our program reduces each gradient when it is computed, and frees a layer's copy of its
+    # parameters after the layer's backward pass.
     data = fact["parallelism"].rpartition(" mesh ")[2].split("x")[0]
     return "" if data == "1" else _WHOLE_GRADIENTS
 
 
 def _uva(fact: Fact) -> Setup:
-    """Returns the config nearest to UvA's tutorial (single_gpu_transformer).
-
-    The model has dropout 0.1, unfused attention and biases, and Adam does not clip. "MLP,Attn" checkpoints both halves
-    of a block. The tutorial also normalizes queries and keys, which our config does not.
-    """
+    # UvA's tutorial (single_gpu_transformer): dropout 0.1, unfused attention, biases, and Adam without clipping.
+    # "MLP,Attn" checkpoints both halves of a block. The tutorial also normalizes queries and keys, which our config
+    # does not.
     return "gpt2_small", shape(fact) | {
         "model.dropout": "0.1",
         "model.attention": "naive",
@@ -247,11 +225,7 @@ def _uva(fact: Fact) -> Setup:
     }
 
 
-def _uva_bytes(fact: Fact) -> str:
-    """Returns why the measured bytes of a run of UvA's tutorial are not compared; "" if they are.
-
-    The bytes for a batch of 256 contradict the bytes of the tutorial's other runs with this remat policy.
-    """
+def _why_uva_bytes_differ(fact: Fact) -> str:
     if fact["gbs"] != "256":
         return ""
     return (
@@ -278,7 +252,7 @@ def _no_reason(fact: Fact) -> str:
 
 
 # Source -> the function that returns why the bytes of a row are not compared; "" if they are.
-BYTES: Mapping[str, Callable[[Fact], str]] = {"alpa_intra": _alpa_bytes, "uva_single": _uva_bytes}
+BYTES: Mapping[str, Callable[[Fact], str]] = {"alpa_intra": _why_alpa_bytes_differ, "uva_single": _why_uva_bytes_differ}
 # Source -> the function that returns the config of a row, or the reason why there is none.
 SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "jaxtoolbox_maxtext": _maxtext_7b,

@@ -118,12 +118,7 @@ def _reason_to_exclude(fact: Fact) -> str:
 
 
 def _likely_slowdown(number: int, fact: Fact) -> str:
-    """Returns a sentence that says why a measured run was probably slower than its config explains: out of GPU memory,
-    or a slow network. Returns "" if no such cause is known.
-
-    The causes are inferred from other runs that did the same work in less time. `number`: index of the run in the
-    table.
-    """
+    # Inferred from other runs that did the same work in less time.
     if f"{number}" in _OUT_OF_MEMORY_ROWS:
         return (
             "slower than with half the micro-batch, with less reserved memory than the other half needs: probably "

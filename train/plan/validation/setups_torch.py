@@ -92,13 +92,9 @@ _FOUNDRY_PRECISION = {
 
 
 def _foundry(fact: Fact) -> Setup:
-    """Returns (config name, overrides) that come nearest to a benchmark run of the MPT models in llm-foundry
-    (scripts/train/benchmarking).
-
-    MPT has learned positions, layernorm, GELU with an MLP four times as wide as the model, a tied head and flash
-    attention. The table's column `ga` is the number of micro-batches per update. Blocks are recomputed if the run used
-    activation checkpointing.
-    """
+    # MPT in llm-foundry (scripts/train/benchmarking) has learned positions, layernorm, GELU with an MLP four times as
+    # wide as the model, a tied head and flash attention. The table's column `ga` is the number of micro-batches per
+    # update.
     return "gpt3_175b", shape(fact) | _FOUNDRY_PRECISION[fact["precision"]] | {
         "batch.accumulation": fact["ga"],
         "batch.mode": "scan",
@@ -113,11 +109,8 @@ _LLAMA2 = {"llama2-7b": (32, 4096, 32, 11008), "llama2-13b": (40, 5120, 40, 1382
 
 
 def _fms(fact: Fact) -> Setup:
-    """Returns (config name, overrides) that come nearest to a run of IBM's fms-fsdp with torch.compile, or a reason why
-    no config describes the run.
-
-    Its strategy HSDP shards parameters within a host, and each host has a replica of the model.
-    """
+    # IBM's fms-fsdp with torch.compile. Its strategy HSDP shards parameters within a host, and each host has a replica
+    # of the model.
     if fact["act_ckpt"] != "none":
         return "it is not stated which blocks are recomputed"
     if int(fact["n_gpus"]) % _PER_HOST:

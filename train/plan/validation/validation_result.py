@@ -105,8 +105,7 @@ def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> Validat
 
 
 def _count_compiled_elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
-    """Counts the programs that were compiled with other library versions, because this environment has no compiler for
-    their chip. Returns pairs (compiler versions, number of runs)."""
+    # This environment has no compiler for the chips of these programs.
     counts: collections.Counter[str] = collections.Counter()
     for key in runs.elsewhere:
         versions = runs.answers[key].get("versions", {})

@@ -114,7 +114,7 @@ def run(
         if answer.get("status") == "ok":
             usable[name] = answer
             continue
-        other = _read_other_versions(folder, name)
+        other = _read_newest_of_other_versions(folder, name)
         if other:
             usable[name] = other
             from_elsewhere.add(name)
@@ -143,22 +143,19 @@ def finished(
     jobs, _ = jobs_of(rows, factory)
     answers: dict[str, Mapping[str, Any]] = {}
     for key, job in jobs.items():
-        answer = row_cache.read(folder, job.name) or _read_other_versions(folder, job.name)
+        answer = row_cache.read(folder, job.name) or _read_newest_of_other_versions(folder, job.name)
         if answer:
             answers[key] = answer
     return {key: job.name for key, job in jobs.items()}, answers
 
 
 def _compile_effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
-    """Returns a sort key by which jobs that compile quickly come first: the number of layers that are compiled
-    separately, then the number of GPUs."""
     layers = 1 if job.resolved.get("model.scan", True) else int(job.resolved["model.n_layers"])
     return layers, gpus
 
 
-def _read_other_versions(folder: Path, name: str) -> Mapping[str, Any] | None:
-    """Returns the compiler's record of a program from the newest file that another environment wrote with other library
-    versions; None if there is no such file. `name`: the name of the file in this environment."""
+def _read_newest_of_other_versions(folder: Path, name: str) -> Mapping[str, Any] | None:
+    # The part of a file name after the last "-" depends on the library versions.
     program = name.rpartition("-")[0]
     newest_first = sorted(folder.glob(f"{program}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for file in newest_first:

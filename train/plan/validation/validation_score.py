@@ -156,15 +156,15 @@ def groups(scored: Iterable[ScoredRun]) -> list[Group]:
     out = []
     for (model, gpus, staged), some in sorted(runs.items()):
         all_stages = [*runs.get((model, gpus, False), ()), *some] if staged else []
-        out.append(_group(model, gpus, some, all_stages))
+        out.append(_score_group(model, gpus, some, all_stages))
     return out
 
 
-def _group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequence[ScoredRun]) -> Group:
-    """Returns how well predictions match the measured runs `some` of one model on one number of GPUs.
+def _score_group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequence[ScoredRun]) -> Group:
+    """Returns the scores of the measured runs `some` of one model on one number of GPUs.
 
-    `all_stages`: all runs of the model on these GPUs, with and without pipeline stages, if `some` are the runs with
-    stages. It is empty if `some` are the runs without stages.
+    all_stages: if `some` have pipeline stages, all runs of the model on these GPUs, with and without stages; else
+    empty.
     """
     timed = [one for one in some if one.ratio]
     ratios = sorted(one.ratio or 0.0 for one in timed)

@@ -227,11 +227,11 @@ def render_text(validation: Mapping[str, Any]) -> RenderableType:
         _cohorts(validation["sources"], "source"),
         _cohort_bytes(validation),
         _seconds(validation) if validation["groups"] else None,
-        _order(validation),
-        _across(validation),
+        _render_order(validation),
+        _render_order_across_stages(validation),
         None if pooled else _bytes(validation),
         _worst(validation),
-        _reasons(validation) if pooled else _differing(validation),
+        _render_reasons_of_errors(validation) if pooled else _render_known_differences(validation),
         _not_compared(validation),
     )
 
@@ -267,7 +267,7 @@ def _cohort_bytes(validation: Mapping[str, Any]) -> RenderableType | None:
     return Group(
         Prose("our allocated bytes over the measured bytes, by source:"),
         terminal_table(TableView((name, *COHORT_BYTES), sized)),
-        *_doubted(validation),
+        *_lines_of_uncompared_bytes(validation),
     )
 
 
@@ -280,11 +280,8 @@ def _seconds(validation: Mapping[str, Any]) -> RenderableType:
     )
 
 
-def _order(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Renders the table of how many pairs of runs are predicted in the right order, for each model and number of GPUs.
-
-    Groups with fewer than `_MIN_PAIRS` pairs are left out if there are also scores over the runs of all models.
-    """
+def _render_order(validation: Mapping[str, Any]) -> RenderableType | None:
+    # Small groups are left out if there are also scores over the runs of all models.
     groups = [
         group
         for group in validation["groups"]
@@ -302,9 +299,7 @@ def _order(validation: Mapping[str, Any]) -> RenderableType | None:
     )
 
 
-def _across(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Renders the table of how many pairs of runs with different numbers of pipeline stages are predicted in the right
-    order."""
+def _render_order_across_stages(validation: Mapping[str, Any]) -> RenderableType | None:
     groups = [group for group in validation["groups"] if group["across"] and group["across"]["count"]]
     if not groups:
         return None
@@ -323,12 +318,11 @@ def _bytes(validation: Mapping[str, Any]) -> RenderableType | None:
     return Group(
         Prose(f"our allocated bytes over the measured bytes{what}:"),
         terminal_table(TableView((*GROUP, *GROUP_BYTES), groups)),
-        *_doubted(validation),
+        *_lines_of_uncompared_bytes(validation),
     )
 
 
-def _doubted(validation: Mapping[str, Any]) -> list[Prose]:
-    """Returns the runs whose measured bytes are not compared with our predictions, one line for each reason."""
+def _lines_of_uncompared_bytes(validation: Mapping[str, Any]) -> list[Prose]:
     apart = _by_reason(validation["rows"], lambda row: row["bytes_reason"])
     return [
         Prose(f"{len(rows)} not compared: {one_line(reason)} ({'; '.join(map(_named_bytes, rows))})")
@@ -355,8 +349,7 @@ def _worst(validation: Mapping[str, Any]) -> RenderableType | None:
     return terminal_table(TableView(ROW_COLUMNS, rows)) if rows else None
 
 
-def _differing(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Renders the measured runs that are known to differ from our program, one line for each difference."""
+def _render_known_differences(validation: Mapping[str, Any]) -> RenderableType | None:
     lines = [
         Prose(
             f"{one_line(reason)}: "
@@ -368,9 +361,7 @@ def _differing(validation: Mapping[str, Any]) -> RenderableType | None:
     return Group(title, *lines) if lines else None
 
 
-def _reasons(validation: Mapping[str, Any]) -> RenderableType | None:
-    """Renders the likely reasons why predicted and measured seconds differ by more than 15 %: one line for each reason,
-    with its runs."""
+def _render_reasons_of_errors(validation: Mapping[str, Any]) -> RenderableType | None:
     off = [row for row in worst_first(validation["rows"]) if row["ratio"] and is_off(row)]
     by_reason = _by_reason(off, lambda row: row["differs"] or "no reason is known")
     if not by_reason:

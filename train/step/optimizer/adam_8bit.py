@@ -48,9 +48,8 @@ class EightBitState(NamedTuple):
     nu_scale: Any
 
 
-def _interpolate(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
-    """Evaluates at `x` the piecewise linear function through the points (xs, ys). It is computed as a sum of clipped
-    ramps, because compilers can fuse a sum but not a table look-up."""
+def _interpolate_linearly(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
+    # A sum of clipped ramps, because compilers can fuse a sum but not a table look-up.
     ramps = [(y1 - y0) / (x1 - x0) * jnp.clip(x - x0, 0.0, x1 - x0) for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:])]
     return sum(ramps[1:], ramps[0])
 
@@ -58,25 +57,25 @@ def _interpolate(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.
 def encode_signed(x: jax.Array) -> jax.Array:
     """Rounds each number in [-1, 1] to the nearest value of a dynamic 8-bit format, whose steps are finer near 0.
     Returns int8 codes in [-127, 127]."""
-    return jnp.copysign(jnp.round(_interpolate(jnp.abs(x), _DECADES, _SIGNED)), x).astype(jnp.int8)
+    return jnp.copysign(jnp.round(_interpolate_linearly(jnp.abs(x), _DECADES, _SIGNED)), x).astype(jnp.int8)
 
 
 def decode_signed(codes: jax.Array) -> jax.Array:
     """Inverse of `encode_signed`: int8 codes -> float32 numbers in [-1, 1]."""
     x = codes.astype(jnp.float32)
-    return jnp.copysign(_interpolate(jnp.abs(x), _SIGNED, _DECADES), x)
+    return jnp.copysign(_interpolate_linearly(jnp.abs(x), _SIGNED, _DECADES), x)
 
 
 def encode_unsigned(x: jax.Array) -> jax.Array:
     """Rounds each number in [0, 1] to the nearest value of a dynamic 8-bit format, whose steps are finer near 0.
     Returns uint8 codes. Numbers above 0 never get code 0, because the optimizer divides by the decoded numbers."""
-    code = jnp.round(_interpolate(x, _DECADES, _UNSIGNED))
+    code = jnp.round(_interpolate_linearly(x, _DECADES, _UNSIGNED))
     return jnp.where(x > 0, jnp.maximum(code, 1.0), 0.0).astype(jnp.uint8)
 
 
 def decode_unsigned(codes: jax.Array) -> jax.Array:
     """Inverse of `encode_unsigned`: uint8 codes -> float32 numbers in [0, 1]."""
-    return _interpolate(codes.astype(jnp.float32), _UNSIGNED, _DECADES)
+    return _interpolate_linearly(codes.astype(jnp.float32), _UNSIGNED, _DECADES)
 
 
 def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -101,8 +100,8 @@ def _split_into_blocks(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
     return x.reshape([n for size, own in zip(x.shape, block) for n in (size // own, own)])
 
 
-def _broadcastable(scale: jax.Array) -> jax.Array:
-    """Reshapes the scales of blocks to broadcast against the result of `_split_into_blocks`: [2, 8] -> [2, 1, 8, 1]."""
+def _add_block_axes(scale: jax.Array) -> jax.Array:
+    # [2, 8] -> [2, 1, 8, 1], which broadcasts against the result of `_split_into_blocks`.
     return scale.reshape([n for size in scale.shape for n in (size, 1)])
 
 
@@ -117,12 +116,12 @@ def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, j
     blocks = _split_into_blocks(x, block)
     scale = jnp.max(jnp.abs(blocks), axis=range(1, blocks.ndim, 2))
     inverse = jnp.where(scale > 0, 1.0 / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny), 0.0)
-    return encode(blocks * _broadcastable(inverse)).reshape(x.shape), scale
+    return encode(blocks * _add_block_axes(inverse)).reshape(x.shape), scale
 
 
 def dequantize(codes: jax.Array, scale: jax.Array, block: tuple[int, ...], decode) -> jax.Array:
     """Returns the float32 numbers of `codes`, in their shape. `decode` must match the `encode` of `quantize`."""
-    return (decode(_split_into_blocks(codes, block)) * _broadcastable(scale)).reshape(codes.shape)
+    return (decode(_split_into_blocks(codes, block)) * _add_block_axes(scale)).reshape(codes.shape)
 
 
 def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:

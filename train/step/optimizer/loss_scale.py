@@ -57,7 +57,7 @@ class Scaling:
     positions: int
 
     def init(self) -> LossScale:
-        """Returns the loss scale before the first update."""
+        """Returns the state before the first update: the scale `initial`, and counters that are 0."""
         return LossScale(jnp.float32(self.initial), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def factor(self, state: LossScale) -> jax.Array:

@@ -170,9 +170,7 @@ def _vmap_leading_axes(function: Callable, batches: int) -> Callable:
 
 
 def _clip_rms(elements: int) -> optax.GradientTransformation:
-    """Scales an update down so that the RMS of its first `elements` elements is at most 1. All other elements are
-    zeros (padding)."""
-
+    # All elements after the first `elements` are zeros (padding).
     def update(updates, state, params=None):
         del params
         rms = jnp.sqrt(jnp.sum(jnp.square(updates)) / elements)

@@ -106,8 +106,6 @@ def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list
 
 
 def _part_path(path: tuple, stacked: bool) -> tuple:
-    """Returns the path of the part to which the parameter at `path` belongs: the stack of layers if `stacked`, else the
-    layer, such as `blocks.3`. A parameter outside the layers is its own part."""
     if path[0].key not in STACKS:
         return path
     return path[:1] if stacked else path[:2]
@@ -158,11 +156,11 @@ class PartwiseUpdate:
         `key`: random key for the rounding of updated parameters.
         """
         if self.every == 1:
-            return self._update(params, grads, opt_state, tokens, key, None)
+            return self._update_if(params, grads, opt_state, tokens, key, None)
         summed = jax.tree.map(lambda kept, grad: kept + grad, opt_state.acc_grads, grads)
         last = opt_state.mini_step == self.every - 1
-        params, inner = self._update(params, summed, opt_state.inner_opt_state, tokens, key, last)
-        summed = self._after(summed, jax.tree.leaves(params)[0])
+        params, inner = self._update_if(params, summed, opt_state.inner_opt_state, tokens, key, last)
+        summed = self._wait_for(summed, jax.tree.leaves(params)[0])
         return params, optax.MultiStepsState(
             mini_step=(opt_state.mini_step + 1) % self.every,
             gradient_step=opt_state.gradient_step + last,
@@ -171,11 +169,10 @@ class PartwiseUpdate:
             skip_state=opt_state.skip_state,
         )
 
-    def _update(
+    def _update_if(
         self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array, when: jax.Array | None
     ) -> tuple[Any, Any]:
-        """Returns the new params and opt_state. If `when` is False, they are unchanged, because the loops over parts
-        then have no iterations."""
+        # If `when` is False nothing changes, because the loops over parts then have no iterations.
         p, g, s = jax.tree.leaves(params), jax.tree.leaves(grads), jax.tree.leaves(opt_state[1])
         scales, norm = self.scales(g, tokens)
         shared = self.shared(s)
@@ -205,7 +202,7 @@ class PartwiseUpdate:
         """
         after = None
         for part in parts:
-            params, kept = self._after(([p[i] for i in part.params], [s[i] for i in part.kept]), after)
+            params, kept = self._wait_for(([p[i] for i in part.params], [s[i] for i in part.kept]), after)
             new = self._part(part, params, kept, [g[i] for i in part.params], shared, scales[part.group], key, when)
             for indices, leaves, values in ((part.params, p, new[0]), (part.kept, s, new[1])):
                 for place, value in zip(indices, values):
@@ -232,9 +229,8 @@ class PartwiseUpdate:
         return tree.unflatten(p), (ClipState(norm), kept_tree.unflatten(s))
 
     @staticmethod
-    def _after(own: Any, before: jax.Array | None) -> Any:
-        """Returns `own` behind an optimization barrier that waits for `before`, an array of the previous part. Without
-        the barrier the compiler fetches the optimizer state of all parts at once."""
+    def _wait_for(own: Any, before: jax.Array | None) -> Any:
+        # Without the barrier the compiler fetches the optimizer state of all parts at once.
         return own if before is None else jax.lax.optimization_barrier((own, before))[0]
 
     def scales(self, grads: Leaves, tokens: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
@@ -253,7 +249,7 @@ class PartwiseUpdate:
                 ), norm
             total, groups = jnp.zeros((), jnp.float32), dict[str, Any]()
             for part in self.parts[0]:
-                own = self._squares(part, [grads[i] for i in part.params])
+                own = self._squares_of_part(part, [grads[i] for i in part.params])
                 groups[part.group] = groups.get(part.group, 0.0) + own
                 total = total + own.sum()
             norm = jnp.sqrt(total) * inverse
@@ -265,12 +261,13 @@ class PartwiseUpdate:
                 scales = dict.fromkeys(groups, clip_scale(norm, inverse, self.max_norm))
         return scales, norm
 
-    def _squares(self, part: Part, grads: Leaves) -> jax.Array:
-        """Returns the sum of squares of a part's gradients, computed piece by piece: [N] for a stack of N layers, else
-        a scalar."""
+    def _squares_of_part(self, part: Part, grads: Leaves) -> jax.Array:
+        # [N] for a stack of N layers, else a scalar.
         if not part.turns:
             return squares(fetch(grads))
-        each = jax.lax.map(lambda i: squares(fetch([_piece(part, leaf, i) for leaf in grads])), jnp.arange(part.turns))
+        each = jax.lax.map(
+            lambda i: squares(fetch([_slice_piece(part, leaf, i) for leaf in grads])), jnp.arange(part.turns)
+        )
         return each if part.stacked else each.sum()
 
     def shared(self, kept: Leaves) -> Leaves:
@@ -280,7 +277,7 @@ class PartwiseUpdate:
     def counted(self, shared: Leaves) -> Leaves:
         """Returns `shared`, the leaves of the state that belong to no parameter, such as counters, as they are after
         the update."""
-        return self._rule(Part((), (), 0, False, ""), [], [], [], shared)[2]
+        return self._apply_rule(Part((), (), 0, False, ""), [], [], [], shared)[2]
 
     def _part(
         self,
@@ -304,7 +301,9 @@ class PartwiseUpdate:
 
         def layer(index: jax.Array, stacks: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:
             own = scale[index] if scale.ndim else scale
-            return self.layer(part, index, *stacks, [_piece(part, leaf, index) for leaf in grads], shared, own, key)
+            return self.layer(
+                part, index, *stacks, [_slice_piece(part, leaf, index) for leaf in grads], shared, own, key
+            )
 
         turns = part.turns if when is None else jnp.where(when, part.turns, 0)
         return jax.lax.fori_loop(0, turns, layer, (params, kept))
@@ -332,7 +331,7 @@ class PartwiseUpdate:
           scale: factor from the summed gradient to the clipped mean gradient.
           key: random key for the rounding of updated parameters.
         """
-        old = [_piece(part, leaf, index) for leaf in params], [_piece(part, leaf, index) for leaf in kept]
+        old = [_slice_piece(part, leaf, index) for leaf in params], [_slice_piece(part, leaf, index) for leaf in kept]
         new_params, new_kept = self.turn(part, *old, grads, shared, scale, key, index)
 
         def updated(stacks: Leaves, pieces: Leaves) -> Leaves:
@@ -362,22 +361,24 @@ class PartwiseUpdate:
         """
         mean = [grad.astype(jnp.float32) * scale for grad in fetch(grads)]
         on_device = fetch(params)
-        updates, new_kept, _ = self._rule(part, on_device, fetch(kept), mean, shared)
+        updates, new_kept, _ = self._apply_rule(part, on_device, fetch(kept), mean, shared)
         new = [
             apply_update(param, update, self.precision, key, number, index * param.shape[0] if param.ndim else 0)
             for number, param, update in zip(part.params, on_device, updates)
         ]
         return stow(new, params), stow(new_kept, kept)
 
-    def _rule(
+    def _apply_rule(
         self, part: Part, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves
     ) -> tuple[Leaves, Leaves, Leaves]:
         """Applies the optimizer rule to one part on the device, with mean gradients `grads`. Returns the updates of its
         parameters, its new optimizer state, and the new `shared` leaves, such as counters."""
         tree, kept_tree = self._trees
-        params, grads = (tree.unflatten(_spread(part.params, leaves, tree.num_leaves)) for leaves in (params, grads))
+        params, grads = (
+            tree.unflatten(_place_among_holes(part.params, leaves, tree.num_leaves)) for leaves in (params, grads)
+        )
         places = [*part.kept, *self.parts[1]]
-        state = kept_tree.unflatten(_spread(places, [*kept, *shared], kept_tree.num_leaves))
+        state = kept_tree.unflatten(_place_among_holes(places, [*kept, *shared], kept_tree.num_leaves))
         updates, state = self.rule.update(grads, state, params)
         new = dict(zip(sorted(places), jax.tree.leaves(state)))
         return (jax.tree.leaves(updates), [new[place] for place in part.kept], [new[place] for place in self.parts[1]])
@@ -415,16 +416,13 @@ def make_partwise(
     )
 
 
-def _piece(part: Part, leaf: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns piece `index` of a leaf. A piece of a stack has shape [1, ...], so that optimizer rules treat it like a
-    stack of one layer."""
+def _slice_piece(part: Part, leaf: jax.Array, index: jax.Array) -> jax.Array:
+    # A piece of a stack has shape [1, ...], so that optimizer rules treat it like a stack of one layer.
     size = leaf.shape[0] // part.turns
     return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, 0)
 
 
-def _spread(places: Sequence[int], leaves: Leaves, count: int) -> list[Any]:
-    """Returns a list of `count` elements that has `leaves` at the indices `places`, and the placeholder HOLE
-    elsewhere."""
+def _place_among_holes(places: Sequence[int], leaves: Leaves, count: int) -> list[Any]:
     out: list[Any] = [HOLE] * count
     for place, leaf in zip(places, leaves):
         out[place] = leaf

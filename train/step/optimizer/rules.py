@@ -20,8 +20,27 @@ CLIPS = ("global", "layer")
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, its learning rate and clipping: the config keys `optimizer.*`. configs/base.py explains each
-    key."""
+    """The config keys `optimizer.*`: the optimizer, its learning rate, weight decay and gradient clipping.
+
+    Fields:
+      name: the optimizer, such as "adamw"; configs/base.py lists all.
+      learning_rate: peak learning rate, reached at the end of warm-up.
+      batch_scaling: how the learning rate is scaled by tokens per update / `base_batch_tokens`: "none", "sqrt" or
+        "linear".
+      base_batch_tokens: tokens per update for which the learning rate was tuned.
+      warmup_steps: number of updates of linear warm-up.
+      end_fraction: final learning rate of the cosine decay, as a fraction of the peak.
+      b1, b2: decay of the first and the second moment.
+      momentum: decay of the velocity, for momentum and muon.
+      eps: added to the root of the second moment.
+      weight_decay: weight decay of matrices, multiplied by the learning rate.
+      router_bias_rate: change of a router bias per update.
+      clip_norm: maximum norm of the gradient, 0 for no clipping.
+      fused_backward: True to update each layer inside the backward pass, so that the gradient of only one layer exists
+        at a time.
+      freeze: patterns of parameters that are not trained, such as "*norm*".
+      clip: "global" clips the norm of all gradients together, "layer" the norm of each layer's gradients.
+    """
 
     name: str
     learning_rate: float
@@ -170,9 +189,7 @@ def _adam(config: OptimizerConfig, mu_dtype: str | None = None) -> optax.Gradien
 
 
 def _adagrad(eps: float) -> optax.GradientTransformation:
-    """Returns Adagrad with eps added to the root of the sum of squares, as in PyTorch. optax adds eps to the sum
-    itself, where 1e-8 has the effect of 1e-4."""
-
+    # eps is added to the root, as in PyTorch. optax adds eps to the sum itself, where 1e-8 has the effect of 1e-4.
     def update(updates, state, params=None):
         del params
         sums = jax.tree.map(lambda g, t: jnp.square(g) + t, updates, state.sum_of_squares)
