@@ -27,7 +27,7 @@ except ImportError:  # not a Unix
     resource = None
 
 # The part of a GPU's memory that this trainer gives to jax's pool, when it runs and when a program is only compiled.
-TRAIN_FRACTION = MemoryFraction(MEMORY_FRACTION, "set by bytescope train")
+TRAIN_FRACTION = MemoryFraction(MEMORY_FRACTION, "the trainer's default")
 
 SETTLE_S = 0.5  # seconds for the threads of a failed read to end
 # Host memory in bytes that a start needs before the step's memory is known: libraries, and compiling the smallest

@@ -119,7 +119,7 @@ def unset(monkeypatch):
 def test_the_limit_of_a_described_gpu_is_jaxlibs_pool(unset):
     """On a real H100, `bytes_limit` is 63,707,283,456 at jax's default."""
     assert targets.parse("h100").limit_bytes == targets.parse("h100").pool_bytes == 63_707_283_456
-    ours = platform.MemoryFraction(0.92, "set by bytescope train")
+    ours = platform.MemoryFraction(0.92, "the trainer's default")
     assert targets.parse("h100:8", ours).limit_bytes == 78_148_272_128
     assert targets.parse("h100:8@0.5", ours).limit_bytes == 42_471_522_304
     assert targets.parse("v5e").limit_bytes == int(15.75 * 2**30)  # TPUs have no fraction

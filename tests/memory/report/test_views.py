@@ -56,7 +56,7 @@ GPU = {
     "limit_bytes": 72 * GIB,
     "device_memory_bytes": 79 * GIB,
     "memory_fraction": 0.92,
-    "memory_fraction_source": "set by bytescope train",
+    "memory_fraction_source": "the trainer's default",
 }
 
 
@@ -421,7 +421,7 @@ def test_every_figure_at_120_columns_stands_at_80_too_and_none_is_cut(view, name
 
 @pytest.mark.parametrize("view", ["report", "compare", "levers", "front", "fit"])
 def test_a_limit_is_printed_with_the_share_of_the_gpus_memory_that_it_is(view):
-    assert "limit 72.00 GiB: 92 % of the GPU's memory (set by bytescope train)" in lines_of(view, 80)
+    assert "limit 72.00 GiB: 92 % of the GPU's memory (the trainer's default)" in lines_of(view, 80)
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -64,7 +64,7 @@ LINES = [
 
 # Flags whose help says more than one thing -> what each help has to say.
 MEANINGS = {
-    "--budget": "(memory budget|bytes) per device",
+    "--budget": "memory (budget )?per device",
     "--config.KEY": "(set a|override a) (config )?key",
     "--dtype": "float32, bfloat16 or float16",
     "--force": "replace OUT",
