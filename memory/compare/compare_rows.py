@@ -28,6 +28,8 @@ MEASURED, PREDICTED, RECOMPUTED = "step_seconds", "predicted_seconds", "recomput
 
 
 # Terms of predicted seconds whose names need explanation -> explanation.
+# Rows that a note names; it counts the others.
+_NAMED = 3
 TERM_WORDS = {
     "collectives": "waiting for collectives",
     "host_link": "waiting for host memory",
@@ -73,6 +75,8 @@ class Row:
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
         limit_bytes: memory available on the device. fits: whether the allocated bytes are within the limit.
+        xla_recomputes: whether XLA's own rematerialization pass recomputes values, because the program exceeds XLA's
+            memory limit. Its FLOPs are in the predicted time, but not in `recompute_flops_fraction`.
         pareto: whether the row is Pareto-optimal: it fits, and no fitting row of the same workload has fewer bytes at
             equal or less time. Time is measured, otherwise predicted; if neither is known, recomputation replaces it.
         formula: figures of the published formulas, a `formulas.reconcile.Formula` as JSON. None without --formulas or
@@ -114,6 +118,7 @@ class Row:
     breakdown: Mapping[str, int] = dataclasses.field(default_factory=dict)
     limit_bytes: int | None = None
     fits: bool | None = None
+    xla_recomputes: bool = False
     pareto: bool = False
     measured: Mapping[str, float | None] | None = None
     formula: Mapping[str, Any] | None = None
@@ -273,6 +278,22 @@ def why_slower(rows: Sequence[Row]) -> dict[str, str]:
             f"{words} {terms[term]:.3g} s instead of {winner.predicted_by_term.get(term, 0.0):.3g} s"
         )
     return reasons
+
+
+def beyond_xla_limit(rows: Sequence[Row]) -> str:
+    """Returns a sentence about the rows in which XLA's own rematerialization pass recomputes values, if it does so in
+    some rows only: their seconds are then hard to compare with the others. Returns "" otherwise."""
+    compiled = [row for row in rows if row.ok]
+    beyond = [row for row in compiled if row.xla_recomputes]
+    if not 0 < len(beyond) < len(compiled):
+        return ""
+    keys = varying(rows)
+    names = [label(row, keys) for row in beyond]
+    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return (
+        f"XLA's rematerialization pass recomputes values in {len(beyond)} of {len(compiled)} programs ({shown}), "
+        "because they exceed XLA's memory limit: its work is part of their seconds"
+    )
 
 
 def thrift(row: Row) -> tuple[float, int, bool]:

@@ -16,6 +16,7 @@ from bytescope.memory.compare.compare_rows import (
     Row,
     best,
     best_of_each,
+    beyond_xla_limit,
     cost_of,
     flags,
     label,
@@ -117,6 +118,8 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
         Prose(Text.assemble((f"{one_line(name)}: ", "bold"), reason, style="dim"))
         for name, reason in why_slower(rows).items()
     ]
+    if sentence := beyond_xla_limit(rows):
+        out.append(Prose(sentence, "yellow"))
     if any(row.pareto for row in rows):
         out.append(
             Prose(

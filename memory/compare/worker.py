@@ -84,6 +84,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
         "breakdown": dict(report.breakdown),
         "limit_bytes": report.limit_bytes,
         "fits": report.fits,
+        "xla_recomputes": report.xla_recomputes,
         "compile_seconds": seconds,
         "target": dict(report.target),
         "versions": dict(report.versions),

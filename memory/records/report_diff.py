@@ -141,7 +141,7 @@ def version_changes(before: ReportRecord, after: ReportRecord) -> tuple[tuple[st
 
 def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
     """Returns a sentence for each reason why two reports are hard to compare: different targets, versions of jax, or
-    methods."""
+    methods, or programs on different sides of XLA's memory limit."""
     sentences = []
     targets = [str(report.target.get("name") or "no target") for report in (before, after)]
     if targets[0] != targets[1]:
@@ -157,6 +157,13 @@ def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
                 "is part of this difference."
             )
             break
+    if before.xla_recomputes != after.xla_recomputes:
+        which = "first" if before.xla_recomputes else "second"
+        sentences.append(
+            f"XLA's rematerialization pass recomputes values in the {which} program only, because that one exceeds "
+            "XLA's memory limit: the pass is part of this difference. To compare without it, give both a larger pool "
+            "(such as h100@0.92), or set jax_compiler_enable_remat_pass to False."
+        )
     if before.method != after.method:
         sentences.append(
             "One peak is from the compiler's own heap trace, the other is derived from the schedule: they may "

@@ -300,6 +300,11 @@ class ReportRecord(JudgedProgram):
         """The name of the program's config, or else the compiler's name of the program."""
         return self.subject.name or self.program or "program"
 
+    @property
+    def xla_recomputes(self) -> bool:
+        """Whether XLA's own rematerialization pass recomputes values, because the program exceeds XLA's limit."""
+        return any(finding.kind == "xla_remat" for finding in self.findings)
+
     def moved(self, direction: str) -> int:
         """Returns the bytes that one step copies between one device and its host. `direction`: "to device" or "to
         host".

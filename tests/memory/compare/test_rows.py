@@ -207,6 +207,16 @@ def test_a_row_that_recomputes_no_more_and_is_slower_says_why():
     assert plan_rows.why_slower(rows[2:3]) == {}
 
 
+def test_rows_beyond_xlas_limit_are_named_if_others_are_below_it():
+    rows = [row("none", 30, xla_recomputes=True), row("dots", 20), row("full", 10)]
+    sentence = plan_rows.beyond_xla_limit(rows)
+    assert sentence.startswith("XLA's rematerialization pass recomputes values in 1 of 3 programs (none), because they")
+    assert sentence in " ".join(printed(rows).split())
+    assert plan_rows.beyond_xla_limit(rows[1:]) == plan_rows.beyond_xla_limit(rows[:1]) == ""
+    many = [row(str(number), 30, xla_recomputes=number > 0) for number in range(6)]
+    assert "(1, 2, 3 and 2 more)" in plan_rows.beyond_xla_limit(many)
+
+
 def test_equals_are_both_on_the_front():
     assert all(r.pareto for r in plan_rows.mark_pareto([row("none", 5), row("dots", 5)]))
 

@@ -10,7 +10,7 @@ import pytest
 from bytescope import memory
 from bytescope.memory.devices import live as live_memory
 from bytescope.memory.devices.chips import CHIPS
-from bytescope.memory.records.report_record import Buffer
+from bytescope.memory.records.report_record import Buffer, Finding
 from bytescope.memory.report import buffer_tables
 from bytescope.memory.watching import device_tables
 from support.browser import Page
@@ -192,6 +192,18 @@ def test_a_difference_prints_shows_and_writes_itself(report, tmp_path, monkeypat
     assert len(capsys.readouterr().out) > len(text)  # all that the command prints
     found.to_html(tmp_path / "diff.html")
     assert "<!doctype html>" in (tmp_path / "diff.html").read_text(encoding="utf-8")
+
+
+def test_programs_on_both_sides_of_xlas_limit_are_hard_to_compare(report):
+    """XLA's own recomputation in one of them only is part of their difference."""
+    finding = Finding("xla_remat", 1, "XLA's rematerialization pass recomputes 9 values", "", "")
+    beyond = dataclasses.replace(report, findings=(*report.findings, finding))
+    (warning,) = report.diff(beyond).warnings
+    assert "in the second program only" in warning
+    assert warning.replace("'", "&#39;") in report.diff(beyond)._repr_html_()
+    (warning,) = beyond.diff(report).warnings
+    assert "in the first program only" in warning
+    assert not beyond.diff(beyond).warnings
 
 
 def test_a_difference_of_unlike_reports_warns(report):
