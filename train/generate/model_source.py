@@ -208,7 +208,7 @@ def describe_model(
         )
     layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), "fsdp": fsdp, "tensor": tensor}, devices[: fsdp * tensor]))
     platform = devices[0].platform
-    keys = {**config.model.to_dict(), "scan": False, "dropout": 0.0}
+    keys = {**config.model.to_dict(), "scan": False, "unroll": 1, "dropout": 0.0}
     if keys["experts"]:
         if (
             keys["moe_kernel"] == "capacity"

@@ -47,7 +47,7 @@ def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int,
     Raises:
       UserError: --length is larger than the model's maximum.
     """
-    sequences, chunk = DEFAULTS.get(platform, OTHERS)
+    sequences = DEFAULTS.get(platform, OTHERS)[0]
     if args.length is not None and args.length > longest:
         raise UserError(
             f"--length={args.length} is more than the {longest} positions of the model: give at most {longest}"
@@ -57,7 +57,12 @@ def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int,
         length = PAGE
         while length < min(needed, longest):
             length *= 2
-    return EngineSizes(0, sequences, args.chunk or chunk, args.length or min(length, longest))
+    return EngineSizes(0, sequences, _chunk(args, platform, longest), args.length or min(length, longest))
+
+
+def _chunk(args: argparse.Namespace, platform: str, longest: int) -> int:
+    # A step must not have more positions than the model; whole pages only.
+    return min(args.chunk or DEFAULTS.get(platform, OTHERS)[1], max(longest // PAGE, 1) * PAGE)
 
 
 def budget(
@@ -202,7 +207,7 @@ def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple
     """
     steps, device = _local_steps(args, source), jax.local_devices()[0]
     limit = local_limit(args, device)
-    scorer = Scorer(steps, longest, args.chunk or DEFAULTS.get(device.platform, OTHERS)[1])
+    scorer = Scorer(steps, longest, _chunk(args, device.platform, longest))
     if scorer.bytes > limit:
         raise DoesNotFit(
             f"scoring {longest:,} tokens takes {human(scorer.bytes)}, including {human(steps.weight_bytes)} "

@@ -1,16 +1,19 @@
 """The pool of pages: what the limit leaves, to the byte, and how many sequences it holds."""
 
+import argparse
 import json
 
+import jax
 import pytest
 
 from bytescope.model.paged import page_pool
 from bytescope.model.paged.paged_kernels import KERNELS
 from bytescope.train import cli
-from bytescope.train.generate import generate_flags
+from bytescope.train.generate import generate_flags, open_engine
 from bytescope.train.generate.budget import SLACK, Budget, GenerationPlan, lengths_of, settle
 from bytescope.train.generate.budget_view import budget_page
-from bytescope.train.generate.model_source import DTYPES
+from bytescope.train.generate.model_source import DTYPES, UNQUANTIZED, describe_model
+from bytescope.train.program.config_files import load
 from bytescope.train.user_errors import DoesNotFit
 from support.browser import body
 from support.pages.sweep import check_page
@@ -64,6 +67,24 @@ def test_the_pool_fits_and_little_is_left(step, most):
     left = limit - weights - pages * page - max(steps.values())
     assert left >= 0 and pages == asked[-1] <= most and len(asked) <= 4
     assert pages == most or left <= 4 * SLACK * limit
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("longest", "asked", "chunk"),
+    [(256, None, 256), (300, None, 288), (8, None, 16), (4096, None, 512), (256, 1024, 256), (256, 64, 64)],
+)
+def test_a_step_has_no_more_positions_than_the_model(longest, asked, chunk):
+    args = argparse.Namespace(length=None, sequences=None, chunk=asked)
+    assert open_engine.sizes_of(args, "gpu", longest, longest, None).chunk == chunk
+
+
+@pytest.mark.quick
+def test_layers_that_a_config_unrolls_in_a_loop_are_described():
+    """Generation has no loop over layers: gpt2_small unrolls twelve of them."""
+    config = load("gpt2_small", [("model.d_model", "64"), ("model.n_heads", "4")])
+    model = describe_model(config, jax.devices()[:1], 1, 1, "", UNQUANTIZED).config
+    assert config.model.unroll == 12 and (model.scan, model.unroll) == (False, 1)
 
 
 @pytest.mark.quick
