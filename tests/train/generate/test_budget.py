@@ -82,7 +82,7 @@ def test_a_step_has_no_more_positions_than_the_model(longest, asked, chunk):
 @pytest.mark.quick
 def test_layers_that_a_config_unrolls_in_a_loop_are_described():
     """Generation has no loop over layers: gpt2_small unrolls twelve of them."""
-    config = load("gpt2_small", [("model.d_model", "64"), ("model.n_heads", "4")])
+    config = load("gpt2_small", [("model.d_model", "64"), ("model.n_heads", "4"), ("model.n_kv_heads", "4")])
     model = describe_model(config, jax.devices()[:1], 1, 1, "", UNQUANTIZED).config
     assert config.model.unroll == 12 and (model.scan, model.unroll) == (False, 1)
 
