@@ -74,7 +74,7 @@ def _model_group() -> ConfigDict:
     model.router_groups = 1  # groups of experts; a token chooses experts only from its best router_top_groups groups
     model.router_top_groups = 1  # number of groups that a token may choose from
     model.moe_kernel = "auto"  # auto | grouped (Pallas kernels) | capacity | ragged | scan | dense (the reference)
-    model.capacity_factor = 0.0  # maximum rows per expert over the mean, others dropped; 0: no limit (capacity: 1.25)
+    model.capacity_factor = 0.0  # limit on rows per expert (fixed slots) or device over the mean; 0: none (slots: 1.25)
     model.mlp_chunk = 0  # positions whose MLP is computed at a time, per device; always recomputed; 0: all
     return model
 
