@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 else:  # hidden from type checkers, which would accept any name of the module with it
 
     def __getattr__(name: str) -> Any:
-        """Returns a public name, whose module is imported at the name's first use (PEP 562)."""
+        """Returns a public name of the package. Its module is imported only when the name is first used (PEP 562)."""
         package = sys.modules[__name__]
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=package)

@@ -74,13 +74,15 @@ def report_of(
     seconds: bool = False,
     measure: bool = False,
 ) -> ReportRecord:
-    """Returns the memory report of a program that is already compiled (`memory.devices.compiler.Compilation`).
+    """Returns the memory report of a program that is already compiled.
 
     Args:
+        compilation: the compiled program, as `memory.devices.compiler` returns it.
         target: the devices whose memory limit and rates are used; None leaves the verdict unknown.
         config: a mapping that is stored in the report unchanged.
         facts: the trainer's description of the step (shapes, mesh, precision), for comparisons with published formulas.
-        roles: (regular expression, role) pairs that give arguments their role, such as "optimizer", by pytree path.
+        roles: (regular expression, role) pairs. An argument whose pytree path matches gets the role, such as
+            "optimizer".
         names: the checkpoint names of the program.
         loop: arrays that the training loop keeps on the device while the program runs.
         subject: the trainer's description of the program; its calls, tokens and model FLOPs are used for the predicted
@@ -134,14 +136,15 @@ def report_of(
 
 @dataclasses.dataclass(frozen=True)
 class ReadProgram:
-    """The content of a compiled module. A report adds XLA's totals, the target and the formulas to it.
+    """What a report reads from a compiled program. The report adds XLA's totals, the target and the formulas to it.
 
     Fields:
         placed: the parsed module with its device mesh.
-        roles: number of a parameter of the compiled program -> its role.
+        roles: number of a parameter of the compiled program -> its role, such as "optimizer".
         account: the bytes in device memory at the peak, and the live range of every buffer.
         collectives: every collective of the step.
-        kernel_bytes: phase -> bytes that kernels read and write in device memory (`cost.kernel_costs`).
+        kernel_bytes: phase of the step -> bytes that kernels read and write in device memory, with ("product_bytes")
+            and without ("other_bytes") a matrix product.
         counted: FLOPs of the traced program; None if the program was not traced.
         schedule: the kernels, collectives and transfers that one device runs, in order.
     """
@@ -157,8 +160,13 @@ class ReadProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The memory limit of one device in bytes, whether the program fits into it, and a word for the outcome ("fits",
-    "tight", "exceeds" or "unknown").
+    """Whether a program fits into the memory of a device.
+
+    Fields:
+        limit_bytes: memory limit of one device in bytes; None if there is no target.
+        fits: whether the program fits; None if there is no target.
+        verdict: the outcome in a word: "fits", "tight" (fits, with more than 95 % of the limit), "exceeds" or
+            "unknown".
     """
 
     limit_bytes: int | None = None
@@ -168,8 +176,14 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class FormulaRows:
-    """Parameter counts, and tables that compare the compiled program's collectives and training state with published
-    formulas.
+    """The parts of a report that are compared with published formulas.
+
+    Fields:
+        parameters: number of parameters over all devices: `total`, and `active`, the parameters that one token uses; {}
+            if unknown.
+        communication: one row per kind of collective and mesh axes: its bytes as compiled and by the formulas.
+        zero: one row per part of the training state: its bytes per parameter on a device, as compiled and by the ZeRO
+            paper.
     """
 
     parameters: Mapping[str, int]
@@ -179,8 +193,11 @@ class FormulaRows:
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
-    """The minimum seconds of an update by the roofline model, and its predicted seconds. Each is a JSON object, which
-    is {} if the seconds are unknown.
+    """The seconds of an update. Each field is a JSON object, {} if the seconds are unknown.
+
+    Fields:
+        roofline: the minimum seconds by the roofline model.
+        prediction: the predicted seconds.
     """
 
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -294,8 +311,8 @@ def _untuned_product_bytes(module: Module) -> int:
 
 
 def judge(report: ReportRecord, limit: int | None) -> ReportRecord:
-    """Returns the report with a verdict: "fits", "tight" (the predicted bytes are more than 95 % of the limit) or
-    "exceeds". If the limit is None, returns the report unchanged.
+    """Returns the report with a verdict for this memory limit: "fits", "tight" (the predicted bytes are more than 95 %
+    of the limit) or "exceeds". If the limit is None, returns the report unchanged.
 
     `limit`: bytes that are available on one device.
     """
@@ -305,15 +322,17 @@ def judge(report: ReportRecord, limit: int | None) -> ReportRecord:
 
 
 def pool_notes(report: ReportRecord) -> list[str]:
-    """Returns sentences about the size of jax's pool if it decides whether the program fits (`limits.pool_notes`)."""
+    """Returns advice about the fraction of the GPU's memory for jax's memory pool, at most one sentence: a fraction
+    with which the program would fit, or that too little memory is left outside of the pool. Returns [] if neither
+    applies."""
     return limits.pool_notes(report.target, report.limit_bytes, report.predicted_bytes, report.overhead(CARD))
 
 
 def _verdict(predicted: int, target: Target | None, outside: int) -> Verdict:
-    """Returns the verdict for a target. A program also exceeds a GPU if the memory outside of jax's pool does not
-    suffice.
+    """Returns whether a program fits a target. A program also exceeds a GPU if the memory outside of jax's memory pool
+    does not suffice.
 
-    outside: bytes that the runtime needs outside of the pool.
+    predicted: bytes that the program needs in the pool. outside: bytes that the runtime needs outside of the pool.
     """
     if target is None:
         return Verdict()
@@ -333,9 +352,9 @@ def _verdict_of(predicted: int, limit: int) -> Verdict:
 
 
 def with_seconds(report: ReportRecord, measure: bool = False) -> ReportRecord:
-    """Returns the report with the predicted seconds of an update and their lower bound by the roofline model. A value
-    is left out if the target's rates or the program's schedule are unknown. The number of calls and tokens of an
-    update comes from the report's `subject`.
+    """Returns the report with the predicted seconds of an update and their lower bound by the roofline model. Either is
+    left out if the target's rates or the program's schedule are unknown. The report's `subject` gives the number of
+    calls and tokens of an update.
 
     `measure`: whether to measure the speed of this machine, if the target is a CPU. Measuring takes time, and the
     result differs between processes. If False, the seconds of a CPU are predicted only from a measured rates file of
@@ -369,6 +388,8 @@ def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Map
     element is the duration of the whole step. Returns () if the rates of the target are unknown.
 
     A point whose instruction takes no time, or is not in the schedule, has the time of the point before it.
+
+    account: the memory timeline. schedule: the instructions that one device runs, in order. target: the target as JSON.
     """
     device_rates = rates.select(target)
     if device_rates is None:
@@ -404,12 +425,12 @@ def _stats_from_allocations(program: hlo_buffers.HloProgram) -> XlaStats:
 
 
 def _with_xla_totals(account: PeakAccount, program: hlo_buffers.HloProgram, stats: XlaStats) -> PeakAccount:
-    """Replaces the peak and the allocated bytes, which were computed from derived live ranges, by XLA's own totals.
-    Returns the new account.
+    """Returns the account of device memory with XLA's own peak and allocated bytes. They replace the totals that were
+    computed from derived live ranges of the buffers.
 
-    If the derived peak is lower than XLA's, the missing bytes become the row "unattributed" of the breakdown. If it is
-    higher, because XLA lets several values share memory, the excess is subtracted from the rows whose bytes are least
-    certain first (`_DOUBTFUL`).
+    If the derived peak is lower than XLA's, the missing bytes become the row "unattributed" of the breakdown. It can be
+    higher, because XLA lets several values share memory. The excess is then subtracted from rows of the breakdown,
+    beginning with the rows whose bytes are least certain (`_DOUBTFUL`).
     """
     allocated = sum(a.size for a in program.allocations if not a.thread_local and a.color == 0)
     if not allocated and stats.argument_bytes is not None:

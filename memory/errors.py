@@ -66,8 +66,8 @@ def _find_calling_line(error: BaseException) -> list[str]:
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:
-    """Returns the valid `names` that are most similar to a misspelt `word`, the best first; at most `MAX_SUGGESTIONS`.
-    Returns [] if no name is similar.
+    """Returns the valid `names` that are most similar to a misspelt `word`, the best first; at most three
+    (`MAX_SUGGESTIONS`). Returns [] if no name is similar.
 
     Names with the same letters and digits as `word`, in any order, are the best suggestions: if there are any, only
     these are returned. Otherwise, names that begin with `word` come before names that are spelt similarly.
@@ -134,8 +134,7 @@ def check_readable(path: str | os.PathLike[str], pipes: bool = False) -> None:
 
 def disk_remedy(error: OSError) -> str:
     """Returns the beginning of a remedy for a file that cannot be written, such as "make room, or " for a full disk.
-    Returns "" if the only remedy is another path.
-    """
+    Returns "" if the user can only choose another path."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room, or "
     return "make that writable, or " if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else ""

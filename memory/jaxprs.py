@@ -58,7 +58,7 @@ def distinct_jaxprs(jaxpr: Any, inner: Callable[[Any], Iterable[Any]] = bodies) 
     """Yields a Jaxpr (or the Jaxpr of a ClosedJaxpr) and all jaxprs inside its equations. A jaxpr that is used several
     times is yielded once.
 
-    inner: function equation -> the jaxprs inside it to continue with.
+    inner: function that returns the jaxprs inside an equation that are visited too (default: all).
     """
     seen: dict[int, Any] = {}  # the jaxprs are kept, so that no other object gets the same id
     pending = [inner_jaxpr(jaxpr)]
@@ -99,9 +99,9 @@ def with_parameters(
     """Returns the parameters of an equation with changed values, to be passed to `equation.replace(params=...)`.
 
     Args:
-        change: function (key, value) -> new value of a parameter.
-        change_type: function old type -> new type of an operand or result, for equations whose parameters list these
-            types.
+        change: function that returns the new value of a parameter, given its key and its value.
+        change_type: function that returns the new type (aval) of an operand or result, given the old one. It is used
+            for equations whose parameters list these types.
     """
     high = _remat3_prim(equation)
     changed = {key: change(key, value) for key, value in parameters(equation).items()}

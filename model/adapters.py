@@ -29,15 +29,16 @@ _ADAPTER = re.compile(rf"\.w_(?:{'|'.join(TARGETS)})_[ab]$")
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The configuration of LoRA adapters.
+    """Configuration of low-rank adapters (LoRA): a small matrix product of rank r that is added to the output of a
+    weight.
 
     Fields:
       rank: r, at least 1.
       alpha: adapter outputs are multiplied by alpha / rank.
-      targets: the matrices that get adapters, keys of TARGETS.
+      targets: the weight matrices that get an adapter, keys of TARGETS.
       dropout: dropout rate of the adapters' input, 0 to below 1.
-      shared: True to shard the rank of adapter matrices without a model-width axis over the devices that share
-        optimizer state (ZeRO). The rank must then be divisible by the number of these devices.
+      shared: True to shard the rank of adapter matrices that have no model-width axis over the devices that share
+        optimizer state (ZeRO). The number of these devices must then divide the rank.
 
     Raises:
       ValueError: the rank is below 1, a target is unknown, or the dropout rate is outside [0, 1).
@@ -62,7 +63,6 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor of the adapter outputs: alpha / rank."""
         return self.alpha / self.rank
 
 
@@ -72,7 +72,8 @@ class Adaptable(Protocol):
     Fields:
       lora: the configuration of the adapters, None without adapters.
       place: shards the module's arrays over the mesh.
-      regather: True if weights are gathered again in the backward pass, instead of being saved gathered.
+      regather: True if the backward pass gathers the sharded weights (ZeRO-3) again. False if it reads gathered weights
+        that the forward pass saved.
     """
 
     lora: Lora | None
@@ -86,10 +87,16 @@ def is_adapter(name: str) -> bool:
 
 
 def add_adapters(module: Adaptable, lora: Lora, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-    """Adds the adapters in `lora.targets` to `module`. Targets that the module does not have are skipped.
+    """Adds the adapters of the weights `lora.targets` to `module`. Targets that the module does not have are skipped.
 
     Call it after all other parameters of the block are created, so that their initial values are the same as without
     adapters.
+
+    Args:
+      module: an attention or MLP module.
+      lora: the configuration of the adapters.
+      dtype: dtype of the adapters' parameters.
+      rngs: its `params` stream initializes them.
     """
     module.lora = lora
     for target in lora.targets:
@@ -130,8 +137,11 @@ def add_adapter_outputs(
     adapter added. Products of weights without an adapter are returned unchanged.
 
     Args:
+      module: the attention or MLP module that has the weights and adapters.
       spec: the einsum of `x` with a weight, such as "bld,dhk->blhk". Letters of the weight that `x` also has are the
         weight's input dimensions.
+      x: the activation, the input of the weights.
+      outs: one product per weight.
       targets: the name of each product's weight, such as ("q", "k", "v").
       key_B: dropout keys, one per sequence; None for no dropout.
       mask: the checkpoint name of the dropout mask.

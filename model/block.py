@@ -25,14 +25,14 @@ KINDS = {"gqa": Attention, "mla": LatentAttention}
 
 
 class Block(nnx.Module):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)). With `config.post_norms` the output of each branch is
-    normalized before it is added.
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)). With `config.post_norms` the output of each
+    branch is normalized before it is added.
 
     Args:
       routed: True to use a mixture of experts instead of the MLP. Shared experts, which process every token, are then
         one MLP, the attribute `shared`.
-      pooled: True to also record the router's mean score of each expert, which a balance loss pooled over all layers
-        needs.
+      pooled: True to also record the router's mean score of each expert. A balance loss pooled over all layers needs
+        it.
     """
 
     def __init__(
@@ -144,10 +144,13 @@ class Block(nnx.Module):
     def cached(
         self, x_BTD: jax.Array, packed: Packed, core: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
     ) -> jax.Array:
-        """Returns the block's output [B, T, D] for new tokens, with attention also over cached earlier tokens.
+        """Returns the block's output [B, T, D] for T new tokens, which also attend to cached earlier tokens.
 
-        `core` receives the results of `Attention.cached_inputs` (queries and the keys and values to store) and returns
-        the context. `packed`: the tokens' positions.
+        Args:
+          x_BTD: the residual stream of the new tokens.
+          packed: the positions of the tokens.
+          core: (queries, keys, values or None) of the new tokens -> the context. It writes the keys and values to the
+            KV cache and computes attention.
         """
         with jax.named_scope("attention"):
             context = core(*self.attention.cached_inputs(self.norm_attention(x_BTD), packed))
@@ -155,8 +158,11 @@ class Block(nnx.Module):
         return self._feed(self._join(x_BTD, context_BTHK, None), None, packed.real_BL)[0]
 
     def set(self, layer: jax.Array | int, regather: bool) -> "Block":
-        """Sets this block's layer index (from 0), and whether the block gathers its parameters again in the backward
-        pass instead of saving the gathered parameters (see `layers.enter`). Returns the block."""
+        """Sets this block's layer index (from 0) and `regather`. Returns the block.
+
+        `regather`: True if the backward pass gathers the sharded parameters again. False if the forward pass saves them
+        gathered.
+        """
         self.attention.regather = regather
         for mlp in self._dense_mlps():
             mlp.regather = regather
@@ -168,10 +174,11 @@ class Block(nnx.Module):
     def __call__(
         self, x_BLD: jax.Array, key_B: jax.Array | None = None, packed: Packed | None = None
     ) -> tuple[jax.Array, Load | None]:
-        """Returns the block's output [B, L, D] for the residual stream `x_BLD`, and the statistics of its router (None
-        without experts).
+        """Returns the block's output [B, L, D] for the residual stream `x_BLD`, and the statistics of its expert router
+        (None without experts).
 
-        `key_B`: dropout keys, None for no dropout. `packed`: segment ids and padding of the rows.
+        `key_B`: dropout keys, one per sequence; None for no dropout. `packed`: segment ids, positions and padding of
+        packed rows; None if every row is one full text.
         """
         return self._feed(self._attend(x_BLD, key_B, packed), key_B, _real(packed))
 

@@ -39,7 +39,8 @@ FIRST_WITH_UNITS = (8, 9)
 
 
 class BlockScaled(NamedTuple):
-    """A quantized array. An element is its stored value times the scale of its tile.
+    """A quantized array, divided into tiles with one scale each. An element is its stored value times the scale of its
+    tile.
 
     Fields:
       values: float8_e4m3fn of any shape.
@@ -51,13 +52,14 @@ class BlockScaled(NamedTuple):
 
 
 def tiles(size: int) -> int:
-    """Returns the number of tiles of TILE elements that cover a dimension of `size` elements. The last tile may be
-    shorter."""
+    """Returns the number of tiles of TILE elements that cover a dimension of `size` elements. A tile shares one scale;
+    the last tile may be shorter."""
     return -(-size // TILE)
 
 
 def quantize(x: jax.Array, tile: Sequence[int]) -> BlockScaled:
-    """Quantizes `x` (floats, any shape) with one scale per tile of `tile` elements along each dimension.
+    """Quantizes `x` (floats, any shape) to float8 with one scale per tile. `tile`: number of elements of a tile along
+    each dimension.
 
     The scale is the largest magnitude in the tile divided by 448, or 1 if all elements of the tile are zero. The error
     of an element is at most 2^-4 of its magnitude or 2^-10 of the scale, whichever is larger. NaN and infinity become
@@ -76,7 +78,7 @@ def quantize(x: jax.Array, tile: Sequence[int]) -> BlockScaled:
 
 
 def dequantize(q: BlockScaled, tile: Sequence[int]) -> jax.Array:
-    """Returns `q` in float32. `tile`: the tile size that `q` was quantized with."""
+    """Returns the quantized array `q` in float32. `tile`: the tile size that it was quantized with."""
     scale = q.scale
     for axis, width in enumerate(tile):
         scale = jnp.repeat(scale, width, axis) if width > 1 else scale
@@ -84,26 +86,27 @@ def dequantize(q: BlockScaled, tile: Sequence[int]) -> jax.Array:
 
 
 def rows(x_RC: jax.Array) -> BlockScaled:
-    """Quantizes `x` in tiles of 1x128. Returns values [R, C] and scales [R, C / 128]."""
+    """Quantizes `x_RC` in tiles of 1x128, for activations. Returns values [R, C] and scales [R, C / 128]."""
     return quantize(x_RC, (1, TILE))
 
 
 def blocks(w_RC: jax.Array) -> BlockScaled:
-    """Quantizes `w` in tiles of 128x128. Returns values [R, C] and scales [R, C / 128]; the scale of a tile is
-    repeated for each of its rows."""
+    """Quantizes `w_RC` in tiles of 128x128, for weights. Returns values [R, C] and scales [R, C / 128]. The scale of a
+    tile is repeated for each of its rows."""
     q = quantize(w_RC, (TILE, TILE))
     return BlockScaled(q.values, jnp.repeat(q.scale, TILE, 0)[: w_RC.shape[0]])
 
 
 def emulated(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
-    """Returns the matrix product a b^T, contracted over C, [M, N] in `dtype`. Operands are dequantized, multiplied and
-    summed in float32."""
+    """Returns the matrix product a b^T of two quantized arrays, contracted over C, [M, N] in `dtype`. Operands are
+    dequantized, multiplied and summed in float32, so that it runs on any backend."""
     a32_MC, b32_NC = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
     return jnp.einsum("mc,nc->mn", a32_MC, b32_NC, preferred_element_type=jnp.float32).astype(dtype)
 
 
 def native(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
-    """Returns the matrix product a b^T, contracted over C, [M, N] in `dtype`, computed by the GPU's fp8 units."""
+    """Returns the matrix product a b^T of two quantized arrays, contracted over C, [M, N] in `dtype`, computed by the
+    GPU's fp8 units."""
     return scaled_product(a_MC.values, a_MC.scale, b_NC.values, b_NC.scale, dtype)
 
 
@@ -116,7 +119,7 @@ PRODUCTS: Mapping[str, Callable[[BlockScaled, BlockScaled, jnp.dtype], jax.Array
 
 def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
     """Returns how `device` computes the weight matmuls of the blocks, and the reason. The result is "wide"
-    (unquantized) or the name of an fp8 product, a row of PRODUCTS."""
+    (unquantized) or the name of a way to multiply fp8 operands, a row of PRODUCTS."""
     if precision.matmul == "wide":
         return "wide", f"in {jnp.dtype(precision.compute).name}"
     emulation = "same quantization, multiplied in float32"
@@ -133,8 +136,8 @@ class Linear:
     """Static description of the matrix products of one activation with several weights, an argument of `linear`.
 
     Fields:
-      spec: the einsum of each product, "activation,weight->out". Contracted letters end the activation and begin the
-        weight.
+      spec: the einsum of each product, "activation,weight->out". The contracted letters are the last of the activation
+        and the first of the weight.
       weights: the logical axes of each weight.
       kept: logical axes of the activation as it is saved for the backward pass.
       within: logical axes of the activation while it is multiplied.
@@ -144,7 +147,7 @@ class Linear:
       outs: names of the products, one per weight.
       regather: True if weights are passed as stored. They are then gathered and cast in the forward and again in the
         backward pass.
-      product: name of the fp8 product, a row of PRODUCTS.
+      product: name of the way to multiply fp8 operands, a row of PRODUCTS.
     """
 
     spec: str
@@ -159,23 +162,26 @@ class Linear:
 
     @property
     def contracted(self) -> int:
-        """The number of dimensions over which the product of an activation with a weight sums, from `spec`."""
+        """The number of dimensions that the product of an activation with a weight contracts, read from `spec`."""
         left, right = self.spec.split("->")[0].split(",")
         return len(set(left) & set(right))
 
     def sums(self, weight: Axes) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
-        """Splits the logical axes of a weight into its input axes, contracted in the forward pass, and its output axes,
-        contracted in the gradient of the activation."""
+        """Splits the logical axes of a weight. Returns (its input axes, its output axes). The forward pass contracts
+        the input axes; the gradient of the activation contracts the output axes."""
         return weight[: self.contracted], weight[self.contracted :]
 
     def out(self, weight: Axes) -> Axes:
-        """Returns the logical axes of the product of the activation with a weight that has the logical axes
-        `weight`."""
+        """Returns the logical axes of the product of the activation with a weight. `weight`: the weight's logical
+        axes."""
         return (*self.within[:2], *self.sums(weight)[1])
 
     def read(self, w: jax.Array, axes: Axes, dtype: jnp.dtype, place: Placement) -> jax.Array:
-        """Returns a weight in the form in which it is multiplied. A weight passed as stored (`regather`) is cast to
-        `dtype` and gathered; any other weight is returned unchanged."""
+        """Returns a weight as it is multiplied. If `regather` is set, the weight `w` was passed as stored; it is then
+        cast to `dtype` and gathered. Otherwise it is returned unchanged.
+
+        `axes`: the weight's logical axes. `place`: gathers it.
+        """
         return place.weight(w.astype(dtype), axes) if self.regather else w
 
 
@@ -204,7 +210,7 @@ def _in_feature_tiles(kept: tuple[jax.Array, ...]) -> BlockScaled:
     """Returns the activation with one scale per 128 features, the operand of the forward product: values [tokens,
     features], scales [tokens, features / 128].
 
-    `kept`: (activation,), which is then quantized, or (values, scales).
+    `kept`: what was saved of the activation: (activation,), which is then quantized, or (values, scales).
     """
     values, *scale = kept
     x_RC = values.reshape(math.prod(values.shape[:2]), -1)
@@ -213,7 +219,10 @@ def _in_feature_tiles(kept: tuple[jax.Array, ...]) -> BlockScaled:
 
 def _in_token_tiles(kept: tuple[jax.Array, ...]) -> BlockScaled:
     """Returns the transposed activation with one scale per 128 tokens, the operand of the weight gradient: values
-    [features, tokens], scales [features, tokens / 128]. `kept`: as in `_in_feature_tiles`."""
+    [features, tokens], scales [features, tokens / 128].
+
+    `kept`: what was saved of the activation: (activation,) or, if it was saved quantized, (values, scales).
+    """
     if len(kept) == 1:
         return rows(kept[0].reshape(math.prod(kept[0].shape[:2]), -1).T)
     return rows(dequantize(_in_feature_tiles(kept), (1, TILE)).T)
@@ -224,9 +233,12 @@ def _flat(w: jax.Array, contracted: int) -> jax.Array:
 
 
 def linear(how: Linear, place: Placement, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Returns `einsum(how.spec, x, w)` for each weight, computed with block-scaled fp8 operands, in the dtype of `x`.
+    """Returns `einsum(how.spec, x, w)` for each weight `w`, in the dtype of `x`. Operands are quantized to fp8 in
+    blocks with one scale each.
 
     Args:
+      how: einsum, logical axes and names of the products.
+      place: shards arrays over the mesh.
       x: [B, L, ...] in the compute dtype, logical axes `how.kept`.
       weights: in the compute dtype, or as stored if `how.regather`.
     """
@@ -344,8 +356,10 @@ def scaled_product(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns the sum over tiles t of (a_t b_t^T) a_scale_t b_scale_t, [M, N] in `dtype`, computed by one GPU kernel.
-    Tiles divide C into parts of 128.
+    """Returns the matrix product a b^T of fp8 arrays with one scale per row and 128 columns, [M, N] in `dtype`. One GPU
+    kernel computes it.
+
+    It is the sum over tiles t of (a_t b_t^T) a_scale_t b_scale_t. Tiles divide C into parts of 128.
 
     Args:
       a_MC, b_NC: float8_e4m3fn operands.

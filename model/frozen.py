@@ -19,14 +19,14 @@ ROUTER_BIAS = "router_bias"
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """Returns the path of a parameter as text, such as `blocks.attention.w_q`, or `blocks.3.attention.w_q` if layers
-    are unrolled."""
+    """Returns the path of a parameter in the model's tree as text, such as `blocks.attention.w_q`, or
+    `blocks.3.attention.w_q` if layers are unrolled."""
     return ".".join(str(getattr(key, "key", key)) for key in path)
 
 
 def freeze(model: Transformer, names: Collection[str], dtype: DTypeLike) -> Transformer:
-    """Marks the parameters `names` (dotted paths) as frozen and casts them to `dtype`. Changes the model in place and
-    returns it."""
+    """Marks the parameters `names` (dotted paths such as `blocks.attention.w_q`) as frozen, so that they get no
+    gradient, and casts them to `dtype`. Changes the model in place and returns it."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param) and dotted(path) in names and not node.get_metadata()["frozen"]:
             node.set_metadata("frozen", True)
@@ -41,15 +41,15 @@ def names_of(model: Transformer) -> list[str]:
 
 
 def router_biases(tree: Any) -> list[str]:
-    """Returns the dotted paths of the router biases in a tree of parameters. Router biases have no gradient; the train
-    step itself updates them."""
+    """Returns the dotted paths of the router biases in a tree of parameters. A router bias is added to an expert's
+    score when experts are chosen. It has no gradient; the train step itself updates it."""
     paths = [dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return [path for path in paths if path.endswith(ROUTER_BIAS)]
 
 
 def split_parameters(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
     """Splits nested dicts of parameters. Returns (parameters not in `names`, parameters in `names`). `names`: dotted
-    paths.
+    paths of parameters, such as `blocks.attention.w_q`.
 
     The results contain no empty dicts. Returns (tree, None) if `names` is empty.
     """
@@ -66,7 +66,8 @@ def split_parameters(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
 
 
 def merge_parameters(trained: Any, frozen: Any) -> Any:
-    """Merges the two trees that `split_parameters` returned. `frozen` is None if all parameters are trained."""
+    """Merges the two trees of parameters that `split_parameters` returned. `frozen` is None if all parameters are
+    trained."""
     if frozen is None:
         return trained
     keys = {**trained, **frozen}

@@ -35,6 +35,7 @@ def param(
     deviation `std`, or all `fill` if `key` is None.
 
     Args:
+      axes: the logical axis of each dimension, such as "d_model".
       pad: number of zeros to append to each dimension of `shape`.
       contracted: True if only matrix products in the compute dtype read the parameter.
       always_float32: True if the parameter is float32 in every precision preset, frozen or not.
@@ -53,8 +54,11 @@ def param(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gathered(value: jax.Array, place: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the parameter with the sharding that a layer computes with. Its gradient gets the sharding and dtype of
-    stored gradients."""
+    """Returns the stored parameter `value` as a layer computes with it: gathered along axes that are sharded only in
+    storage (ZeRO-3). Its gradient gets the sharding and dtype in which gradients are stored.
+
+    `axes`: the parameter's logical axes.
+    """
     return place.weight(value, axes)
 
 
@@ -73,8 +77,8 @@ gathered.defvjp(_gather_forward, _gather_backward)
 
 
 def read(p: nnx.Param | Quantized, dtype: DTypeLike, place: Placement) -> jax.Array:
-    """Returns the parameter in `dtype`, gathered for the computation. The cast is before the gather, which then moves
-    fewer bytes."""
+    """Returns the parameter in `dtype`, gathered over the devices that share it only in storage (ZeRO-3). The cast is
+    before the gather, which then moves fewer bytes."""
     if isinstance(p, Quantized):
         return p.read(dtype, place)
     return gathered(to_device(p[...]).astype(dtype), place, p.get_metadata()["axes"])
@@ -126,9 +130,10 @@ _narrow_rows.defvjp(_narrow_rows_forward, _narrow_rows_backward)
 
 
 def look_up(table_VD: jax.Array, tokens_BL: jax.Array, place: Placement = ONE_DEVICE) -> jax.Array:
-    """Returns the table rows of int32 tokens, [B, L, D] in the table's dtype.
+    """Returns the rows of an embedding table for int32 tokens, [B, L, D] in the table's dtype.
 
     The gradient of a row is always summed in float32, because a frequent token adds to its row thousands of times.
+    `place`: shards the gradient.
     """
     if jnp.dtype(table_VD.dtype).itemsize < 4:
         return _narrow_rows(table_VD, tokens_BL, place)
@@ -143,7 +148,8 @@ STREAM, WITHIN = ("batch", "stream", None), ("batch", "length", None)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def move(x_BLD: jax.Array, place: Placement, axes: Axes, gradient_axes: Axes) -> jax.Array:
-    """Returns `x` with the sharding of `axes`. Its gradient gets the sharding of `gradient_axes`."""
+    """Returns `x_BLD` with the sharding of the logical axes `axes`. Its gradient gets the sharding of
+    `gradient_axes`."""
     return place(x_BLD, axes)
 
 
@@ -176,9 +182,8 @@ class _Product:
       name: the named scope of the product.
       spec: its einsum.
       axes: logical axes of the weight.
-      frozen: True if the weight is frozen. The product then computes no weight gradient and saves no activation for
-        it.
-      stored: (storage format, description of the matrix) of a quantized weight, None for an unquantized weight.
+      frozen: True if the weight is frozen. The product then computes no weight gradient and saves no activation for it.
+      stored: (storage format, shape as a matrix) of a quantized weight, None for an unquantized weight.
     """
 
     name: str
@@ -211,11 +216,15 @@ def _regathered(
     x: jax.Array,
     weights: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Returns the matrix products of `x` with stored weights. Only `x` and the stored weights are saved for the
-    backward pass, which casts and gathers the weights again.
+    """Returns the matrix products of `x` with stored weights, one result per weight. Only `x` and the stored weights
+    are saved for the backward pass, which casts and gathers the weights again.
 
-    `moves`: (logical axes of `x` while it is multiplied, logical axes of the saved `x` and of its gradient); None to
-    leave the sharding of `x` unchanged.
+    Args:
+      products: the description of each product.
+      place: shards arrays over the mesh.
+      moves: (logical axes of `x` while it is multiplied, logical axes of the saved `x` and of its gradient); None to
+        leave the sharding of `x` unchanged.
+      weights: the weights as stored, sharded and in the dtype of parameters.
     """
     within = place(place(x, moves[1]), moves[0]) if moves else x
     read_weights = [one.read(w, x.dtype, place) for one, w in zip(products, weights)]
@@ -256,13 +265,14 @@ def enter(
     matmul: str = "wide",
     name: str = "",
 ) -> tuple[jax.Array, ...]:
-    """Returns `einsum(spec, x, p)` of the residual stream `x` with each named parameter `p`, in the dtype of `x`. One
-    gather of `x` serves all products.
+    """Returns `einsum(spec, x, p)` of the residual stream `x_BLD` with each named parameter `p`, in the dtype of `x`.
+    One gather of `x` serves all products.
 
     Args:
-      regather: True to save `x` and the parameters as stored for the gradient, and to gather and cast them again in
-        the backward pass. Autodiff would save the gathered parameters of every layer. Pass False inside a checkpoint:
-        it keeps the gathered parameters of only one layer, and one gather serves the recomputation and the gradient.
+      params: name of the product -> parameter.
+      regather: how the gradient gets the parameters. True saves `x` and the parameters as stored, and the backward pass
+        gathers and casts them again. False saves the gathered parameters. Pass False inside a checkpoint, which keeps
+        the gathered parameters of only one layer: one gather then serves the recomputation and the gradient.
       matmul: "wide" for unquantized operands, or a row of PRODUCTS (model/fp8.py), whose products save `x` quantized.
       name: prefix of the checkpoint names of the quantized `x`.
     """
@@ -295,8 +305,10 @@ def leave(
     """Returns `einsum(spec, x, p)` [B, L, D] in the dtype of `x`, moved back into the layout of the residual stream.
 
     Args:
-      regather, matmul: as in `enter`.
-      name: as in `enter`. Pass "" if `x` is saved anyway: fp8 products then do not save a quantized `x` as well.
+      regather: True if the backward pass gathers and casts the stored parameter again; False to save it gathered.
+      matmul: "wide" for unquantized operands, or a row of PRODUCTS (model/fp8.py), which multiplies in fp8.
+      name: prefix of the checkpoint names of the quantized `x`. Pass "" if `x` is saved anyway: fp8 products then do
+        not save a quantized `x` as well.
       out: the named scope of the product.
     """
     if matmul != "wide":
@@ -310,8 +322,11 @@ def leave(
 
 
 def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, regather: bool, name: str) -> jax.Array:
-    """Returns `einsum(spec, x, p)` in the dtype of `x`, without changing the sharding of `x` or the result. `regather`:
-    True to gather `p` again in the backward pass (see `enter`)."""
+    """Returns `einsum(spec, x, p)` in the dtype of `x`, without changing the sharding of `x` or the result.
+
+    `regather`: True if the backward pass gathers the stored parameter again; False to save it gathered. `name`: the
+    named scope of the product.
+    """
     if regather:
         return _regathered((_Product.from_param(name, spec, p),), place, None, x, (_value(p),))[0]
     return jnp.einsum(spec, x, _read_for(p, x, place))
@@ -329,8 +344,8 @@ POSITIONS = ("learned", "rope", "none")
 
 
 def soft_cap(x: jax.Array, cap: float) -> jax.Array:
-    """Limits `x` to the range -cap to cap by cap tanh(x / cap) (Bello et al. 2016, arXiv 1611.09940). Returns `x` if
-    cap is 0."""
+    """Limits `x` smoothly to the range -cap to cap: cap tanh(x / cap) (Bello et al. 2016, arXiv 1611.09940). Returns
+    `x` if cap is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 
@@ -350,6 +365,6 @@ def dropout(x: jax.Array, key_B: jax.Array | None, rate: float, mask_name: str) 
 
 
 def fold(key_B: jax.Array | None, salt: int | jax.Array) -> jax.Array | None:
-    """Derives dropout keys [B] for one layer, or for one use in a layer, from the keys of the sequences. `salt`: the
-    number of the layer or use. Returns None if `key_B` is None."""
+    """Derives dropout keys [B] for one layer, or for one use in a layer, from the keys of the sequences `key_B`.
+    `salt`: the number of the layer or use. Returns None if `key_B` is None."""
     return None if key_B is None else jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_B)

@@ -30,7 +30,7 @@ NOT_NEGATIVE = ("experts", "d_expert", "shared_experts", "dense_layers", "mla_q_
 
 @dataclasses.dataclass(frozen=True)
 class ModelKeys:
-    """The config group `model` before its values are checked. configs/base.py explains each key."""
+    """The config group `model` before its values are checked. The comments in configs/base.py explain each key."""
 
     d_model: int
     n_layers: int
@@ -115,7 +115,7 @@ class ModelConfig(ModelKeys):
         return cls(**{**values, "rope_scaling": tuple(values["rope_scaling"])})
 
     def is_global(self, layer: Any) -> Any:
-        """Returns True if layer `layer` (from 0) is a global layer: every `global_every`-th layer, which uses the
+        """Returns True if layer `layer` (from 0) is a global layer. Every `global_every`-th layer is one; it uses the
         rotary base `rope_theta` instead of `rope_local_theta`."""
         return (layer + 1) % self.global_every == 0
 
@@ -142,7 +142,7 @@ class ModelConfig(ModelKeys):
 
     @property
     def routed(self) -> tuple[int, int] | None:
-        """(number of layers that have experts, number of experts in each); None without experts."""
+        """(number of layers that have experts, number of experts in each); None for a model without experts."""
         return (self.expert_layers, self.experts) if self.experts else None
 
     @property

@@ -72,7 +72,7 @@ TILED = ("mlp_norm", "gate", "up", "act", "mlp_out")
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-    """Returns `x` unchanged, with a checkpoint name attached.
+    """Returns `x` unchanged, with a checkpoint name attached, by which remat policies select it.
 
     Raises:
       KeyError: the name is not in NAMES; add it there first.
@@ -89,7 +89,7 @@ _TAGGED: ContextVar[dict[str, jax.Array] | None] = ContextVar("tagged", default=
 
 @contextlib.contextmanager
 def collect_tagged() -> Iterator[dict[str, jax.Array]]:
-    """Collects the arrays that are tagged inside the `with` block in a dict, checkpoint name -> array. A function that
+    """Collects the arrays that `tag` names inside the `with` block in a dict, checkpoint name -> array. A function that
     is being traced can return them, for example to read the inputs of a block's weights.
 
     Use it for one block that has no checkpoint and uses the naive attention kernel. Values tagged in an inner trace,

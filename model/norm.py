@@ -63,13 +63,14 @@ def _sum_over_leading_dims(place: Placement, axes: Axes, dy_D: jax.Array) -> jax
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last axis, computed in `precision.norm`.
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last axis, computed in the dtype
+    `precision.norm`.
 
     Args:
       width: name of the `config` field with the size of the last axis. If it is not `d_model`, the norm is always
         RMSNorm.
       axes: logical axes of the input.
-      axis: logical axis of the scale; "" means the value of `width`.
+      axis: logical axis of the scale; "" means that it is named like `width`.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class NormKind(NamedTuple):
     """One kind of norm, a row of NORMS.
 
     Fields:
-      center: True to subtract the mean.
+      center: True to subtract the mean (LayerNorm).
       offset: True if the stored scale is the scale minus 1, as in Gemma.
     """
 

@@ -18,8 +18,8 @@ Axes = tuple[str | None, ...]
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """Returns `x` [...] in row-major layout (last dimension contiguous), the layout of a program's arguments. The
-    compiler cannot choose another layout."""
+    """Returns `x` [...] with its layout fixed to row-major (last dimension contiguous), the layout of a program's
+    arguments. The compiler then cannot choose another layout for it."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
@@ -41,12 +41,13 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """C, the number of ranks (devices) over which a sequence is sharded."""
+        """The number of ranks (devices) over which a sequence is sharded."""
         return self.mesh.shape[self.axis]
 
     @property
     def activation(self) -> P:
-        """The PartitionSpec of queries, keys, values and context, [B, L, H, K]."""
+        """The PartitionSpec of queries, keys, values and context, [B, L, H, K] (batch, length, heads, elements of a
+        head)."""
         return P(self.batch, self.axis, self.heads, None)
 
     @property
@@ -56,13 +57,14 @@ class Ring:
 
     @property
     def rows(self) -> P:
-        """The PartitionSpec of the log-denominators, [B, G, R, L]."""
+        """The PartitionSpec of the attention's log-denominators, [B, G, R, L]: batch, key heads, query heads per key
+        head, length."""
         return P(self.batch, self.heads, None, self.axis)
 
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """The devices that share the experts, as seen from one of these devices. The default is one device.
+    """The devices that share the experts of a layer, as seen from one of these devices. The default is one device.
 
     Fields:
       axis: the mesh axis of the devices.
@@ -94,10 +96,15 @@ class Peers:
 
 
 class Placement:
-    """Shards arrays over a mesh by their logical axes. This base class is for one device and changes nothing.
+    """Shards arrays over a mesh by their logical axes, the names of dimensions such as "batch" or "heads". This base
+    class is for one device and changes nothing.
 
-    Subclasses are hashable, because they are static arguments of custom gradients, and equal if they place arrays
+    Subclasses are hashable, because they are static arguments of custom gradients. Two are equal if they place arrays
     equally.
+
+    Fields:
+      reduce: dtype in which gradients are summed over devices and stored; None for the dtype of the matrix product that
+        computes a gradient.
     """
 
     # : Dtype in which gradients are summed over devices and stored; None for the dtype of the matrix product that
@@ -111,7 +118,7 @@ class Placement:
 
     @property
     def stream_parts(self) -> int:
-        """The number of devices that share the sequence in the residual stream."""
+        """The number of devices that share the sequence dimension of the residual stream (sequence parallelism)."""
         return 1
 
     @property
@@ -120,13 +127,13 @@ class Placement:
         return Peers()
 
     def exchange(self, slots: bool) -> str:
-        """Returns the name of the way rows are moved to their experts, a row of EXCHANGES (model/experts/exchange.py).
-        `slots`: True if each expert has a fixed number of slots."""
+        """Returns the name of the way tokens are moved to the devices of their experts, a row of EXCHANGES
+        (model/experts/exchange.py). `slots`: True if each expert has a fixed number of rows."""
         return "slots" if slots else "local"
 
     def positions(self, length: int) -> jax.Array:
-        """Returns the sequence position at each index of the length dimension, int32 [L]. The order can differ with
-        ring attention."""
+        """Returns the sequence position at each index of the length dimension, int32 [L]. With ring attention it can
+        differ from the index, because devices store tokens in another order."""
         return jnp.arange(length)
 
     def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
@@ -135,11 +142,11 @@ class Placement:
         return x
 
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
-        """Calls `function(place, *arrays, weights)` on each group of devices that has the same tokens, with its own
+        """Calls `function(place, *arrays, weights)` on each group of devices that has the same tokens, with the group's
         part of the `arrays` [B, L, D]. A function with a loop can then sum its weight gradients before devices exchange
         them.
 
-        The function returns a result [B, L, D] and the gradient of each weight. These gradients are summed over the
+        The function returns a result [B, L, D] and the gradient of each weight. The gradients are summed over the
         groups.
         """
         return function(self, *arrays, weights)
@@ -188,7 +195,7 @@ class Placement:
         arrays.
 
         Args:
-          inputs, outputs: as for `own`.
+          inputs, outputs: trees of logical axes, with the structure of the arguments and of the result.
         """
         del inputs, outputs
         return function

@@ -23,17 +23,19 @@ class Precision:
     Fields:
       param: parameters between steps. The optimizer updates them in float32 for any stored dtype.
       compute: matrix products and activations.
-      norm: the computation of RMSNorm or LayerNorm.
-      logits: the stored logits. Sums over logits are float32.
       reduce: gradients between the backward pass and the update, and thus the dtype that devices send. None means the
         dtype of the matrix product that computes the gradient.
       accumulator: the sum of gradients over micro-batches.
+      norm: the computation of RMSNorm or LayerNorm.
+      logits: the stored logits. Sums over logits are float32.
       rounding: how updated parameters are rounded to `param`, one of ROUNDINGS.
       cast: when parameters are cast to `compute`. `layer`: each matrix when a layer reads it. `step`: all once per
         step.
+      loss_scale: whether the loss is scaled so that small gradients do not underflow, `none` or `dynamic`
+        (train/step/optimizer/loss_scale.py).
       matmul: operands of the blocks' weight matmuls: `wide` (unquantized, in `compute`) or `fp8` (block-scaled). In a
-        compiled program `fp8` is replaced by the row of PRODUCTS (model/fp8.py) that the device runs.
-      loss_scale: `none` or `dynamic` (train/step/optimizer/loss_scale.py).
+        compiled program `fp8` is replaced by the name of the way to multiply on its device, a row of PRODUCTS
+        (model/fp8.py).
     """
 
     param: DTypeLike = F32
@@ -49,13 +51,14 @@ class Precision:
 
     @property
     def copied(self) -> bool:
-        """True if a step first casts a copy of all parameters and computes with the copy."""
+        """True if a step first casts all parameters to the compute dtype (`cast` is `step`) and computes with the
+        copy."""
         return self.cast == "step"
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> "Precision":
-        """Returns the dtypes for the config group `precision`: the dtypes of the preset, except for roles whose key is
-        not "".
+        """Returns the dtypes for the config group `precision`: the dtypes of the preset, replaced by each key of the
+        group that is not "".
 
         Raises:
           ValueError: a value is unknown, or the values cannot be combined.
@@ -71,7 +74,8 @@ class Precision:
         return precision
 
     def describe(self) -> str:
-        """Returns text with the config keys and dtypes that differ from the default preset."""
+        """Returns text for the user: the config keys that differ from the default preset and their values, or "default
+        roles"."""
         default = Precision()
         rows = {
             field.name: getattr(self, field.name)

@@ -7,16 +7,18 @@ import jax.numpy as jnp
 
 
 def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> jax.Array:
-    """Returns the angle per position of each pair of elements, [d_head / 2] float32 (Su et al. 2021, arXiv
-    2104.09864).
+    """Returns the rotation angle per position of each pair of elements, [d_head / 2] float32 (Su et al. 2021, arXiv
+    2104.09864). `theta`: the base of the angles. `scaling`: () or one of three forms.
 
-    `scaling` has one of three forms. (factor,): all pairs are slowed by `factor`, which interpolates positions (Chen
-    et al. 2023, arXiv 2306.15595). (factor, low, high, original), Llama 3.1: wavelengths above original/low are
-    stretched by `factor`, wavelengths below original/high are unchanged, and the others are blended (Grattafiori et
-    al. 2024, arXiv 2407.21783). (factor, fast, slow, original, amplitude), YaRN (Peng et al. 2023, arXiv 2309.00071,
-    section 3.2): pairs with more than `fast` rotations within the original length keep their frequency, pairs with
-    fewer than `slow` are slowed by `factor`, and the others are blended linearly by the index of the pair. `amplitude`
-    is not used here; it is an argument of `rotate`.
+    (factor,): all pairs are slowed by `factor`, which interpolates positions (Chen et al. 2023, arXiv 2306.15595).
+
+    (factor, low, high, original), Llama 3.1 (Grattafiori et al. 2024, arXiv 2407.21783): wavelengths above original/low
+    are stretched by `factor`, wavelengths below original/high are unchanged, and the others are blended.
+
+    (factor, fast, slow, original, amplitude), YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2): pairs with more
+    than `fast` rotations within the original length keep their frequency. Pairs with fewer than `slow` are slowed by
+    `factor`. The others are blended linearly by the index of the pair. `amplitude` is not used here; it is an argument
+    of `rotate`.
     """
     frequency = theta ** -(jnp.arange(0, d_head, 2, dtype=jnp.float32) / d_head)
     if not scaling:
@@ -40,11 +42,12 @@ def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> j
 
 
 def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array, amplitude: float = 1.0) -> jax.Array:
-    """Applies rotary positions in float32 to pairs (x[i], x[i + K/2]). Returns the dtype of `x_BLHK`.
+    """Applies rotary positions: rotates the pairs (x[i], x[i + K/2]) of each head by an angle that grows with the
+    position. Computed in float32; returns the dtype of `x_BLHK`.
 
     Args:
       positions: int32 [L], or [B, L] if rows differ.
-      frequency: result of `rope_frequencies`.
+      frequency: the angles per position, result of `rope_frequencies`.
       amplitude: factor of the result (YaRN's attention factor).
     """
     positions = positions.astype(jnp.float32)
@@ -59,7 +62,8 @@ def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array, amplit
 
 @jax.custom_vjp
 def rotate_by_layer(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array) -> jax.Array:
-    """Applies rotary positions like `rotate`, with frequencies that depend on the layer and get no gradient.
+    """Applies rotary positions like `rotate` (rotates pairs of each head's elements by position). The frequencies may
+    depend on the layer and get no gradient.
 
     Saves only the positions and frequencies for the backward pass, not the sines and cosines of all positions.
     """

@@ -21,7 +21,7 @@ class LayerRun:
 
     Fields:
       segment: the range of layers and their policy.
-      stack: BLOCKS or DENSE, the parameter stack that contains these layers if layers are scanned.
+      stack: name of the parameter stack that contains these layers if layers are scanned, BLOCKS or DENSE.
       first: the index of the first of these layers in the stack.
     """
 
@@ -31,22 +31,22 @@ class LayerRun:
 
     @property
     def size(self) -> int:
-        """The number of consecutive layers in the run."""
         return self.segment.stop - self.segment.start
 
     @property
     def offset(self) -> int:
-        """The difference between a layer's index in the model and the layer's index in the stack."""
+        """A layer's index in the model minus the layer's index in the parameter stack `stack`."""
         return self.segment.start - self.first
 
 
 def stack_of(config: ModelConfig, layer: int) -> str:
-    """Returns the name of the parameter stack (BLOCKS or DENSE) that contains a layer."""
+    """Returns the name of the parameter stack that contains layer `layer` (from 0): DENSE for a dense layer of a model
+    with experts, else BLOCKS."""
     return BLOCKS if not config.experts or config.has_experts(layer) else DENSE
 
 
 def layers_of(config: ModelConfig, stack: str) -> list[int]:
-    """Returns the model indices of the layers in a parameter stack, in order."""
+    """Returns the model indices (from 0) of the layers in the parameter stack `stack`, BLOCKS or DENSE, in order."""
     return [layer for layer in range(config.n_layers) if stack_of(config, layer) == stack]
 
 
@@ -79,12 +79,13 @@ def stack_loads(loads: Sequence[Load | None]) -> Load | None:
 
 @jax.custom_vjp
 def read_from_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array:
-    """Returns `whole_N[layer]`, the parameter of one layer, read from the stack of all layers. `leaf` is the same
-    parameter as a loop over part of the stack passes it. It is not read, but gets the gradient.
+    """Returns `whole_N[layer]`, the parameter of one layer, read from the stack of all layers.
 
-    If a loop iterates over part of a stack, the compiler copies that part, which can double the memory of the
-    parameters. A loop that reads the whole stack at an offset copies nothing, and the compiler removes the unused
-    `leaf`.
+    A loop over part of a stack makes the compiler copy that part, which can double the memory of the parameters.
+    Reading the whole stack at an index copies nothing.
+
+    `leaf`: the same parameter, as the loop over part of the stack passes it. Its value is not read, and the compiler
+    removes it, but it gets the gradient.
     """
     del leaf
     return jax.lax.dynamic_index_in_dim(whole_N, layer, keepdims=False)
@@ -97,8 +98,8 @@ read_from_stack.defvjp(
 
 
 def split_layers(state_N: nnx.State, sizes: list[int]) -> list[nnx.State]:
-    """Splits the state of stacked layers into consecutive parts of `sizes` layers. Its gradient is one concatenation,
-    not a sum of padded arrays."""
+    """Splits the parameters of stacked layers along the layer axis into consecutive parts of `sizes` layers. The
+    gradient of the split is one concatenation, not a sum of padded arrays."""
     if len(sizes) == 1:
         return [state_N]
     leaves, tree = jax.tree.flatten(state_N)

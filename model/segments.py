@@ -13,7 +13,8 @@ from bytescope.model.zigzag import zigzag
 @partial(jax.tree_util.register_dataclass, data_fields=["ids_BL", "positions_BL", "real_BL"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """The segment ids, token positions and padding of packed rows. A segment is one example of a row.
+    """The segment ids, token positions and padding of packed rows. A packed row contains several examples (texts), its
+    segments.
 
     Fields:
       ids_BL: int32, the number of each position's example: 1, 2, ..., or 0 for padding at the end of the row. They are
@@ -21,8 +22,8 @@ class Packed:
         every row is one example.
       positions_BL: int32, the position of each token in its example, in the order in which devices store tokens
         (`zigzag` order with ring attention). None if every row is one example.
-      real_BL: bool, False for padding, in the order in which devices store tokens. Only expert routers read it. None
-        if every position is a token.
+      real_BL: bool, False for padding, in the order in which devices store tokens. Only expert routers read it. None if
+        every position is a token.
     """
 
     ids_BL: jax.Array | None
@@ -33,15 +34,15 @@ class Packed:
     def from_ids(
         cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None, place: Placement = ONE_DEVICE
     ) -> "Packed | None":
-        """Computes the token positions from the segment ids, and shards ids, positions and mask over the devices.
+        """Returns the segment ids, token positions and padding of packed rows, sharded over the devices. The positions
+        are computed from the ids. Returns None if both arrays are None.
 
         Args:
-          segments_BL: int32 segment ids, in the order of the row; None if every row is one example.
+          segments_BL: int32 number of each position's example (text of the row), in the order of the row; None if every
+            row is one example.
           real_BL: bool, False for padding, in the order in which devices store tokens (`zigzag` order with ring
             attention); None if every position is a token.
           place: shards the arrays.
-
-        Returns None if both arrays are None.
         """
         if real_BL is not None:
             real_BL = place(real_BL, ("batch", "length"))
@@ -59,14 +60,18 @@ class Packed:
 
 
 def token_positions(packed: Packed | None, length: int, place: Placement) -> jax.Array:
-    """Returns the position of each token in its example, int32: [B, L] for packed rows, else [L]."""
+    """Returns the position of each token in its example, int32: [B, L] for packed rows, else [L].
+
+    `packed`: positions of packed rows, None if every row is one example. `length`: L.
+    """
     if packed is None or packed.positions_BL is None:
         return place.positions(length)
     return packed.positions_BL
 
 
 def positions_in_segments(segments_BL: jax.Array) -> jax.Array:
-    """Returns the distance of each position of a row from the start of its segment, int32 [B, L]."""
+    """Returns the distance of each position of a packed row from the start of its segment (text), int32 [B, L].
+    `segments_BL`: the segment number of each position."""
     index_BL = jax.lax.broadcasted_iota(jnp.int32, segments_BL.shape, 1)
     first_BL = jnp.pad(segments_BL[:, 1:] != segments_BL[:, :-1], ((0, 0), (1, 0)))
     return index_BL - jax.lax.cummax(jnp.where(first_BL, index_BL, 0), axis=1)

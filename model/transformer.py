@@ -33,8 +33,8 @@ class Transformer(nnx.Module):
 
     Parameters are float arrays in `precision.param`, each with its logical axes in the variable's metadata (`axes`).
     With `config.scan` the blocks are one Block whose parameters are stacked along a leading `layers` axis. Models with
-    experts and dense layers have two such stacks, `blocks` and `dense_blocks`. Without `config.scan` `blocks` is a
-    list of Blocks. The initial values are the same in all these layouts.
+    experts and dense layers have two such stacks, `blocks` and `dense_blocks`. Without `config.scan` `blocks` is a list
+    of Blocks. The initial values are the same in all these layouts.
 
     Args:
       config: the architecture.
@@ -43,9 +43,9 @@ class Transformer(nnx.Module):
       place: shards activations, parameters and gradients over the mesh.
       ahead: number of layers per iteration of the loop over layers. More than one lets the compiler overlap
         communication with computation. The larger of `ahead` and `config.unroll` is used.
-      base: storage format of the blocks' weight matrices, a row of FORMATS. All formats but bf16 are frozen.
+      base: storage format of the blocks' weight matrices, a row of FORMATS. Weights in any format but bf16 are frozen.
       lora: adapters of the blocks; None for no adapters. Initial values of other parameters do not depend on it.
-      pooled: True if the balance loss of experts pools all layers (`model.experts.expert_layer.pool_balance`).
+      pooled: True if the load-balance loss of the experts' router is computed over all layers together.
       order: stack name -> the layer index of each row of the stack, -1 for an unused row. None if all layers are in
         order.
       rngs: its `params` stream initializes the parameters. Build under `nnx.eval_shape` to describe the model without
@@ -116,8 +116,16 @@ class Transformer(nnx.Module):
     def hidden(
         self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None, segments_BL: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the output of the last block after the final norm, [B, L, D] in the compute dtype. For arguments and
-        errors see `hidden_and_load`."""
+        """Returns the output of the last block after the final norm, [B, L, D] in the compute dtype.
+
+        Args:
+          tokens_BL: int32 token ids, L at most `max_seq_len`.
+          dropout_key_B: one key per sequence, or None for no dropout.
+          segments_BL: for packed rows, the number of each position's example, int32: 1, 2, ..., or 0 for padding.
+
+        Raises:
+          ValueError: the sequences are longer than `max_seq_len`.
+        """
         return self.hidden_and_load(tokens_BL, dropout_key_B, segments_BL)[0]
 
     def hidden_and_load(
@@ -153,20 +161,29 @@ class Transformer(nnx.Module):
 
     @property
     def has_dropout(self) -> bool:
-        """True if the model or its adapters have dropout."""
         return self.config.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     def packed(self, segments_BL: jax.Array | None, real_BL: jax.Array | None = None) -> Packed | None:
         """Returns segment ids, positions and padding of the rows, an argument of `begin` and of the blocks. Returns
         None if every row is one full example.
 
-        Arguments as for `hidden_and_load`.
+        Args:
+          segments_BL: for packed rows, the number of each position's example, int32: 1, 2, ..., or 0 for padding.
+          real_BL: bool, False for padding; None if there is no padding.
         """
         return Packed.from_ids(segments_BL, real_BL, self.place)
 
     def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
-        """Returns the input of the first block, [B, L, D] in the compute dtype. For arguments and errors see
-        `hidden_and_load`."""
+        """Returns the input of the first block, the embedded tokens, [B, L, D] in the compute dtype.
+
+        Args:
+          tokens_BL: int32 token ids.
+          dropout_key_B: one key per sequence, or None for no dropout.
+          packed: result of `packed`, the segment ids and positions of the rows.
+
+        Raises:
+          ValueError: the sequences are longer than `max_seq_len`.
+        """
         config = self.config
         if tokens_BL.shape[1] > config.max_seq_len:
             raise ValueError(
@@ -187,7 +204,8 @@ class Transformer(nnx.Module):
         """Returns for each run (consecutive layers with the same structure) a function that computes one layer under
         the run's remat policy.
 
-        The function is block(x_BLD, parameters of a layer, layer index, key_B, packed) -> (x_BLD, load).
+        The function is block(x_BLD, parameters of a layer, layer index, key_B, packed) -> (x_BLD, router statistics).
+        `key_B`: dropout keys. `packed`: segment ids and positions.
         """
         return [(run, self._block(run, nnx.split(getattr(self, run.stack))[0])) for run in self.runs]
 
@@ -254,10 +272,11 @@ class Transformer(nnx.Module):
         whole_N: nnx.State | None = None,
     ) -> Callable[..., tuple[jax.Array, Load | None]]:
         """Returns a function that computes one layer of `run` under the run's remat policy: (x_BLD, state of the layer,
-        layer index, key_B, packed) -> (x_BLD, router statistics).
+        layer index, key_B, packed) -> (x_BLD, router statistics). `key_B`: dropout keys. `packed`: segment ids and
+        positions.
 
-        If `whole_N`, the stack of all layers, is given, the function reads the layer's parameters from it inside each
-        checkpoint.
+        `graph`: the structure of the block's module. `whole_N`: the stack of all layers; the function then reads the
+        layer's parameters from it inside each checkpoint. None to use the state that is passed.
         """
         policy, cut = run.segment.policy, self.remat.granularity
         if policy.saveable is not None and self.config.attention == "cudnn" and "context" in policy.names:
@@ -332,13 +351,13 @@ class Transformer(nnx.Module):
         return x_BLD, stack_loads(loads)
 
     def head(self) -> jax.Array:
-        """Returns the matrix from hidden states to logits in `precision.param`: [D, padded V], or [padded V, D] if
-        tied."""
+        """Returns the matrix from hidden states to logits in `precision.param`: [D, padded V], or [padded V, D] if it
+        is the token table (tied embeddings)."""
         return to_device((self.w_token if self.config.tie_embeddings else self.w_head)[...])
 
     def logits(self, x_BLD: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Returns logits [B, L, V] of hidden states. The matrix product is in the dtype of `x_BLD`. Logits are stored
-        and capped in `dtype`."""
+        and capped (`logits_softcap`) in `dtype`."""
         head = "vd" if self.config.tie_embeddings else "dv"
         w_head = self.head().astype(x_BLD.dtype)
         logits_BLV = jnp.einsum(f"bld,{head}->blv", x_BLD, w_head, preferred_element_type=dtype)
@@ -346,8 +365,8 @@ class Transformer(nnx.Module):
         return logits_BLV[..., : self.config.vocab_size]  # without the padding rows of the table
 
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
-        """Returns logits [B, L, V] in `precision.logits` of int32 tokens, without dropout. Errors as for
-        `hidden_and_load`."""
+        """Returns logits [B, L, V] in `precision.logits` of int32 tokens, without dropout. Raises ValueError if the
+        sequences are longer than `max_seq_len`."""
         x_BLD = self.hidden(tokens_BL)
         with jax.named_scope("head"):
             return self.logits(x_BLD, self.precision.logits)

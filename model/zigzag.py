@@ -8,10 +8,12 @@ import jax.numpy as jnp
 
 
 def chunk_length(length: int, ranks: int, axis: str = "mesh.context") -> int:
-    """Returns the number of positions in each of the 2 * `ranks` chunks of a sequence.
+    """Returns the number of positions in each of the 2 * `ranks` chunks into which ring attention splits a sequence.
+
+    `axis`: the config key that the error message names.
 
     Raises:
-      ValueError: the sequence is not divisible by 2 * ranks. `axis` is the config key that the message names.
+      ValueError: the sequence is not divisible by 2 * ranks.
     """
     if length % (2 * ranks):
         raise ValueError(
@@ -22,8 +24,8 @@ def chunk_length(length: int, ranks: int, axis: str = "mesh.context") -> int:
 
 
 def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """Splits dimension `axis` of `x` into 2*ranks chunks and reorders them: rank r gets chunks r and 2*ranks-1-r.
-    Causal attention then has the same work on every rank.
+    """Splits dimension `axis` of `x` into 2*ranks chunks and reorders them, so that rank r gets chunks r and
+    2*ranks-1-r if the dimension is sharded. Causal attention then has the same work on every rank (device).
 
     Raises:
       ValueError: the sequence is not divisible by 2*ranks.
@@ -42,8 +44,12 @@ def unzigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
 
 
 def zigzag_positions(length: int, ranks: int) -> jax.Array:
-    """Returns the original position of each element of a sequence after `zigzag`, int32 [L]. Raises ValueError like
-    `zigzag`."""
+    """Returns the original position of each element of a sequence after `zigzag` (the reordering for ring attention),
+    int32 [L].
+
+    Raises:
+      ValueError: the sequence is not divisible by 2 * ranks.
+    """
     # Computed from an iota: the program has no constant of L elements, and every device computes its own part.
     n = chunk_length(length, ranks)
     place = jax.lax.iota(jnp.int32, length)

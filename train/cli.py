@@ -58,7 +58,7 @@ def version() -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses a command line with `registry.parse`, and returns the arguments of its command."""
+    """Parses a command line (without the program name) and returns the arguments of its command."""
     return registry.parse(argv)
 
 

@@ -35,7 +35,8 @@ SHIPPED = Path(base.__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class SourcePath:
-    """Base class of a path that was recognized as a run, a folder of weights, or a config. The subclass says which."""
+    """Base class of a path that was recognized as a run, a folder of weights, or a config. The subclass says which.
+    `path`: the path."""
 
     path: Path
 
@@ -99,7 +100,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def holds_model(folder: Path) -> bool:
-    """Returns whether a folder contains both a config and safetensors files, of a model or of an adapter.
+    """Returns whether a folder contains both a config and safetensors files, of a model or of a LoRA adapter.
 
     `--force` overwrites a folder only if this returns True.
     """

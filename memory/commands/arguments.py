@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises ReportError, a one-line message with exit code 2, if the arguments are wrong.
 
     keys_named: a function from the last part of a config key, such as "seq_len", to the full config keys with this
-    ending. Only commands that take --config.KEY need it.
+    ending. Error messages suggest these keys. Only commands that take --config.KEY set it.
     """
 
     keys_named: Callable[[str], Sequence[str]] | None = None
@@ -47,8 +47,8 @@ class Parser(argparse.ArgumentParser):
 
 
 class OldFlag(argparse.Action):
-    """The argparse action of a renamed flag's old spelling. The old spelling is hidden in the help; using it prints
-    the new spelling."""
+    """The argparse action for a flag that was renamed, added under its old spelling. It is hidden in the help. Using it
+    prints the new spelling and then does what the new flag does."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, renamed: argparse.Action) -> None:
         super().__init__(
@@ -132,10 +132,8 @@ def add_rates(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def chosen_rates(args: argparse.Namespace) -> Iterator[None]:
-    """Context manager inside which all predictions of this process and its workers use the rates in the file of
-    --rates.
-
-    Without the flag, predictions use the built-in table of rates.
+    """Context manager: inside it, all predictions of this process and its workers use the device rates in the file of
+    --rates. Without the flag they use the built-in table of rates.
 
     Raises:
         ReportError: the file cannot be read, is damaged, or was measured on another kind of device than the target.
@@ -154,7 +152,7 @@ def chosen_rates(args: argparse.Namespace) -> Iterator[None]:
 
 
 def check_rates(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Checks that the file of --rates was measured on the kind of device of the named targets.
+    """Checks that the file of --rates was measured on the kind of device of the targets `names`.
 
     The target `local` is not checked here, because only jax knows this machine's devices. It is checked when a time is
     predicted.
@@ -175,7 +173,7 @@ def check_rates(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def check(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Checks targets, output files and --jobs before anything is compiled.
+    """Checks the targets `names`, the output files and --jobs before anything is compiled.
 
     Raises:
         ReportError: a target does not exist or cannot be measured, a file cannot be written, or --jobs is below 1.
@@ -198,7 +196,7 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def check_files(args: argparse.Namespace, flags: Sequence[str] = ("json", "html")) -> None:
-    """Checks that the output files of these flags can be written, before a long command begins.
+    """Checks that the output files of the flags `flags` can be written, before a long command begins.
 
     Raises:
         ReportError: a file cannot be written.
@@ -211,15 +209,15 @@ def check_files(args: argparse.Namespace, flags: Sequence[str] = ("json", "html"
 
 
 def shares_accelerator(names: Sequence[str]) -> bool:
-    """Returns True if compiling for one of these targets opens this machine's accelerator. Then only one worker may
-    run at a time, because all workers would share the accelerator's memory."""
+    """Returns True if compiling for one of the targets `names` opens this machine's accelerator. Then only one worker
+    may run at a time, because all workers would share the accelerator's memory."""
     from bytescope.memory.devices.platform import choose_platform
 
     return "local" in names and choose_platform() != "cpu"
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a text file. If writing fails, the file keeps its earlier content.
+    """Writes `text` to a file. If writing fails, the file keeps its earlier content.
 
     Raises:
         ReportError: the file cannot be written.

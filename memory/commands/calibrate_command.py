@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope calibrate`: measures the devices of this machine, prints the table of rates, and writes it as
-    JSON if a file is given."""
+    """Runs `bytescope calibrate`: measures the compute, memory and link rates of this machine's devices, prints the
+    table of rates, and writes it as JSON if a file is given."""
     if not 0 < args.seconds < math.inf:
         raise ReportError(f"--seconds={args.seconds:g} is not a duration: give a number above 0, such as {SECONDS:g}")
     check_files(args, ("out",))

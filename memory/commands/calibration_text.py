@@ -59,10 +59,12 @@ def show(calibration: Calibration, target: Target, console: Any = None) -> None:
 
 
 def render(calibration: Calibration, target: Target) -> Group:
-    """Returns the measured rates as a table, followed by notes on what was not measured and why.
+    """Returns the measured rates of a device as a table, followed by notes on what was not measured and why.
 
-    A measured rate is work (FLOPs or bytes) divided by seconds, including the kernel's fixed cost. Data sheet rates
-    are for one device.
+    A measured rate is work (FLOPs or bytes) divided by seconds, including the fixed cost of starting a kernel. Rates
+    from the data sheet are for one device.
+
+    target: the measured device, whose data sheet rates are shown if they are known.
     """
     table = FigureTable(
         label("kernel", min_width=17),

@@ -22,7 +22,7 @@ from bytescope.memory.view.progress_bar import progress
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Adds --program, which names a function that returns the program to compare."""
+    """Adds --program, which names the user's function that returns the program to compare."""
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
@@ -49,11 +49,14 @@ def compare(
     source: str,
     given: str = "",
 ) -> int:
-    """Compiles every combination of the grid's values, prints the table and writes the requested files.
+    """Compiles every combination of the values in a grid of config keys, prints the table and writes the requested
+    files.
 
     Returns the exit code. If Ctrl-C stopped the comparison, the finished rows are shown and the exit code is 130.
 
     Args:
+        args: the parsed command line.
+        factory: makes the program of a combination.
         fixed: keys and values that are the same in all combinations.
         asked: the grid, as (key, values) pairs.
         source: the name of the program, as stored in the JSON.
@@ -107,6 +110,12 @@ def make_jobs(
     """Returns one compile job per distinct program of the grid, in the order of the grid. Combinations of values that
     resolve to the same program share a job.
 
+    Args:
+        args: the parsed command line.
+        jobs: creates the jobs.
+        fixed: keys and values that are the same in all combinations.
+        asked: the grid, as (key, values) pairs.
+
     Raises:
         ValueError: the factory does not know a key, or a value has the wrong type or is not a known name.
     """
@@ -125,9 +134,10 @@ def make_jobs(
 
 
 def row_of(job: worker_pool.Job, answer: Mapping[str, Any], factory: ProgramFactory, formulas: bool) -> Row:
-    """Returns the comparison row for a worker's answer to a job.
+    """Returns the row of the comparison table for a compile job and the worker's answer to it.
 
-    formulas: whether to add the memory and FLOPs that published formulas predict, if a formula applies.
+    factory: the comparison's program factory. formulas: whether to add the memory and FLOPs that published formulas
+    predict, if a formula applies.
     """
     row = factory.row.from_answer(job.chosen, answer)
     if not formulas or not row.ok:
@@ -151,12 +161,16 @@ def finish(
     """Prints the compared rows and writes the requested files.
 
     Args:
+        args: the parsed command line.
+        rows: one row per compiled program.
         answers: name of a job -> the worker's answer.
         names: the targets of all jobs.
         factory: the program factory of the comparison.
         cached: number of rows that were read from the cache.
         missing: number of jobs without an answer, because the comparison was interrupted.
-        source, given: as in `compare`.
+        interrupted: whether Ctrl-C stopped the comparison.
+        source: the name of the program, as stored in the JSON.
+        given: the command-line flags that set keys outside the grid.
     """
     from bytescope.memory.compare import compare_text
     from bytescope.memory.devices.compiler import versions

@@ -22,10 +22,13 @@ FLAG_HELP = "print annotations for GitHub Actions, and add a table to the job su
 
 
 def annotation(kind: str, title: str, message: str, source: str = "", environ: Mapping[str, str] | None = None) -> str:
-    """Returns a GitHub workflow command, such as `::warning file=train.py,line=12,title=...::message`.
+    """Returns a GitHub workflow command, a line of the log that GitHub shows as an annotation. Example: `::warning
+    file=train.py,line=12,title=...::message`.
 
     Args:
         kind: "error", "warning" or "notice".
+        title: the heading of the annotation.
+        message: its text.
         source: "file.py:line" of the user's code, "" if unknown.
         environ: the environment variables, by default of this process.
     """
@@ -40,8 +43,10 @@ def difference_annotations(
 ) -> list[str]:
     """Returns GitHub annotations for the differences between two reports.
 
-    Each total in `failed`, which grew by more than `limit_percent`, becomes an error. Warnings name differences that
-    make the two reports hard to compare and, if the peak grew, the buffers that grew most.
+    Each total in `failed` becomes an error. Warnings name differences that make the two reports hard to compare and, if
+    the peak grew, the buffers that grew most.
+
+    changes: the differences between the reports. failed: totals that grew by more than `limit_percent`.
     """
     lines, grown = report_diff.sources(after), report_diff.grown_buffers(changes)
     worst = lines.get(grown[0].name, "") if grown else ""
@@ -100,7 +105,10 @@ def _limit_text(report: ReportRecord) -> str:
 def summary_of_difference(
     before: ReportRecord, after: ReportRecord, changes: Sequence[Change], names: Sequence[str]
 ) -> str:
-    """Returns the differences between two reports as a Markdown table for a GitHub job summary."""
+    """Returns the differences between two reports as a Markdown table for a GitHub job summary.
+
+    changes: the differences between the reports. names: the column titles of the two reports.
+    """
     rows = [change for change in changes if change.kind == "total" and (change.before or change.after)]
     rows += [change for change in changes if change.kind in ("category", "residual")][:_ROWS]
     notes = [f"> **Warning:** {_escape_cell(text)}" for text in report_diff.warnings(before, after)]

@@ -74,9 +74,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def start_platform(args: argparse.Namespace, fraction: float | None = None) -> None:
-    """Sets jax's platform and the number of simulated CPU devices from the flags. Must run before jax is imported.
+    """Sets the platform that jax uses and the number of simulated CPU devices, from the flags. Must run before jax is
+    imported.
 
-    fraction: the part (0 to 1) of this machine's GPUs for jax's pool; None means jax's default.
+    fraction: the part (0 to 1) of this machine's GPU memory for jax's memory pool; None means jax's default.
     """
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.chips import base_name
@@ -93,8 +94,8 @@ def make_report(
 ) -> tuple[ReportRecord, Compilation]:
     """Compiles a program. Returns its memory report and the compilation.
 
-    subject_of: a function from the model FLOPs of one call of the step to the report's subject (the name and size of
-    the program).
+    subject_of: a function from the model FLOPs of one call of the step to the report's subject, the trainer's
+    description of the program. None leaves the description empty.
     """
     from bytescope.memory.analysis import report_of
     from bytescope.memory.cost import flops
@@ -122,7 +123,8 @@ def make_report(
 def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
     """Prints a report.
 
-    choices: the settings that the program chose for its devices, with reasons, one setting per line.
+    verbose: whether to print more than the summary (--verbose). choices: the settings that the program chose for its
+    devices, with reasons, one setting per line.
     """
     from bytescope.memory.report import report_text
 
@@ -130,9 +132,9 @@ def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
 
 
 def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
-    """Writes the files that --json, --html and --export request.
+    """Writes the files that the flags --json, --html and --export request.
 
-    proto: the serialized HloProto of the program. more: further keys for the JSON file.
+    proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file.
     """
     if args.json:
         write(args.json, json.dumps({**report.to_json(), **more}, indent=1) + "\n")
@@ -148,8 +150,8 @@ def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, mo
 
 
 def verdict(args: argparse.Namespace, report: ReportRecord) -> int:
-    """Returns the exit code: DOES_NOT_FIT if the program needs more memory than its target has, else 0. With --github,
-    also prints annotations."""
+    """Returns the exit code of the command: DOES_NOT_FIT if the program needs more memory than its target has, else 0.
+    With --github, also prints annotations and adds the report to the job summary."""
     if args.github:
         github.print_annotations(github.report_annotations(report))
         github.add_summary(github.summary_of_report(report))

@@ -37,7 +37,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_listing(args: argparse.Namespace, headings: Sequence[str], rows: Rows) -> None:
-    """Prints the rows of a list that contain the word of --grep. Raises ReportError if no row contains it."""
+    """Prints the rows of a list that contain the word of the flag --grep; all rows without the flag. Raises ReportError
+    if no row contains the word.
+
+    headings: the column titles.
+    """
     matches = [row for row in rows if args.grep.lower() in " ".join(row).lower()]
     if not matches:
         raise ReportError(
@@ -47,8 +51,10 @@ def show_listing(args: argparse.Namespace, headings: Sequence[str], rows: Rows) 
 
 
 def show(headings: Sequence[str], rows: Rows, console: Console | None = None) -> None:
-    """Prints a table, to stdout by default. Columns of numbers are right-aligned; text in the last column is
-    wrapped."""
+    """Prints a table, to stdout by default. Columns of numbers are right-aligned; text in the last column is wrapped.
+
+    headings: the column titles.
+    """
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_table import FigureTable, figure, fixed, words
 

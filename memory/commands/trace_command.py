@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope trace`: prints the traced time of each operation category and writes the requested files. jax is
-    not started."""
+    """Runs `bytescope trace`: reads a profiler trace, prints the measured time of each operation category and writes
+    the requested files. jax is not started."""
     check_files(args)
     measured = breakdown.find(xplane.read(xplane.find(args.trace)))
     report = report_record.load(args.report) if args.report else None
@@ -68,12 +68,12 @@ def prediction(report: report_record.ReportRecord) -> dict | None:
     """Returns the predicted time of one call of the step as a dict; None if there is neither a prediction nor a lower
     bound.
 
-    The keys `seconds`, `low` and `high` are the predicted seconds and the ends of their interval. `rates` is the
-    source of the device rates. `at_least` is a lower bound in seconds from the data sheet, and `bound` is its source.
-    Unknown values are None.
+    The keys `seconds`, `low` and `high` are the predicted seconds and the ends of their interval. `rates` is the source
+    of the device rates. `at_least` is a lower bound in seconds from the data sheet, and `bound` is its source. Unknown
+    values are None.
 
-    The time is predicted again with the device rates that are in use now. If the target has no known rates, the
-    prediction stored in the report is returned.
+    The time is predicted again with the device rates that this process uses. If they are unknown for the report's
+    target, the prediction stored in the report is returned.
     """
     predicted = step_prediction.predict_report(report) or step_prediction.StepPrediction.stated(report)
     bound = step_prediction.bound({"work": report.work, "target": report.target})
@@ -99,7 +99,10 @@ _PREDICTED = {
 
 
 def to_json(measured: breakdown.Breakdown, predicted: dict | None) -> dict:
-    """Returns the traced times as JSON values, with the predicted seconds per update, their interval and their lower
-    bound. Unknown values are null."""
+    """Returns the times measured in a trace as JSON values, with the predicted seconds of an update, the ends of their
+    interval and their lower bound. Unknown values are null.
+
+    predicted: result of `prediction`, for one call of the step.
+    """
     once = {key: (predicted or {}).get(name) for key, name in _PREDICTED.items()}
     return {**measured.to_json(), **{key: value and value * measured.calls for key, value in once.items()}}

@@ -44,7 +44,7 @@ def export(directory: str | Path, report: ReportRecord | None = None, hlo_proto:
 
 
 def pprof(report: ReportRecord) -> bytes:
-    """Returns the buffers that are live at the peak as a pprof profile (uncompressed protobuf).
+    """Returns the buffers that are live at the peak of device memory as a pprof profile (uncompressed protobuf).
 
     Each sample is a buffer; its value is bytes on one device. Its stack is, from the root: category, the named scopes
     of the module path, operation, buffer with its source line. Its labels are phase, dtype, shape, checkpoint name and
@@ -96,8 +96,8 @@ def _comments(report: ReportRecord) -> list[str]:
 
 
 class _Table:
-    """The strings, functions and stack frames of a pprof profile. Each is stored once, and samples refer to it by its
-    index or id."""
+    """Collects the strings, functions and stack frames of a pprof profile. Each is stored once, and samples refer to it
+    by its index or id."""
 
     def __init__(self) -> None:
         self.strings: dict[str, int] = {"": 0}  # pprof requires the empty string first

@@ -27,8 +27,10 @@ NO_FORMULA = "no formula"
 class CostAxis(NamedTuple):
     """The cost axis of a chart that shows the cost and the bytes of compared programs.
 
-    key: the key of a comparison row that contains the cost. title: the title of the axis. is_share: whether the cost
-    is a fraction from 0 to 1, not seconds.
+    Fields:
+        key: the key of a comparison row that contains the cost.
+        title: the title of the axis.
+        is_share: whether the cost is a fraction from 0 to 1; otherwise it is seconds.
     """
 
     key: str
@@ -45,27 +47,27 @@ COST_AXES = {
 
 
 def record_of(row: Row, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the fields of a comparison row as a dict. Its item "texts" is the list of the row's values for the
+    """Returns the fields of a comparison row as a dict. The additional item "texts" lists the row's values for the
     config keys `keys`, as text."""
     return {**vars(row), "texts": [row.value_text(key) for key in keys]}
 
 
 def key_columns(keys: Sequence[str]) -> list[ColumnView]:
-    """Returns one table column for each config key of the grid. The column's title is the last part of the key, such
-    as "seq_len"."""
+    """Returns one table column for each config key in `keys`, the keys of the compared grid. The column's title is the
+    last part of the key, such as "seq_len"."""
     return [ColumnView(key, key.rsplit(".", 1)[-1], "value", path=f"texts.{number}") for number, key in enumerate(keys)]
 
 
 def hfu_over_mfu(record: Record) -> float | None:
-    """Returns hardware FLOPs / model FLOPs of a compared program, which is HFU / MFU. Returns None if either is
-    missing or 0."""
+    """Returns hardware FLOPs / model FLOPs of a compared program. This is HFU / MFU, the ratio of hardware to model
+    FLOPs utilization. Returns None if either is missing or 0."""
     hardware, model = record["hardware_flops"], record["model_flops"]
     return hardware / model if hardware and model else None
 
 
 def formula_hfu_over_mfu(record: Record) -> float | None:
-    """Returns HFU / MFU (hardware FLOPs / model FLOPs) as given by published formulas. Returns None if they do not
-    give both."""
+    """Returns HFU / MFU (hardware FLOPs / model FLOPs) of a compared program as published formulas give it. Returns
+    None if they do not give both."""
     hardware, model = value_at(record, "formula.hardware_flops"), value_at(record, "formula.model_flops")
     return hardware / model if hardware and model else None
 
@@ -74,14 +76,14 @@ def gap(record: Record, key: str) -> float | None:
     """Returns by what fraction the compiler's bytes exceed the bytes of a published formula: (compiler's - formula's) /
     formula's. Returns infinity if the formula gives 0, and None if no formula applies.
 
-    key: the compared quantity, such as "peak_bytes".
+    record: a comparison row as a dict. key: the compared quantity, such as "peak_bytes".
     """
     return share(record[key], value_at(record, f"formula.{key}"))
 
 
 def fits(record: Record) -> str:
-    """Returns "fits" if the program is within its memory limit, "exceeds" if it exceeds the limit or failed to
-    compile, and "" if no limit is known. The result chooses the colour of a table cell."""
+    """Returns the word that chooses the colour of a table cell: "fits" if the program is within its memory limit,
+    "exceeds" if it exceeds the limit or failed to compile, and "" if no limit is known."""
     if record.get("status", "ok") != "ok":
         return "exceeds"
     return {True: "fits", False: "exceeds", None: ""}[record["fits"]]
@@ -106,9 +108,10 @@ def predicted_with_spread(record: Record) -> str:
 
 
 def command_column(command: Callable[[Any], str]) -> ColumnView:
-    """Returns the last column of the table on an HTML page. It shows a button that copies the row's command.
+    """Returns the last column of the table of compared programs on an HTML page. It shows a button that copies the
+    row's command.
 
-    command: a function from a record to its command.
+    command: a function from a row (as a dict) to the command that reproduces it.
     """
     return ColumnView("command", "command", "command", read=command, only=PAGE, css="command", rank=10)
 

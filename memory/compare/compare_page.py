@@ -112,10 +112,10 @@ BEST_COLUMNS = (
 
 
 def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
-    """Returns the HTML page of a comparison.
+    """Returns the HTML page of a comparison of programs.
 
-    comparison: the JSON of the comparison (`memory.compare.compare_rows.to_json`). row_type: the subclass of Row that
-    the program factory uses.
+    comparison: the JSON of the comparison, as `memory.compare.compare_rows.to_json` returns it. row_type: the class of
+    its rows; a program factory may use a subclass of Row.
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     subject, target, several = _page_title(rows, comparison["config"]), comparison["target"], len(_tasks(rows)) > 1
@@ -151,9 +151,10 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
     """Returns the data that the page's script draws, as JSON values. A task is a group of rows whose programs compute
     the same and differ only in how they run.
 
-    comparison, row_type: as in `render`. `axes` lists the keys that can be the x-axis of a growth curve. Each object in
-    `rows` has the key values, memory, time and command of one combination. It also has texts that join some of its key
-    values:
+    comparison: the JSON of the comparison. row_type: the class of its rows.
+
+    In the result, `axes` lists the config keys that can be the x-axis of a growth curve. Each object in `rows` has the
+    key values, memory, time and command of one combination. It also has texts that join some of its key values:
 
         label: all key values
         group: all but the remat policy, the config and the target
@@ -198,8 +199,8 @@ def _has_value(column: ColumnView, values: Mapping[str, float | None]) -> bool:
 
 
 def describe_method(row: Row) -> str:
-    """Returns the remat policy and the other settings of a row that change how its program runs but not what it
-    computes."""
+    """Returns a label of a row: its remat policy and the other settings that change how its program runs but not what
+    it computes."""
     keys = [key for key in row.overrides if row.is_how(key) and key not in row.policy_parts]
     return label(row, keys) if keys else row.policy or "as configured"
 
@@ -234,8 +235,8 @@ def _best_row_per_task(comparison: Mapping[str, Any], rows: Sequence[Row]) -> Pa
 
 
 def axes(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
-    """Returns the keys that can be the logarithmic x-axis of a curve. Such a key has at least three values, which are
-    all positive numbers."""
+    """Returns those of the config keys `keys` that can be the logarithmic x-axis of a curve. Such a key has at least
+    three values, which are all positive numbers."""
 
     def number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

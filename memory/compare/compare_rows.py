@@ -49,15 +49,19 @@ class Row:
     Class attributes:
         how: prefixes of keys that determine how a program runs, not what it computes. Rows that differ only in these
             keys are ranked against each other.
-        policy_key: the key that charts draw as one line per value, "" for none.
+        policy_key: the key of the remat policy, which charts draw as one line per value; "" for none.
         policy_parts: keys whose values are shown as part of the policy's value.
 
     Fields:
         overrides: dotted key of the grid -> value. Includes `config` and `target` if they vary.
         status: "ok", or a one-line reason why the row has no figures.
-        peak_bytes, allocated_bytes, temp_bytes, host_bytes, to_host_bytes, to_device_bytes, breakdown: as in a report.
-        residual_bytes: residuals in `breakdown`; if no residual is live at the peak, the residuals at the highest
-            point of the timeline that has any.
+        peak_bytes: device memory at the peak.
+        allocated_bytes: device memory that the runtime allocates: arguments, outputs, constants, temporaries.
+        temp_bytes: temporary values in device memory.
+        host_bytes: bytes in host memory, which no other field includes.
+        to_host_bytes, to_device_bytes: bytes copied from device to host memory and back.
+        residual_bytes: residuals in `breakdown`; if no residual is live at the peak, the residuals at the highest point
+            of the timeline that has any.
         recompute_flops_fraction: FLOPs recomputed by jax.checkpoint / model FLOPs.
         kernel_recompute_flops: FLOPs recomputed inside the gradients of attention and loss kernels.
         model_flops, hardware_flops: FLOPs without and with all recomputation.
@@ -67,13 +71,14 @@ class Row:
             all its calls of the step (`memory.seconds.step_prediction`), and the ends of its interval.
         predicted_tokens_per_s, predicted_mfu: tokens/s over all devices, and model FLOPs utilization (fraction, 0 to
             1), at the predicted time.
-        predicted_by_term: term of `seconds.schedule_walk.TERMS` -> seconds; their sum is predicted_seconds.
+        predicted_by_term: part of the predicted time (a term of `seconds.schedule_walk.TERMS`) -> seconds; their sum is
+            predicted_seconds.
         rates: the source of the device rates behind the prediction, in one line.
         unpredicted: the reason why a row with figures has no predicted seconds, "" otherwise.
-        least_seconds: lower bound of the seconds per update, from the data sheet's peak rates
-            (`memory.cost.roofline`).
+        least_seconds: lower bound of the seconds per update, from the data sheet's peak rates (`memory.cost.roofline`).
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
+        breakdown: category of buffers -> bytes at the peak.
         limit_bytes: memory available on the device. fits: whether the allocated bytes are within the limit.
         xla_recomputes: whether XLA's own rematerialization pass recomputes values, because the program exceeds XLA's
             memory limit. Its FLOPs are in the predicted time, but not in `recompute_flops_fraction`.
@@ -125,13 +130,16 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """True if the program compiled. Otherwise the row has no memory, FLOPs or time."""
+        """True if the program compiled. A row of a failed program has no memory, FLOPs or time."""
         return self.status == "ok"
 
     @classmethod
     def from_answer(cls, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> Self:
-        """Returns the comparison row that a worker's answer describes. Keys of the answer that are not fields of Row
-        are ignored."""
+        """Returns the comparison row of one combination.
+
+        overrides: config key -> value of the combination. values: the worker's answer, the figures of the program by
+        name. Keys of the answer that are not fields of Row are ignored.
+        """
         known = {f.name for f in dataclasses.fields(cls)} - {"overrides", "pareto"}
         row = cls(dict(overrides), **{key: value for key, value in values.items() if key in known})
         return dataclasses.replace(row, **ranking.fields(values))
@@ -150,28 +158,26 @@ class Row:
     def command(self, source: str, target: str, given: str) -> str:
         """Returns the command line that reproduces this row.
 
-        source: the program, as in --program=MODULE:FUNCTION. target: the name of the target. given: the comparison's
-        flags that are the same for all rows.
+        source: the program, as in --program=MODULE:FUNCTION. target: the name of the target, "" to leave out --target.
+        given: the comparison's flags that are the same for all rows.
         """
         words = ["bytescope", "compare", f"--program={source}", *([f"--target={target}"] if target else [])]
         return " ".join(filter(None, (shlex.join(words), given, flags(self))))
 
     def value_text(self, key: str) -> str:
-        """Returns the text of the row's value for a config key of the grid, "" if the row does not have the key."""
+        """Returns the text of the row's value for a config key of the compared grid, "" if the row does not have the
+        key."""
         return as_text(self.overrides.get(key, ""))
 
     def names_a_policy(self) -> bool:
-        """Returns whether the row selects its remat policy by name alone, such as "full", without lists of tensors or
+        """Returns whether the row selects its remat policy by name alone, such as "full", and lists no tensors or
         layers. Among rows with equal time, recomputation and memory, a row with a named policy is preferred."""
         return True
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
     """Returns the config keys whose values differ between the rows. If no value differs, returns the key of the remat
-    policy.
-
-    Keys whose values are shown as part of the policy's value (`Row.policy_parts`) are left out.
-    """
+    policy. Keys whose values are shown as part of the policy's value (`Row.policy_parts`) are left out."""
     keys = list(dict.fromkeys(key for row in rows for key in row.overrides))
     if any(row.policy_key in keys for row in rows):
         keys = [key for key in keys if not any(key in row.policy_parts for row in rows)]
@@ -186,7 +192,8 @@ def unit_of(rows: Sequence[Row]) -> tuple[str, int]:
 
 
 def label(row: Row, keys: Sequence[str]) -> str:
-    """Returns a short description of a row by its values for these config keys, such as "full, seq_len=4096"."""
+    """Returns a short description of a row by its values for the config keys `keys`, such as "full, seq_len=4096"
+    (remat policy "full")."""
     parts = []
     for key in (key for key in keys if key in row.overrides):
         name = "" if key in (row.policy_key, CONFIG, TARGET) else f"{key.rpartition('.')[2]}="
@@ -195,10 +202,11 @@ def label(row: Row, keys: Sequence[str]) -> str:
 
 
 def mark_pareto(rows: Sequence[Row]) -> list[Row]:
-    """Returns copies of the rows with `pareto` set. A row is Pareto-optimal if it fits, and no other fitting row of
-    the same task is better in bytes or cost without being worse in the other.
+    """Returns copies of the rows with the field `pareto` set. A row is Pareto-optimal if it fits its memory limit, and
+    no other fitting row of the same task (the same computation) is better in bytes or cost without being worse in the
+    other.
 
-    `cost_of` chooses the cost. Rows that exceed their memory limit are never Pareto-optimal.
+    The cost is measured or predicted seconds per token, or recomputation if no time is known (`cost_of`).
     """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
@@ -225,11 +233,11 @@ def _pareto_optimal_ids(rows: Sequence[Row]) -> set[int]:
 
 def best(rows: Sequence[Row]) -> Row | None:
     """Returns the best row that fits its memory limit. Returns None if no row fits, or if the rows are of several
-    tasks.
+    tasks, that is, their programs do not compute the same.
 
     The best row is the fastest by measurement; without measurements, the fastest by prediction; without predictions,
-    the row that recomputes least. Among rows with nearly equal predictions (`ranking.TIE`), less recomputation and
-    then less memory decide.
+    the row that recomputes least. Among rows whose predictions differ by less than a small fraction (`ranking.TIE`),
+    less recomputation and then less memory decide.
     """
     if len({workload(row) for row in rows}) > 1:
         return None
@@ -241,8 +249,8 @@ def best(rows: Sequence[Row]) -> Row | None:
 
 
 def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
-    """Returns the fitting rows that are predicted to be as fast as `winner`, the best row. `winner` itself is left
-    out."""
+    """Returns the rows that fit, compute the same as `winner` and are predicted to be as fast, within a small fraction.
+    `winner`, the best row, is left out. Returns [] if the rows are not ranked by predicted time."""
     fitting = [
         row
         for row in rows
@@ -255,9 +263,9 @@ def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
 def why_slower(rows: Sequence[Row]) -> dict[str, str]:
     """Explains why rows that recompute no more than the best row are still predicted to be slower.
 
-    Returns a dict from the row's label to an explanation, which names the part of the predicted time that grew most.
-    Example: "0.31 s slower than full: waiting for collectives 0.142 s instead of 0.021 s". Rows that do not fit are
-    included.
+    Returns a dict from the row's label to an explanation. It names the part of the predicted time that exceeds the best
+    row's part most. Example: "0.31 s slower than full: waiting for collectives 0.142 s instead of 0.021 s". Rows that
+    do not fit are included. Returns {} if there is no best row or no prediction.
     """
     winner = best(rows)
     if winner is None or not winner.predicted_by_term or winner.predicted_seconds is None:
@@ -297,9 +305,9 @@ def beyond_xla_limit(rows: Sequence[Row]) -> str:
 
 
 def thrift(row: Row) -> tuple[float, int, bool]:
-    """Returns a sort key for rows with equal predicted time. Rows with less recomputation (in whole percent of the
-    model FLOPs) come first, then rows with less device and host memory in total, then rows with a named remat
-    policy."""
+    """Returns the key by which rows with equal predicted time are sorted. Rows with less recomputation (in whole
+    percent of the model FLOPs) come first, then rows with less device and host memory in total, then rows with a named
+    remat policy."""
     return (
         round(row.recompute_flops_fraction or 0.0, 2),
         (row.allocated_bytes or 0) + (row.host_bytes or 0),
@@ -316,8 +324,8 @@ def best_of_each(rows: Sequence[Row]) -> list[Row]:
 
 
 def flags(row: Row) -> str:
-    """Returns the command-line flags that select this row, quoted for a shell. The --target flag is left out, because
-    a run uses the devices that are present."""
+    """Returns the command-line flags that set this row's config keys, quoted for a shell. The --target flag is left
+    out, because a run uses the devices that are present."""
     return shlex.join(row.flag(key, value) for key, value in row.overrides.items() if key != TARGET)
 
 
@@ -329,7 +337,16 @@ def to_json(
     config: str = "",
     given: str = "",
 ) -> dict[str, Any]:
-    """Returns a comparison as JSON values. The module's docstring lists the keys."""
+    """Returns a comparison as JSON values. The module's docstring lists the keys.
+
+    Args:
+        rows: the rows of the comparison.
+        target: the target as JSON.
+        versions: package -> version.
+        interrupted: whether Ctrl-C stopped the comparison.
+        config: the name of the program or config.
+        given: the command-line flags that set keys outside the grid.
+    """
     rows = mark_pareto(rows)
     winner, tasks = best(rows), task_keys(rows)
     return {
@@ -360,10 +377,10 @@ def task_keys(rows: Sequence[Row]) -> list[str]:
 
 def cost_of(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float]]:
     """Returns (name, function) of the cost by which these rows are ranked. The function returns a row's cost, infinity
-    if unknown.
+    if unknown. The name is MEASURED, PREDICTED or RECOMPUTED.
 
-    The cost is measured seconds per token if any row was measured, otherwise predicted seconds per token. If no time
-    is known, the cost is recomputed FLOPs / model FLOPs.
+    The cost is measured seconds per token if any row was measured, otherwise predicted seconds per token. If no time is
+    known, the cost is recomputed FLOPs / model FLOPs.
     """
     if any(row.measured for row in rows):
         return MEASURED, lambda row: _per_token((row.measured or {}).get("tokens_per_s"))

@@ -50,8 +50,12 @@ def show(
 ) -> None:
     """Prints a comparison, to stdout by default.
 
-    rows: the rows of the comparison, as returned by `mark_pareto`. cached: number of rows that were read from the
-    cache. missing: number of combinations without a row, because the comparison was interrupted.
+    Args:
+        rows: the rows of the comparison, as returned by `mark_pareto`.
+        target: the target as JSON.
+        versions: package -> version used for compiling.
+        cached: number of rows that were read from the cache.
+        missing: number of combinations without a row, because the comparison was interrupted.
     """
     put(render(rows, target, versions, cached, missing), console)
 
@@ -59,8 +63,15 @@ def show(
 def render(
     rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], cached: int = 0, missing: int = 0
 ) -> RenderableType:
-    """Returns the printed form of a comparison: the table, failures, the best row and explanations. The arguments are
-    described at `show`."""
+    """Returns the printed form of a comparison: the table, failures, the best row and explanations.
+
+    Args:
+        rows: the rows of the comparison, as returned by `mark_pareto`.
+        target: the target as JSON.
+        versions: package -> version used for compiling.
+        cached: number of rows that were read from the cache.
+        missing: number of combinations without a row, because the comparison was interrupted.
+    """
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
     records = [record_of(row, keys) | {"is_best": any(row is winner for winner in winners)} for row in rows]
@@ -86,8 +97,12 @@ def heading(
     """Returns the lines above a table of programs. They show the number of programs, the target, the memory limit and
     the package versions.
 
-    counted: the number of programs, as text. limit: bytes on one device; None if there is no common limit. words: the
-    last line before the table, such as the unit of its figures.
+    Args:
+        counted: the number of programs, as text.
+        target: the target as JSON.
+        limit: memory limit in bytes on one device; None if there is no common limit.
+        versions: package -> version used for compiling.
+        words: the last line before the table, such as the unit of its figures.
     """
     name = one_line(str(target.get("name")))
     title = Text.assemble(counted, f" on {name}", f", limit {human(limit)}" if limit else "")
@@ -99,7 +114,7 @@ def heading(
 
 
 def sources_of_rates(words: str, rates: Iterable[str], more: str = "") -> list[RenderableType]:
-    """Returns one line for each distinct source of device rates, such as a calibration file.
+    """Returns one line for each distinct source of device rates in `rates`, such as a calibration file.
 
     words: the beginning of each line, which names the values that depend on the rates. more: the end of each line.
     """
@@ -143,8 +158,8 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
 
 
 def as_fast(others: Sequence[str]) -> str:
-    """Returns a line that names the alternatives that are predicted to be as fast as the chosen row. Returns "" if
-    there are none.
+    """Returns a line that names the alternatives that are predicted to be as fast as the chosen row, and why it was
+    chosen. Returns "" if there are none.
 
     others: the labels of the alternatives.
     """

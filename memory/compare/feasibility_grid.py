@@ -22,10 +22,13 @@ Values = tuple[str, ...]
 
 
 class Square(NamedTuple):
-    """A cell of the feasibility table.
+    """A cell of the table that shows which combinations fit in memory.
 
-    text: the allocated bytes in the unit of the table. kind: the CSS class. share: percentage of the memory limit.
-    title: the hover text.
+    Fields:
+        text: the allocated bytes in the unit of the table.
+        kind: the CSS class.
+        share: the bytes as a percentage of the memory limit, at most 100; without a limit, of the largest cell.
+        title: the hover text.
     """
 
     text: str
@@ -35,11 +38,14 @@ class Square(NamedTuple):
 
 
 class HeadLine(NamedTuple):
-    """A line of column headings, which shows the values of one config key above the columns of the feasibility table.
+    """A line of column headings in the table that shows which combinations fit in memory. The line shows the values of
+    one config key above the columns.
 
-    left: headings of the columns that name the table's lines: config keys in the last line of headings, "" in the
-    others. corner: the text of the cell between `left` and `spans`, such as "seq_len \\ policy". spans: (value of the
-    key, number of adjacent columns with this value).
+    Fields:
+        left: headings of the columns that name the table's lines: config keys in the last line of headings, "" in the
+            others.
+        corner: the text of the cell between `left` and `spans`, such as "seq_len \\ policy".
+        spans: (value of the key, number of adjacent columns with this value).
     """
 
     left: list[str]
@@ -48,10 +54,12 @@ class HeadLine(NamedTuple):
 
 
 class GridLine(NamedTuple):
-    """A line of the feasibility table, which shows one task.
+    """A line of the table that shows which combinations fit in memory. It shows one task, rows that compute the same.
 
-    names: the values that define the task. squares: one cell per combination; None if the combination was not compiled.
-    first: whether a new group of lines begins, because the first name differs from the line above.
+    Fields:
+        names: the values of the config keys that define the task.
+        squares: one cell per combination; None if the combination was not compiled.
+        first: whether a new group of lines begins, because the first name differs from the line above.
     """
 
     names: list[str]
@@ -62,8 +70,11 @@ class GridLine(NamedTuple):
 class Grid(NamedTuple):
     """A table that shows which combinations of config keys fit in memory.
 
-    unit: the unit of the cells' bytes. legend: (CSS class, meaning) pairs. heads: the column headings. lines: one per
-    task.
+    Fields:
+        unit: the unit of the cells' bytes.
+        legend: (CSS class, meaning) pairs.
+        heads: the lines of column headings.
+        lines: one per task, a group of rows that compute the same.
     """
 
     unit: str
@@ -114,8 +125,11 @@ def _distinct_values(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
 def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values], policy: str) -> list[HeadLine]:
     """Returns one line of column headings for each key in `across`. Adjacent columns with equal values share a heading.
 
-    down: the keys whose values are at the left of each table line. across: the keys whose values are above the columns.
-    columns: the values of `across` for each column. policy: the key of the remat policy; its heading is "policy".
+    Args:
+        down: the keys whose values are at the left of each table line.
+        across: the keys whose values are above the columns.
+        columns: the values of `across` for each column.
+        policy: the key of the remat policy; its heading is "policy".
     """
 
     def short(key: str) -> str:

@@ -21,7 +21,10 @@ from bytescope.memory.view.text_table import FigureTable, figure, label
 
 def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console | None = None) -> None:
     """Prints the memory and FLOPs of a report next to the values of published formulas, with notes that explain the
-    differences."""
+    differences.
+
+    formula: the published formulas, whose notes are printed. lines: the compared figures, one per printed line.
+    """
     table = FigureTable(label(), figure("compiler"), figure("formula"), figure("gap"), figure())
     for line in lines:
         write = human if line.kind == "bytes" else "{:.3e}".format
@@ -41,8 +44,8 @@ def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console
 def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
     """Prints a table that compares compiled programs with published formulas for transformers.
 
-    A line for each row of `rows` that was compiled shows residual bytes and peak bytes on one device and HFU/MFU
-    (hardware FLOPs / model FLOPs), each as the compiler's value next to the formula's value. Notes below the table
+    There is one line for each row that was compiled. It shows residual bytes and peak bytes on one device, and HFU/MFU
+    (hardware FLOPs / model FLOPs). Each is the compiler's value next to the formula's value. Notes below the table
     explain the differences.
     """
     keys, done = varying(rows), [row for row in rows if row.ok]

@@ -26,7 +26,8 @@ def split_values(text: str) -> list[str]:
 
 
 def parse_grid(text: str) -> tuple[str, list[str]]:
-    """Parses `KEY=V1,V2`. Returns (key, values). Raises ReportError if the text does not have this form."""
+    """Parses `KEY=V1,V2`, a config key with the values to compare. Returns (key, values). Raises ReportError if the
+    text does not have this form."""
     key, equals, values = text.partition("=")
     key = key.strip().removeprefix("--").removeprefix("config.")
     split = split_values(values)
@@ -38,7 +39,7 @@ def parse_grid(text: str) -> tuple[str, list[str]]:
 
 
 def expand(grids: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
-    """Returns every combination of the values, one dict from key to value per combination.
+    """Returns every combination of the values of a grid, one dict from key to value per combination.
 
     grids: (key, values) pairs. If a key occurs in several pairs, the values of all these pairs are used.
     """

@@ -13,12 +13,13 @@ from bytescope.memory.seconds import rates
 
 
 class Jobs:
-    """Creates the compile jobs of one comparison.
+    """Creates the compile jobs of one comparison. A worker process compiles the program of a job.
 
     A job's name is the cache key of its row, so two jobs with the same name compile the same program. Package versions
     and the digest of the source files are determined once, when this object is created.
 
     Args:
+        factory: makes the programs.
         versions: package -> version used for compiling (default: the installed versions).
     """
 
@@ -43,8 +44,10 @@ class Jobs:
 
         Args:
             overrides: config keys and values that define the program.
+            target: the name of the target.
             label: the text shown while the worker compiles.
-            method: name of a factory method that the worker calls instead of compiling. Its result is the answer.
+            method: name of a method of the program factory that the worker calls instead of compiling. Its result is
+                the worker's answer.
             measure: whether the worker also runs the step. The answer is then cached for this machine only.
 
         Raises the factory's errors for an unknown key or a wrong value.
@@ -71,8 +74,11 @@ class Jobs:
 
     def _digest_open_choices(self, resolved: Mapping[str, Any]) -> str:
         """Returns a digest of the source files and device rates that choose settings which the config leaves open, such
-        as the tensors saved by `remat.policy=auto`. A change of the digest makes cached results invalid. Returns "" if
-        the config sets everything."""
+        as the tensors saved by `remat.policy=auto`. It is part of the cache key, so a change makes cached results
+        invalid. Returns "" if the config sets everything.
+
+        resolved: every config key with its value.
+        """
         files = self.factory.choosing_sources(resolved)
         if not files:
             return ""

@@ -15,11 +15,13 @@ _WARM_UP, _MIN_UPDATES, _MAX_UPDATES, _SECONDS = 2, 5, 50, 4.0
 
 
 def time_updates(update: Callable[[], float], devices: Iterable[Any], tokens: int | None) -> dict[str, float | None]:
-    """Measures optimizer updates on devices. Returns the median seconds of one update, tokens/s over all devices, and
-    the peak bytes of a device.
+    """Runs and times optimizer updates. Returns {"step_seconds": the median seconds of one update, "tokens_per_s": over
+    all devices, "peak_bytes": the maximum over the devices}.
 
-    update: runs one update to its end and returns its seconds. tokens: tokens per update, over all devices; if None,
-    tokens/s is None. The peak is None if the backend does not report it.
+    Args:
+        update: runs one update to its end and returns its seconds.
+        devices: the devices that the updates use. The peak is None if their backend does not report it.
+        tokens: tokens per update, over all devices; if None, tokens/s is None.
     """
     times: list[float] = []
     for number in range(_WARM_UP + _MAX_UPDATES):
@@ -39,12 +41,13 @@ def time_updates(update: Callable[[], float], devices: Iterable[Any], tokens: in
 
 
 def measure_program(compilation: Compilation, tokens: int | None) -> dict[str, float | None]:
-    """Measures the step of a user's program, called with zeros as arguments. Returns the dict described at
-    `Row.measured`.
+    """Runs and times the step of a user's program, called with zeros as arguments. Returns {"step_seconds",
+    "tokens_per_s", "peak_bytes"}, as `time_updates` does.
 
     Donated arguments are created again before each call; this time is not counted.
 
-    tokens: tokens per update, None if unknown. Raises ReportError for a program without an executable.
+    compilation: the compiled step. tokens: tokens per update, None if unknown. Raises ReportError for a program without
+    an executable.
     """
     import jax
     import jax.numpy as jnp

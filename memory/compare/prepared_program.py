@@ -26,8 +26,11 @@ class PreparedProgram:
         compile: compiles the program. Returns the compilation, and the target whose memory limit applies (None if no
             limit applies).
         name: the name of the program in error messages.
-        config, roles, names: as in `memory.analyze`.
-        facts: facts about the model, which the report's formulas and findings use; None if unknown.
+        config: a mapping that is stored in the report unchanged.
+        facts: the trainer's description of the step, which the report's formulas and findings use; None if unknown.
+        roles: (regular expression, role) pairs. An argument whose pytree path matches gets the role, such as
+            "optimizer".
+        names: the checkpoint names of the program.
         loop: memory that the training loop holds on a device in addition to the program's arguments.
         calls_per_update: calls of the step per optimizer update.
         tokens_per_update: tokens per optimizer update, over all devices; None if unknown.
@@ -36,8 +39,8 @@ class PreparedProgram:
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
         choices: settings that the program chose for its devices, with reasons, one setting per line.
-        measure: runs the compiled program on this machine's devices and returns the dict described at `Row.measured`.
-            None if the program cannot be run.
+        measure: runs the compiled program on this machine's devices. Returns {"step_seconds": median seconds of one
+            update, "tokens_per_s", "peak_bytes"}. None if the program cannot be run.
     """
 
     compile: Callable[[], tuple[Compilation, Target | None]]
@@ -98,7 +101,7 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
 
 
 def prepare_dump(path: Any, target: Target) -> PreparedProgram:
-    """Prepares a program that was read from an XLA dump, and so is already compiled, for a report.
+    """Prepares a program that XLA has already compiled and dumped to a file, so that a report can be made of it.
 
     path: the dump file, or the folder of a dump. target: the devices whose memory limit applies.
     """

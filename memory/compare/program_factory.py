@@ -38,14 +38,14 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 class ProgramFactory:
-    """Makes a program from config keys and their values. The commands that compare programs use a factory for each
-    kind of program.
+    """Makes a program from config keys and their values. The commands that compare programs use a factory for each kind
+    of program, such as the trainer's configs or a user's function.
 
     Attributes:
         reference: `module:function` or `file.py:function`, by which a worker process finds the factory.
         row: the class of the comparison rows for this factory's programs.
-        memory_fraction: the fraction of a GPU's memory that these programs give to jax's pool if neither the target nor
-            the user's environment sets it.
+        memory_fraction: the fraction of a GPU's memory that jax reserves as its pool for these programs, if neither the
+            target nor the user's environment sets it.
     """
 
     reference: str
@@ -60,8 +60,8 @@ class ProgramFactory:
         raise NotImplementedError
 
     def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns the config keys and values of one combination of a grid. A subclass may replace a short key by
-        several config keys.
+        """Returns the config keys and values of one combination of a grid. By default they are returned unchanged; a
+        subclass may replace a short key by several config keys.
 
         chosen: the values of the grid. fixed: keys and values that are the same in all combinations.
         """
@@ -79,8 +79,8 @@ class ProgramFactory:
         target."""
 
     def sources(self) -> Sequence[Path]:
-        """Returns the source files that decide what a program computes. If one of them changes, cached results are no
-        longer used."""
+        """Returns the source files whose code decides what a program computes. If one of them changes, cached results
+        are no longer used."""
         raise NotImplementedError
 
     def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
@@ -96,8 +96,8 @@ class ProgramFactory:
         """Returns the memory and FLOPs that published formulas give for a program, as JSON values. Returns None if no
         formula applies.
 
-        resolved: every config key with its value, as returned by `resolve`. answer: the worker's answer, with the
-        program's measured sizes.
+        resolved: every config key with its value, as returned by `resolve`. answer: the worker's answer, with the sizes
+        that the compiler gave for the program.
         """
         return None
 
@@ -117,13 +117,14 @@ class FunctionFactory(ProgramFactory):
         self.row = type("FunctionRow", (Row,), {"how": tuple(how)})
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
-        """Calls the user's function with these overrides. Returns its program for a target, ready to be compiled."""
+        """Calls the user's function with `overrides` (config key -> value) as keyword arguments. Returns the program
+        that it returns, ready to be compiled for the target."""
         resolved = self.resolve(overrides)
         return prepare(self._function.make({key: resolved[key] for key in overrides}, target), target)
 
     def resolve(self, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the defaults of the function's parameters, updated with the overrides. An override that is text is
-        converted to the type of the parameter's default.
+        """Returns every config key with its value: the defaults of the function's parameters, updated with the
+        overrides. An override that is text is converted to the type of the parameter's default.
 
         Raises ReportError for an unknown key or a value of the wrong type.
         """
@@ -152,7 +153,8 @@ class FunctionFactory(ProgramFactory):
 
 
 def load_factory(reference: str) -> ProgramFactory:
-    """Imports the ProgramFactory or function that `module:function` or `file.py:function` names. Returns a factory.
+    """Imports what `reference` names, written as `module:function` or `file.py:function`: a user's function or a
+    ProgramFactory. Returns the factory, or a factory that calls the function.
 
     Raises ReportError, a one-line message, if the module or function does not exist or fails.
     """

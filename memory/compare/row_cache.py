@@ -30,17 +30,18 @@ _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 
 def folder(env: Mapping[str, str] | None = None) -> Path:
-    """Returns the folder in which finished comparison rows are cached.
+    """Returns the folder in which finished comparison rows are cached: `bytescope/compare` in $XDG_CACHE_HOME, or in
+    ~/.cache. A row is the compiled result of one config for one target.
 
-    env: the environment variables that name the folder (default: the variables of this process).
+    env: the environment variables (default: the variables of this process).
     """
     env = os.environ if env is None else env
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "compare"
 
 
 def making_rows() -> tuple[ModuleType, ...]:
-    """Returns the modules that compile, read and analyze a program to compute a comparison row. A package in the
-    result means all its modules.
+    """Returns the modules that compile, read and analyze a program to compute a comparison row. A change in their
+    source makes cached rows invalid. A package in the result means all its modules.
 
     Modules that show rows or predict times are not included, because they work on finished rows.
     """
@@ -57,7 +58,7 @@ def making_rows() -> tuple[ModuleType, ...]:
 
 
 def source_files(modules: Iterable[ModuleType]) -> list[Path]:
-    """Returns the .py files of modules; for a package, the files of all its modules."""
+    """Returns the paths of the .py files of modules, sorted; for a package, the files of all its modules."""
     files: list[Path] = []
     for module in modules:
         if hasattr(module, "__path__"):
@@ -87,10 +88,17 @@ def key(
 ) -> str:
     """Returns the file name of a cached comparison row: a hex digest of everything that decides the row's content.
 
-    config: every config key with its value. versions: package -> version. sources: the digest of the source files.
-    measure: whether the program is run. env: the environment variables. factory: the reference of the program factory.
-    choice: a digest of the sources that choose settings left open by the config, or "". The name of this machine is
-    included if the row is measured or compiled for this machine's devices.
+    Args:
+        config: every config key with its value.
+        target: the target's name, such as "h100:8".
+        versions: package -> version.
+        sources: the digest of the source files.
+        measure: whether the program is run. The name of this machine is then included. It is also included if the
+            target is `local` or a CPU.
+        env: the environment variables (default: the variables of this process). Only those that affect a row are
+            included.
+        factory: where to import the function that makes the program, such as "module:function".
+        choice: a digest of the sources that choose settings left open by the config, or "".
     """
     env = os.environ if env is None else env
     settings = {name: value for name, value in env.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
@@ -101,9 +109,10 @@ def key(
 
 
 def read(place: Path, name: str) -> dict[str, Any] | None:
-    """Returns a worker's answer from the cache. Returns None if the file is missing or damaged, or if the job failed.
+    """Returns the answer of a worker process, which contains the fields of a comparison row, from the cache. Returns
+    None if the file is missing or damaged, or if the job failed.
 
-    place: the folder of the cache. name: the result of `key`.
+    place: the folder of the cache. name: the file name that `key` returns.
     """
     try:
         digest, _, text = (place / f"{name}.json").read_text(encoding="utf-8").partition("\n")
@@ -120,9 +129,10 @@ def _digest(text: str) -> str:
 
 
 def write(place: Path, name: str, answer: Mapping[str, Any]) -> None:
-    """Stores a worker's answer in the cache. Does nothing if the folder cannot be written.
+    """Stores the answer of a worker process, which contains the fields of a comparison row, in the cache. Does nothing
+    if the folder cannot be written.
 
-    place: the folder of the cache. name: the result of `key`.
+    place: the folder of the cache. name: the file name that `key` returns.
     """
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Runs a worker process. It reads jobs from stdin and writes an answer for each job, until stdin is closed. The
-    answer to a failed job has the error as its status."""
+    """Runs a worker process. It reads jobs from stdin, one line of JSON each, and writes one line of JSON to stdout as
+    the answer, until stdin is closed. If a job fails, the answer contains the error's description under "status"."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from bytescope.memory.devices.platform import choose_platform
@@ -54,8 +54,9 @@ def main() -> None:
 def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
     """Compiles the program of one job. Returns the fields of its comparison row.
 
-    job: the JSON of `worker_pool.Job.message`. If the job names a `method` of the factory, this method is called
-    instead of compiling, and its result is returned. Raises the factory's errors.
+    factory: the function that makes the program from config overrides and a target. job: field -> value of a
+    `worker_pool.Job`. If the job names a `method` of the factory, this method is called instead of compiling, and its
+    result is returned. Raises the factory's errors.
     """
     from bytescope.memory.analysis import report_of
     from bytescope.memory.devices import targets
@@ -108,8 +109,8 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
 
 def residual_bytes(report: ReportRecord) -> int:
     """Returns the bytes of residuals on one device at the highest point of the memory timeline where a residual is
-    live. This point may differ from the peak, because residuals are already freed at a peak in the optimizer
-    update."""
+    live. Residuals are activations that the forward pass keeps for the backward pass. This point may differ from the
+    peak, because residuals are already freed at a peak in the optimizer update."""
     steps: Counter[int] = Counter()
     for buffer in report.buffers:
         if buffer.category == "residuals" and buffer.memory == "device":
@@ -120,10 +121,11 @@ def residual_bytes(report: ReportRecord) -> int:
 
 
 def count_flops(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, float | None]:
-    """Returns the FLOPs of one call of the step over all devices, as fields of a comparison row. Returns {} if the
-    program has no jaxpr.
+    """Returns the FLOPs of one call of the step over all devices, as the fields of a comparison row: `model_flops`
+    (without recomputation), `hardware_flops` (with it), `kernel_recompute_flops` and `recompute_flops_fraction`
+    (recomputed / model FLOPs). Returns {} if the program has no jaxpr.
 
-    model_flops: a function from the counted FLOPs to the model FLOPs.
+    model_flops: a function from the FLOPs counted in the jaxpr without recomputation to the model FLOPs.
     """
     from bytescope.memory.cost.flops import count
 
@@ -140,8 +142,8 @@ def count_flops(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, 
 
 
 def describe_error(error: BaseException, max_length: int = 300) -> str:
-    """Returns a one-line description of an error, with up to `max_length` characters. The description of a user error
-    is its message. For other errors, the error's type precedes the message."""
+    """Returns a one-line description of an error, with up to `max_length` characters. For an error that the user can
+    fix, this is its message. For other errors, the error's type precedes the message."""
     text = message_of(error) or type(error).__name__
     return one_line(text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}", max_length)
 

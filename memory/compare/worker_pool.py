@@ -38,17 +38,17 @@ class Job:
     """A program that a worker process compiles.
 
     Fields:
-        factory: the reference of the program factory, such as `module:function`.
+        factory: where to import the function that makes the program, such as `module:function`.
         overrides: config key -> value, passed to the factory.
-        target: the target's name on the command line.
+        target: name of the devices to compile for, such as "h100:8".
         name: the name of the job's file in the cache.
         label: the text shown while the job compiles.
-        resolved: every config key with its value.
-        chosen: the keys and values of the comparison's grid for this job, {} outside comparisons.
+        resolved: every config key with its value, including the defaults.
+        chosen: config key -> this job's value, for the keys that a comparison varies; {} outside comparisons.
         method: name of a factory method that the worker calls with the overrides and the target instead of compiling;
             its result is JSON values. "" compiles.
-        rates: the file of --rates, which the worker uses to choose settings that the config leaves open; None for the
-            built-in table.
+        rates: path of a file with measured compute and transfer rates, which the worker uses to choose settings that
+            the config leaves open; None for the built-in table.
         cpu_devices: number of CPU devices that the worker simulates for the mesh of a user's function. 0 means the
             number in the pool's environment.
     """
@@ -65,8 +65,8 @@ class Job:
     cpu_devices: int = 0
 
     def message(self, measure: bool) -> str:
-        """Returns the line of JSON that is sent to a worker for this job. measure: whether the worker also runs the
-        step."""
+        """Returns the line of JSON that is sent to a worker process for this job. measure: whether the worker also runs
+        the step."""
         return (
             json.dumps(
                 {
@@ -106,8 +106,8 @@ class Worker:
         )
 
     def ask(self, message: str) -> dict[str, Any]:
-        """Sends a job's message to the process and returns its answer. If the process ends before it answers, returns
-        `{"status": reason, "dead": True}`."""
+        """Sends a job's message to the process and returns its answer, which contains the fields of a comparison row.
+        If the process ends before it answers, returns `{"status": reason, "dead": True}`."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None  # both are pipes
         try:
@@ -121,12 +121,11 @@ class Worker:
         return {"status": self._describe_end(), "dead": True}
 
     def kill(self) -> None:
-        """Kills the worker process without waiting until it has ended."""
         with contextlib.suppress(OSError):
             self._process.kill()
 
     def close(self) -> None:
-        """Kills the process, waits for it, and closes its streams."""
+        """Kills the worker process, waits for it, and closes its streams."""
         self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
@@ -246,13 +245,14 @@ def run(
     cache: Path | None = None,
     progress: Progress = lambda labels, done: None,
 ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Runs jobs in a new pool of workers, which ends with the last job. Returns (answers by `Job.name`, whether Ctrl-C
+    """Runs jobs in a new pool of workers, which ends with the last job. Returns (`Job.name` -> answer, whether Ctrl-C
     interrupted the run).
 
     Args:
         workers: maximum number of worker processes. env: their environment variables.
         measure: whether each step is also run.
-        cache, progress: as in `ask`.
+        cache: the folder of cached answers; None disables reading and writing.
+        progress: called with the labels of the running jobs and the number of finished jobs.
     """
     with Pool(max(min(workers, len(jobs)), 1), env=env, measure=measure) as pool:
         return ask(pool, jobs, cache=cache, progress=progress)
@@ -261,7 +261,7 @@ def run(
 def ask(
     pool: Pool, jobs: Sequence[Job], *, cache: Path | None = None, progress: Progress = lambda labels, done: None
 ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Runs jobs in a pool of workers. Returns (answers by `Job.name`, whether Ctrl-C interrupted the run).
+    """Runs jobs in a pool of workers. Returns (`Job.name` -> answer, whether Ctrl-C interrupted the run).
 
     Args:
         jobs: jobs with distinct names.
@@ -300,8 +300,9 @@ def _next(pool: Pool) -> tuple[Job, dict[str, Any] | None]:
 
 
 def worker_count(jobs: int, asked: int | None = None) -> int:
-    """Returns the number of workers for `jobs` jobs. This is `asked` if given, otherwise one per CPU core of this
-    process, limited by CEILING and by the free host memory."""
+    """Returns the number of worker processes for `jobs` jobs: `asked` if given, otherwise one per CPU core of this
+    process, but at most one per job. Without `asked`, it is limited so that all workers together need no more than 20
+    GiB and no more than the free host memory."""
     if asked:
         return max(1, min(asked, jobs))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -309,7 +310,7 @@ def worker_count(jobs: int, asked: int | None = None) -> int:
 
 
 def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment variables for workers that compile for these targets.
+    """Returns the environment variables for worker processes that compile for the targets with these names.
 
     They set the number of simulated CPU devices, and hide this machine's accelerator unless a target is `local`.
     Compiling for other devices needs no accelerator, and several workers would compete for its memory.

@@ -37,9 +37,9 @@ def find(attribution: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) 
     """Returns every collective that the step runs over more than one device, in the order of the schedule.
 
     Args:
+        attribution: the compiled program, with its schedule and the phase and component of each value.
         mesh: names and sizes of the mesh axes, which are needed to name the axes that a collective spans.
-        per_host: number of devices of a host, which is needed to count the hosts that a collective spans; 0 if
-            unknown.
+        per_host: number of devices of a host, which is needed to count the hosts that a collective spans; 0 if unknown.
     """
     counts = runs(attribution.module)
     collectives: list[Collective] = []
@@ -106,6 +106,9 @@ def arrays_of(module: Module, instruction: Instruction) -> list[HloShape]:
 def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]:
     """Returns (bytes that a device sends per byte of payload, number of devices in a group). The first value is 0.0 if
     the collective sends nothing.
+
+    kind: the collective, such as "all-gather". groups: the device numbers of each group. devices: number of devices of
+    the program.
     """
     if kind == "collective-permute":
         moving = [pair for pair in groups if len(pair) == 2 and pair[0] != pair[1]]
@@ -132,7 +135,8 @@ def rows(collectives: Iterable[Collective], expected: Iterable[Expected] = ()) -
     """Sums the collectives of each kind over the same mesh axes, in bytes per step and device, and compares the sums
     with published formulas. The rows are sorted by sent bytes, largest first.
 
-    If the program has no collective for a formula, the formula gets a row with 0 sent bytes.
+    expected: the bytes that the formulas give. If the program has no collective for one of them, the formula gets a row
+    with 0 sent bytes.
     """
     by_key: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for item in collectives:

@@ -42,8 +42,8 @@ class FlopCount:
             include them.
         notes: a sentence for each operation that could not be counted exactly.
         by: (phase, dtype) -> FLOPs. They add up to `total`, and are ignored by ==. Phases are forward, recompute,
-            backward and optimizer. Dtypes are keys of `Target.peak_flops`. A float32 product whose operands may be
-            rounded is "tf32", otherwise "fp32" (see `_PRECISIONS`).
+            backward and optimizer. Dtypes are those of compute units: fp32, tf32, bf16, fp16, fp8. A float32 product is
+            "tf32" if its operands may be rounded, otherwise "fp32".
         replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`. XLA cannot partition these kernels, so
             each device computes all of these FLOPs. They are also in `by`, and are ignored by ==.
     """

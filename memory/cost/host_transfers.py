@@ -19,8 +19,8 @@ TO_DEVICE, TO_HOST = "to device", "to host"
 
 
 def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
-    """Returns the bytes that one device copies between its own and the host's memory in one call of the step: one row
-    per phase and direction, most bytes first.
+    """Returns the bytes that one device copies to and from host memory in one call of the step. There is one row for
+    each phase and direction, most bytes first.
 
     `bytes_per_s`: rate of the host link in each direction, from which the seconds of a row are computed. If it is 0
     (unknown), the seconds are 0.
@@ -64,10 +64,9 @@ CROSSING = {"copy": 0, "slice": 0, "dynamic-slice": 0, "dynamic-update-slice": 1
 
 
 def moved(module: Module, instruction: Instruction) -> Iterator[tuple[str, int, int]]:
-    """Yields ("to device" or "to host", bytes of one execution, bytes of the whole array) if an instruction copies data
-    between device and host memory; otherwise yields nothing. The bytes of one execution are fewer than those of the
-    whole array if the instruction copies only a slice.
-    """
+    """Yields ("to device" or "to host", bytes of one execution, bytes of the whole array) if an HLO instruction copies
+    data between device and host memory; otherwise yields nothing. The bytes of one execution are fewer than those of
+    the whole array if the instruction copies only a slice."""
     target = module.shape(instruction)
     if instruction.opcode == "copy-start":
         source, target = target.leaf((1,)), target.leaf((0,))

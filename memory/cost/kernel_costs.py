@@ -35,9 +35,9 @@ Sums = dict[str, list[int]]
 
 
 def find(attribution: Attribution) -> dict[str, dict[str, int]]:
-    """Returns the bytes that all kernels of one device read and write in device memory in one call of the step: phase
-    -> {"product_bytes": bytes of kernels with a matrix product, "other_bytes": bytes of the other kernels}.
-    """
+    """Returns the bytes of device memory that the kernels of one device read and write in one call of the step, as
+    phase -> {"product_bytes": bytes of kernels with a matrix product, "other_bytes": bytes of the other kernels}.
+    `attribution`: the compiled program with the phase of each value."""
     walk = _KernelBytes(attribution)
     sums = walk.sum_computation(attribution.module.entry, "")
     return {phase: dict(zip(("product_bytes", "other_bytes"), both)) for phase, both in sums.items()}
@@ -56,8 +56,8 @@ class _KernelBytes:
         """Returns the bytes that the kernels move in one run of a computation: phase -> [bytes of kernels with a matrix
         product, bytes of other kernels].
 
-        `around`: the phase of the instruction that calls the computation. Operations without a name count to this
-        phase.
+        `id`: id of the HLO computation. `around`: the phase of the instruction that calls it. Operations without an
+        op_name count to this phase.
         """
         if (id, around) not in self.known:
             sums: Sums = {}
@@ -89,7 +89,7 @@ def phase_of(attribution: Attribution, instruction: Instruction, around: str) ->
     """Returns the phase of the step that an operation belongs to, such as "forward".
 
     `around`: the phase of the instruction that calls the operation's computation, "" in the entry computation. It is
-    returned for an operation without a name, such as a copy that the compiler added.
+    returned for an operation without an op_name, such as a copy that the compiler added.
     """
     scope = attribution.scope(instruction)
     if "optimizer" in scope.path:
@@ -182,9 +182,8 @@ def _elements(module: Module, instruction: Instruction | None) -> int:
 
 
 def _fusion_bytes(module: Module, fusion: Instruction, operands: Iterable[Instruction]) -> int:
-    """Returns the bytes that a fused kernel reads and writes. If the operations inside read only a slice of an operand,
-    only the slice counts.
-    """
+    """Returns the bytes that a fused kernel reads and writes. `operands`: the instructions whose results the kernel
+    reads. If the operations inside read only a slice of an operand, only the slice counts."""
     inside = module.computations[fusion.called[0]]
     users: dict[int, list[Instruction]] = {}
     for id in inside.instructions:

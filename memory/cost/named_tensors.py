@@ -23,11 +23,13 @@ class NamedTensor:
     Fields:
         name: the argument of `checkpoint_name`.
         shape, dtype: shape and dtype of the global tensor.
+        itemsize: bytes per element in this dtype.
         copies: number of tensors with this name, such as one per layer. It is the product of the lengths of the scans
             around the tensor.
-        flops: matrix-product FLOPs of recomputing one copy if all tensors named before it are saved.
+        flops: matrix-product FLOPs of recomputing one copy if the tensors that the program names earlier are saved.
         read_as: a smaller dtype to which all readers convert the tensor before they use it, so that saving the tensor
             itself wastes memory; "" if there is none.
+        read_itemsize: bytes per element of the dtype `read_as`; 0 if there is none.
         autodiff: whether differentiation without a remat policy keeps the tensor for the backward pass.
     """
 
@@ -43,26 +45,24 @@ class NamedTensor:
 
     @property
     def bytes_each(self) -> int:
-        """Bytes of one copy of the tensor, over all devices."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def bytes(self) -> int:
-        """Bytes of all copies of the tensor, over all devices."""
         return self.bytes_each * self.copies
 
     @property
     def excess(self) -> int:
-        """Bytes that would be saved over all copies if they were stored in the dtype `read_as`."""
+        """Bytes by which all copies would be smaller in the dtype `read_as`, over all devices; 0 without `read_as`."""
         return self.bytes - math.prod(self.shape) * self.read_itemsize * self.copies if self.read_as else 0
 
 
 def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
-    """Returns the tensors that a ClosedJaxpr names with `checkpoint_name`, in the order of the equations. Tensors of
-    unrolled layers with equal name and shape are one record with several copies.
+    """Returns the tensors that a ClosedJaxpr names with `checkpoint_name`, in the order of the equations. If unrolled
+    layers have tensors with equal name and shape, one record describes all of these tensors.
 
-    `jaxpr`: the jaxpr of the gradient without a remat policy. The gradient is needed because some names appear only
-    where a custom gradient stores its residuals.
+    `jaxpr`: the jaxpr of the gradient without a remat policy. Some names appear only in the gradient, where a custom
+    gradient rule stores its residuals.
     """
     alike: dict[tuple[Any, ...], list[NamedTensor]] = {}
     for tensor in _find_named(jaxpr.jaxpr, 1):
@@ -152,9 +152,8 @@ def _forms_and_readers(variable: Any, readers: dict[Any, list[Any]]) -> tuple[fr
 
 
 def _narrow_dtype(own: Any, readers: Iterable[Any]) -> Any:
-    """Returns the largest of the dtypes to which the readers convert a value of dtype `own`; None if one of them reads
-    the value unconverted.
-    """
+    """Returns the largest of the dtypes to which the readers convert a value of dtype `own`; None if one reader uses
+    the value unconverted. `readers`: the equations that read the value."""
     dtypes = [
         equation.params["new_dtype"] if equation.primitive.name == "convert_element_type" else own
         for equation in readers

@@ -60,6 +60,8 @@ class Overlap(NamedTuple):
 def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
     """Returns the computation that one device runs between the start and the done instruction of an asynchronous
     collective.
+
+    attribution: the compiled program with its schedule. start: the start instruction.
     """
     module = attribution.module
     settings = backend_config(module, start).get("collective_backend_config")

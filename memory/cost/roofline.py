@@ -58,8 +58,8 @@ class Figures:
         peak_flops: dtype -> peak FLOP/s of matrix products.
         hbm_bytes_per_s: bandwidth of the device memory in bytes per second.
         host_link_bytes_per_s: bandwidth of the host link in each direction, in bytes per second.
-        interconnect_bytes_per_s: kind of link to other devices (one of `LINKS`) -> bytes per second.
-        source: where the rates come from: DATA_SHEET, MEASURED, or a sentence.
+        interconnect_bytes_per_s: link to other devices ("in_host" or "between_hosts") -> bytes per second.
+        source: where the rates come from: "data-sheet rates", "rates measured here", or a sentence.
 
     Raises ReportError if a rate is not a positive number, or if `peak_flops` is empty.
     """
@@ -85,7 +85,7 @@ class Figures:
             )
 
     def flops_per_s(self, dtype: str) -> float:
-        """Returns the FLOP/s of matrix products in a dtype (one of `UNITS`).
+        """Returns the FLOP/s of matrix products in a dtype ("fp8", "bf16", "fp16", "tf32" or "fp32").
 
         If the device has no compute unit for the dtype, the rate of the next larger dtype is returned. If there is no
         larger one, the rate is derived from the largest smaller dtype, which needs several passes per product.
@@ -103,11 +103,12 @@ class Prediction:
 
     Fields:
         total: seconds of the call.
-        by_phase: phase (`records.STEP_PHASES`) -> seconds, which add up to `total`.
-        by_term: term (`TERMS`) -> seconds, which add up to `total`. The term "host_link" is the time by which host
-            transfers are longer than the computation that overlaps them.
-        bound_by: the term with the most seconds.
-        source: the source of the rates.
+        by_phase: phase of the step, such as "backward" -> seconds, which add up to `total`.
+        by_term: what takes the time ("products", "memory", "collectives" or "host_link") -> seconds, which add up to
+            `total`. The seconds of "host_link" are only the time by which host transfers outlast the computation beside
+            them.
+        bound_by: the key of `by_term` with the most seconds.
+        source: the source of the rates, such as "data-sheet rates".
     """
 
     total: float
@@ -158,7 +159,8 @@ def at_best(report: ReportRecord) -> AtBest | None:
 def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Prediction:
     """Returns the minimum seconds of one call of a step, by the roofline model.
 
-    `work`: phase -> FLOPs and bytes of the step, in the form that the module's docstring describes.
+    `work`: phase -> {"flops": dtype -> FLOPs, "product_bytes": bytes, ...}, of one device. The module's docstring lists
+    all keys. `figures`: the rates of the device.
     """
     by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
     for window in _WINDOWS:
@@ -203,12 +205,13 @@ def mfu(model_flops: float, work: Mapping[str, Mapping[str, Any]], figures: Figu
     """Returns the MFU: the fraction of the device's peak rate that the model's own FLOPs use (Chowdhery et al. 2022,
     arXiv 2204.02311).
 
-    The peak rate is that of the dtypes in which the step multiplies. With the roofline's minimum seconds as `taken`,
-    the result is the maximum MFU.
+    The peak rate is the rate of the dtypes in which the step multiplies. If `taken` is the roofline's minimum time, the
+    result is the maximum MFU.
 
     Args:
         model_flops: FLOPs of one device and one call, without recomputation.
-        work: phase -> FLOPs and bytes of one device and one call, in the form that the module's docstring describes.
+        work: phase -> {"flops": dtype -> FLOPs, ...} of one device and one call. The module's docstring lists all keys.
+        figures: the rates of the device.
         taken: seconds of the call.
     """
     counts = [item for part in work.values() for item in part.get("flops", {}).items()]
@@ -223,7 +226,7 @@ def figures(target: Any) -> Figures | None:
     The rates of a CPU are measured once per process. The simulated devices of a CPU share them, and their collectives
     and transfers are copies in memory.
 
-    `target`: a `memory.devices.targets.Target` or its JSON.
+    `target`: the devices to compile for, as a `memory.devices.targets.Target` or its JSON.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     if known.get("platform") == "cpu":

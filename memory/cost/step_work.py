@@ -27,7 +27,8 @@ def by_phase(
     mesh: Axes,
     per_host: int,
 ) -> dict[str, dict[str, Any]]:
-    """Returns phase -> FLOPs and bytes of one device and one call, with the keys that `memory.cost.roofline` reads.
+    """Returns phase -> FLOPs and bytes of one device and one call, under keys such as "flops", "product_bytes" and
+    "collective_bytes". The docstring of `memory.cost.roofline` lists them.
 
     Args:
         collectives, transfers: the collectives and the host transfers of the program.
@@ -72,8 +73,8 @@ def _min_sent_bytes(item: Collective, hosts: int) -> float:
     """Returns the minimum bytes that a device sends over the slowest link of a collective: the network if the
     collective spans several hosts, otherwise the link inside a host.
 
-    A ring over several hosts leaves each host once. NCCL runs one ring per network card, so the devices of a host share
-    these bytes equally.
+    `hosts`: number of hosts that the collective spans. A ring over several hosts leaves each host once. NCCL runs one
+    ring per network card, so the devices of a host share these bytes equally.
     """
     inside = max(item.group // hosts, 1)
     if hosts > 1 and item.kind in _SHARED:

@@ -151,10 +151,11 @@ def _gpu(
 ) -> Chip:
     """Returns the Chip of a GPU.
 
+    name: the name in targets, such as "h100". kind: jax's `device_kind`. shape: what XLA needs to compile for it.
     total_gib: device memory in GiB. hbm: bytes/s of the device's memory. link: bytes/s from device to host. host_link:
     the source of `link`. nvlink: bytes/s between all GPUs of a host, 0 if they exchange data over PCIe. nic: bytes/s
-    between hosts, per device. host_bytes: memory of one host. flops: dtype -> dense FLOP/s. sheet, host: sources of
-    the GPU's and the host's data. rack_hosts: number of hosts in a rack that is one NVLink domain, 0 if there is none.
+    between hosts, per device. host_bytes: memory of one host. flops: dtype -> dense FLOP/s. sheet, host: sources of the
+    GPU's and the host's data. rack_hosts: number of hosts in a rack that is one NVLink domain, 0 if there is none.
     """
     return Chip(
         name,
@@ -197,10 +198,10 @@ def _tpu(
 ) -> Chip:
     """Returns the Chip of a TPU, whose hosts are virtual machines with four chips.
 
-    total: nominal HBM in bytes. usable_gib: usable HBM in GiB, as stated by libtpu's compiler. hbm: bytes/s of the
-    HBM. link: bytes/s from device to host. ici: bytes/s within a slice. dcn: bytes/s between hosts, per device.
-    host_bytes: memory of one host. flops: dtype -> dense FLOP/s. max_shape: number of chips along each axis of the
-    largest slice.
+    name: the name in targets, such as "v5e". kind: jax's `device_kind`. total: nominal HBM in bytes. usable_gib: usable
+    HBM in GiB, as stated by libtpu's compiler. hbm: bytes/s of the HBM. link: bytes/s from device to host. ici: bytes/s
+    within a slice. dcn: bytes/s between hosts, per device. host_bytes: memory of one host. flops: dtype -> dense
+    FLOP/s. max_shape: number of chips along each axis of the largest slice.
     """
     page = f"Google Cloud documentation, TPU {name} system architecture"
     sources = _sources(

@@ -43,8 +43,8 @@ _ENTRY = re.compile(MESSAGE + r" entry for '([^']+)': (.*)", re.DOTALL)
 def remove_damaged_entries(tell: Callable[[str], None]) -> None:
     """Makes this process remove damaged entries of jax's compilation cache when jax warns about them.
 
-    tell: a function that prints a line. It is called at the first failed read and at the first failed write, and
-    replaces jax's warnings.
+    tell: a function that prints a line. Its lines replace jax's warnings: one at the first failed read and one at the
+    first failed write.
     """
     reported: set[str] = set()
 
@@ -129,10 +129,11 @@ class Entry:
         return Path(folder, f"{self.key}-cache") if folder and "://" not in folder else None
 
     def load_proto(self, program: str, *, renamed: bool = False) -> tuple[bytes, Mapping[str, Any]] | None:
-        """Returns (HloProto, JSON values) as saved by `save_proto` for a program; None if nothing was saved.
+        """Returns (serialized HloProto, JSON values) that `save_proto` saved for a program beside this cache entry;
+        None if nothing was saved.
 
-        renamed: whether to use the newest proto of a program that differs only in names and source lines, if nothing
-        was saved for this program.
+        program: the program's hash from `digest`. renamed: whether to use the newest proto of a program that differs
+        only in names and source lines, if nothing was saved for this program.
         """
         path = self.path()
         if path is None or not path.exists():
@@ -148,10 +149,10 @@ class Entry:
         return None
 
     def save_proto(self, program: str, proto: bytes, more: Mapping[str, Any]) -> None:
-        """Saves a program's serialized HloProto next to its cache entry. Does nothing if the entry does not exist.
-        Also removes protos whose entry no longer exists.
+        """Saves a program's serialized HloProto next to its cache entry. Does nothing if the entry does not exist. Also
+        removes protos whose entry no longer exists.
 
-        more: JSON values that are saved with the proto.
+        program: the program's hash from `digest`. more: JSON values that are saved with the proto.
         """
         path = self.path()
         if path is None or not path.exists():

@@ -85,9 +85,10 @@ class MemorySettings:
     """The compiler settings from which XLA:GPU computes the memory that a program may use.
 
     Fields:
-        device_memory_bytes: the bytes that were set for the device's memory; None if XLA takes 80 % of the described
-            device's memory.
-        slop_percent: the part of the remaining memory that may be used (`xla_gpu_memory_limit_slop_factor`).
+        device_memory_bytes: the bytes that were set for the device's memory; None if XLA takes 80 % of the memory in
+            its description of the device.
+        slop_percent: the percentage that temporary buffers may use of the memory left by arguments and results
+            (`xla_gpu_memory_limit_slop_factor`).
     """
 
     device_memory_bytes: int | None = None
@@ -100,8 +101,8 @@ class Compilation:
 
     Fields:
         proto: serialized HloProto with the buffer assignment, b"" if there is none.
-        module, assignment: if there is no proto, the serialized HloModuleProto and BufferAssignmentProto; either may
-            be b"".
+        module, assignment: if there is no proto, the serialized HloModuleProto and BufferAssignmentProto; either may be
+            b"".
         compiled: the executable, None if only a proto was given.
         stats: XLA's memory statistics.
         jaxpr: the traced program, from which checkpoint names are read.
@@ -109,7 +110,7 @@ class Compilation:
         local: whether the program was compiled for devices of this process.
         notes: notes on the compilation for the report.
         versions: package -> version, for the packages that compiled the program.
-        budget: what XLA:GPU was told about the device's memory; None if unknown.
+        budget: the memory settings with which XLA:GPU compiled; None if unknown.
     """
 
     proto: bytes = b""
@@ -178,13 +179,13 @@ def compile_lowered(
     Args:
         described: whether the devices are not present. jax's cache is then not used, because it cannot load programs
             for them.
-        exact: whether the lifetimes of buffers must be XLA's own. An executable from jax's persistent cache lacks
-            them, so they are saved next to the cache entry. If they are missing there and `exact` is set, the program
-            is compiled again. If `exact` is not set, lifetimes are derived from the schedule.
+        exact: whether the lifetimes of buffers must be XLA's own. An executable from jax's persistent cache lacks them,
+            so they are saved next to the cache entry. If they are missing there and `exact` is set, the program is
+            compiled again. If `exact` is not set, lifetimes are derived from the schedule.
         options: compiler options, as in `Lowered.compile(compiler_options=)`.
         jaxpr, notes: fields of the Compilation. Notes of the compiler come first.
-        device_memory_bytes: the size of the pool that jax would have on a described GPU. XLA then plans with this size,
-            as on a real GPU, instead of 80 % of the device's memory.
+        device_memory_bytes: bytes of the pool that jax would have on a GPU that is not present. XLA then plans with
+            this size, as on a real GPU. None lets XLA plan with 80 % of the device's memory.
     """
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = read_signature(lowered)
@@ -267,12 +268,14 @@ def versions() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _CompileResult:
-    """The result of compiling or of a cache lookup.
+    """A program that was compiled or loaded from jax's compilation cache.
 
     Fields:
         compiled: the executable.
         proto: the HloProto that XLA wrote, b"" if the executable came from the cache.
-        entry: the cache entry.
+        stats: XLA's memory statistics, None if the backend does not provide them.
+        notes: notes on the compilation for the report.
+        entry: the entry of jax's compilation cache that was looked up, None if there was no look-up.
     """
 
     compiled: CompiledStage
@@ -285,7 +288,8 @@ class _CompileResult:
 def _compile_or_load(lowered: LoweredStage, options: Mapping[str, Any], exact: bool) -> _CompileResult:
     """Compiles a program, or loads it from the cache together with its saved HloProto.
 
-    exact: whether to compile again if the proto is missing.
+    options: compiler options. exact: whether to compile again if the saved proto is missing. If False, the saved proto
+    of a program that differs only in names and source lines may be used instead.
     """
     program = compile_cache.digest(lowered)
     result = _compile(lowered, options)
@@ -392,7 +396,8 @@ def _memory_settings(size: int | None) -> Iterator[Callable[[], MemorySettings |
 
 
 def _slop_of_flags() -> int:
-    """Returns XLA's slop factor in percent, from the environment variable XLA_FLAGS or XLA's default."""
+    """Returns XLA's `xla_gpu_memory_limit_slop_factor`: the percentage of the free memory that a program may use, from
+    the environment variable XLA_FLAGS or XLA's default."""
     given = re.findall(rf"--{SLOP}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return int(given[-1]) if given else SLOP_PERCENT
 

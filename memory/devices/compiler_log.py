@@ -67,8 +67,9 @@ def _redirect() -> Iterator[None]:
 
 
 def _sort(source: int, out: int, held: list[bytes]) -> None:
-    """Reads a pipe to its end and separates its lines. Log lines, and lines that continue them, are appended to
-    `held`. All other text is written to `out` at once, including unfinished lines such as progress bars."""
+    """Reads a pipe to its end and separates XLA's log lines from other text. Log lines, and lines that continue them,
+    are appended to `held`. Other text is written to `out` at once, including unfinished lines such as progress bars.
+    `source` and `out` are file descriptors."""
     rest, passing = b"", False  # the beginning of a line; whether its first part has been printed
     with os.fdopen(source, "rb", buffering=0) as pipe:
         for chunk in iter(lambda: pipe.read(2**16), b""):

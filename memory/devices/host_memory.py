@@ -27,7 +27,7 @@ def free_host_bytes(root: str = "/") -> int:
 
 def cgroup_room(root: str = "/") -> int | None:
     """Returns the bytes that this process can still take under the memory limits of its cgroups; None if there is no
-    limit."""
+    limit. root: the root of the file system to read, for tests."""
     return min(_cgroup_rooms(root), default=None)
 
 
@@ -42,7 +42,8 @@ def address_space_limit() -> int | None:
 
 
 def physical_bytes(root: str = "/") -> int:
-    """Returns the host's physical memory in bytes; 0 if it is unknown."""
+    """Returns the host's physical memory in bytes; 0 if it is unknown. root: the root of the file system to read, for
+    tests."""
     total = _read_proc_value(os.path.join(root, "proc/meminfo"), "MemTotal:")
     if total is not None:
         return total * 1024

@@ -40,15 +40,15 @@ def limit_bytes(device: Any) -> int:
     """Returns the bytes that programs can use on one device.
 
     - A device of this process: the limit of its allocator (`memory_stats()["bytes_limit"]`).
-    - A GPU that is not present: the pool that jaxlib would give it, see `pool_bytes`. With the `platform` allocator,
-      which has no pool: the memory minus the CUDA context.
+    - A GPU that is not present: the pool that jaxlib would allocate, a fraction of its memory (`pool_bytes`). With the
+      `platform` allocator, which has no pool: the memory minus the CUDA context.
     - A TPU that is not present: the HBM minus the part that libtpu takes.
     - A CPU: free host memory within cgroup limits and `ulimit -v`, divided by the number of local devices, because
       simulated devices share the host. It changes with the load of the machine.
 
     device: a Target or a jax device. A jax device that is not present is taken to run with the user's memory fraction,
-    otherwise with jax's default of 0.75. Raises ReportError for a device without statistics that is not in the table
-    of chips.
+    otherwise with jax's default of 0.75. Raises ReportError for a device without statistics that is not in the table of
+    chips.
     """
     if hasattr(device, "memory_stats"):
         return _device_limit(device)
@@ -62,8 +62,8 @@ def limit_bytes(device: Any) -> int:
 def described_limit(platform: str, memory: int, reserved: int, fraction: float | None) -> int:
     """Returns the bytes that programs can use on a device that is not present.
 
-    memory: bytes of the device's memory. reserved: the part that the runtime takes. fraction: the fraction of a GPU's
-    memory that is in jax's pool; None if there is no pool.
+    platform: the device's platform, such as "cuda". memory: bytes of the device's memory. reserved: the part that the
+    runtime takes. fraction: the fraction of a GPU's memory that is in jax's pool; None if there is no pool.
     """
     return pool_bytes(memory, fraction) if platform == "cuda" and fraction else memory - reserved
 
@@ -78,13 +78,13 @@ def pool_bytes(memory: int, fraction: float) -> int:
 
 
 def outside_excess(target: Mapping[str, Any], limit: int | None, outside: int) -> int:
-    """Returns the bytes by which the rest of a described GPU is too small for what lies outside of jax's pool (CUDA
-    context, NCCL, machine code). Returns 0 if the rest is large enough, or if the limit is not the pool.
+    """Returns the bytes that are missing outside of jax's pool on a GPU that is not present. The CUDA context, NCCL and
+    machine code need memory there. Returns 0 if they fit, or if the limit is not the size of the pool.
 
     Args:
         target: JSON of a `memory.devices.targets.Target`.
         limit: the memory limit in bytes.
-        outside: bytes outside of the pool.
+        outside: bytes that are needed outside of the pool.
     """
     if not _is_pool(target, limit):
         return 0
@@ -92,9 +92,9 @@ def outside_excess(target: Mapping[str, Any], limit: int | None, outside: int) -
 
 
 def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, outside: int) -> list[str]:
-    """Returns sentences about a pool whose size decides whether a program fits: another fraction of the GPU's memory
-    with which the program would fit, or bytes outside of the pool for which the rest of the GPU is too small. Returns
-    [] if neither applies.
+    """Returns advice about the fraction of the GPU's memory that is in jax's pool, at most one sentence. It names a
+    fraction with which the program would fit, or says that too little memory is left outside of the pool. Returns [] if
+    neither applies.
 
     Args:
         target: JSON of a `memory.devices.targets.Target`.

@@ -112,8 +112,8 @@ class _Predicted(Protocol):
 def predicted_in_use(report: _Predicted, before: LiveMemory | None) -> int:
     """Returns the bytes that a memory measurement of the running program should show, according to its report.
 
-    On an accelerator they are the report's bytes of one device. On a CPU, where the whole process is measured, they
-    are the bytes of all its simulated devices plus the bytes in use in the measurement `before`.
+    On an accelerator they are the report's predicted bytes of one device. On a CPU, where the whole process is
+    measured, they are the bytes of all its simulated devices plus the bytes in use in the measurement `before`.
     """
     predicted = int(report.predicted_bytes)
     if before is None or before.source != "host":

@@ -131,8 +131,11 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
 
     Variables that the user set are not changed. Without an accelerator, JAX_PLATFORMS becomes "cpu". For a GPU,
     XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB becomes nine tenths of the free host memory, and XLA_PYTHON_CLIENT_MEM_FRACTION
-    becomes `fraction`; if it is None, jax's default remains. For simulated devices, `give_threads` is called. The
-    function may be called again.
+    becomes `fraction`; if it is None, jax's default remains. For simulated devices, the size of XLA's thread pools is
+    set (`give_threads`). The function may be called again.
+
+    root: the root of the file system to read, for tests. env: the environment to change (default: that of this
+    process). fraction: fraction of a GPU's memory for jax's pool.
     """
     env = os.environ if env is None else env
     chosen = env.get("JAX_PLATFORMS", "").split(",")[0].strip() or env.get("JAX_PLATFORM_NAME", "")

@@ -27,10 +27,12 @@ class SignatureLeaf:
     """An array among a program's arguments or results.
 
     Fields:
-        path: "state.params['w']" for an argument, "[0].params['w']" for a result, "" for a single result.
+        path: the array's place in the pytree, such as "state.params['w']" for an argument, "[0].params['w']" for a
+            result, "" for a single result.
         shape, dtype: shape and dtype of the whole array, over all devices.
         donated: whether the program may reuse the argument's memory.
-        parameter: number of the HLO entry parameter of an argument; -1 for an unused argument or a result.
+        parameter: number of the compiled program's parameter through which an argument is passed; -1 for an unused
+            argument or a result.
     """
 
     path: str
@@ -49,7 +51,7 @@ class Signature:
 
     @property
     def by_parameter(self) -> dict[int, SignatureLeaf]:
-        """Maps the number of each HLO entry parameter to the argument that is passed for it."""
+        """Number of a parameter of the compiled program -> the argument that is passed for it."""
         return {leaf.parameter: leaf for leaf in self.arguments if leaf.parameter >= 0}
 
 

@@ -62,8 +62,7 @@ _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platfor
 class Target:
     """Devices to compile for, with their memory, bandwidths and peak FLOP/s.
 
-    Sizes are in bytes. Bandwidths are in bytes/s for one device in one direction. Unknown values are 0 or
-    empty.
+    Sizes are in bytes. Bandwidths are in bytes/s for one device in one direction. Unknown values are 0 or empty.
 
     Fields:
         name: the name given by the user.
@@ -74,14 +73,14 @@ class Target:
         devices_per_host: number of devices on one host.
         device_memory_bytes: memory of one device.
         reserved_bytes: the part of the device's memory that the runtime takes.
-        memory_fraction: the fraction (0 to 1) of a described GPU's memory that is in jax's pool. None for other
-            targets, and for the `platform` allocator, which has no pool.
+        memory_fraction: the fraction (0 to 1) of the memory that is in jax's pool, for a GPU that is not present. None
+            for other targets, and for the `platform` allocator, which has no pool.
         memory_fraction_source: what set the fraction, for messages, such as "jax's default".
         host_memory_bytes: the target's part of the memory of one host, in proportion to its devices. For one GPU of a
             host with eight, it is an eighth of the memory.
         hbm_bytes_per_s: bandwidth of the device's memory.
         host_link_bytes_per_s: bandwidth between device and host.
-        interconnect_bytes_per_s: bandwidths between devices, under "in_host" and "between_hosts".
+        interconnect_bytes_per_s: link ("in_host" or "between_hosts") -> bandwidth between devices over this link.
         peak_flops: dtype (fp32, tf32, bf16, fp16, fp8) -> dense FLOP/s. A dtype without a compute unit is missing.
         sources: name of a value above -> its source.
         is_described: True if the devices are not present. Programs can then be compiled for the devices, but not run.
@@ -107,13 +106,14 @@ class Target:
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes that programs can use on one device, as computed by `memory.devices.limits.limit_bytes`."""
+        """Bytes that programs can use on one device: its memory minus the parts that the runtime and jax's memory
+        fraction leave out; for a CPU, free host memory divided by the number of devices."""
         return limit_bytes(self)
 
     @property
     def pool_bytes(self) -> int | None:
-        """Bytes of jax's pool on a described GPU, which is the device memory that XLA's compiler would see on the real
-        GPU. None for other targets and without a pool."""
+        """Bytes of jax's pool on a GPU that is not present. On the real GPU, XLA's compiler would take this size as the
+        device memory. None for other targets and without a pool."""
         return self.limit_bytes if self.memory_fraction else None
 
     @property
@@ -180,7 +180,7 @@ def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
     The part after @ is the fraction of a GPU's memory that is in jax's pool. Without this part, it is the value of the
     variable XLA_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_MEM_FRACTION if the user set one, otherwise the default.
 
-    default_fraction: the fraction that the program's own process sets before jax starts.
+    default_fraction: this default, which the program's own process sets before jax starts.
 
     Raises ReportError for an unknown name, for a shape or a fraction that does not exist, and for `cpu:N` or `local` if
     jax does not have the devices.
@@ -228,8 +228,8 @@ def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
 
 
 def _fraction(default: MemoryFraction) -> MemoryFraction | None:
-    """Returns the fraction that the user's environment sets for jax's pool, otherwise the default. Returns None if the
-    user chose an allocator without a pool."""
+    """Returns the fraction that the user's environment sets for jax's pool, otherwise the default (each with its
+    source). Returns None if the user chose an allocator without a pool."""
     return None if allocates_singly() else user_fraction() or default
 
 
@@ -237,8 +237,8 @@ def to_compile_for(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -
     """Returns the target with this name, for a process that compiles programs but does not run them. GPUs of this
     machine are treated as not present, because jax would take their memory if it opened them.
 
-    default_fraction: as in `parse`. Raises ReportError for an invalid name, and for local GPUs that are not in the
-    table of chips.
+    default_fraction: the fraction of a GPU's memory in jax's pool, if neither the name nor the user's environment sets
+    it. Raises ReportError for an invalid name, and for local GPUs that are not in the table of chips.
     """
     choose_platform()
     if name.strip().lower() != "local" or accelerator() != "cuda":
@@ -258,7 +258,8 @@ def to_compile_for(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -
 def from_devices(devices: Sequence[JaxDevice], default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
     """Returns the target that consists of these jax devices, which may be compile-only.
 
-    default_fraction: as in `parse`. Raises ReportError for compile-only devices that are not in the table of chips.
+    default_fraction: the fraction of a GPU's memory in jax's pool, if the user's environment does not set it. Raises
+    ReportError for compile-only devices that are not in the table of chips.
     """
     import jax
 
@@ -463,8 +464,8 @@ def _start_jax(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDev
 def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:
     """Returns GPUs that are not present as compile-only jax devices.
 
-    shape: (hosts, devices per host). Raises ReportError if the optional package that compiles for GPUs is not
-    installed, or if its compiler rejects the GPU.
+    name: the target's name, for messages. shape: (hosts, devices per host). Raises ReportError if the optional package
+    that compiles for GPUs is not installed, or if its compiler rejects the GPU.
     """
     if chip.gpu is None:
         raise ReportError(
@@ -508,8 +509,8 @@ def _register_without_gpu(plugin: str) -> None:
 def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:
     """Returns TPUs that are not present as compile-only jax devices.
 
-    shape: number of chips along each axis. Raises ReportError if the optional package that compiles for TPUs is not
-    installed, or if its compiler rejects the shape.
+    name: the target's name, for messages. shape: number of chips along each axis. Raises ReportError if the optional
+    package that compiles for TPUs is not installed, or if its compiler rejects the shape.
     """
     if not installed("libtpu"):
         raise ReportError(

@@ -63,8 +63,8 @@ class Candidate:
 
 def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if the residuals of one function take many bytes and `jax.checkpoint` of this function would
-    free them. Returns None for the step of a trainer that has remat policies, because it chooses a policy instead.
-    """
+    free them. Returns None for the step of a trainer that has remat policies, because another policy is the remedy
+    there."""
     if program.facts is not None and program.facts.segments:
         return None
     functions = candidates(report, program)
@@ -143,6 +143,7 @@ def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: s
     """Returns the estimate of the bytes that checkpointing one function would free, from its residuals at the peak.
 
     Args:
+        call: a call of the function.
         items: the residuals that the function's calls computed.
         already: whether a part of the function is already recomputed.
         library: the wrapper of `jax.checkpoint` in the function's library, such as "nn.remat"; "" for plain JAX.
@@ -170,8 +171,8 @@ def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: s
 def _count_calls(group: list[_Residual]) -> int:
     """Returns how many calls of a function computed a group of residuals that have the same source line and size.
 
-    All residuals of a call site belong to one call; if the call site is in a Python loop, each residual belongs to a
-    call of its own. In a compiled loop, each iteration is a call.
+    Outside of loops, they belong to one call. If the call site is in a Python loop, each residual belongs to a call of
+    its own. In a compiled loop, each iteration is a call.
     """
     places: dict[tuple[tuple[str, int], ...], int] = defaultdict(int)
     for item in group:
@@ -181,9 +182,8 @@ def _count_calls(group: list[_Residual]) -> int:
 
 
 class _Frames:
-    """Looks up the Python stack frames of the operations that computed a module's buffers, and of the compiled loops
-    around these operations.
-    """
+    """Looks up Python stack frames for the buffers of a compiled module: the frames of the operation that computed a
+    buffer, and of the compiled loops around it."""
 
     def __init__(self, module: Module):
         self._module = module

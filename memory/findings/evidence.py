@@ -25,7 +25,7 @@ class RuleResult:
     Fields:
         bytes: bytes on one device that the remedy may free.
         message: the finding, as one sentence.
-        remedy: the remedy for this program; "" uses the remedy in `finding_rules.RULES`.
+        remedy: the remedy for this program; "" stands for the rule's general remedy in `finding_rules.RULES`.
     """
 
     bytes: int
@@ -34,7 +34,8 @@ class RuleResult:
 
 
 def arguments(report: JudgedProgram, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:
-    """Returns the program's array arguments: number of the entry parameter -> (HLO instruction, buffer)."""
+    """Returns the program's array arguments: number of the compiled program's parameter -> (its HLO instruction, its
+    buffer on one device)."""
     parameters = program.module.parameters
     named = {b.name: b for b in report.buffers if b.phase == "argument"}
     return {
@@ -45,13 +46,15 @@ def arguments(report: JudgedProgram, program: PlacedProgram) -> dict[int, tuple[
 
 
 def batch(report: JudgedProgram, program: PlacedProgram) -> dict[int, Instruction]:
-    """Returns the program's arguments with the role "batch": number of the entry parameter -> HLO instruction."""
+    """Returns the program's arguments that hold input data (role "batch"): number of the compiled program's parameter
+    -> its HLO instruction."""
     parameters = program.module.parameters
     return {number: parameters[number] for number in program.arguments.of_role("batch")}
 
 
 def spec_words(spec: Sequence[tuple[str, ...]]) -> str:
-    """Returns a partition spec as it is written in source code, such as "P(None, 'data')"."""
+    """Returns a partition spec, given as the mesh axes of each dimension, as it is written in source code, such as
+    "P(None, 'data')"."""
     parts = [repr(axes[0]) if len(axes) == 1 else repr(axes or None) for axes in spec]
     return f"P({', '.join(parts)})"
 
@@ -60,8 +63,7 @@ def start_of_backward(report: JudgedProgram) -> int:
     """Returns the index in the memory timeline at which the backward pass begins. Without a backward pass, returns the
     length of the timeline.
 
-    The compiler schedules some operations of each pass among the operations of the other pass, so the index is the one
-    that best separates the two passes.
+    The compiler mixes operations of both passes. The result is the index that separates the passes best.
     """
     score, best, start = 0, 0, len(report.timeline)
     for point in reversed(report.timeline):

@@ -25,7 +25,8 @@ FACTORS = (2.0, 1.25)
 
 
 class Room(NamedTuple):
-    """How full the experts' buffers on a device are. A row of these buffers holds one token for one expert.
+    """The size of the experts' buffers on a device, and the part that is used. A row of these buffers holds one token
+    for one expert.
 
     rows: number of allocated rows. filled: number of rows that contain tokens if all experts get equally many.
     """
@@ -49,13 +50,14 @@ def room_for(experts: ExpertShape, tokens: int, ranks: int) -> Room:
 
 
 def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, Room] | None:
-    """Returns (capacity factor, new size) for the largest capacity factor in `FACTORS` that makes the experts' buffers
-    on a device smaller.
+    """Returns (capacity factor, size of the buffers) for the larger of the capacity factors 2.0 and 1.25 that makes the
+    experts' buffers on a device smaller. A factor of 1.25 gives the experts room for 1.25 times the mean number of
+    rows.
 
     Returns None if no factor makes them smaller. This is the case if one device has all experts, because their rows
     then fill whole tiles at any factor.
 
-    tokens, ranks: as in `room_for`.
+    tokens: number of tokens on the device. ranks: number of devices that share the experts.
     """
     if not experts.slots and ranks == 1:
         return None

@@ -31,10 +31,10 @@ Rule = Callable[[JudgedProgram, PlacedProgram], RuleResult | None]
 
 
 def find(report: JudgedProgram, program: PlacedProgram) -> tuple[Finding, ...]:
-    """Returns the findings about a program: memory that it could save, with remedies. The finding with most bytes
-    comes first.
+    """Returns the findings about a program: memory that it could save, with remedies. The finding with most bytes comes
+    first.
 
-    report: the report of the program.
+    report: the report of the program. program: the parsed program with its mesh and layouts.
     """
     findings = []
     for rule, remedy in RULES.items():
@@ -101,9 +101,9 @@ def host_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
 
 
 def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if a V-shaped pipeline schedule would free residuals. Stages need different numbers of bytes
-    for residuals, but all stages run one program, which allocates the maximum on every stage.
-    """
+    """Returns a finding if pipeline stages hold more residuals than they need, and a V-shaped schedule would free them.
+    Stages need different numbers of bytes for residuals. But all stages run one program, which allocates the maximum on
+    every stage."""
     pipeline = program.facts.pipeline if program.facts else None
     if pipeline is None or pipeline.v_share is None:
         return None

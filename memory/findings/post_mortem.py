@@ -30,8 +30,9 @@ class HeldArrays:
     """The live arrays of one shape and dtype on one device.
 
     Fields:
+        shape, dtype: shape on the device and dtype of each array.
         arrays, bytes: number of these arrays and their total bytes.
-        others, other_bytes: number and total bytes of the arrays in the group that are not arguments of the step.
+        others, other_bytes: number and total bytes of those arrays in the group that are not arguments of the step.
     """
 
     shape: tuple[int, ...]
@@ -70,7 +71,7 @@ class PostMortem:
         step: name of the step. call: number of the failed call, starting at 1.
         error: the line of the exception that reports the failed allocation.
         device: jax's device_kind.
-        held: live arrays, the largest group first.
+        held: the live arrays, grouped by shape and dtype, the group with the most bytes first.
         allocator: statistics of the allocator, with jax's keys (`memory_stats`); for a CPU, the memory of the process.
         report: report of the executable that failed; None if the compiler ran out of memory.
     """
@@ -85,7 +86,7 @@ class PostMortem:
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of live arrays that are not arguments of the step."""
+        """Bytes on the device of live arrays that are not arguments of the step."""
         return sum(group.other_bytes for group in self.held)
 
     @property
@@ -100,7 +101,7 @@ class PostMortem:
 
     @property
     def ways_out(self) -> tuple[WayOut, ...]:
-        """Remedies for the step, the cheapest first, at most `MAX_REMEDIES` of them."""
+        """Remedies for the step, the cheapest first, at most three."""
         return ways_out(self.report, self.held, self.allocator.get("bytes_limit", 0))
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class PostMortem:
 
 
 def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool: int = 0) -> tuple[WayOut, ...]:
-    """Returns at most `MAX_REMEDIES` remedies for a step that does not fit in memory. The cheapest remedy comes first.
+    """Returns at most three remedies for a step that does not fit in memory. The cheapest remedy comes first.
 
     Args:
         report: report of the step; None if it could not be compiled.

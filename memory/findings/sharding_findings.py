@@ -131,8 +131,8 @@ def _data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
     """Returns the mesh axes over which the batch should be sharded: all axes with several devices, except those of
     tensor parallelism, where every device needs all activations.
 
-    An axis counts as tensor parallel if it shards parameters or caches, and the all-gathers along it move too few bytes
-    to gather them.
+    An axis counts as tensor parallel if it shards parameters or key/value caches that are not gathered. They count as
+    not gathered if the all-gathers along the axis produce less than one byte per element.
     """
     gathered: dict[str, int] = {}
     held: dict[str, int] = {}
@@ -263,12 +263,15 @@ def unsharded_gradients(report: JudgedProgram, program: PlacedProgram) -> RuleRe
 def _find_sharded_parameter(
     gradient: Buffer, parameters: Iterable[tuple[Buffer, ArgumentLayout | None]], devices: int
 ) -> tuple[Buffer, ArgumentLayout | None, int] | None:
-    """Finds the parameter of a gradient that a device holds in full, if the parameter itself is sharded. Returns
-    (buffer of the parameter's shard, its layout or None if unknown, number of shards); None if no sharded parameter
-    fits.
+    """Finds the parameter that belongs to a gradient which a device holds in full. Only sharded parameters are
+    considered. Returns (buffer of the parameter's shard, its layout or None if unknown, number of shards); None if no
+    parameter fits.
 
     A parameter fits if its global dimensions, in any order, are the gradient's dimensions. If its layout is unknown,
-    the shard must have the gradient's dimensions, but one of them divided by a number of shards that divides `devices`.
+    one dimension of its shard must be smaller than the gradient's by a factor that divides `devices`, and the other
+    dimensions must be equal.
+
+    parameters: (buffer, layout) of each parameter. devices: number of devices.
     """
     plain = tuple(dim for dim in gradient.shape if dim > 1)
     dims = without_ones(plain)
@@ -324,11 +327,11 @@ class ReplicatedArray:
 def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[ReplicatedArray]:
     """Yields the forward activations that are replicated over mesh axes which shard the batch, in schedule order.
 
-    If the program has a jaxpr, the shape of each array on a device is compared with its global shape. Otherwise,
-    arrays with a dimension of the size of the global batch are reported. A mesh axis is not reported if it shards
-    another dimension of the array.
+    If the program has a jaxpr, the shape of each array on a device is compared with its global shape. Otherwise, arrays
+    with a dimension of the size of the global batch are reported. A mesh axis is not reported if it shards another
+    dimension of the array.
 
-    batch: numbers of the entry parameters with the role "batch".
+    batch: numbers of the compiled program's parameters that hold input data.
     """
     module, sizes = program.module, dict(program.mesh)
     if module.devices < 2 or not sizes:
@@ -358,8 +361,8 @@ def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[
 
 
 class _GlobalShapes:
-    """Detects replicated arrays of a program with a jaxpr. The source position of an HLO instruction leads to the
-    activation in the jaxpr, whose global shape is compared with the instruction's shape on one device.
+    """Detects replicated arrays of a program with a jaxpr. The source position of an HLO instruction identifies an
+    activation in the jaxpr. The activation's global shape is then compared with the instruction's shape on one device.
     """
 
     def __init__(self, program: PlacedProgram, batch: Iterable[int]):
@@ -449,9 +452,9 @@ class _BatchDims:
 def missing(dims: Sequence[int], labels: Labels, local: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes that should shard an array but do not, by comparing its global and local dimensions.
 
-    Returns () if other dimensions are sharded at least as much instead, as after a lookup in a table that is sharded
-    along its last dimension. Also returns () if the local dimensions are not a shard of the global ones, because the
-    array was merged, padded or split.
+    Returns () if other dimensions are sharded at least as much instead. An example is a look-up in a table that is
+    sharded along its last dimension. Also returns () if the local dimensions are not a shard of the global ones,
+    because the array was merged, padded or split.
 
     Args:
         dims: the array's global dimensions.

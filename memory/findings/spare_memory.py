@@ -81,7 +81,10 @@ def _with_policy(
     report: JudgedProgram, spare: Spare, products: Sequence[RecomputedProduct], program: PlacedProgram
 ) -> RuleResult:
     """Returns a finding that proposes a policy of jax.checkpoint that saves matrix products and fits in the unused
-    memory. If no policy fits, it proposes to save the products of the function that recomputes the most FLOPs."""
+    memory. If no policy fits, it proposes to save the products of the function that recomputes the most FLOPs.
+
+    spare: the unused memory and the recomputed FLOPs. products: the recomputed matrix products.
+    """
     devices, shards = max(program.module.devices, 1), _activation_shards(report, program)
     costliest, its_products = _costliest_function(products)
     message, free = spare.message, spare.free

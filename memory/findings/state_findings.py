@@ -85,7 +85,7 @@ class _Leaf(NamedTuple):
         layout: its layout on the mesh, None if unknown.
         whole: bytes of the global array.
         axes: mesh axes over which the array is replicated, () if unknown.
-        copies: number of devices along these axes.
+        copies: number of devices that hold a copy, the product of the sizes of these axes.
         stacked: whether its first dimension is the number of devices, as under jax.pmap.
     """
 
@@ -148,10 +148,9 @@ def _state_arrays(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
 
 
 def _pmap_stacks(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
-    """Returns the numbers of the entry parameters that hold one copy of the state per device, stacked along the first
-    dimension, as jax.pmap does. They are copies, not different data, if an all-reduce over all devices sums their
-    gradients.
-    """
+    """Returns the numbers of the compiled program's parameters that hold one copy of the state per device, stacked
+    along the first dimension, as jax.pmap does. They are copies, not different data, if an all-reduce over all devices
+    sums their gradients."""
     module, known = program.module, program.arguments.by_number
     summed = {item.name for item in report.collectives if item.kind == "all-reduce" and item.group == module.devices}
     paths = set()
@@ -171,8 +170,8 @@ def _pmap_stacks(report: JudgedProgram, program: PlacedProgram) -> frozenset[int
 
 
 def _replica_axes(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]:
-    """Returns (mesh axes, number of devices) over which the training state is replicated, according to the trainer's
-    description of the step. Without a description, returns ((), `known`).
+    """Returns (mesh axes, number of devices) over which the training state is replicated, as the trainer describes the
+    step. Without such a description, returns ((), `known`).
 
     `known`: number of devices over which the compiled program replicates the array.
     """

@@ -46,7 +46,7 @@ class Function(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a user's function, in the stack of an operation.
+    """A call of a user's function, found in the Python stack of an operation of the program.
 
     Fields:
         function: the called function.
@@ -62,10 +62,10 @@ class Call(NamedTuple):
 
 
 def calls(frames: Iterable[Frame], traced: str = "") -> list[Call]:
-    """Returns the calls of the user's functions in an operation's stack, innermost first.
+    """Returns the calls of the user's functions in the Python stack of an operation, innermost first.
 
-    traced: name of the function that was passed to jax.jit. Frames outside this function are left out, because they
-    ran only once.
+    traced: name of the function that was passed to jax.jit. Frames outside this function are left out, because they ran
+    only once.
     """
     chain = _frames_inside(tuple(frames), traced)
     by_function: dict[Function, Call] = {}
@@ -81,9 +81,9 @@ def calls(frames: Iterable[Frame], traced: str = "") -> list[Call]:
 
 
 def _frames_inside(frames: tuple[Frame, ...], traced: str) -> tuple[Frame, ...]:
-    """Returns the stack frames, innermost first, from the innermost up to the function `traced`, without its callers.
-    If no frame has this name, leaves out only the first frame of bytescope, which called the compiler, and its callers.
-    """
+    """Returns the stack frames from the innermost up to the function `traced`, innermost first. The callers of this
+    function are left out. If no frame has this name, the result ends before the first frame of bytescope, which called
+    the compiler."""
     names = [frame.function.rsplit(".", 1)[-1] for frame in frames]
     if traced in names:
         return frames[: len(names) - names[::-1].index(traced)]

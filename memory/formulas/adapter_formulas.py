@@ -17,6 +17,7 @@ class FrozenBase(NamedTuple):
     """How frozen weight matrices are stored.
 
     Fields:
+        summary: a description of the storage format for users.
         element: bytes per element, including the scales of quantized blocks. 0 means the size of the compute dtype.
         column: additional bytes per output column.
     """
@@ -41,7 +42,7 @@ BASES = {
 
 
 def adapted(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns the matrices of a layer that have an adapter: name -> (input width, output width)."""
+    """Returns the weight matrices of a layer that have a low-rank adapter: name -> (input width, output width)."""
     targets = model.adapters.targets if model.adapters else ()
     return {name: shape for name, shape in matrices(model).items() if name in targets}
 
@@ -70,8 +71,9 @@ def frozen_bytes(
 ) -> float:
     """Returns the bytes of the frozen weights on a device; 0 if the model has no adapters.
 
-    parameters: number of the model's parameters. tables: number of parameters in embedding tables. sharded: whether
-    data-parallel ranks shard the parameters. itemsize: bytes per element in the compute dtype.
+    layout: how the step is sharded over devices. parameters: number of the model's parameters. tables: number of
+    parameters in embedding tables. sharded: whether data-parallel ranks shard the parameters. itemsize: bytes per
+    element in the compute dtype.
     """
     if model.adapters is None:
         return 0.0

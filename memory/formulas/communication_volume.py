@@ -37,10 +37,10 @@ class Expected:
     """The bytes that published formulas give for one kind of collective over some mesh axes, in one training step.
 
     Fields:
-        kind: the kind of collective, such as "all-gather" (a key of `memory.cost.collectives.WIRE`).
+        kind: the kind of collective, such as "all-gather".
         axes: the mesh axes over which it communicates.
         group: number of devices along these axes.
-        bytes: bytes of the unsharded array that is communicated, per step and device.
+        bytes: payload per device and step: the bytes of the unsharded arrays.
         formula: the formula as text, such as "2 x parameters".
     """
 
@@ -67,7 +67,7 @@ def data_parallel(
     2020, section 7).
 
     Args:
-        zero: stage of ZeRO, 0 to 3.
+        zero: stage of ZeRO, 0 to 3, which decides what is sharded.
         parameters: number of parameters of one tensor-parallel rank. itemsize: bytes per gathered parameter.
         data: mesh axis -> number of ranks that replicate the training state.
         shard: mesh axis -> number of ranks that shard the training state.
@@ -167,7 +167,8 @@ def layer_exchanges(
     backward.
 
     Args:
-        exchange: the way in which tokens are exchanged, a key of EXCHANGES.
+        exchange: how tokens are sent: "allgather", "all_to_all" or "ragged_all_to_all".
+        experts: number and size of the routed experts.
         tokens: tokens of one device. width: model width. itemsize: bytes per element of an activation.
         size: number of devices that share the experts.
         row_repeats: number of recomputations that exchange activations again.
@@ -188,7 +189,8 @@ def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, i
     """Returns the collectives that send tokens to their experts and back in a training step. Returns [] if one device
     has all experts, or if the kind of exchange has no formula.
 
-    ranks: mesh axis -> number of devices that share the experts. tokens: tokens of one device and micro-step.
+    facts: the trainer's description of the step. question: model shape, sharding and precision of the step. ranks: mesh
+    axis -> number of devices that share the experts. tokens: tokens of one device and micro-step.
     """
     experts, size = question.model.experts, math.prod(ranks.values())
     if experts is None or size == 1 or not facts.exchange:
@@ -247,10 +249,11 @@ def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) 
     [] without a pipeline.
 
     In every iteration of the schedule's loop, a stage sends one activation forward and one gradient back, each of batch
-    x sequence x width elements. In a V-shaped schedule, it sends both in both directions, except at the ends of the V.
-    Published programs send both only once per micro-batch and chunk of layers.
+    x sequence x width elements. In a V-shaped schedule, it sends an activation and a gradient to both neighbours,
+    except at the ends of the V. Published programs send both only once per micro-batch and chunk of layers.
 
-    mesh: axis -> number of devices.
+    facts: the trainer's description of the step. question: model shape, sharding and precision of the step. mesh: axis
+    -> number of devices.
     """
     ranks = facts.axes("stage", mesh=mesh)
     stages = math.prod(ranks.values())
@@ -266,11 +269,11 @@ def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) 
 
 
 def expected_collectives(facts: ModelFacts | None, mesh: Mapping[str, int], parameters: int) -> list[Expected]:
-    """Returns all collectives that published formulas give for a training step. Returns [] if the facts or a formula
-    are missing, or if no mesh axis shards the batch.
+    """Returns all collectives that published formulas give for a training step. Returns [] if `facts` is None, if the
+    step has no formula, or if no mesh axis shards the batch.
 
-    mesh: axis -> number of devices; the result has the order of these axes. parameters: number of the model's
-    parameters over all devices.
+    facts: the trainer's description of the step, None if there is no trainer. mesh: axis -> number of devices; the
+    result has the order of these axes. parameters: number of the model's parameters over all devices.
     """
     question = facts.question if facts else None
     if facts is None or question is None or not facts.sent_parameter or not parameters:

@@ -52,8 +52,8 @@ def idle_count(model: ModelShape) -> int:
 
 def columns(kind: ModelShape) -> int:
     """Returns the number of output columns of all routed experts' weight matrices in one layer, without the router; 0
-    without experts. Quantized storage formats need additional bytes per column.
-    """
+    without experts. Quantized storage formats need additional bytes per column. kind: a model whose layers are all
+    alike."""
     if kind.experts is None:
         return 0
     return kind.experts.count * ((1 + kind.gated) * kind.experts.width + kind.width)
@@ -69,8 +69,8 @@ LARGEST_TILE, SMALLEST_TILE = 128, 16
 
 
 def slots(experts: ExpertShape, tokens: float) -> int:
-    """Returns the number of rows in one expert's buffer, a multiple of 8 (Lepikhin et al. 2020, arXiv 2006.16668). A
-    row holds one token.
+    """Returns the number of rows in one expert's buffer. It is the mean number of tokens per expert times the capacity
+    factor, rounded up to a multiple of 8 (Lepikhin et al. 2020, arXiv 2006.16668). A row holds one token.
 
     tokens: number of tokens on a device.
     """
@@ -80,9 +80,9 @@ def slots(experts: ExpertShape, tokens: float) -> int:
 def rows(experts: ExpertShape, tokens: float, ranks: int = 1) -> int:
     """Returns the number of rows in the buffers of the experts on a device. A row holds one token for one expert.
 
-    With slots, every expert has the same number of rows. Otherwise each expert's rows are padded to whole tiles (Gale
-    et al. 2022, arXiv 2211.15841). Without a capacity, there are enough rows for the worst case, in which all tokens of
-    all ranks choose experts of this device.
+    If `experts.slots` is set, every expert has the same number of rows. Otherwise each expert's rows are padded to
+    whole tiles, the blocks of rows that a kernel multiplies (Gale et al. 2022, arXiv 2211.15841). If `experts.capacity`
+    is 0, there are then enough rows for the worst case, in which all tokens of all ranks choose experts of this device.
 
     tokens: number of tokens on a device. ranks: number of devices that share the experts.
     """

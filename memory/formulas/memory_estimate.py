@@ -32,10 +32,13 @@ class Question:
 
     Fields:
         parameters: number of parameters over all devices.
+        model: shape of the transformer. layout: how the step is sharded over devices.
         sequence: tokens per sequence.
         batch: sequences per replica and micro-step.
-        attention: a value of `transformer_formulas.ATTENTION`.
-        offload: a key of `training_state.OFFLOAD`.
+        precision: bytes per value of parameters, gradients, optimizer state and activations.
+        optimizer: number and size of the optimizer's values per parameter.
+        attention: "naive", or "flash" for a kernel that does not store the scores.
+        offload: the training state in host memory: "none", "optimizer", "params" or "both".
         logit_tokens: number of tokens of a replica whose logits exist at the same time, None for all.
         mlp_tokens: number of tokens of a replica whose MLP activations exist at the same time, 0 for all.
         fused: whether the optimizer updates each layer during the backward pass.
@@ -71,9 +74,9 @@ class Activations:
     """The bytes of activations on a device under one recomputation policy.
 
     Fields:
-        kept: activations that all layers keep for the backward pass.
-        recomputed: additional activations that exist only while one layer is recomputed.
-        outside: activations outside the layers: embedding, final norm, head and logits.
+        kept: bytes that all layers together keep for the backward pass.
+        recomputed: additional bytes that exist only while one layer is recomputed.
+        outside: bytes outside the layers: embedding, final norm, head and logits.
     """
 
     kept: float
@@ -91,12 +94,14 @@ class Estimate:
     """The memory and FLOPs of a training step, as estimated by formulas.
 
     Fields:
-        question: the step.
-        state: role, such as "params" -> bytes on a device. The role `frozen` exists only with adapters.
+        question: the step that is estimated.
+        state: role, such as "params" -> bytes on a device. The role "frozen" (weights that are not trained) exists only
+            with adapters.
         host: bytes of training state in host memory; they are not part of any total.
-        activations: recomputation policy -> activations.
+        activations: recomputation policy ("none", "selective" or "full") -> activations.
         model_flops: FLOPs of one micro-step over all replicas, without recomputation.
-        hardware_flops: recomputation policy -> FLOPs with recomputation.
+        hardware_flops: recomputation policy -> FLOPs of the same micro-batch with recomputation.
+        notes: sentences about what the estimate does not include.
     """
 
     question: Question
@@ -108,7 +113,7 @@ class Estimate:
     notes: tuple[str, ...] = NOTES
 
     def total(self, policy: str) -> float:
-        """Returns the total bytes on a device under a recomputation policy."""
+        """Returns the total bytes on a device under a recomputation policy ("none", "selective" or "full")."""
         return sum(self.state.values()) + self.activations[policy].total
 
     def to_json(self) -> dict[str, Any]:
@@ -330,7 +335,7 @@ def shape_for(
     """Returns the shape of a GPT with about `parameters` parameters outside its token table. With L layers of width h,
     these are 12 L h^2 parameters. The width is near 128 L, and heads have width 128.
 
-    layers, width: used unchanged if given.
+    vocabulary: number of token ids. layers, width: used unchanged if given.
     """
     if width is None:
         exact = (parameters * ASPECT / 12) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5

@@ -29,10 +29,10 @@ class RematSegment:
 
     Fields:
         layers: number of layers.
-        policy: the trainer's name of the policy, for messages.
+        policy: the trainer's name of the remat policy, for messages.
         everything: True if all activations are kept and nothing is recomputed.
-        save: names of the tensors (keys of `rematerialized.NAMED`) that are kept on the device. The input of a block
-            is always kept.
+        save: names of the tensors that are kept on the device, such as "q" (keys of `rematerialized.NAMED`). The input
+            of a block is always kept.
         offload: names of the tensors that are kept in host memory.
         known: whether `save` and `offload` name all kept tensors. If False, only the compiler knows which tensors are
             kept.
@@ -63,17 +63,19 @@ class RematSegment:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The schedule of a pipeline in which all stages run the same program.
+    """The schedule of a pipeline in which all stages run the same program. Each stage has one or more chunks: groups of
+    consecutive layers.
 
     Fields:
         ticks: iterations of the schedule's loop in one step.
-        bends: whether it is a V schedule, in which the chunks of layers go through the stages forth and back.
+        bends: whether it is a V schedule, in which the first chunks are placed from the first stage to the last, and
+            the next chunks from the last to the first.
         slots: for each stage, the number of micro-batches of one chunk whose residuals the stage holds at the same
             time.
         bubble: the fraction of time in which a stage is idle.
         v_share: the residuals per stage that a V schedule with two chunks would need, as a fraction of this schedule's
             residuals per stage. None if this schedule is already one, or if there are too few layers.
-        v_bubble: the bubble of that V schedule.
+        v_bubble: the idle fraction of time in that V schedule.
     """
 
     ticks: int
@@ -89,24 +91,24 @@ class ModelFacts:
     """A description of a training step by its trainer, which formulas and findings use.
 
     Fields:
-        question: model shape, sharding, precision and optimizer of the step, for the formulas. Its `batch` counts
-            whole sequences, even if devices share a sequence. None if a part of the step has no formula.
+        question: model shape, sharding, precision and optimizer of the step, for the formulas. Its `batch` counts whole
+            sequences, even if devices share a sequence. None if a part of the step has no formula.
         no_formula: the reason why the step has no formula, in one line; "" if it has one.
         mesh: axis -> number of devices. Neighbouring devices are along the last axis.
-        roles: axis of the mesh -> what it shards, one of AXIS_ROLES.
+        roles: axis of the mesh -> what it shards: "stage", "replica", "state", "expert", "sequence" or "tensor".
         micro_steps: maximum number of micro-batches per update.
         accumulates_inside: whether one call of the step processes all micro-batches of an update.
         segments: all layers in order, grouped by remat policy.
         policy: the remat policy of layers for which no other policy is set.
-        kernel_outside: whether the attention kernel is outside a block's checkpoint, so that the inputs of its
-            gradient are kept.
+        kernel_outside: whether the attention kernel is outside a block's checkpoint, so that the inputs of its gradient
+            are kept.
         halves: whether attention and MLP of a block have separate checkpoints.
         skips_masked: whether the attention kernel skips blocks of scores that the mask hides.
         sent_parameter: bytes per element of parameters in collectives. 0 if the collectives have no formula.
-        sent_gradient: bytes per element of gradients in collectives. 0 if gradients are sent in the dtype in which
-            they are computed.
-        exchange: the way in which tokens are sent to their experts, a key of `communication_volume.EXCHANGES`; "" if
-            it has no formula.
+        sent_gradient: bytes per element of gradients in collectives. 0 if gradients are sent in the dtype in which they
+            are computed.
+        exchange: how tokens are sent to their experts: "allgather", "all_to_all" or "ragged_all_to_all"; "" if there is
+            no formula.
         expert_rows: whether the number of rows that experts compute is static, independent of the tokens.
         pipeline: the schedule of the pipeline, None for one stage.
         compute: dtype of the matrix products, such as "bfloat16".
@@ -133,7 +135,8 @@ class ModelFacts:
     asked_of_host: tuple[str, ...] = ()
 
     def axes(self, *roles: str, mesh: Mapping[str, int] | None = None) -> dict[str, int]:
-        """Returns the mesh axes with one of these roles and more than one device: axis -> number of devices.
+        """Returns the mesh axes with one of these roles (such as "tensor") and more than one device: axis -> number of
+        devices.
 
         mesh: axis -> number of devices, used instead of `self.mesh`.
         """
@@ -141,7 +144,7 @@ class ModelFacts:
         return {axis: size for axis, size in sizes.items() if size > 1 and self.roles.get(axis) in roles}
 
     def devices(self, *roles: str, mesh: Mapping[str, int] | None = None) -> int:
-        """Returns the number of devices along all mesh axes with one of these roles.
+        """Returns the number of devices along all mesh axes with one of these roles (such as "tensor").
 
         mesh: axis -> number of devices, used instead of `self.mesh`.
         """

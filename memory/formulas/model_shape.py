@@ -15,9 +15,9 @@ class Adapters:
 
     Fields:
         rank: the inner width r of an adapter's two matrices.
-        targets: names of the matrices that have an adapter, from TARGETS. Names that the model does not have are
+        targets: names of the matrices that have an adapter, such as "q" or "up". Names that the model does not have are
             ignored.
-        base: the storage format of the frozen weights, a key of `adapter_formulas.BASES`.
+        base: the storage format of the frozen weights: "bf16", "nf4" or "int8".
     """
 
     rank: int
@@ -33,10 +33,10 @@ class ExpertShape:
         count: E, the number of experts. per_token: k, the number of experts per token. width: the width of one expert.
         shared: number of experts that process every token. They are computed as one MLP.
         dense_layers: number of layers at the beginning that have a dense MLP instead.
-        every: N, if every N-th of the other layers has experts.
+        every: N: of the other layers, every N-th has experts.
         capacity: maximum number of rows of an expert, as a multiple of the mean number. 0 means room for all rows.
-        slots: whether each expert has room for the same number of rows, and rows beyond them are dropped. If False,
-            the rows of an expert are padded to whole tiles.
+        slots: whether each expert has room for the same number of rows, and rows beyond them are dropped. If False, the
+            rows of an expert are padded to whole tiles.
     """
 
     count: int
@@ -84,7 +84,8 @@ class ModelShape:
         layers: number of layers. width: width of the residual stream.
         heads, kv_heads: number of query heads and of key/value heads.
         head_width, mlp_width: widths of one head and of the MLP. vocabulary: number of token ids.
-        gated: whether the MLP has a gate. tied: whether embedding and output head are one table.
+        gated: whether the MLP has a gate. dropout: whether activations have dropout. tied: whether embedding and output
+            head are one table.
         qk_norm: whether queries and keys are normalized.
         post_norms: whether outputs of attention and MLP are normalized.
         adapters: adapters that are trained instead of the weights, None if the weights are trained.
@@ -135,9 +136,9 @@ class StepLayout:
         data: number of data-parallel ranks. They shard the training state by the ZeRO stage `zero` (0 to 3).
         expert: number of data-parallel ranks that share the routed experts.
         pipeline: number of pipeline stages, each with `interleave` chunks of layers.
-        stash: 0 if each pipeline stage has its own program; the formulas then describe the first stage. If all stages
-            run one program, every stage allocates the same memory for activations that wait for their backward pass;
-            `stash` is this memory divided by the memory for the activations of all layers for one micro-batch.
+        stash: memory of one stage for activations that wait for their backward pass, if all stages run one program and
+            so allocate the same. It is a multiple of the memory for one micro-batch's activations of all layers. 0 if
+            each stage has its own program; the formulas then describe the first stage.
     """
 
     tensor: int = 1
@@ -168,8 +169,8 @@ def gpt(layers: int, width: int, heads: int, vocabulary: int, *, dropout: bool =
 def matrices(model: ModelShape) -> dict[str, tuple[int, int]]:
     """Returns the weight matrices of a layer that process every token, as name -> (input width, output width).
 
-    The names are in TARGETS. Latent attention has no matrices q, k and v. Its matrices project inputs down to a latent
-    vector and up from the vector.
+    The names are "q", "k", "v", "o", "gate", "up" and "down". Latent attention has no matrices q, k and v. Its matrices
+    project inputs down to a latent vector and up from the vector.
     """
     queries, keys, latent = model.heads * model.score_width, model.kv_heads * model.head_width, model.latent
     if latent is None:

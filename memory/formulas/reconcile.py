@@ -55,7 +55,8 @@ def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
     """Evaluates the published formulas for a training step. If the step has no formulas, returns the reason in one
     line.
 
-    platform: the target's platform. On "cpu" nothing is offloaded, because host memory is device memory.
+    facts: the trainer's description of the step. platform: the target's platform. On "cpu" nothing is offloaded,
+    because host memory is device memory.
     """
     asked = facts.question
     if asked is None or facts.no_formula:
@@ -114,8 +115,9 @@ def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
 def model_flops(facts: ModelFacts | None, counted: float) -> float:
     """Returns the model FLOPs of one call of the step over all devices.
 
-    counted: FLOPs counted in the traced program. For a dense model, this number is returned. For a mixture of experts,
-    a formula is used, because the program also multiplies padding rows, which do not count as model FLOPs.
+    facts: the trainer's description of the step, None if there is none. counted: FLOPs counted in the traced program.
+    For a dense model, this number is returned. For a mixture of experts, a formula is used, because the program also
+    multiplies padding rows, which do not count as model FLOPs.
     """
     asked = facts.question if facts and not facts.no_formula else None
     if facts is None or asked is None or asked.model.experts is None:
@@ -124,7 +126,8 @@ def model_flops(facts: ModelFacts | None, counted: float) -> float:
 
 
 def sequences_per_call(facts: ModelFacts, asked: Question) -> float:
-    """Returns the number of sequences in one call of the step over all devices."""
+    """Returns the number of sequences in one call of the step over all devices. `facts` and `asked` describe the step:
+    mesh and micro-steps, and sequences per replica and micro-step."""
     return asked.batch * facts.devices(*BATCH_ROLES) * facts.micro_steps_per_call
 
 
@@ -205,7 +208,7 @@ class FormulaLine(NamedTuple):
     """A quantity, such as the peak bytes, as given by the compiler and by the formulas. None means that a value is
     unknown.
 
-    kind: "bytes" (on one device) or "flops".
+    title: the name of the quantity. kind: "bytes" (on one device) or "flops" (of one call over all devices).
     """
 
     title: str
@@ -243,8 +246,9 @@ def lines(
 ) -> list[FormulaLine]:
     """Returns the quantities of a report, each with the compiler's value and the formula's value.
 
-    peak_bytes, breakdown, host_bytes: values of the report. flops: `model_flops` and `hardware_flops` of one call.
-    Quantities that most models do not have are left out if both values are 0.
+    peak_bytes: peak on one device according to the compiler. breakdown: category of buffers -> bytes at the peak.
+    host_bytes: bytes in host memory. flops: `model_flops` and `hardware_flops` of one call. Quantities that most models
+    do not have are left out if both values are 0.
     """
     host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
     rows = [

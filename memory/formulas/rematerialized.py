@@ -156,8 +156,8 @@ def walk(model: ModelShape, attention: str, save: Collection[str]) -> RematWalk:
     """Returns the tensors that one layer under jax.checkpoint keeps for the backward pass and the tensors that it
     recomputes.
 
-    save: the tensor names that the remat policy saves. The input of the block is always kept, because the loop over
-    the layers carries it. attention: "naive" or "flash".
+    model: the shape of the layer. save: the tensor names that the remat policy saves. The input of the block is always
+    kept, because the loop over the layers carries it. attention: "naive" or "flash".
     """
     sources = {name: row for name, row in _operations(model, attention).items() if _layer_has(name, model)}
     kept, recomputed, todo = set(), set(), ["block_in", *(name for name in sources if _feeds_backward(name, model))]
@@ -194,7 +194,7 @@ def product_flops(model: ModelShape, sequence: int) -> dict[str, float]:
     """Returns the FLOPs per token of each matrix product in a layer.
 
     A product with a weight matrix has the name of the matrix. `scores` and `weighted` are the two products of
-    attention; `core` is both together. `experts` is one product in all k experts of a token.
+    attention; `core` is both together. `experts` is one of the experts' products, summed over the k experts of a token.
     """
     scores, weighted = (2.0 * model.heads * width * sequence for width in (model.score_width, model.value_width))
     routed = model.experts.per_token * model.experts.width if model.experts else 0
@@ -209,14 +209,15 @@ def product_flops(model: ModelShape, sequence: int) -> dict[str, float]:
 
 
 def recomputed_flops(model: ModelShape, attention: str, names: Collection[str], sequence: int) -> float:
-    """Returns the FLOPs per token and layer of recomputing the tensors with these names once."""
+    """Returns the FLOPs per token and layer of recomputing the tensors with these names once. attention: "naive" or
+    "flash". sequence: tokens per sequence."""
     table, flops = _operations(model, attention), product_flops(model, sequence)
     return sum(flops.get(table[name].product, 0.0) for name in names)
 
 
 def tiles_flops(model: ModelShape, sequence: int) -> float:
     """Returns the FLOPs per token and layer that are recomputed if the MLP is computed in tiles of tokens. All matrix
-    products of the MLP are recomputed, except that the last is recomputed only if a norm reads its result."""
+    products of the MLP are recomputed, except the last one, which is recomputed only if a norm reads its result."""
     names = ["up"]
     if model.gated:
         names.append("gate")
@@ -226,7 +227,8 @@ def tiles_flops(model: ModelShape, sequence: int) -> float:
 
 
 def forward_flops(model: ModelShape, attention: str, sequence: int) -> float:
-    """Returns the FLOPs of a layer's forward pass per token."""
+    """Returns the FLOPs of a layer's forward pass per token. attention: "naive" or "flash". sequence: tokens per
+    sequence."""
     names = [name for name in _operations(model, attention) if _layer_has(name, model)]
     return recomputed_flops(model, attention, names, sequence)
 
@@ -243,6 +245,7 @@ def bytes_of(
     """Returns the bytes on a device of the tensors with these names, in one layer.
 
     Args:
+        layout: how the step is sharded over devices.
         tokens: number of tokens, in sequences of `sequence` tokens.
         itemsize: bytes per element of an activation.
         operand: bytes per element of a tensor that is kept only as a matmul operand, such as about 1 under fp8; 0 means
@@ -291,6 +294,7 @@ def layers_of(
         asked: the training step.
         batch: sequences per device and micro-step, a fraction if devices share a sequence.
         segment: the remat policy of the layers.
+        facts: the trainer's description of the step.
         platform: the target's platform. On "cpu" nothing is offloaded.
     """
     layers, groups, precision = kind.layers, segment.groups, asked.precision

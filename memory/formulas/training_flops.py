@@ -16,9 +16,10 @@ def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:
     """Returns the FLOPs of the forward and backward pass over `sequences` sequences, without recomputation.
 
     Each token takes 6 FLOPs per matrix parameter that processes it, and attention scores take 12 a s FLOPs per unit of
-    head width. For GPT this is 72 B L s h^2 (1 + s/(6h) + v/(12hL)) (Korthikanti et al. 2022, appendix A). The masked
-    half of the scores is counted. Norms, softmax, activation functions, the embedding look-up and the optimizer are
-    not.
+    head width. The letters are those of the paper: B sequences of s tokens, L layers of width h with a heads, v token
+    ids. For GPT this is 72 B L s h^2 (1 + s/(6h) + v/(12hL)) (Korthikanti et al. 2022, appendix A). The masked half of
+    the scores is counted. Norms, softmax, activation functions, the embedding look-up and the optimizer are not
+    counted.
 
     A frozen matrix has no weight gradient, so it takes 4 FLOPs per parameter and token. An adapter takes 6 FLOPs per
     parameter and token.
@@ -32,11 +33,13 @@ def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:
 
 
 def hardware_flops(model: ModelShape, sequence: int, sequences: float, recompute: str, tiled: bool = False) -> float:
-    """Returns the model FLOPs plus the FLOPs of recomputation. Recomputation takes the attention core's 4 B L s^2 h
-    FLOPs for `selective`, and a forward pass of all layers for `full`.
+    """Returns the model FLOPs plus the FLOPs of recomputation. Recomputation repeats nothing for "none", the attention
+    core for "selective", and the forward pass of all layers for "full". The attention core takes 4 B L s^2 h FLOPs for
+    B sequences of s tokens and L layers of width h.
 
-    tiled: whether the MLP is computed in tiles of tokens. All matrix products of the MLP except the last are then
-    recomputed under any policy. Layers with experts have no tiles.
+    sequence: tokens per sequence. sequences: number of sequences. recompute: the policy. tiled: whether the MLP is
+    computed in tiles of tokens. All matrix products of the MLP except the last are then recomputed under any policy.
+    Layers with experts have no tiles.
 
     Not modelled: the last product of a layer need not be recomputed, and FlashAttention recomputes scores in its
     gradient.
@@ -54,12 +57,12 @@ def hardware_flops(model: ModelShape, sequence: int, sequences: float, recompute
 
 
 def published_selective_flops(model: ModelShape, sequence: int, sequences: float) -> float:
-    """Returns hardware FLOPs with selective recomputation as printed by Korthikanti et al. 2022, to reproduce their
-    HFU column.
+    """Returns hardware FLOPs with selective recomputation as printed by Korthikanti et al. 2022, to reproduce their HFU
+    column.
 
-    Their formula replaces s/(6h) with s/(3h), which adds 12 B L s^2 h: three forward passes of the attention core.
-    Only one is recomputed (s/(6h) should become 2s/(9h)), so their HFU is too high: by 1.4 percentage points for the
-    22B model and by 0.5 for the 1T model.
+    The letters are B sequences of s tokens, L layers of width h, and v token ids. Their formula replaces s/(6h) with
+    s/(3h), which adds 12 B L s^2 h: three forward passes of the attention core. Only one is recomputed (s/(6h) should
+    become 2s/(9h)), so their HFU is too high: by 1.4 percentage points for the 22B model and by 0.5 for the 1T model.
     """
     return model_flops(model, sequence, sequences) + 3 * _core_forward(model, sequence, sequences)
 

@@ -19,7 +19,7 @@ class PrecisionBytes(NamedTuple):
     recipe.
 
     Fields:
-        name: the name of the recipe.
+        name: the name of the recipe. summary: its description for users.
         params, gradients: bytes per parameter and per gradient.
         master: bytes per parameter of a master copy in higher precision, 0 if there is none.
         state: bytes per value of optimizer state.
@@ -42,8 +42,9 @@ class OptimizerBytes(NamedTuple):
     """The size of an optimizer's state.
 
     Fields:
+        name: the optimizer's name. summary: its description for users.
         states: number of values per parameter, such as 2 for Adam.
-        itemsize: bytes per value; 0 means `PrecisionBytes.state`.
+        itemsize: bytes per value; 0 means the size that the mixed-precision recipe gives (`PrecisionBytes.state`).
     """
 
     name: str
@@ -81,8 +82,8 @@ def state_bytes_per_parameter(
 ) -> dict[str, float]:
     """Returns the bytes per parameter on a device of `params`, `gradients` and `optimizer` (master copy and moments).
 
-    routed: the fraction of the parameters that are in routed experts. Tensor and pipeline parallelism are assumed to
-    shard all parameters, although norms are replicated.
+    layout: how the step is sharded over devices. routed: the fraction of the parameters that are in routed experts.
+    Tensor and pipeline parallelism are assumed to shard all parameters, although norms are replicated.
     """
     each = parts_per_parameter(precision, optimizer, layout, routed)
     return {role: sum(each[part] for part in parts) for role, parts in ROLES.items()}
@@ -93,7 +94,7 @@ def parts_per_parameter(
 ) -> dict[str, float]:
     """Returns the bytes per parameter on a device of `params`, `gradients`, `master` (master copy) and `moments`.
 
-    routed: the fraction of the parameters that are in routed experts.
+    layout: how the step is sharded over devices. routed: the fraction of the parameters that are in routed experts.
     """
     unsharded = {
         "params": precision.params,
@@ -120,12 +121,13 @@ def state_bytes(
     fused: bool = False,
     routed: float = 0.0,
 ) -> dict[str, float]:
-    """Returns role -> bytes of training state on a device; the key `host` has the bytes of state in host memory.
+    """Returns role ("params", "gradients" or "optimizer") -> bytes of training state on a device. The key "host" has
+    the bytes of state in host memory.
 
     Args:
         parameters: number of parameters.
         at_once: with `fused`, the maximum number of parameters whose gradients exist at the same time.
-        offload: which state is in host memory, a key of OFFLOAD.
+        offload: which state is in host memory: "none", "optimizer", "params" or "both".
         fused: whether each layer is updated during the backward pass (Lv et al. 2023, arXiv 2306.09782).
         routed: the fraction of the parameters that are in routed experts.
 

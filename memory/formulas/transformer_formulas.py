@@ -52,6 +52,7 @@ class LayerTensor(NamedTuple):
     """A tensor that a layer keeps for its backward pass.
 
     Fields:
+        name: the tensor's name, such as "q".
         size: the name of its size, a key of `token_sizes` (which maps it to elements per token).
         split: how tensor-parallel devices shard it: "tensor" always, "sequence" only with sequence parallelism, ""
             never.
@@ -142,7 +143,7 @@ BY_ROW = ("routed", "routed_mlp")
 
 def token_sizes(model: ModelShape, sequence: int) -> dict[str, int]:
     """Returns the number of elements per token for each tensor size (`LayerTensor.size`). For the sizes in BY_ROW, the
-    number is per row of the routed experts' buffers instead."""
+    number is per row of the routed experts' buffers instead. A row holds one token for one expert."""
     experts, latent = model.experts, model.latent
     return {
         "width": model.width,
@@ -178,6 +179,7 @@ def tensor_bytes(
     """Returns the bytes of one tensor on a device; 0 if the model does not have the tensor.
 
     Args:
+        layout: how the step is sharded over devices.
         tokens: number of tokens, in sequences of `sequence` tokens.
         itemsize: bytes per element of activations.
         operand: bytes per element of a tensor that is kept only as a matmul operand, such as about 1 under fp8; 0 means
@@ -212,8 +214,9 @@ def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False)
     """Returns the tensors that a layer keeps for its backward pass. With `flash` attention there is no attention core
     to recompute, so `recompute="selective"` gives the same tensors as "none".
 
-    tiled: whether the MLP is computed in tiles, which keep only their input under any policy (Bekman et al. 2025,
-    arXiv 2506.13996).
+    recompute: "none", "selective" (recomputes the attention core) or "full" (keeps only the layer's input). tiled:
+    whether the MLP is computed in tiles, which keep only their input under any policy (Bekman et al. 2025, arXiv
+    2506.13996).
     """
     if tiled:
         return tuple(tensor for tensor in kept_by_layer(recompute, attention) if not tensor.tiled)
@@ -238,7 +241,13 @@ def layer_bytes(
 ) -> float:
     """Returns the bytes on a device that one layer keeps for the backward pass of one micro-batch.
 
-    batch: sequences of the micro-batch. tile: number of tokens in a tile of the MLP, 0 without tiles.
+    Args:
+        layout: how the step is sharded over devices.
+        sequence: tokens per sequence. batch: sequences of the micro-batch.
+        recompute: "none", "selective" or "full". attention: "naive" or "flash".
+        itemsize: bytes per element of an activation.
+        operand: bytes per element of a tensor that is kept only as a matmul operand; 0 means `itemsize`.
+        tile: number of tokens in a tile of the MLP, 0 without tiles.
     """
     return sum(
         tensor_bytes(tensor, model, layout, sequence, sequence * batch, itemsize, operand)
@@ -249,7 +258,9 @@ def layer_bytes(
 def tile_bytes(
     model: ModelShape, layout: StepLayout, sequence: int, tokens: float, *, itemsize: int = 2, operand: float = 0.0
 ) -> float:
-    """Returns the bytes on a device of the MLP's activations for one tile of `tokens` tokens."""
+    """Returns the bytes on a device of the MLP's activations for one tile of `tokens` tokens. itemsize: bytes per
+    element of an activation. operand: bytes per element of a tensor that is kept only as a matmul operand; 0 means
+    `itemsize`."""
     return sum(
         tensor_bytes(tensor, model, layout, sequence, tokens, itemsize, operand) for tensor in LAYER if tensor.tiled
     )
@@ -280,12 +291,15 @@ def outside_bytes(
     logit_tokens: int | None = None,
 ) -> float:
     """Returns the bytes of activations outside the layers on a device: embedding, final norm, head and logits. With
-    sequence parallelism they are (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) (Korthikanti et al. 2022, section 4.3).
+    sequence parallelism they are (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) (Korthikanti et al. 2022, section 4.3) for b
+    sequences of s tokens, L layers of width h, v token ids, t tensor-parallel devices and p pipeline stages. [p=1] is 1
+    without a pipeline and 0 otherwise.
 
     If one program runs on all pipeline stages, the stages shard the vocabulary, and embedding and loss hold one
     micro-batch.
 
-    logit_tokens: number of tokens whose logits exist at the same time, if the loss is computed in chunks; None for all.
+    layout: how the step is sharded over devices. itemsize: bytes per element of an activation. logit_tokens: number of
+    tokens whose logits exist at the same time, if the loss is computed in chunks; None for all.
     """
     tokens = sequence * batch
     mask = tensor_bytes(EMBEDDING_MASK, model, layout, sequence, tokens, itemsize)
@@ -312,6 +326,14 @@ def recomputed_bytes(
     under "none", minus the tensors kept under `recompute`, plus one tile of the MLP.
 
     The papers do not include these bytes, because they count the tensors that are live at the end of the forward pass.
+
+    Args:
+        layout: how the step is sharded over devices.
+        sequence: tokens per sequence. batch: sequences of the micro-batch.
+        recompute: "none", "selective" or "full". attention: "naive" or "flash".
+        itemsize: bytes per element of an activation.
+        operand: bytes per element of a tensor that is kept only as a matmul operand; 0 means `itemsize`.
+        tile: number of tokens in a tile of the MLP, 0 without tiles.
     """
     everything, kept = (
         layer_bytes(

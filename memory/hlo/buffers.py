@@ -35,9 +35,17 @@ class LogicalBuffer:
 
 @dataclasses.dataclass(slots=True)
 class Allocation:
-    """A contiguous range of `size` bytes that the runtime allocates.
+    """A contiguous range of memory that the runtime allocates.
 
-    `assigned`: (id of the logical buffer, offset in bytes, size in bytes) of each buffer in the range.
+    Fields:
+        index: the number of the allocation. size: its bytes.
+        thread_local: whether it is local to a thread, as for values inside the reducer of a reduction.
+        entry_parameter: whether it holds an argument of the program: the array at `parameter_index` (a tuple index) of
+            parameter number `parameter`.
+        live_out: whether it holds an output of the program.
+        constant: whether it holds a constant. is_tuple: whether it holds a tuple's pointers.
+        color: number of the memory space. The device's main memory is 0.
+        assigned: (id of the logical buffer, offset in bytes, size in bytes) of each buffer in the range.
     """
 
     index: int = 0
@@ -64,7 +72,13 @@ HeapEvent = tuple[int, int, tuple[str, str], int]
 
 @dataclasses.dataclass(slots=True)
 class HeapTrace:
-    """The allocation and free events of one memory range, in the order of the compiler's heap simulation."""
+    """The allocation and free events of one memory range, in the order of the compiler's heap simulation.
+
+    Fields:
+        allocation: index of the `Allocation`.
+        events: (ALLOC, FREE or SHARE; id of the logical buffer; names of its computation and instruction; for SHARE, id
+            of the buffer whose memory it uses).
+    """
 
     allocation: int = 0
     events: list[HeapEvent] = dataclasses.field(default_factory=list)
@@ -77,7 +91,14 @@ HOST_COLOR = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HloProgram:
-    """The content of one HloProto: a compiled module and its buffer assignment."""
+    """The content of one HloProto: a compiled module and its buffer assignment.
+
+    Fields:
+        module: the HLO module.
+        buffers: id -> logical buffer, a value to which the compiler assigns memory.
+        allocations: the ranges of memory that the runtime allocates.
+        traces: the allocation and free events inside these ranges.
+    """
 
     module: Module
     buffers: dict[int, LogicalBuffer] = dataclasses.field(default_factory=dict)

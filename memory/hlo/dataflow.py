@@ -50,12 +50,13 @@ class ValueOrigin:
 
     Fields:
         instruction: the operation that computed the value, None if it is not known.
-        chain: named instructions between the value and its origin, nearest to the value first.
+        chain: the instructions from the value back to its origin, nearest to the value first. Loops, tuples and
+            parameters are left out, because their names do not describe the value.
         stack: the dynamic-update-slice that writes the value of each loop iteration into a stacked array; None if the
             value is not stacked.
         looped: whether a loop passes the value from one iteration to the next.
-        carried: whether the stacked values are the loop state at the start of each iteration, such as the inputs of
-            the layers.
+        carried: whether the stacked values are the loop state at the start of each iteration, such as the inputs of the
+            layers.
     """
 
     instruction: Instruction | None
@@ -90,7 +91,8 @@ class Flow:
         return self._users
 
     def origin(self, instruction: Instruction | None, index: Index = ()) -> ValueOrigin:
-        """Returns where the value at `index` of an instruction's result was computed."""
+        """Returns the operation that computed a value, and how the value was passed on from there. The value is the
+        element at the tuple index `index` of an instruction's result."""
         if instruction is None:
             return ValueOrigin(None)
         key = (instruction.id, index)
@@ -136,10 +138,9 @@ class Flow:
     def _step_back(
         self, instruction: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        """Goes one step back from a value to the place that it was copied or passed from, such as the operand of a
-        copy, the element of a tuple or the root of a loop body. Returns (instruction, index) of that place; None if the
-        instruction computes the value.
-        """
+        """Goes one step back from a value, the element at tuple index `index` of an instruction's result, to the place
+        that it was copied or passed from, such as the operand of a copy, the element of a tuple or the root of a loop
+        body. Returns (instruction, tuple index) of that place; None if the instruction computes the value."""
         module, opcode = self.module, instruction.opcode
         if opcode == "get-tuple-element":
             return module.operand(instruction, 0), (instruction.tuple_index, *index)
@@ -179,7 +180,8 @@ class Flow:
         return self.module.operand(caller, parameter.parameter), index
 
     def dependent(self, sources: set[int]) -> set[int]:
-        """Returns the ids of the instructions that depend directly or indirectly on the instructions `sources`."""
+        """Returns the ids of the instructions that depend directly or indirectly on the instructions with the ids
+        `sources`."""
         dependents: set[int] = set()
         pending = list(sources)
         while pending:
@@ -201,10 +203,10 @@ class Flow:
         return dependents
 
     def makers(self, instruction: Instruction | None, index: Index = ()) -> Iterator[Instruction]:
-        """Yields the instructions whose names may describe a value: the named instructions on the way back to the
-        value's origin, nearest first, then the update of the stacked array that holds the value, if there is one, then
-        `instruction` itself.
-        """
+        """Yields the instructions whose names may describe a value. These are the instructions on the way back to the
+        value's origin, nearest first, without loops, tuples and parameters. Then come the update of the stacked array
+        that holds the value, if there is one, and `instruction` itself. The value is the element at the tuple index
+        `index` of the instruction's result."""
         if instruction is not None:
             origin = self.origin(instruction, index)
             yield from origin.chain
@@ -248,7 +250,7 @@ class Flow:
                     yield user
 
     def shape(self, instruction: Instruction, index: Index = ()) -> HloShape:
-        """Returns the shape of the value at `index` of an instruction's result."""
+        """Returns the shape of the element at the tuple index `index` of an instruction's result."""
         return self.module.shape(instruction).leaf(index)
 
 

@@ -43,7 +43,7 @@ class SkippedCollective:
         control: the loop or conditional that contains it, whose condition may differ between devices.
         op_name: JAX's op_name of the collective.
         links: the groups of devices that exchange data in the collective, as lists of device numbers.
-        waits: the devices (their numbers) of one group that wait for each other, although their conditions may differ.
+        waits: numbers of devices in one group that wait for each other, although their conditions may differ.
     """
 
     instruction: Instruction
@@ -60,7 +60,7 @@ def skipped_collectives(
 
     Args:
         axes: names and sizes of the mesh axes.
-        parameters: number of a parameter of the entry computation -> its layout on the mesh (from `mesh.match`).
+        parameters: number of a parameter of the entry computation -> its layout on the mesh.
         platform: the platform of the devices, such as "cpu".
         processes: the process index of each device.
     """
@@ -266,8 +266,8 @@ class _Agreement:
     def _get(self, instruction: Instruction | None, index: Index = ()) -> _Value | None:
         """Returns what is known so far about which devices agree on a value; None if it has not been computed yet.
 
-        Schedules the value if it is requested for the first time. Notes that the value which is being computed depends
-        on it, and must be computed again if it changes.
+        A value that is requested for the first time is scheduled to be computed. The value that is being computed at
+        the moment is recorded as depending on it, so that it is computed again after a change.
         """
         if instruction is None:
             return self._uniform
@@ -318,9 +318,8 @@ class _Agreement:
         return self._arithmetic(instruction, operands) or _combine_inputs(operands or [self._uniform])
 
     def _loop(self, loop: Instruction, index: Index) -> _Value | None:
-        """Returns which devices agree on a value of a loop's state. The value is the initial value or the value after
-        some iteration, so devices that run different numbers of iterations may disagree.
-        """
+        """Returns which devices agree on the element at tuple index `index` of a loop's state. The value is the initial
+        value or the value after some iteration, so devices that run different numbers of iterations may disagree."""
         first, root = self._module.operand(loop, 0), self._module.root(loop.called[0]) if loop.called else None
         if index and root is not None and self._is_carried_unchanged(root, index[0]):
             return self._get(first, index)
@@ -368,8 +367,8 @@ class _Agreement:
         return _combine_alternatives(known) if known else None
 
     def _constant(self, constant: Instruction) -> _Value:
-        """Reads a scalar integer constant, or a constant list of at most `_MAX_TABLE` integers. For other constants,
-        returns only that all devices hold the same value."""
+        """Reads a scalar integer constant, or a constant list of at most 65,536 integers. For other constants, returns
+        only that all devices hold the same value."""
         shape = self._module.shape(constant)
         if "int" not in shape.dtype or len(shape.dims) > 1 or shape.elements > _MAX_TABLE:
             return self._uniform
@@ -401,9 +400,9 @@ class _Agreement:
         return _Value(function(*(value.labels for value in operands)), exact=True)
 
     def _collective(self, kind: str, instruction: Instruction, operand: _Value) -> _Value:
-        """Returns which devices agree on the result of a collective. The devices of a group get the same result, or
-        one part each. The target of a permute gets the value of its source.
-        """
+        """Returns which devices agree on the result of a collective. `operand`: which devices agree on the operand. In
+        an all-reduce, all-gather or broadcast, the devices of a group get the same result. In other collectives, each
+        device of a group gets its own part. The target of a permute gets the value of its source."""
         groups = groups_of(self._module.data, instruction.span, self._module.devices)
         keys: list[object] = [None] * self._module.devices
         for group in groups:

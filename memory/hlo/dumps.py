@@ -54,9 +54,8 @@ def read(path: Path) -> Dump:
 
 
 def unpacked(data: bytes, name: str = "the program") -> bytes:
-    """Returns the bytes of a proto, decompressed if they are in gzip format. Raises ReportError if the gzip data is
-    damaged or the bytes are HLO as text.
-    """
+    """Returns the bytes of a proto, decompressed if they are in gzip format. name: the file's name for messages. Raises
+    ReportError if the gzip data is damaged or the bytes are HLO as text."""
     if data[:2] == _GZIP:
         try:
             with gzip.open(io.BytesIO(data)) as packed:

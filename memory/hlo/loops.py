@@ -53,8 +53,9 @@ def _order_callers_first(module: Module) -> list[int]:
 def trip_count(module: Module, loop: Instruction) -> int | None:
     """Returns the number of iterations of a while loop, or the maximum if the number varies; None if it is unknown.
 
-    The sources, in this order, are the annotation MAX_TURNS of the program, XLA's `known_trip_count`, and the loop's
-    condition if it only tests whether a counter that starts at zero is less than a constant.
+    The first available source is used. The sources are: a name `turns_N_mean_...` that the program gave the loop
+    (MAX_TURNS), XLA's `known_trip_count`, and the loop's condition. The condition is used only if it tests whether a
+    counter that starts at zero is less than a constant.
     """
     annotated = MAX_TURNS.search(module.metadata(loop).op_name)
     if annotated:
@@ -86,9 +87,8 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 def full_turns(module: Module, loop: Instruction) -> int | None:
     """Returns the number of full iterations that take as long as the whole loop; None if unknown. It is less than the
-    trip count if some iterations do less work. The program may state it in the annotation FULL_TICKS; otherwise it is
-    `trip_count`.
-    """
+    trip count if some iterations do less work. The program may state it by naming the loop `ticks_full_N` (FULL_TICKS).
+    Otherwise it is the trip count."""
     annotated = FULL_TICKS.search(module.metadata(loop).op_name)
     return int(annotated[1]) if annotated else trip_count(module, loop)
 

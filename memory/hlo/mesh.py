@@ -25,12 +25,13 @@ _MAX_DEVICES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentLayout:
-    """The sharding of one argument of the program over the mesh.
+    """The sharding of one argument of the program over the device mesh.
 
     Fields:
         dims: dimensions of the global array.
         local: dimensions of one device's shard.
-        spec: the names of the mesh axes that shard each dimension.
+        dtype: dtype of the array, as in HLO.
+        spec: for each dimension, the names of the mesh axes that shard it.
         position: index of the argument among all arguments, counted from 0.
     """
 
@@ -52,7 +53,9 @@ class ArgumentLayout:
 
 
 def read_layouts(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ...]]:
-    """Returns (mesh axes, layouts of the arguments that the executable uses, in order). Each is () if it is unknown."""
+    """Returns (mesh axes as (name, size) pairs, layouts of the arguments that the executable uses, in order). Each is
+    () if it is unknown.
+    """
     import jax
 
     try:
@@ -82,8 +85,11 @@ def _partition_spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
 
 
 def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, ArgumentLayout]:
-    """Returns number of a parameter of the entry computation -> its layout. Arguments that jax removed because they
-    are unused are skipped.
+    """Finds the layout of each parameter of a compiled module. Returns number of the parameter of the entry computation
+    -> its layout.
+
+    `layouts`: the layouts of the function's arguments, in order. Arguments that jax removed because they are unused are
+    skipped.
     """
     left = iter(layouts)
     matched = {}
@@ -100,7 +106,7 @@ def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
     """Returns the names of the mesh axes along which the devices of a group differ; () if the mesh is unknown or a
     device is not in it.
 
-    `groups`: the groups of a collective, as lists of device numbers.
+    `groups`: the groups of a collective, as lists of device numbers. `axes`: the (name, size) pairs of the mesh.
     """
     sizes = [size for _, size in axes]
     differ = set()
@@ -114,8 +120,8 @@ def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
 
 
 def coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the position of a device along each mesh axis. Devices are numbered so that the position on the last
-    axis changes fastest.
+    """Returns the position of a device, given by its number, along each mesh axis. `sizes`: number of devices along
+    each axis. Devices are numbered so that the position on the last axis changes fastest.
     """
     out = []
     for size in reversed(sizes):
@@ -125,8 +131,8 @@ def coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def hosts_of(groups: Groups, per_host: int) -> int:
-    """Returns the maximum number of hosts that one group of devices spans. Each host has `per_host` devices; if
-    `per_host` is 0 (unknown), returns 1.
+    """Returns the maximum number of hosts that one group of devices spans. `groups` are lists of device numbers. Each
+    host has `per_host` devices; if `per_host` is 0 (unknown), returns 1.
     """
     hosts = 1
     if per_host:
@@ -139,7 +145,7 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
     """Returns the device groups of a collective as lists of device numbers. If the collective lists no groups, returns
     one group of all devices. The source-target pairs of a collective-permute are returned as groups.
 
-    `data[span]` is the serialized HloInstructionProto of the collective.
+    `data[span]` is the serialized HloInstructionProto of the collective. `devices`: number of devices of the program.
 
     Raises WireError if the groups do not match the mesh or the devices.
     """
@@ -168,8 +174,10 @@ _GROUP_FIELDS = frozenset((49, 52, 87, 92, 93))
 
 
 def groups_key(data: bytes, span: Span) -> tuple[tuple[int, bytes], ...]:
-    """Returns the serialized device groups of a collective, as a cache key: `groups_of` returns equal groups for equal
-    keys.
+    """Returns a cache key for the device groups of a collective: the serialized fields that describe them. `groups_of`
+    returns equal groups for equal keys.
+
+    `data[span]` is the serialized HloInstructionProto of the collective.
     """
     return tuple(
         (field, data[value[0] : value[1]])

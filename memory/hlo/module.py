@@ -21,9 +21,15 @@ class Instruction:
     """One HLO instruction.
 
     Fields:
+        id, name, opcode: as in the HloInstructionProto.
+        operands: the ids of the instructions whose results it reads.
         called: the ids of the computations that the instruction calls.
-        metadata, shape, span: (start, end) offsets in the serialized proto of the metadata, the shape and the whole
-            instruction.
+        shape, metadata, sharding, span: (start, end) offsets in the serialized proto of the shape, the metadata, the
+            sharding and the whole instruction.
+        parameter: number of the parameter, if the opcode is "parameter".
+        tuple_index: index of the tuple element, if the opcode is "get-tuple-element".
+        target: name of the function that a custom call runs, "" for other instructions.
+        computation: the id of the computation that contains the instruction.
     """
 
     id: int = 0
@@ -43,8 +49,14 @@ class Instruction:
 
 @dataclasses.dataclass(slots=True)
 class Computation:
-    """An HLO computation: the ids of its instructions in dependency order, its root instruction, and its schedule if
-    it has one.
+    """An HLO computation, such as the body of a loop.
+
+    Fields:
+        id, name: as in the HloComputationProto.
+        root: the id of the instruction whose result the computation returns.
+        instructions: the ids of its instructions, operands before their users.
+        schedule: the ids of its instructions in the order of execution, None if the computation has no schedule.
+        parameters: number of a parameter -> id of its instruction.
     """
 
     id: int = 0
@@ -56,8 +68,14 @@ class Computation:
 
 
 class Frame(NamedTuple):
-    """The source position of an expression: file, start and end. Lines count from 1 and columns from 0; a value of 0
-    may also mean that the position is unknown.
+    """A stack frame: the source position of an expression. Lines count from 1 and columns from 0; a value of 0 may also
+    mean that the position is unknown.
+
+    Fields:
+        file: path of the source file.
+        line, column: start of the expression.
+        end_line, end_column: end of the expression.
+        function: name of the function that contains the expression.
     """
 
     file: str
@@ -83,14 +101,17 @@ class Module:
     """A compiled HLO module.
 
     Fields:
-        data: the serialized proto. All spans are offsets in it.
+        data: the serialized proto. All spans are (start, end) offsets in it.
+        name: name of the module.
+        entry: the id of the entry computation.
         instructions, computations: id -> record.
         by_name: (name of the computation, name of the instruction) -> instruction id.
         aliases: (output index, parameter number, parameter index) of every output that reuses the memory of a donated
             argument.
         devices: number of devices that the module runs on.
         frames: the table of source positions, None if the module has none.
-        kernels: a cache of `cost.kernel_costs`, keyed by instruction id.
+        kernels: a cache of `cost.kernel_costs`: instruction id -> (bytes of memory that the kernel reads and writes,
+            whether it is a matrix product).
     """
 
     data: bytes = b""
@@ -157,7 +178,7 @@ class Module:
 
 
 def read_module(data: bytes, span: Span) -> Module:
-    """Parses the HloModuleProto at `span` of `data`. Raises WireError if it is damaged."""
+    """Parses the HloModuleProto at the (start, end) offsets `span` of `data`. Raises WireError if it is damaged."""
     module = Module(data)
     sequences: dict[int, list[int]] = {}
     for field, value in wire.fields(data, span):

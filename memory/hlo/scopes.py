@@ -140,8 +140,8 @@ class Scope:
     Fields:
         phase: phase of the step, such as forward or backward; "" if unknown.
         path: the named scopes around the operation, outermost first.
-        component: the part of the model, "" if unknown.
-        operation: the last word of the name.
+        component: the part of the model, such as "attention"; "" if unknown.
+        operation: the last word of the name, such as "dot_general".
     """
 
     phase: str = ""
@@ -151,8 +151,8 @@ class Scope:
 
 
 def is_operation(op_name: str) -> bool:
-    """Returns whether an op_name is JAX's name of an operation. Names that the compiler gives contain no path, and
-    names of arguments contain keys.
+    """Returns whether an op_name is JAX's name of an operation. Returns False for names that the compiler gives (they
+    contain no path) and for names of arguments (they contain keys such as "['w']").
     """
     return "/" in op_name and "['" not in op_name
 
@@ -193,19 +193,20 @@ def _phase_of_transformations(seen: set[str]) -> str:
 
 
 def component(path: tuple[str, ...]) -> str:
-    """Returns the component of the model that the scopes name; "" if they name none."""
+    """Returns the component of the model that the scopes `path` name, such as "attention"; "" if none is named."""
     return locate(path)[0]
 
 
 @functools.lru_cache(maxsize=65536)
 def locate(path: tuple[str, ...]) -> tuple[str, int]:
     """Returns (component of the model that the scopes `path` name, number of leading scopes up to it). For ("blocks_3",
-    "Attention_0", "query") the result is ("attention", 2): the first 2 scopes tell this attention from that of other
-    blocks.
+    "Attention_0", "query") the result is ("attention", 2). The first 2 scopes distinguish this attention from the
+    attention of other blocks.
 
-    The component is the outermost scope with a known name, except a loss that contains other components. If no name is
-    known, it is a norm, or else the innermost module, or else a single layer or a container of blocks. A number at the
-    end of a name is dropped, so that `Attention_0` of every block is one component.
+    The component is the outermost scope with a known name. A loss that contains other components does not count. If no
+    name is known, the component is the first of these that exists: a norm, the innermost module, a single layer, a
+    container of blocks. A number at the end of a name is dropped, so that `Attention_0` of every block is one
+    component.
     """
     words = [plain(word) for word in path]
     bare = [re.sub(r"[._]?\d+$", "", word).lower() for word in words]

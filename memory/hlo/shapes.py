@@ -48,8 +48,14 @@ _MAX_RANK = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HloShape:
-    """The shape of an array (dtype, dimensions and memory space) or of a tuple (its element shapes). Memory space 5 is
-    the host.
+    """The shape of an array or of a tuple.
+
+    Fields:
+        dtype: dtype of the array, "" for a tuple.
+        dims: dimensions of the array.
+        memory_space: number of the memory space that holds the array; 5 is the host.
+        parts: shapes of the elements of a tuple, None for an array.
+        bits: size of one array element in bits.
     """
 
     dtype: str = ""
@@ -59,7 +65,9 @@ class HloShape:
     bits: int = 0
 
     def leaf(self, index: Index) -> HloShape:
-        """Returns the shape of the tuple element at an index; the empty shape for an invalid index."""
+        """Returns the shape of the tuple element at an index, which has one number per level of nested tuples; the
+        empty shape for an invalid index.
+        """
         shape = self
         for i in index:
             if shape.parts is None or not 0 <= i < len(shape.parts):
@@ -84,7 +92,9 @@ class HloShape:
 
 
 def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
-    """Parses the ShapeProto at `span` of `data`. Raises WireError if it is damaged."""
+    """Parses the ShapeProto at `span` of `data`. `depth`: number of tuples around the shape. Raises WireError if it is
+    damaged.
+    """
     if depth > _MAX_NESTING:
         raise wire.WireError(
             f"the program is damaged: a tuple shape is nested more than {_MAX_NESTING} levels deep; dump it again"
@@ -112,7 +122,7 @@ def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
 
 
 def leaves(shape: HloShape, index: Index = ()) -> Iterator[tuple[Index, HloShape]]:
-    """Yields (index, shape) of every array in a shape."""
+    """Yields (index, shape) of every array in a shape, which may be a nested tuple. `index`: prefix of all indices."""
     if shape.parts is None:
         yield index, shape
     else:

@@ -144,9 +144,9 @@ def component_of_code(frames: Iterable[Frame]) -> str:
     """Returns the component of the model to which an operation belongs, from the functions and classes in its stack
     frames; "" if unknown.
 
-    The component is, in this order: a known part of a model or the optimizer; the framework function that the user
-    called; the user's class; the user's function with "()" after its name; the line of a lambda outside of any
-    function.
+    The component is the first of these that is found: a known part of a model, or the optimizer; the framework function
+    that the user called; the user's class; the user's function with "()" after its name; the line of a lambda outside
+    of any function.
     """
     visible = list(_program_frames(frames))
     called, own = "", ""
@@ -178,8 +178,8 @@ def _known_component(kind: str, frame: Frame, innermost: bool) -> str:
     """Returns the known component of the model that a stack frame's function or class names, such as "attention"; "" if
     none.
 
-    `kind`: kind of the frame's code (`kind_of`). `innermost`: whether it is the innermost frame. A loss counts only
-    there, because a loss in an outer frame contains the whole model.
+    `kind`: kind of the frame's code, such as OWN for the user's (`kind_of`). `innermost`: whether it is the innermost
+    frame. A loss counts only there, because a loss in an outer frame contains the whole model.
     """
     outer, _, function = frame.function.rpartition(".")
     owner = outer.rpartition(".")[2]

@@ -23,8 +23,9 @@ class WireError(ReportError):
 
 
 def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
-    """Yields (field number, value) for each field of the protobuf message at `span`. Raises WireError if the bytes are
-    not valid fields.
+    """Yields (field number, value) for each field of the protobuf message at `span`, the (start, end) offsets in
+    `data`. The value of a field with a number is the number; the value of any other field is the span of its bytes.
+    Raises WireError if the bytes are not valid fields.
     """
     at, end = span
     while at < end:
@@ -89,8 +90,8 @@ def _read_long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, 
 
 
 def signed(value: int) -> int:
-    """Returns the signed value of an int64 field, because protobuf encodes negative numbers as their 64-bit
-    complement.
+    """Converts the unsigned number read from an int64 field to its signed value. Protobuf encodes a negative number as
+    its 64-bit complement.
     """
     return value - (1 << 64) if value >> 63 else value
 
@@ -107,7 +108,9 @@ def text(data: bytes, value: Value) -> str:
 
 
 def message(value: Value) -> Span:
-    """Returns the span of the message that a field contains. Raises WireError if the field contains a number."""
+    """Returns the (start, end) offsets of the message that a field contains. Raises WireError if the field contains a
+    number.
+    """
     if isinstance(value, int):
         raise WireError(
             "the file is damaged or is not a protobuf: a field contains a number where a message is expected"
@@ -140,8 +143,8 @@ def numbers(data: bytes, value: Value) -> list[int]:
 
 
 def plain(data: bytes, span: Span) -> dict[int, int]:
-    """Returns field number -> value for the number fields of a message. If a field is repeated, returns its last
-    value.
+    """Returns field number -> value for the number fields of the message at `span`. If a field is repeated, returns its
+    last value.
     """
     return {field: value for field, value in fields(data, span) if isinstance(value, int)}
 

@@ -44,8 +44,11 @@ MAIN_COLOR = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LiveValue:
-    """A logical buffer and its live range: the first and the last point of the memory timeline at which it is alive,
-    inclusive.
+    """A logical buffer (a value of the program) and its live range.
+
+    Fields:
+        buffer: id of the logical buffer.
+        start, end: first and last point of the memory timeline at which it is alive, inclusive.
     """
 
     buffer: int
@@ -55,8 +58,12 @@ class LiveValue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Life:
-    """A range of memory: its size in bytes, the points of the memory timeline during which it is alive (inclusive),
-    and the values that it holds one after another.
+    """A range of memory and the values that it holds one after another.
+
+    Fields:
+        bytes: size in bytes.
+        start, end: first and last point of the memory timeline at which it is alive, inclusive.
+        values: the values, each with its own live range.
     """
 
     bytes: int
@@ -79,7 +86,7 @@ class Curve:
     """The temporary memory of a step over time.
 
     Fields:
-        points: (live bytes, (computation, instruction)) at each point of the timeline.
+        points: for each point of the timeline, (live bytes on one device, (computation, instruction) that runs).
         lives: every range of memory with its live range.
     """
 
@@ -102,8 +109,10 @@ class _Stretch:
     """A range of memory that becomes a buffer of the report.
 
     Fields:
+        name: name of the buffer in the report.
         bytes: size in bytes.
         start, end: first and last timeline point at which it is alive, inclusive.
+        at_peak: whether it is alive at the peak of the timeline.
         memory: the memory space, "device" or "host".
         held: "output" or "constant" if it holds outputs or constants during the whole step, otherwise "".
     """
@@ -131,12 +140,13 @@ class _CountedBuffer:
 def attribute_program(
     program: HloProgram, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
 ) -> Attribution:
-    """Prepares the attribution of a program, which classifies its buffers and operations.
+    """Prepares the attribution of a program: an object that assigns a category, a phase and a component to each buffer
+    and operation.
 
     Args:
-        known: the program's arguments, if they have been read already.
+        known: the program's arguments with their roles, if they have been read already.
         names: the checkpoint names of the program.
-        flow: the data flow of the program's module.
+        flow: the data flow between the instructions of the program's module, if it is already computed.
     """
     flow = flow or Flow(program.module)
     known = known or program_arguments.read(program, flow)
@@ -148,7 +158,9 @@ def build_account(attribution: Attribution, method: str = "heap_trace", notes: t
     add up to the allocated bytes.
 
     Args:
-        method: how the live ranges were determined, a key of `records.METHODS`.
+        attribution: the classification of the program's buffers.
+        method: how the live ranges were determined, a key of `records.METHODS`: "heap_trace" (by XLA) or "schedule"
+            (derived here).
         notes: sentences for the user about figures that are not exact.
     """
     program = attribution.program
@@ -225,8 +237,8 @@ def _timeline_points(attribution: Attribution, curve: Curve, base: int) -> tuple
 
 
 def _held_buffer(attribution: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
-    """Returns the report's buffer for an allocation that exists during the whole step, such as an argument. `last`: the
-    last point of the timeline.
+    """Returns the report's buffer for an allocation that exists during the whole step, such as an argument.
+    `attribution` classifies it. `last`: the last point of the timeline.
     """
     if allocation.entry_parameter:
         return _argument_buffer(attribution, allocation, last)
@@ -314,7 +326,8 @@ def _described_buffer(
     """Returns the report's buffer for a range of memory: its category, phase, module, source line and checkpoint name
     are those of the value at `index` of an instruction's result.
 
-    `nearby`: the phase of the step in which the range begins, which is used if the value has no name of its own.
+    `attribution` classifies the value. `nearby`: the phase of the step in which the range begins. It is used if the
+    value has no name of its own.
     """
     fact = attribution.fact(instruction, index)
     named, metadata, scope = attribution.best_named(instruction, index)
@@ -376,11 +389,13 @@ def _described_buffer(
 
 
 def memory_curve(program: HloProgram, order: Mapping[int, int], color: int = MAIN_COLOR) -> Curve:
-    """Returns the curve of the temporary memory in one memory space. `color`: number of the memory space; 0 is the
-    device's main memory.
+    """Returns the curve of the temporary memory in one memory space: the live bytes over the instructions of the
+    program.
 
-    `order`: position of each instruction in the flattened schedule. It is used only to sort the events of several heap
-    simulations of the same memory space.
+    Args:
+        order: id of an instruction -> its position in the flattened schedule. It is used only to sort the events of
+            several heap simulations of the same memory space.
+        color: number of the memory space; 0 is the device's main memory.
     """
     traces: list[HeapTrace] = []
     for trace in program.traces:
@@ -415,8 +430,14 @@ def _merge_by_schedule(program: HloProgram, traces: list[HeapTrace], order: Mapp
 
 @dataclasses.dataclass(slots=True)
 class _OpenStretch:
-    """A range of memory that is still alive, with its number of references and the values that it has contained so
-    far.
+    """A range of memory that is still alive.
+
+    Fields:
+        bytes: size in bytes.
+        start: first point of the timeline at which it is alive.
+        references: number of values that use the memory now.
+        begun: id of a logical buffer that is still alive -> timeline point at which it began.
+        values: the values whose live ranges have ended.
     """
 
     bytes: int

@@ -35,8 +35,8 @@ class Activation:
 
     Fields:
         place: file, line and column of the equation that computes the array.
-        suffix: "name stack/primitive" of the equation. The op_name of the HLO instruction that was compiled from it
-            ends so.
+        suffix: "name stack/primitive" of the equation, such as "mlp/dot_general". The op_name of the HLO instruction
+            that was compiled from the equation ends with it.
         dims: dimensions of the global array.
         dtype: dtype of the array.
         labels: dimension -> names of the mesh axes that should shard it.
@@ -62,7 +62,7 @@ class PlacedProgram:
         replicated: numbers of the parameters that are replicated on every device; None if unknown.
         activations: the global arrays of the forward pass that have a batch dimension; None if there is no jaxpr.
         jaxpr: the ClosedJaxpr of the whole program, None for a program that was not traced.
-        arguments: pytree paths and roles of the parameters.
+        arguments: pytree paths and roles (such as "optimizer") of the parameters of the compiled program.
         facts: the trainer's description of the step, None if there is no trainer.
     """
 
@@ -92,6 +92,7 @@ def place(
     """Combines a parsed program with the device mesh of its arguments and the activations of its jaxpr.
 
     Args:
+        program: the program, parsed from its HLO proto.
         compilation: the compilation of the program. Layouts come from its executable, activations from its jaxpr.
         facts: the trainer's description of the step. Its mesh is used if the shardings of the arguments have no mesh.
         arguments: pytree paths and roles of the parameters of the compiled program.
@@ -129,8 +130,8 @@ def find_activations(jaxpr: Any, arguments: Mapping[int, Labels]) -> tuple[Activ
 
 
 def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activation]:
-    """Yields the activations of a jaxpr, and stores the labels of its variables (dimension -> mesh axes) in
-    `known`.
+    """Yields the activations of a jaxpr, and stores the labels of its variables (dimension -> mesh axes) in `known`.
+    `stack`: the name stack around the jaxpr.
     """
     from jax._src import source_info_util
 

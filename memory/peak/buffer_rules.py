@@ -160,11 +160,13 @@ class Attribution:
         self.logits = Logits(self)
 
     def scope(self, instruction: Instruction) -> Scope:
-        """Returns the parsed op_name of an instruction, completed from its stack frames."""
+        """Returns the scopes and the phase in an instruction's op_name. Parts that the op_name lacks are taken from the
+        stack frames of its source code.
+        """
         return self.naming.scope(instruction)
 
     def phase(self, scope: Scope, instruction: Instruction) -> str:
-        """Returns the phase of the step that an operation belongs to."""
+        """Returns the phase of the step, such as "backward", of an instruction with the parsed op_name `scope`."""
         if scope.phase:
             return scope.phase
         if scope.component in ("optimizer", "grad_norm"):
@@ -172,11 +174,15 @@ class Attribution:
         return "optimizer" if instruction.id in self.after_backward else "forward"
 
     def best_named(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        """Returns the instruction whose name describes a value best, with its metadata and its parsed op_name."""
+        """Returns the instruction whose name describes a value best, with its metadata and its parsed op_name. The
+        value is the tuple element at `index` of the result of `instruction`.
+        """
         return self.naming.best(instruction, index)
 
     def fact(self, instruction: Instruction, index: Index) -> Fact:
-        """Returns what is known about the value at `index` of an instruction's result."""
+        """Returns the properties that decide the category of a value, the tuple element at `index` of an instruction's
+        result.
+        """
         origin = self.flow.origin(instruction, index)
         named, _, scope = self.best_named(instruction, index)
         shape = self.flow.shape(instruction, index)
@@ -204,8 +210,9 @@ class Attribution:
         )
 
     def feeds(self, instruction: Instruction, index: Index) -> bool:
-        """Returns whether a weight-shaped value is a gradient or an update: whether it flows to the optimizer or to the
-        program's outputs without a change of shape.
+        """Returns whether a value with the shape of a weight, the tuple element at `index` of an instruction's result,
+        is a gradient or a parameter update. It is one if it flows to the optimizer or to the program's outputs without
+        a change of shape.
         """
         entry = self.module.computations.get(self.module.entry)
         for value in self._instructions_reached(instruction, index, self._results_carrying):
@@ -221,7 +228,9 @@ class Attribution:
         return False
 
     def read_later(self, instruction: Instruction, index: Index) -> bool:
-        """Returns whether the backward pass reads a value, either directly or as a value that a loop carries."""
+        """Returns whether the backward pass reads a value (the tuple element at `index` of an instruction's result),
+        either directly or as a value that a loop carries.
+        """
 
         def onward(value: Instruction, at: Index, user: Instruction) -> Iterable[tuple[Instruction, Index]]:
             return self._results_carrying(value, at, user, any_shape=True) if user.opcode in _HANDING else ()
@@ -257,8 +266,11 @@ class Attribution:
     def _results_carrying(
         self, instruction: Instruction, index: Index, user: Instruction, any_shape: bool = False
     ) -> Iterable[tuple[Instruction, Index]]:
-        """Returns the parts (instruction, tuple index) of the result of `user` that carry a value on. Products,
-        gathers, sums and slices end the flow; so do results without the shape of a weight, unless `any_shape`.
+        """Returns the parts (instruction, tuple index) of the result of `user` that carry a value on. Matrix products,
+        gathers, sums and slices end the flow. If `any_shape` is False, results without the shape of a weight end it
+        too.
+
+        instruction, index: the value, an operand of `user`.
         """
         if user.opcode == "get-tuple-element":
             return [(user, index[1:])] if index[:1] == (user.tuple_index,) else []
@@ -311,7 +323,9 @@ class Attribution:
         return frozenset()
 
     def gradient_of(self, instruction: Instruction, index: Index) -> str:
-        """Returns the path of the parameter to which a gradient or an update value belongs; "" for other values."""
+        """Returns the pytree path of the model parameter to which a gradient or a parameter update belongs; "" for
+        other values. The value is the tuple element at `index` of an instruction's result.
+        """
         owners, origin = self.arguments.owners, self.flow.origin(instruction, index)
         if (instruction.id, index) in owners:
             return owners[instruction.id, index]
@@ -321,7 +335,9 @@ class Attribution:
         return ""
 
     def argument_of(self, origin: ValueOrigin) -> str:
-        """Returns the path of the argument that a value is a copy of; "" for a computed value."""
+        """Returns the pytree path of the program argument that a value is a copy of; "" for a computed value. `origin`:
+        the instruction that computed the value.
+        """
         maker = origin.instruction
         if maker is None or maker.opcode != "parameter" or maker.computation != self.module.entry:
             return ""
@@ -329,7 +345,7 @@ class Attribution:
 
     def is_parameter(self, origin: ValueOrigin) -> bool:
         """Returns whether a value is a parameter of the model, trained or frozen. The parameter may have been cast,
-        moved, sliced or gathered.
+        moved, sliced or gathered. `origin`: the instruction that computed the value, and how it was passed on.
         """
         instruction, seen = origin.instruction, set()
         while instruction is not None and instruction.id not in seen:
@@ -343,8 +359,9 @@ class Attribution:
         return False
 
     def _weight_dims(self) -> frozenset[tuple[int, ...]]:
-        """Returns the shapes of the parameters, without dimensions of size 1: of each device's shard, of one layer in a
-        stack of layers, and of the all-gathered array. Gradients of parameters have the same shapes.
+        """Returns the shapes of the parameters, without dimensions of size 1. A parameter has up to three shapes: one
+        device's shard, one layer in a stack of layers, and the all-gathered array. Gradients of parameters have the
+        same shapes.
         """
         sizes: set[tuple[int, ...]] = set()
         entry = self.module.computations.get(self.module.entry)
@@ -369,7 +386,9 @@ class Attribution:
 
 
 def categorize(fact: Fact) -> str:
-    """Returns the category (the row of the memory breakdown) of a temporary value."""
+    """Returns the category (the row of the memory breakdown, such as "residuals") of a temporary value, given its
+    properties.
+    """
     return next((category for category, rule in RULES if rule(fact)), "unattributed")
 
 
@@ -386,8 +405,8 @@ def _first_array(shape: HloShape) -> HloShape:
 
 
 def buffer_of(program: HloProgram, id: int) -> tuple[LogicalBuffer | None, Instruction | None]:
-    """Returns the logical buffer with a number, and the instruction that defines it. Either is None if the proto does
-    not contain it.
+    """Returns the logical buffer (XLA's record of one value) with the number `id`, and the instruction that defines it.
+    Either is None if the proto does not contain it.
     """
     buffer = program.buffers.get(id)
     return buffer, program.module.instructions.get(buffer.instruction) if buffer else None
@@ -409,7 +428,8 @@ class Logits:
         self._products: frozenset[int] | None = None
 
     def contain(self, instruction: Instruction, index: Index, shape: HloShape) -> bool:
-        """Returns whether the value at `index` of an instruction is logits, or is computed elementwise from logits.
+        """Returns whether the value at `index` of an instruction's result is logits, or is computed elementwise from
+        logits. `shape`: the shape of the value.
 
         The logits may be padded, and may be sliced along other dimensions than the vocabulary.
         """
@@ -426,8 +446,8 @@ class Logits:
         return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
 
     def _vocabulary_sizes(self) -> frozenset[int]:
-        """Returns the sizes of the vocabulary dimension in embedding tables and output heads: of the whole array, and
-        of one device's shard.
+        """Returns the sizes of the vocabulary dimension in embedding tables and output heads. Each array contributes
+        two sizes: that of the whole array and that of one device's shard.
         """
         sizes: set[int] = set()
         arguments, parameters = self.attribution.arguments.by_number, self.module.parameters

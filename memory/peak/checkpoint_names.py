@@ -51,11 +51,11 @@ class NamedPlace(NamedTuple):
     Fields:
         chain: (file, line, column) of each stack frame, innermost first.
         end: (line, column) at which the expression of the innermost frame ends.
-        suffix: "name stack/primitive" of the equation. The op_name of the HLO instruction that was compiled from it
-            ends so.
+        suffix: "name stack/primitive" of the equation. The op_name of the HLO instruction that was compiled from the
+            equation ends with it.
         name: the checkpoint name, "" for none.
-        elements: number of elements of the value, if several saved values may have this position (see
-            `_displaced_marks`); otherwise 0.
+        elements: number of elements of the value, if several saved values may have this position and are distinguished
+            by their size; otherwise 0.
     """
 
     chain: Chain
@@ -90,7 +90,7 @@ class Names:
         Args:
             makers: metadata of the instructions that computed or passed on the value, nearest first.
             elements: number of elements of the value, on one device and in one loop iteration, if its position may
-                belong to several saved values (see `_displaced_marks`); otherwise 0.
+                belong to several saved values; otherwise 0.
         """
         metadata = [item for item in makers if item.op_name]
 
@@ -167,8 +167,8 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
 
 
 def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPlace]:
-    """Yields where jax marks the values that `jax.checkpoint` saves, if the mark has another source position than the
-    value. A mark is a `reduce_precision` equation.
+    """Yields the source positions at which jax marks values that `jax.checkpoint` saves, together with their checkpoint
+    names. A mark is a `reduce_precision` equation. Marks with the same source position as their value are left out.
 
     `makers`: id of a variable -> the equation that computes it.
     """

@@ -35,7 +35,7 @@ ROLES = ("params", "copies", "gradients", "accumulator", "optimizer", "frozen")
 
 
 def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow, ...]:
-    """Returns the rows of the training-state table: one for each role and dtype, then a total.
+    """Returns the rows of the training-state table: one for each role (such as gradients) and dtype, then a total.
 
     `elements`: position of a buffer in `buffers` -> number of array elements in it.
     """
@@ -76,6 +76,7 @@ class _Temporary:
     """A temporary buffer that is part of the training state, such as a gradient.
 
     Fields:
+        buffer: the buffer in the report.
         count: number of array elements in the buffer.
         start: first timeline point at which its values exist. If it was cast from a larger buffer, this is the start of
             the larger buffer.
@@ -102,13 +103,13 @@ def _temporary_role(buffer: Buffer) -> str:
 
 
 def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], int]) -> list[_Temporary]:
-    """Returns the buffers of one role (such as gradients) that are alive at the timeline point at which they cover the
-    most parameters; the last such point, if there are several.
+    """Returns the buffers of one role (such as gradients) that are counted: the buffers that are alive at one point of
+    the memory timeline. It is the point at which they cover the most parameters, or the last of several such points.
 
     A buffer that was cast to a smaller dtype counts only as the smaller buffer. A parameter is counted once: if two
     buffers are alive for it, the one with fewer bytes per element counts.
 
-    `stored`: dimensions -> number of parameter elements with these dimensions.
+    `items`: all buffers of the role. `stored`: dimensions -> number of parameter elements with these dimensions.
     """
     items, best, most = _without_cast_sources(items), [], 0
     by_width = sorted(items, key=lambda item: item.buffer.bytes / max(item.count, 1))
@@ -168,9 +169,9 @@ class State:
         zero: stage of ZeRO, 0 to 3; None if unknown.
         degree: number of devices that share the state (Nd in the paper).
         tensor: number of devices of a tensor-parallel group.
-        gradients: bytes per parameter of the gradients according to the paper, including float32 sums of them.
-        replicated: path -> bytes of the parameters and optimizer leaves that every device holds in full although the
-            sharding strategy should shard them.
+        gradients: bytes per parameter of the gradients and their float32 sums, by the rules of the ZeRO paper.
+        replicated: pytree path -> bytes of each parameter or optimizer array that every device holds in full although
+            the sharding strategy should shard it.
         routed: fraction of the parameters that are in routed experts, 0 to 1.
         expert: number of devices that share the routed experts.
     """
@@ -185,8 +186,8 @@ class State:
     expert: int = 1
 
     def shards(self, role: str) -> float:
-        """Returns the number of devices that share the arrays of a role, 1 if they are not sharded. If the model has
-        routed experts, the number is a mean weighted by parameters.
+        """Returns the number of devices that share the arrays of a role (such as "optimizer"), 1 if they are not
+        sharded. If the model has routed experts, the number is a mean weighted by parameters.
         """
         degree = self.degree if role in ZERO[self.zero or 0] else 1
         if degree >= self.expert:
@@ -198,7 +199,8 @@ def read_state(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, 
     """Returns how the training state is sharded, according to the layouts of the program's arguments. If these are
     unknown, uses the state table of `report` and the trainer's description of the step.
 
-    `roles`: number of a parameter of the compiled program -> its role.
+    `report`: the memory report of the program. `roles`: number of a parameter of the compiled program -> its role, such
+    as "params".
     """
     facts, mesh = program.facts, dict(program.mesh)
     shard: dict[str, int] = {}
@@ -225,10 +227,13 @@ def read_state(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, 
 def parameter_counts(
     report: PeakAccount, program: PlacedProgram, roles: Mapping[int, str], state: State
 ) -> dict[str, int]:
-    """Returns the numbers of the model's parameters; {} if unknown.
+    """Returns the numbers of the model's parameters, over all devices; {} if unknown.
 
     The key `total` includes frozen parameters. The key `active` is the number of parameters that one token uses, which
     is less than the total only if the model has experts.
+
+    `roles`: number of a parameter of the compiled program -> its role, such as "params". `state`: how the training
+    state is sharded.
     """
     sizes = [layout.elements for number, layout in program.layouts.items() if roles.get(number) in ("params", "frozen")]
     frozen = sum(row.elements for row in report.ledger if row.role == "frozen")
@@ -255,9 +260,11 @@ def zero_rows(report: PeakAccount, state: State) -> tuple[ZeroRow, ...]:
     """Returns the bytes per parameter of each part of the training state, as the ZeRO paper predicts them and as the
     compiled program holds them at the peak. The last row is the total.
 
-    The held bytes are the params, gradients (including accumulator) and optimizer rows of the memory breakdown. The
-    row "gathered" contains gathered or cast copies of parameters and the buffers of collectives. Returns () if the
-    program has no parameters or its stage of ZeRO is unknown.
+    The held bytes are the params, gradients (including accumulator) and optimizer rows of the memory breakdown. The row
+    "gathered" contains gathered or cast copies of parameters and the buffers of collectives. Returns () if the program
+    has no parameters or its stage of ZeRO is unknown.
+
+    `state`: how the training state is sharded.
     """
     if not state.parameters or state.zero is None:
         return ()
@@ -280,8 +287,8 @@ def zero_rows(report: PeakAccount, state: State) -> tuple[ZeroRow, ...]:
 
 
 def _reason(role: str, report: PeakAccount, state: State) -> str:
-    """Returns the reason why the arrays of a role (such as gradients) take another number of bytes than the ZeRO paper
-    predicts.
+    """Returns the reason why the arrays of a role (such as gradients) take another number of bytes per parameter than
+    the ZeRO paper predicts, in words.
     """
     dtypes = " and ".join(sorted({row.dtype for row in report.ledger if row.role == role and "float" in row.dtype}))
     stored = sum(row.elements for row in report.ledger if row.role == "params")

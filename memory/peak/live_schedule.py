@@ -50,8 +50,14 @@ def derive(module: Module) -> HloProgram:
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """The values that share one range of memory. `start` and `end` are the first and last position in the schedule at
-    which the memory is used.
+    """The values that share one range of memory.
+
+    Fields:
+        nodes: the values, as (instruction id, tuple index).
+        size: bytes of the memory.
+        start, end: first and last position in the schedule at which the memory is used.
+        kind: "argument", "output", "constant" or "temp" (temporary).
+        space: number of the memory space.
     """
 
     nodes: list[Node]
@@ -107,7 +113,9 @@ class _Derivation:
             self.parent[self._find(right)] = self._find(left)
 
     def _aliased_pairs(self, instruction: Instruction) -> Iterator[tuple[Node, Node]]:
-        """Yields pairs of values that always share memory, such as the input and the output of a loop."""
+        """Yields pairs of values, as (instruction id, tuple index), that always share memory because of this
+        instruction. An example is the input and the output of a loop.
+        """
         module, id, operands = self.module, instruction.id, instruction.operands
         opcode = instruction.opcode
         if opcode == "while" and operands:
@@ -141,7 +149,9 @@ class _Derivation:
                     yield (id, index), source
 
     def _aliased_operand(self, instruction: Instruction, index: Index) -> Node | None:
-        """Returns the operand value whose memory a result uses; None if the result has memory of its own."""
+        """Returns the operand value, as (instruction id, tuple index), whose memory the result of an instruction at
+        `index` uses; None if the result has memory of its own.
+        """
         operands, opcode = instruction.operands, instruction.opcode
         if not operands:
             return None
@@ -213,7 +223,7 @@ class _Derivation:
 
     def _reuse_operand_memory(self, instructions: list[Instruction], groups: dict[Node, _Group]) -> None:
         """Lets an instruction's result reuse the memory of its operand, if the two have the same size and no later
-        instruction reads the operand.
+        instruction reads the operand. `groups`: value -> the values with which it shares memory; changed in place.
         """
         for instruction in instructions:
             if instruction.opcode not in _OVERWRITING:
@@ -260,8 +270,8 @@ class _Derivation:
         return program
 
     def _description_rank(self, node: Node) -> tuple[bool, bool, int]:
-        """Sort key: the highest value of a group describes its memory. This is the state of a loop; else the first
-        operation; else the first value.
+        """Returns a sort key for the values that share memory. The value with the highest key gives the memory its name
+        and shape in the report: the state of a loop, else the first operation, else the first value.
         """
         instruction = self.module.instructions[node[0]]
         passing = instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast")

@@ -38,9 +38,8 @@ _OPERATIONS = frozenset(("transpose", ""))
 class Naming:
     """Looks up the scopes and source lines of the instructions of one module. Results are cached.
 
-    `displaced_marks`: source positions at which several saved values may be marked
-    (`checkpoint_names._displaced_marks`). The name of a value with such a position is taken from the instruction that
-    computed it.
+    `displaced_marks`: source positions (file, line, column) at which jax may have marked several saved values. The name
+    of a value with such a position is taken from the instruction that computed it.
     """
 
     def __init__(self, module: Module, flow: Flow, displaced_marks: Collection[Place] = ()):
@@ -74,13 +73,18 @@ class Naming:
         return component, modules or scope.path
 
     def best(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        """Returns (instruction whose name describes a value best, its metadata, its parsed op_name); the instruction is
-        None if no name was found.
+        """Returns (instruction whose name describes a value best, its metadata, its parsed op_name). The instruction is
+        None if no name was found. The value is the tuple element at `index` of the result of `instruction`.
 
-        The first choice is the nearest instruction that computed or passed on the value and that names a part of the
-        model, then what a loop writes into the value if it starts as a constant array, then loop bookkeeping that
-        passed on the value, then the instructions that it was computed from or that read it. If the value is a copy
-        that a loop or the compiler made, its scopes and source line are those of the copied value.
+        The choices, in this order:
+
+        - the nearest instruction that computed or passed on the value and that names a part of the model
+        - the instruction whose results a loop writes into the value, if it starts as a constant array
+        - loop bookkeeping that passed on the value
+        - the instructions that the value was computed from or that read it
+
+        If the value is a copy that a loop or the compiler made, its scopes and source line are those of the copied
+        value.
         """
         key = instruction.id, index
         if key not in self._best:
@@ -123,8 +127,9 @@ class Naming:
         return named, metadata, scope
 
     def marked(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named instruction that computed a value, if jax's mark of the saved value has another source
-        position; None for other values.
+        """Returns the named instruction that computed a value that `jax.checkpoint` saves, the tuple element at `index`
+        of an instruction's result. Returns None for values that are not saved, and for values that have the same source
+        position as jax's mark (a `reduce-precision` instruction), because the mark names these.
         """
         mark = self.flow.origin(instruction, index).instruction
         if mark is None or mark.opcode != "reduce-precision":
@@ -172,8 +177,9 @@ class Naming:
         return None
 
     def _maker_of_filled_array(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """Returns the named instruction whose results a loop writes into a value that starts as a constant array, such
-        as zeros; None for other values.
+        """Returns the named instruction whose results a loop writes, iteration by iteration, into an array that starts
+        as a constant, such as zeros. The array is the tuple element at `index` of an instruction's result. Returns None
+        for any other value.
         """
         maker = self.flow.origin(instruction, index).instruction
         if maker is None or maker.opcode not in _FILLERS:
@@ -213,8 +219,8 @@ class Naming:
 
 
 def label(buffer: Buffer, modules: int = 1) -> str:
-    """Returns the name under which a report sums the bytes of a buffer: the checkpoint name or "(component/operation)"
-    of a residual, "phase/component" of other buffers, such as "backward/CausalAttn".
+    """Returns the name under which a report sums the bytes of a buffer. It is the checkpoint name or
+    "(component/operation)" for a residual, and "phase/component", such as "backward/CausalAttn", for other buffers.
 
     `modules`: number of modules that share the name. If it is more than one, it is added to the component:
     "backward/CausalAttn x 6".
@@ -229,8 +235,8 @@ def label(buffer: Buffer, modules: int = 1) -> str:
 
 
 def fold_labels(buffers: Iterable[Buffer]) -> dict[str, str]:
-    """Returns name -> name with the number of modules that share it, such as "backward/CausalAttn" ->
-    "backward/CausalAttn x 6". Names of only one module are left out.
+    """Returns name of buffers (`label`) -> the same name with the number of modules that share it, such as
+    "backward/CausalAttn" -> "backward/CausalAttn x 6". Names of only one module are left out.
 
     Modules are told apart by the numbers in the module paths of the buffers at the peak, for example `Attention_0` in
     six blocks, or `attn_0` to `attn_5`. Names whose paths contain no numbers are left out too.

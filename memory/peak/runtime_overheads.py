@@ -94,7 +94,7 @@ class Item:
         name: the name of the item in reports.
         where: `POOL` (in the allocator's pool) or `CARD` (on the GPU outside of the pool).
         bytes_of: function that computes the bytes on one device from the `Facts` of a program.
-        source: the source of the formula, in words.
+        source: where the formula comes from, in words.
     """
 
     name: str
@@ -158,6 +158,8 @@ ITEMS = (
 
 
 def find(facts: Facts) -> tuple[RuntimeOverhead, ...]:
-    """Returns the items of memory that the runtime takes, without items of 0 bytes, in the order of `ITEMS`."""
+    """Returns the items of memory that the runtime takes on one device, such as the CUDA context. Items of 0 bytes are
+    left out; the order is that of the table `ITEMS`.
+    """
     rows = [RuntimeOverhead(item.name, int(item.bytes_of(facts)), item.where, item.source) for item in ITEMS]
     return tuple(row for row in rows if row.bytes)

@@ -21,7 +21,7 @@ def find(stats: XlaStats, target: Target | None, settings: MemorySettings | None
     """Returns XLA's memory limit for a program and the figures from which XLA computes it. All fields are None if the
     target is not an NVIDIA GPU, or if the program was not compiled in this process.
 
-    stats: XLA's statistics of the program. settings: the settings of the compile.
+    stats: XLA's byte counts of the program. settings: the memory settings with which it was compiled.
     """
     if target is None or target.platform != "cuda" or settings is None or stats.argument_bytes is None:
         return XlaBudget()

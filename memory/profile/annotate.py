@@ -66,7 +66,7 @@ def _add_op_names(data: bytes, span: Span, body: bytes, names: Mapping[str, str]
     """Returns the bytes of a plane (event table) of a profiler trace, with the stat `tf_op` added to the events in
     `names`: event name -> op_name. Planes of devices are returned unchanged.
 
-    data, span: the serialized trace, and (start, stop) of the plane in it. body: the bytes of the plane.
+    data, span: the serialized trace, and the (start, stop) offsets of the plane in it. body: the bytes of the plane.
     """
     title, added = "", []
     for field, value in wire.fields(data, span):

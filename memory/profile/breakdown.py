@@ -46,7 +46,14 @@ _NO_KEY: Key = (None, ""), "", ""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instructions:
-    """The runs of one instruction: their total time in picoseconds and their number, both summed over devices."""
+    """All runs of one instruction on all devices.
+
+    Fields:
+        name: the name of the instruction.
+        scope: the phase and the component to which it belongs.
+        taken: total time in picoseconds.
+        count: number of runs.
+    """
 
     name: str
     scope: OpScope
@@ -82,8 +89,8 @@ class Breakdown:
         wall: time from the start of the first update to the end of the last update.
         cells: (phase, component of the model) -> time, summed over the devices.
         hidden: component -> time of its operations during which other work ran too, summed over the devices.
-        instructions: the instructions, those with the most time first.
-        host: the host's annotated work.
+        instructions: the instructions with their total times, the longest first.
+        host: the host's annotated work, the longest first.
         calls: number of calls of the program per update.
         paused: time of evaluations and of writing checkpoints, which is part of `wall`.
     """
@@ -222,9 +229,11 @@ def divide(
 ) -> tuple[Counter[Key], list[tuple[int, int]], Counter[str]]:
     """Divides the time of one device from `start` to `stop` among the instructions that ran. All times are picoseconds.
 
-    Returns (instruction -> time, intervals in which nothing ran, hidden time). The times of the instructions and the
-    intervals add up to `stop - start` exactly. The hidden time maps the components collectives and transfers to the
-    time in which they ran while more important work (`priority`) ran too.
+    `scope_of`: function that returns the phase and component of an instruction, given its key.
+
+    Returns (key of an instruction -> time, intervals in which nothing ran, hidden time). The times of the instructions
+    and the intervals add up to `stop - start` exactly. The hidden time maps the components "collectives" and
+    "transfers" to the time in which they ran while work with a lower rank (`priority`), such as computation, ran too.
     """
     edges: list[tuple[int, int, int, int, Key]] = []
     for number, operation in enumerate(operations):
@@ -268,7 +277,7 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
     """Returns the annotated work of the host between `start` and `stop` (picoseconds), longest first. The last row is
     the time without an annotation.
 
-    `idle`: for each device, the intervals in which it ran nothing.
+    `spans`: the intervals of annotated work. `idle`: for each device, the intervals in which it ran nothing.
     """
     idle = list(idle)
     by_thread: defaultdict[str, list[Span]] = defaultdict(list)
@@ -295,8 +304,8 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
 
 
 def innermost_spans(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
-    """Yields (name, start, stop) for each interval of time in which one span is the innermost of its thread. Spans of
-    a thread are nested.
+    """Splits the nested spans (intervals of annotated work) of each thread into intervals that do not overlap. Yields
+    (name of the innermost span, start, stop) of each interval, in picoseconds.
     """
     open_spans: list[Span] = []
     at = 0

@@ -60,8 +60,10 @@ def key_of(operation: Operation) -> Key:
 
 
 class OpScopes:
-    """Looks up the phase and the component of traced instructions. `main` is the program with the longest total run
-    time, evaluations and checkpoints excluded.
+    """Looks up the phase and the component of traced instructions, which are identified by the keys of `key_of`.
+
+    Attributes:
+        main: name of the program with the longest total run time; evaluations and checkpoints do not count.
     """
 
     def __init__(self, trace: ProfilerTrace):
@@ -78,8 +80,8 @@ class OpScopes:
         self.main = named[0] if named else ""
 
     def scope(self, key: Key) -> OpScope:
-        """Returns the phase, component and scopes of an instruction. If no module in the trace contains the
-        instruction, they are derived from its op_name or kernel name.
+        """Returns the phase, component and scopes of an instruction, given its key. If no module in the trace contains
+        the instruction, they are derived from its op_name or kernel name.
         """
         if key not in self._known:
             self._known[key] = self._find(key)
@@ -178,7 +180,7 @@ class _Module:
 def priority(scope: OpScope) -> int:
     """Returns the rank by which traced time is divided among instructions that run at the same time: only those with
     the lowest rank get it. Computation has the lowest rank, then collectives, then transfers between device and host,
-    last loops, branches and calls, because their bodies run at the same time.
+    last loops, branches and calls. These are last because the instructions in their bodies run at the same time.
     """
     if scope.opcode in _ENCLOSING:
         return ENCLOSING

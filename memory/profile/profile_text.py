@@ -29,8 +29,8 @@ _LEGEND = {
 def show(breakdown: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
     """Prints the traced time by phase, component and instruction to a console (default: stdout).
 
-    `predicted`: the predicted seconds of one call (the dict of `commands.trace_command.prediction`), shown in the last
-    line; None for no such line.
+    `predicted`: predicted seconds of one call, their interval and their lower bound, which the last line compares with
+    the measured time; None for no such line. `commands.trace_command.prediction` returns this dict.
     """
     put(render(breakdown, predicted), console)
 
@@ -39,8 +39,8 @@ def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> 
     """Returns the traced time as a rich renderable: tables of phases and components, of the host's work and of the
     longest instructions, then a line that compares it with the prediction.
 
-    `predicted`: the predicted seconds of one call (the dict of `commands.trace_command.prediction`); None for no such
-    line.
+    `predicted`: predicted seconds of one call, their interval and their lower bound (the dict of
+    `commands.trace_command.prediction`); None for no such line.
     """
     unit, scale = next(
         ((name, size) for name, size in _UNITS if breakdown.wall * PICO / breakdown.updates >= size), _UNITS[-1]
@@ -88,8 +88,8 @@ def _head(breakdown: Breakdown, unit: str) -> RenderableType:
 
 
 def _seconds_table(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> FigureTable:
-    """Returns a table of seconds with a row per component and a column per phase. The rows of the components add up to
-    "busy", and "busy" and "idle" add up to the total.
+    """Returns a table of seconds with a row per component and a column per phase. `format_seconds`: converts seconds to
+    text. The rows of the components add up to "busy", and "busy" and "idle" add up to the total.
     """
     phases = [phase for phase in PHASES if any(phase == other for other, _ in breakdown.cells)]
     heads = (figure(Text(phase, style=PHASE_STYLE.get(phase, ""))) for phase in phases)

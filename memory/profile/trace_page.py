@@ -33,7 +33,7 @@ def render(breakdown: Mapping[str, Any], name: str = "", report: ReportRecord | 
     """Returns the HTML page that shows the traced time by phase, component and instruction.
 
     Args:
-        breakdown: the JSON of `Breakdown.to_json`.
+        breakdown: the traced times in seconds per update and device, as `Breakdown.to_json` returns them.
         name: the title of the page, such as the run directory.
         report: the memory report of the program, which is named in the header of the page.
     """
@@ -59,6 +59,8 @@ def render(breakdown: Mapping[str, Any], name: str = "", report: ReportRecord | 
 def page_data(breakdown: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the JSON values that the script of the page draws: seconds per update and device by component and phase,
     and the host's work.
+
+    `breakdown`: the traced times, as `Breakdown.to_json` returns them.
     """
     parts = _components(breakdown)
     largest, rest = parts[:MAX_BARS], parts[MAX_BARS:]
@@ -87,7 +89,9 @@ def page_data(breakdown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unit(seconds: float) -> tuple[str, float]:
-    """Returns (name, seconds per unit) of the time unit in which times of at most `seconds` are shown."""
+    """Returns (name, seconds per unit) of the time unit, such as ("ms", 0.001), in which times of at most `seconds` are
+    shown.
+    """
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale), _UNITS[-1])
 
 
@@ -98,9 +102,9 @@ def written(seconds: float) -> str:
 
 
 def cells(breakdown: Mapping[str, Any]) -> PageTable:
-    """Returns a table of the seconds of one update with a row for each component. The columns are the phases, the sum
-    of all phases, and this sum as a percentage of the whole update. The last rows are busy time, idle time and the
-    whole update.
+    """Returns a table of the seconds of one update, from the JSON of `Breakdown.to_json`, with a row for each
+    component. The columns are the phases, the sum of all phases, and this sum as a percentage of the whole update. The
+    last rows are busy time, idle time and the whole update.
     """
     whole, (_, scale) = breakdown["total"], unit(breakdown["total"])
     used = [phase for phase in PHASES if any(cell["phase"] == phase for cell in breakdown["cells"])]
@@ -121,7 +125,7 @@ def cells(breakdown: Mapping[str, Any]) -> PageTable:
 
 
 def share(seconds: float, whole: float) -> Cell:
-    """Returns a table cell that shows a time as a percentage of the whole."""
+    """Returns a table cell that shows a time as a percentage of a total time; both are in seconds."""
     return Cell(f"{100 * seconds / whole:.1f}" if whole else "", value=seconds)
 
 
@@ -137,7 +141,9 @@ def _components(breakdown: Mapping[str, Any]) -> list[tuple[str, dict[str, float
 
 
 def where_text(breakdown: Mapping[str, Any]) -> str:
-    """Returns a line with the name of the traced program and the numbers of updates and devices."""
+    """Returns a line with the name of the traced program and the numbers of updates and devices, from the JSON of
+    `Breakdown.to_json`.
+    """
     devices = breakdown["devices"]
     on = "1 device" if devices == 1 else f"mean of {devices} devices"
     return " · ".join((str(breakdown["program"]), updates_text(breakdown["steps"]), on))
@@ -146,6 +152,7 @@ def where_text(breakdown: Mapping[str, Any]) -> str:
 def figures(breakdown: Mapping[str, Any]) -> list[HeaderFigure]:
     """Returns the main figures of one update, shown at the top of the page: its time, the percentages in which the
     devices were busy, idle, and idle while the host waited for data, and the predicted time if it is known.
+    `breakdown`: the JSON of `Breakdown.to_json`.
     """
     whole, alone = breakdown["total"], breakdown["without_pauses"]
     waits = next((row["device_idle_seconds"] for row in breakdown["host"] if row["name"] == "wait_for_data"), None)

@@ -81,7 +81,10 @@ class Span:
 class ProfilerTrace:
     """The content of the profiler trace of one process.
 
-    `programs`: id of a compiled program -> (name of its module, serialized HloProto).
+    Fields:
+        operations: the runs of instructions on the devices.
+        spans: the intervals of annotated work on the host.
+        programs: id of a compiled program -> (name of its module, serialized HloProto).
     """
 
     operations: tuple[Operation, ...] = ()
@@ -126,8 +129,8 @@ def read(path: str | Path) -> ProfilerTrace:
 
 
 def is_host(plane: str) -> bool:
-    """Returns whether a trace plane with this name contains events of the host. If the device is a CPU, these include
-    the operations of the device.
+    """Returns whether a trace plane (event table) with this name contains events of the host. If the device is a CPU,
+    these include the operations of the device.
     """
     return plane != _METADATA and plane.startswith(_HOST_PLANE)
 
@@ -178,8 +181,8 @@ class _Plane:
                     self.stat_names[key] = wire.text(data, named[2]) if 2 in named else ""
 
     def kind(self, key: int) -> tuple[str, str, dict[str, Any]]:
-        """Returns the metadata of a kind of event, given its id in the plane: (name, display name, {name of a stat:
-        value}).
+        """Returns the metadata of a kind of event, given its id in the plane: (name, display name, {name of a stat,
+        which is an attribute of the event: value}).
         """
         if key not in self._known:
             name, display_name = "", ""
@@ -195,8 +198,8 @@ class _Plane:
         return self._known[key]
 
     def stat(self, span: Bytes) -> tuple[str, Any]:
-        """Returns (name, value) of a serialized stat. If the value is bytes, such as a serialized HloProto, its
-        position (start, stop) in the trace is returned instead.
+        """Returns (name, value) of a stat (an attribute of an event) that is serialized at `span`. If the value is
+        bytes, such as a serialized HloProto, its position (start, stop) in the trace is returned instead.
         """
         name = ""
         stat_value: str | wire.Value | None = None
@@ -220,8 +223,8 @@ class _Plane:
                 yield stats.get("program_id", key), (name.rsplit("(", 1)[0], self.data[blob[0] : blob[1]])
 
     def events(self, line: Bytes) -> Iterator[tuple[int, int, int, list[Bytes]]]:
-        """Yields (id of the event's kind, start, stop, positions of its serialized stats) for each event of a line.
-        Times are in picoseconds.
+        """Yields (id of the event's kind, start, stop, positions of its serialized stats) for each event of a line (a
+        stream or thread in the plane), which is serialized at the offsets `line`. Times are in picoseconds.
         """
         fields = list(wire.fields(self.data, line))
         began = 1000 * next((wire.number(value) for field, value in fields if field == 3), 0)

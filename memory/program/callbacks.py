@@ -32,10 +32,11 @@ def count(jaxpr: Any) -> int:
 
 
 def without_runtime(closed: Any, platform: str) -> Any:
-    """Replaces the Python callbacks in a ClosedJaxpr, so that it can be lowered for devices that this machine does not
-    have. A ClosedJaxpr without callbacks is returned unchanged.
+    """Replaces the Python callbacks in a ClosedJaxpr by calls that run no Python function, so that it can be lowered
+    for devices that this machine does not have. Returns the new ClosedJaxpr; one without callbacks is returned
+    unchanged.
 
-    platform: jax's name of the devices' platform.
+    platform: jax's name of the devices' platform, such as "cuda".
     """
     return _CallbackRewriter(platform).rewrite_param(closed) if count(closed) else closed
 
@@ -52,8 +53,9 @@ def _bodies_outside_kernels(equation: Any) -> list[Any]:
 
 
 class _CallbackRewriter:
-    """Replaces the Python callbacks in one program's jaxprs. If several equations share a jaxpr, they share its
-    replacement."""
+    """Replaces the Python callbacks in one program's jaxprs by calls that run no Python function. If several equations
+    share a jaxpr, they share its replacement.
+    """
 
     def __init__(self, platform: str):
         self.platform = platform

@@ -38,18 +38,18 @@ def compiled_for(
     target: Target | str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Compilation, Target | None]:
-    """Compiles a program if needed. Returns its compilation, and the target whose memory limit applies.
+    """Compiles a program if needed. Returns its compilation (the compiled program with its HLO), and the target (the
+    devices) whose memory limit applies.
 
     Args:
         program: a step, plain or jitted, with `args` and `kwargs` (arrays, ShapeDtypeStructs, or pytrees of them).
             Without arguments: a `jax.stages.Traced`, `Lowered` or `Compiled`, a wrapper of one, a serialized HloProto,
             or the path of a proto.
-        target: a Target or its name. None means the devices in the arguments' shardings, otherwise the available
-            devices. A proto then has no target.
-        options: options of `jax.jit` for a plain step (`tracing.OPTIONS`).
+        target: a Target or its name. None means the devices in the arguments' shardings, or the available devices if
+            there are none. For a proto, None means that there is no target.
+        options: options of `jax.jit` for a plain step, such as `donate_argnums` (`tracing.OPTIONS`).
 
-    Raises ReportError if the object is not a program, if it cannot be compiled for the target, or if a file is
-    damaged.
+    Raises ReportError if the object is not a program, if it cannot be compiled for the target, or if a file is damaged.
     """
     if isinstance(target, str):
         target = targets.parse(target)
@@ -89,8 +89,10 @@ def compiled_for(
 
 
 def compilation_of(program: Any, target: Target | None = None) -> Compilation:
-    """Returns the Compilation of a `jax.stages.Compiled` or `Lowered`, or of a dumped program. A Lowered is compiled
-    for its own devices.
+    """Returns the Compilation of a `jax.stages.Compiled` or `Lowered`, or of a dumped program (a serialized HloProto or
+    its path). A Lowered is compiled for its own devices.
+
+    `target`: the devices that the compilation is for, if they are known.
 
     Raises ReportError if the object is not a program, or if a file cannot be read.
     """
@@ -185,7 +187,9 @@ def _target_of(stage: Any, compilation: Compilation) -> Target | None:
 
 
 def _described_target(stage: Any) -> Target | None:
-    """Returns the target of the compile-only devices that a program was lowered for; None for other devices."""
+    """Returns the target of the compile-only devices (devices that this machine does not have) for which a program was
+    lowered; None for other devices.
+    """
     devices = devices_of(stage)
     return targets.from_devices(devices) if devices and is_described(devices[0]) else None
 

@@ -23,10 +23,11 @@ Keys = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ResultPair:
-    """An argument of a program, paired with the result that is its updated value. If `gradient` is set, the result is
-    the argument's gradient instead.
+    """An argument of a program, paired with the result that is its updated value or its gradient.
 
-    argument, result: positions in the lists of arguments and results.
+    Fields:
+        argument, result: positions in the lists of arguments and results.
+        gradient: whether the result is the argument's gradient.
     """
 
     argument: int
@@ -58,8 +59,8 @@ def pairs(
     """Pairs arguments with the results that are their updated values or gradients. Each result is in at most one pair.
 
     Args:
-        arguments, results: the leaves. Results of an XLA dump have no paths.
-        updates: the data flow of each result.
+        arguments, results: the arrays with their pytree paths. Results of an XLA dump have no paths.
+        updates: for each result, the arguments from which it is computed element by element.
         trained: whether the program has a backward pass.
         aliased: position of a result -> position of the argument whose memory it reuses.
     """
@@ -110,9 +111,9 @@ class _Pairing:
         return _array(self.arguments[argument]) == _array(self.results[result])
 
     def whole_arguments(self) -> Iterator[tuple[int, int]]:
-        """Yields (result, argument) pairs of pytree leaves, for each argument that the function returns as a whole,
-        such as the train state: every leaf has a result whose path ends in the same keys, after one common prefix.
-        Updated arguments come before gradients.
+        """Yields the positions (result, argument) of pairs that belong to an argument which the function returns as a
+        whole, such as the train state. An argument is returned as a whole if every array in it has a result whose path
+        ends in the same keys, and these results have a common path prefix. Updated arguments come before gradients.
         """
         roots: dict[str, list[int]] = {}
         for place, leaf in enumerate(self.arguments):
@@ -134,8 +135,9 @@ class _Pairing:
                 yield from matched
 
     def by_keys(self) -> Iterator[tuple[int, int]]:
-        """Yields (result, argument) pairs of leaves whose paths end in equal keys. At least one of these keys must be
-        a name, not a number. Pairs with more equal keys come first."""
+        """Yields the positions (result, argument) of pairs whose pytree paths end in equal keys. At least one of these
+        keys must be a name, not a number. Pairs with more equal keys come first.
+        """
         matches = []
         for argument, leaf in enumerate(self.arguments):
             for result in self.by_array.get(_array(leaf), ()):
@@ -145,8 +147,9 @@ class _Pairing:
         yield from ((result, argument) for _, result, argument in sorted(matches))
 
     def by_flow(self) -> Iterator[tuple[int, int]]:
-        """Yields (result, argument) pairs in which the result is computed from the argument element by element.
-        Results that depend on few arguments come first."""
+        """Yields the positions (result, argument) of pairs in which the result is computed from the argument element by
+        element. Results that depend on few arguments come first.
+        """
         numbers = {leaf.parameter: place for place, leaf in enumerate(self.arguments)}
         for result in sorted(range(len(self.results)), key=lambda at: len(self.updates[at].arguments)):
             update = self.updates[result]

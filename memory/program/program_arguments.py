@@ -42,7 +42,8 @@ class Arguments:
 
     Fields:
         by_number: number of an entry parameter of the HLO module -> argument.
-        owners: an HLO value from which a model parameter is updated, such as its gradient -> path of this parameter.
+        owners: HLO value, as (instruction id, tuple index), from which a model parameter is updated -> path of this
+            parameter. An example of such a value is the gradient.
         results: position of a result that is a gradient -> path of its model parameter.
     """
 
@@ -75,7 +76,8 @@ def read(
     Args:
         flow: the data flow between the instructions of the program's module, if it is already computed.
         signature: the names and shapes that jax provides. Without it, the names and shapes in the HLO module are used.
-        extra: the caller's (regular expression, role) pairs. They take precedence over the rules.
+        extra: the caller's pairs (regular expression for pytree paths, role). They take precedence over the built-in
+            rules.
 
     Raises ReportError for an unknown role or an invalid pattern.
     """
@@ -280,11 +282,11 @@ class _Owners:
         return parameter.path if parameter is not None else ""
 
     def find(self, leaf: SignatureLeaf, *, same_shape: bool = True, by_shape: bool = True) -> SignatureLeaf | None:
-        """Returns the model parameter whose path has the most last keys in common with the leaf's path. Returns None
-        if they have no name in common.
+        """Returns the model parameter whose path has the most last keys in common with the leaf's path. Returns None if
+        they have no name in common.
 
-        same_shape: only consider parameters of the leaf's shape. by_shape: if the leaf's path has no names, return the
-        only parameter of its shape.
+        leaf: the optimizer moment or gradient. same_shape: only consider parameters of the leaf's shape. by_shape: if
+        the leaf's path has no names, return the only parameter of its shape; None if there are several.
         """
         keys = keys_of(leaf.path)
         most_common, best = 0, None

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 def moves(program: TracedStage, target: Target) -> bool:
-    """Returns whether a `jax.stages.Traced` was traced for other devices than the target's. The shardings of its
-    arguments decide; without shardings, the meshes in its jaxpr."""
+    """Returns whether a `jax.stages.Traced` was traced for other devices than the target's. Its devices are those in
+    the shardings of its arguments, or those of the meshes in its jaxpr if there are no shardings.
+    """
     devices = set(devices_of(program))
     if not devices:
         for mesh in _meshes(program.jaxpr.jaxpr, {}):
@@ -171,8 +172,9 @@ class TargetPlacement:
 
     @property
     def has_mesh(self) -> bool:
-        """True if any sharding that was moved to the target has a mesh. The program's devices are then those of the
-        mesh, and values without a sharding are placed by jax."""
+        """True if any sharding that was moved to the target has a mesh. The program's devices are then the devices of
+        the mesh, and jax places values that have no sharding.
+        """
         return bool(self._meshes)
 
     # ---- meshes and shardings

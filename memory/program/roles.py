@@ -31,7 +31,7 @@ class Evidence:
     """The evidence from which the role of an array among the program's arguments, such as "params", is decided.
 
     Fields:
-        path, shape, dtype: as in the caller's arguments.
+        path, shape, dtype: pytree path, shape and dtype of the array in the caller's arguments.
         trained: whether the program has a backward pass.
         state: whether the array's updated value is among the results.
         returned: whether a result has the array's shape and dtype.
@@ -42,12 +42,13 @@ class Evidence:
         products: whether a matrix product, a convolution or a lookup reads the array.
         random: whether the array is a random key from which random bits are generated.
         mirrors: whether the array has the shape and the last keys of a parameter, as optimizer moments have.
-        batch_dim: whether the array's first dimension is also the first dimension of integer data, or of a result
-            that is not state.
+        batch_dim: whether the array's first dimension has the size of a batch: the first dimension of integer data, or
+            of a result that is not state.
         weights: whether most elements of the function argument that contains the array belong to weights.
-        shaped: whether most elements of this function argument have the dimensions of trained parameters.
-        no_params: whether no parameter was recognized. This happens with a linear loss, where only the optimizer
-            reads the parameters.
+        shaped: whether most elements of the function argument that contains the array are in arrays with the dimensions
+            of trained parameters.
+        no_params: whether no parameter was recognized. This happens with a linear loss, where only the optimizer reads
+            the parameters.
     """
 
     path: str
@@ -190,7 +191,8 @@ _ROOTS = (
 
 def decide(evidence: Sequence[Evidence]) -> list[str]:
     """Returns the role of each array, such as "params". It is the role of the first matching rule in `RULES`, or
-    UNKNOWN if no rule matches."""
+    UNKNOWN ("batch") if no rule matches.
+    """
     decided = []
     for one in evidence:
         matching = (role for role, rule in RULES if rule(one))
@@ -201,8 +203,8 @@ def decide(evidence: Sequence[Evidence]) -> list[str]:
 def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[str]) -> list[str]:
     """Returns the roles, with "frozen" instead of "params" for parameters that a training step never updates.
 
-    decided: the role of each array. A parameter is frozen if other parameters are updated from gradients, but neither
-    its updated value nor its gradient is among the results.
+    evidence, decided: for each array, its evidence and its role so far. A parameter is frozen if other parameters are
+    updated from gradients, but neither its updated value nor its gradient is among the results.
     """
     learn = any(role == "params" and (one.learns or one.gradient) for one, role in zip(evidence, decided))
     return [
@@ -213,10 +215,10 @@ def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[str]) -> list[st
 
 def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:
     """Returns the role of an array according to its pytree path, such as "params" for `state.params['blocks']['wq']`.
-    Returns UNKNOWN if no word in the path is known.
+    Returns UNKNOWN ("batch") if no word in the path is known.
 
-    extra: the caller's (regular expression, role) pairs, which take precedence. Raises ReportError for an invalid
-    pair.
+    extra: the caller's pairs (regular expression for pytree paths, role), which take precedence. Raises ReportError for
+    an invalid pair.
     """
     return given(path, extra) or by_container(path) or by_name(path) or UNKNOWN
 

@@ -118,7 +118,8 @@ class Update:
     Fields:
         arguments: number of an entry parameter -> how the result depends on it: SAME (unchanged), ELEMENTWISE (computed
             element by element) or WRITTEN (partly overwritten).
-        values: all HLO values between the arguments and the result, such as gradients, moments and their summands.
+        values: all HLO values between the arguments and the result, as (instruction id, tuple index). Examples are
+            gradients, moments and their summands.
         phase: phase of the operation that computes the result, such as "backward" for a gradient.
         changed: False if the result is an unchanged argument.
     """
@@ -181,8 +182,8 @@ class StateFlow:
         """Returns the arguments from which a result is computed by elementwise operations.
 
         result, index: the HLO instruction and tuple index of the result. along: sizes of dimensions, such as the
-        vocabulary. If it is not empty, the result may also be computed by padding, slicing and joining arrays, if these
-        operations leave a dimension of one of these sizes unchanged.
+        vocabulary size. Padding, slicing and joining arrays count as elementwise operations too if they leave a
+        dimension of one of these sizes unchanged.
         """
         arguments: dict[int, str] = {}
         seen: dict[Value, None] = {}
@@ -241,7 +242,8 @@ class StateFlow:
         """Returns the operands of an operation that overwrites part of an array: the array and, for a
         dynamic-update-slice, the written values.
 
-        Each item is (operand, tuple index, WRITTEN, whether it is the written values, `summed`).
+        Each item is an entry of the search in `update`: (operand, tuple index, WRITTEN, whether it is the written
+        values, `summed`). `summed`: whether the result is summed over devices later.
         """
         written: list[tuple[Instruction, Index, str, bool, bool]] = []
         operands = self._operands(instruction)
@@ -252,7 +254,9 @@ class StateFlow:
         return written
 
     def from_backward(self, result: Instruction, index: Index) -> bool:
-        """Returns whether a value is computed from a gradient. The condition of a select does not count."""
+        """Returns whether a value, the tuple element at `index` of an instruction's result, is computed from a
+        gradient. The condition of a select does not count.
+        """
         seen: set[Value] = set()
         pending = [(result, index)]
         while pending:
@@ -343,8 +347,10 @@ class StateFlow:
         return Reads(frozenset(phases), products, unnamed, random)
 
     def readers(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """Yields the operations that read a value, as (instruction, tuple index). For a tuple, loop or call that only
-        passes the value on, yields the passed value instead."""
+        """Yields the operations that read a value, as (instruction, tuple index). The value is the tuple element at
+        `index` of an instruction's result. For a tuple, loop or call that only passes the value on, yields the passed
+        value instead.
+        """
         for user in self.flow.users.get(instruction.id, ()):
             if user.opcode in _HANDING:
                 yield from self._flow_into(instruction, index, user)

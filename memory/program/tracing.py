@@ -27,7 +27,7 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     Args:
         step: a function, or a function wrapped by `jax.jit` or another library's jit.
         args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them. Other leaves are static.
-        options: options of `jax.jit` (`OPTIONS`) for a plain function.
+        options: options of `jax.jit` for a plain function, such as `donate_argnums` (`OPTIONS`).
 
     Raises ReportError if options are given for a step that is already jitted, or if `jax.pmap` needs more devices than
     this process has.

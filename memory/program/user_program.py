@@ -44,9 +44,13 @@ _FEW_DEVICES = re.compile(r"[Nn]umber of devices \d+ must|cannot reshape array o
 
 @dataclasses.dataclass(frozen=True)
 class UserProgram:
-    """The program that a user's function returned: a step with its arguments, or a jax stage without arguments.
+    """The program that a user's function returned.
 
-    options: keyword arguments for `memory.analyze`.
+    Fields:
+        name: the name of the program in reports.
+        program: a step that is called with `args`, or a jax stage (such as `jax.stages.Traced`) without arguments.
+        args: the arguments of the step, () for a jax stage.
+        options: keyword arguments for `memory.analyze`.
     """
 
     name: str
@@ -59,7 +63,10 @@ class UserProgram:
 class UserFunction:
     """A user's function that returns a program.
 
-    name: the function as written in --program. module: the module that contains it.
+    Fields:
+        name: the function as written in --program.
+        function: the function itself.
+        module: the module that contains it.
     """
 
     name: str
@@ -67,8 +74,10 @@ class UserFunction:
     module: ModuleType
 
     def make(self, overrides: Mapping[str, Any] = {}, target: Any = None) -> UserProgram:
-        """Calls the function with these overrides and returns its program. Raises ReportError, a one-line message, if
-        the function fails or does not return a program."""
+        """Calls the function and returns its program. `overrides`: parameter of the function -> value. `target`: the
+        devices to compile for, passed to the function if it has a parameter `target`. Raises ReportError, a one-line
+        message, if the function fails or does not return a program.
+        """
         with _hidden_argv(self.name), one_line_errors(self.name):  # reading an attribute may run the user's code too
             return _read_result(
                 self.name, _call_user_function(self.name, self.function, overrides, target), self.module
@@ -76,7 +85,8 @@ class UserFunction:
 
 
 def load_function(name: str) -> UserFunction:
-    """Imports the function `module:function` or `file.py:function`. Modules in the current folder can be imported too.
+    """Imports a user's function, given its name `module:function` or `file.py:function`. Modules in the current folder
+    can be imported too.
 
     Raises ReportError, a one-line message, if the module or function does not exist or fails.
     """
@@ -87,8 +97,8 @@ def load_function(name: str) -> UserFunction:
 
 
 def load(name: str) -> UserProgram:
-    """Imports the function `module:function` or `file.py:function`, calls it without overrides, and returns its
-    program.
+    """Imports a user's function, given its name `module:function` or `file.py:function`. Calls it with the default
+    values of its parameters and returns its program.
 
     Raises ReportError, a one-line message, if the module or function does not exist or fails.
     """
@@ -121,8 +131,9 @@ def one_line_errors(what: str) -> Iterator[None]:
 
 
 def split(name: str) -> tuple[str, str]:
-    """Splits a name of --program into (module or file, function). Raises ReportError if it is not `module:function` or
-    `file.py:function`."""
+    """Splits the value of the flag --program into (module or file, function). Raises ReportError if it is not
+    `module:function` or `file.py:function`.
+    """
     where, colon, function = name.rpartition(":")
     if not colon or not where or not function or not all(map(str.isidentifier, function.split("."))):
         raise ReportError(
@@ -250,8 +261,8 @@ def _hint_similar_function(holder: Any, name: str, module: ModuleType) -> str:
 
 
 def _call_user_function(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: Any = None) -> Any:
-    """Calls a user's function with the overrides (parameter -> value), and with the target if it has such a parameter.
-    Returns its result. An object that is not a function is returned unchanged.
+    """Calls a user's function with the overrides (parameter -> value), and with the target (the devices to compile for)
+    if it has a parameter `target`. Returns its result. An object that is not a function is returned unchanged.
     """
     from bytescope.memory.program.compilation import is_stage
 
@@ -306,7 +317,8 @@ def _read_result(name: str, result: Any, module: ModuleType, within: bool = Fals
     """Converts the result of a user's function to a program. If the result is a config with a function `program`, calls
     this function and converts its result.
 
-    within: whether `result` comes from a config's function `program`. It must then be a program, not another config.
+    name: the name of the program in messages. module: the module of the function. within: whether `result` comes from a
+    config's function `program`. It must then be a program, not another config.
     """
     from bytescope.memory.program.compilation import is_stage, takes_arguments
 

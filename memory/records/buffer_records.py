@@ -46,10 +46,11 @@ class Buffer:
         bytes: size of the buffer in bytes.
         shape: dimensions of the array on one device; () if the buffer holds no array.
         dtype: dtype of the array, as in HLO; "" if the buffer holds no array.
-        category: a row of `CATEGORIES`.
-        phase: one of `PHASES`.
-        component: the part of the model (attention, mlp, embed, ...) according to the named scopes around the value,
-            or else the innermost module. If there are no scopes, it is the calling class, the calling function as
+        category: row of the memory breakdown, such as "params" or "residuals" (`CATEGORIES`).
+        phase: phase of the step that computes the value, such as "backward"; "argument" and "output" for arguments and
+            outputs (`PHASES`).
+        component: the part of the model (attention, mlp, embed, ...) according to the named scopes around the value, or
+            else the innermost module. If there are no scopes, it is the calling class, the calling function as
             "attend()", or "file.py:line". "" if unknown.
         module: the named scopes around the value, joined by "/". If there are no scopes, it is the classes of the
             callers.
@@ -59,7 +60,7 @@ class Buffer:
         parameter: the path of the parameter that a gradient or optimizer state belongs to, "" if unknown.
         start, end: first and last index in the timeline at which the buffer is alive, inclusive.
         at_peak: whether the buffer is alive at the peak.
-        memory: one of `MEMORIES`; only "device" memory is part of the peak.
+        memory: "device", "on_chip" or "host"; only "device" memory is part of the peak.
     """
 
     name: str
@@ -87,9 +88,9 @@ class TimelinePoint:
     Fields:
         index: position in the timeline, from 0.
         bytes: live bytes of one device, including the instruction's output.
-        phase: one of `PHASES`.
+        phase: phase of the step, such as "backward" (`PHASES`).
         instruction: the name of the HLO instruction.
-        component: the part of the model, as in `Buffer`.
+        component: the part of the model, such as "attention"; "" if unknown.
     """
 
     index: int
@@ -103,7 +104,8 @@ class TimelinePoint:
 class LedgerRow:
     """The bytes on one device of the training state with one role and dtype.
 
-    The last row of a report has the role "total" and the dtype "". It excludes frozen parameters.
+    The table of these rows is the ledger. Its last row in a report has the role "total" and the dtype "". It excludes
+    frozen parameters.
 
     Fields:
         role: params, copies, gradients, accumulator, optimizer, frozen, or total.
@@ -146,10 +148,24 @@ def overhead_bytes(rows: Iterable[RuntimeOverhead], where: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PeakAccount:
-    """The content of device memory when memory use is highest (at the peak), and the memory timeline. All fields are
-    computed from the program's buffers.
+    """The content of one device's memory when memory use is highest (at the peak), and the memory timeline. All fields
+    are computed from the program's buffers.
 
-    Each field is the JSON key of the same name, which the docstring of `report_record` explains.
+    Fields:
+        peak_bytes: the maximum number of bytes that are live at one time.
+        allocated_bytes: bytes that the runtime allocates for the program: arguments, outputs, constants, temporaries.
+        breakdown: row (such as "params") -> bytes at the peak.
+        timeline: the live bytes at each instruction.
+        buffers: all buffers of the program.
+        ledger: the training state by role and dtype.
+        residuals_by_name: checkpoint name -> bytes at the peak of the values kept for the backward pass. Unnamed values
+            are under "(component/operation)".
+        workspace_by_scope: "phase/component" -> bytes of workspace at the peak.
+        host_bytes, on_chip_bytes: bytes in host memory and in on-chip memory, which no other field includes.
+        peak_index: the index of the peak in `timeline`.
+        program: the name of the compiled module.
+        method: how live ranges were determined: "heap_trace" (by XLA) or "schedule" (from the scheduled HLO).
+        notes: sentences about figures that are not exact.
     """
 
     peak_bytes: int

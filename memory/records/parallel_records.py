@@ -38,7 +38,10 @@ class Collective:
         bytes: the payload in bytes. It is the result of an all-gather, and the operands of any other kind.
         wire_bytes: bytes that the device sends by the ring algorithm. Over N devices, this is (N-1)/N of the payload,
             or twice as much for an all-reduce.
-        phase, component, module, op_name: the fields of `Buffer` with these names.
+        phase: phase of the step, such as "backward".
+        component: the part of the model, such as "attention"; "" if unknown.
+        module: the named scopes around the collective, joined by "/".
+        op_name: JAX's name of the operation.
         asynchronous: whether the collective has a start and a done instruction.
         overlapped: number of compute operations that run between start and done.
         overlapped_flops: FLOPs of the matrix products of these operations.

@@ -13,7 +13,7 @@ class Change:
     """A size in bytes that is compared between two reports.
 
     Fields:
-        kind: total, category, residual, workspace or buffer.
+        kind: what is compared: total, category (row of the breakdown), residual, workspace or buffer.
         name: the name of the total, breakdown row, checkpoint name, scope or buffer.
         before, after: bytes in the first and in the second report.
     """
@@ -127,7 +127,9 @@ def _bytes_sent_by_collective(report: ReportRecord) -> dict[str, int]:
 
 
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
-    """Returns the changes of the peak and of the allocated bytes that are larger than `percent` per cent."""
+    """Returns those of the `changes` between two reports in which the peak or the allocated bytes grew by more than
+    `percent` per cent.
+    """
     return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
 
 

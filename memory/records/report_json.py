@@ -67,7 +67,9 @@ def _finite(text: str) -> float:
 
 
 def plain(value: Any) -> Any:
-    """Converts a value to plain JSON values: records to dicts, sequences to lists, unknown types to their `str`."""
+    """Converts a value to plain JSON values: records (dataclasses) become dicts, sequences become lists, and unknown
+    types become their `str`.
+    """
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -133,12 +133,12 @@ class Finding:
     """A problem that costs the program memory or time, with its remedy.
 
     Fields:
-        kind: the name of the rule that found the problem.
+        kind: the name of the kind of problem, which is also the name of the rule that found it.
         bytes: bytes of device memory that the problem wastes or affects.
         message: the problem in words.
         remedy: the remedy in words.
-        flags: command-line flags of `bytescope train` that apply the remedy. If it is "", the remedy names functions
-            of JAX instead.
+        flags: command-line flags of `bytescope train` that apply the remedy. If it is "", the remedy names functions of
+            JAX instead.
     """
 
     kind: str
@@ -153,7 +153,7 @@ class Transfer:
     """Bytes that one step copies between one device and its host in one direction and one phase.
 
     Fields:
-        phase: one of `STEP_PHASES`.
+        phase: phase of the step: "forward", "recompute", "backward" or "optimizer".
         direction: "to device" or "to host".
         bytes: bytes of one step.
         seconds: seconds of the copies at the target's `host_link_bytes_per_s`, even if computation hides them; 0.0 if
@@ -225,10 +225,11 @@ class XlaBudget:
     programs that were compiled elsewhere.
 
     Fields:
-        base_bytes: bytes of the device's memory that XLA assumes: jax's pool, or 80 % of the GPU.
+        base_bytes: bytes of device memory that XLA assumes: the size of jax's pool, or 80 % of the GPU's memory.
         io_bytes: bytes of arguments and results, without results that reuse the memory of an argument.
-        slop_percent: the part of the remaining bytes that may be used.
-        limit_bytes: bytes of temporary values that XLA allows: (base - io) x slop; 0 if `io_bytes` exceed the base.
+        slop_percent: percentage of the remaining bytes (base - io) that temporary values may use.
+        limit_bytes: bytes of temporary values that XLA allows: (base - io) x slop / 100; 0 if `io_bytes` exceed the
+            base.
     """
 
     base_bytes: int | None = None
@@ -242,7 +243,15 @@ class JudgedProgram(PeakAccount):
     """The memory, the collectives and the work of a program, and the verdict on whether it fits. The rules that find
     problems read this record.
 
-    Each field is the JSON key of the same name, which the module's docstring explains.
+    Fields, in addition to those of `PeakAccount`:
+        collectives: every collective of the program.
+        work: phase -> FLOPs, bytes and messages of one call; {} for a program that was not traced.
+        target: the device that the program was compiled for (name, platform, memory sizes ...); {} if unknown.
+        runtime_overheads: memory that the runtime takes and the compiler's report does not contain, such as the CUDA
+            context.
+        limit_bytes: bytes that are available on the device; None without a target.
+        fits: whether the predicted bytes are at most `limit_bytes`; None without a target.
+        verdict: "fits", "tight" (above 95 % of the limit) or "exceeds"; "unknown" without a target.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -273,8 +282,26 @@ class JudgedProgram(PeakAccount):
 
 @dataclasses.dataclass(frozen=True)
 class ReportRecord(JudgedProgram):
-    """The memory report of a program. Each field is the JSON key of the same name, which the module's docstring
-    explains.
+    """The memory report of a program. The module's docstring explains the JSON keys, which have the names of the
+    fields.
+
+    Fields, in addition to those of `JudgedProgram`:
+        findings: problems with their remedies.
+        communication: bytes per step by kind of collective and mesh axes.
+        zero: bytes per parameter compared with the ZeRO paper.
+        transfers: bytes per step between device and host memory.
+        parameters: parameter counts over all devices: `total` and `active` (used by one token); {} if unknown.
+        schedule: the operations that one device runs in a call, in order.
+        roofline: the minimum seconds of the work at the rates of the data sheet; {} if unknown.
+        prediction: predicted seconds of an update with their spread; {} if unknown.
+        xla: the compiler's own memory statistics.
+        xla_budget: the memory that XLA:GPU plans with.
+        subject: the trainer's description of the program.
+        versions: package -> version for the packages that compiled the program.
+        config: the configuration that the caller passed.
+        schema: version number of the JSON layout.
+        point_seconds: predicted start of each timeline point in seconds from the start of the step, then the duration
+            of the step; () if unknown. Not part of the JSON.
     """
 
     findings: tuple[Finding, ...] = ()

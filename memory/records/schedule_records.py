@@ -36,8 +36,8 @@ class ScheduledKernel:
     """A kernel of the compiled schedule, which runs one or more times in a row.
 
     Fields:
-        kind: one of `KERNELS`.
-        phase: one of `records.STEP_PHASES`.
+        kind: kind of kernel, such as "product" (matrix product) or "attention" (`KERNELS`).
+        phase: phase of the step: "forward", "recompute", "backward" or "optimizer".
         bytes: bytes of device memory that one run reads and writes.
         flops: FLOPs of one run; causal attention counts only FLOPs below the diagonal.
         dtype: dtype of the operands of a matrix product, as in HLO ("bfloat16", "float8_e4m3fn"). It is "tf32" for a
@@ -63,10 +63,13 @@ class Start:
     """The start of a collective, or of a copy over the host link, on its own stream.
 
     Fields:
-        name: the name of the instruction, to which a `Wait` refers; "" if the computation waits immediately.
-        kind: the kind of collective (a key of `cost.collectives.WIRE`), or TO_HOST or TO_DEVICE for a copy.
-        phase: one of `records.STEP_PHASES`.
-        bytes: for a collective, the payload (`Collective.bytes`); for a copy, the bytes copied.
+        name: the name of the instruction. At a `Wait` with this name, the computation waits for the end of the
+            transfer. The name is "" if the computation waits immediately.
+        kind: the kind of collective, such as "all-reduce" (a key of `cost.collectives.WIRE`), or TO_HOST or TO_DEVICE
+            for a copy.
+        phase: phase of the step: "forward", "recompute", "backward" or "optimizer".
+        bytes: the bytes of the copy, or the payload of the collective. The payload is the result of an all-gather, and
+            the operands of any other kind.
         group: number of devices that exchange data with each other.
         hosts: number of hosts of these devices.
         arrays: number of combined arrays.
@@ -140,7 +143,9 @@ def _row(step: Step) -> list[Any]:
 
 
 def from_json(rows: Any, depth: int = 0) -> Steps:
-    """Returns the schedule steps from the lists of `to_json`. Raises ValueError for any other value."""
+    """Returns the schedule steps from the JSON lists of `to_json`. `depth`: number of loops around these steps. Raises
+    ValueError for any other value.
+    """
     if not isinstance(rows, (list, tuple)) or depth > _MAX_DEPTH:
         raise ValueError(
             f"the schedule {rows!s:.40} must be a list of steps, with loops nested at most {_MAX_DEPTH} levels deep"

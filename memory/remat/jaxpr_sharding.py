@@ -25,7 +25,8 @@ class JaxprSharding:
 
     Attributes:
         sizes: mesh axis -> number of devices, {} for one device.
-        inputs: id of an inner Jaxpr -> specs of its inputs. A spec lists the mesh axes that shard each dimension.
+        inputs: id of an inner Jaxpr -> specs of its inputs. A spec lists, for each dimension, the mesh axes that shard
+            it.
     """
 
     def __init__(self, sizes: Mapping[str, int] | None = None):
@@ -35,7 +36,9 @@ class JaxprSharding:
 
     @classmethod
     def from_arguments(cls, jaxpr: Any, leaves: Sequence[Any]) -> JaxprSharding:
-        """Derives the shardings in a ClosedJaxpr from the NamedShardings of its arguments (`leaves`)."""
+        """Derives the shardings in a ClosedJaxpr from the NamedShardings of its arguments. `leaves`: the arguments as a
+        flat list, in order.
+        """
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
         sizes: dict[str, int] = {}
         for sharding in shardings:
@@ -109,8 +112,9 @@ class JaxprSharding:
         return [rule(equation, ins, variable.aval) for variable in equation.outvars]
 
     def _loop_result_specs(self, equation: Any, body: Any, ins: list[Spec]) -> list[Spec]:
-        """Derives the specs in the body of a loop, and returns the specs of the loop's results. Carried values have the
-        specs that the body returns. Values that the loop stacks have a first dimension more, which is not sharded.
+        """Derives the specs (mesh axes per dimension) in the body of a loop, and returns the specs of the loop's
+        results. Carried values have the specs that the body returns. Values that the loop stacks have an additional
+        first dimension, which is not sharded.
 
         `ins`: the specs of the loop's operands.
         """

@@ -32,9 +32,10 @@ class Layer:
     Fields:
         body: the ClosedJaxpr of the layer.
         times: number of runs in one evaluation of the loss.
-        active: for each input of the layer, whether it depends on an input by which the loss is differentiated.
+        active: for each input of the layer, whether it depends on a differentiated input of the loss.
         mark: text by which layers are grouped; layers of one kind have equal texts.
-        how: CHECKPOINT if the layer is under `jax.checkpoint`; otherwise LOOP or CALL.
+        how: CHECKPOINT if the layer is under `jax.checkpoint`; LOOP if it is the body of a loop; CALL if it is a
+            repeated call.
         name: the name of the layer's function.
         where: "file:line" of the call, or of the function if a library calls it.
         policy: the remat policy of the layer's checkpoint.
@@ -66,7 +67,7 @@ def find_layers(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) 
 
     Args:
         jaxpr: the loss as a ClosedJaxpr.
-        active: for each input of the loss, whether the loss is differentiated by it.
+        active: for each input of the loss, whether the loss is differentiated with respect to it.
         only: names of the checkpointed functions to consider, () for all.
 
     Raises ReportError if there are no layers.
@@ -91,12 +92,12 @@ def find_layers(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) 
 
 
 def named_loop(jaxpr: Any, active: Sequence[bool]) -> Layer:
-    """Returns the kind of layer over which the loss loops and in which `checkpoint_name` names values. If there are
-    several such loops, returns the one with the most FLOPs.
+    """Finds a loop in the loss whose body names values with `checkpoint_name`, and returns the body as a kind of layer.
+    If there are several such loops, returns the one with the most FLOPs.
 
     Args:
         jaxpr: the loss as a ClosedJaxpr.
-        active: for each input of the loss, whether the loss is differentiated by it.
+        active: for each input of the loss, whether the loss is differentiated with respect to it.
 
     Raises ReportError if no loop names a value.
     """
@@ -121,10 +122,11 @@ def _names_a_value(jaxpr: Any) -> bool:
 
 @dataclasses.dataclass
 class _LayerFinder:
-    """Searches a loss function for layers. `seen` collects the candidates, each with the inputs by which it is
-    differentiated.
+    """Searches a loss function for layers.
 
-    If `by_names` is True, every loop whose body names values with `checkpoint_name` is a layer.
+    Fields:
+        by_names: whether every loop whose body names values with `checkpoint_name` is a layer.
+        seen: the layers found so far, including candidates that are not used later.
     """
 
     by_names: bool = False
@@ -151,8 +153,8 @@ class _LayerFinder:
         return []
 
     def visit(self, jaxpr: Any, active: Sequence[bool], times: int) -> list[bool]:
-        """Searches a Jaxpr for layers and adds them to `seen`. `active` says for each input whether the loss is
-        differentiated by it; the returned list says for each output whether it depends on such an input.
+        """Searches a Jaxpr for layers and adds them to `seen`. `active` says for each input whether it depends on a
+        differentiated input of the loss. The returned list says the same for each output.
 
         times: number of runs of the Jaxpr in one evaluation of the loss.
         """
@@ -229,8 +231,8 @@ def carried_count(loop: Any) -> int:
 
 
 def count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Returns the number of values that have the same rank outside of a loop and in its body. They are constants or
-    carried values, because values that the loop slices or stacks have one more dimension outside.
+    """Returns the number of values that have the same rank (number of dimensions) outside of a loop and in its body.
+    They are constants or carried values, because values that the loop slices or stacks have one more dimension outside.
 
     outside, inside: the variables of the loop and of its body, in the same order.
     """
@@ -238,7 +240,7 @@ def count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 
 def mark(body: Any) -> str:
-    """Returns the text of a jaxpr without memory addresses, so that jaxprs that compute the same have equal texts."""
+    """Returns the text of a jaxpr without memory addresses. Equal texts mean that two jaxprs compute the same."""
     return _ADDRESS.sub("", str(getattr(body, "jaxpr", body)))
 
 

@@ -33,7 +33,7 @@ class GraphStep:
         outs, ins: numbers of the values that the equation computes and reads, without inputs of the layer.
         flops: for each value in `outs`, the FLOPs over all devices of computing only this value.
         all_flops: the FLOPs over all devices of computing all values in `outs`.
-        dtype: the compute unit (a key of `Target.peak_flops`), "" without FLOPs.
+        dtype: the compute unit that does the work, such as "bf16" (a key of `Target.peak_flops`); "" without FLOPs.
         bytes: for each value in `outs`, the bytes on one device.
         shared: (indices in `outs`, FLOPs) of work that is needed by all of these values and is done only once for them.
             The FLOPs are part of the `flops` of each of these values, so they are subtracted if several are computed.
@@ -51,10 +51,11 @@ class GraphStep:
 
 @dataclasses.dataclass(frozen=True)
 class LayerGraph:
-    """The forward pass of one layer of a model with `layers` equal layers.
+    """The forward pass of one layer of a model, whose layers are all equal.
 
     Fields:
-        steps: the equations in order.
+        layers: number of equal layers.
+        steps: the equations of the layer, in order.
         read: numbers of the values that the backward pass reads.
         carry_bytes: bytes of the layer's input, on one device.
         none_bytes: bytes on one device of all values that a layer keeps if it is not under a checkpoint.
@@ -72,7 +73,9 @@ class LayerGraph:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the values that are recomputed if nothing is kept, in the order of their equations."""
+        """Names of the values that the backward pass has to recompute if the forward pass keeps none of them, in the
+        order of their equations.
+        """
         needed = set(self.read)
         named: list[str] = []
         for step in reversed(self.steps):
@@ -93,9 +96,10 @@ class LayerGraph:
         )
 
     def kept_bytes(self, number: int) -> int:
-        """Returns the bytes on one device of keeping the results of step `number` instead of recomputing them. If its
-        name is in `bound`, the step belongs to a kernel outside of the checkpoint, and the bytes include the kernel's
-        other results that the backward pass reads.
+        """Returns the bytes on one device of keeping the results of step `number` instead of recomputing them.
+
+        If the name of its value is in `bound`, the step belongs to a kernel outside of the checkpoint. The bytes then
+        include the kernel's other results that the backward pass reads.
         """
         name = self.keepers[number]
         if name not in self.bound:
@@ -106,7 +110,9 @@ class LayerGraph:
         return sum(tag.bytes) + sum(others)
 
     def scaled(self, times: float) -> LayerGraph:
-        """Returns the graph of this layer for a batch with `times` as many tokens."""
+        """Returns the graph of this layer for a batch with `times` as many tokens: FLOPs and bytes are multiplied by
+        `times`.
+        """
         steps = []
         for step in self.steps:
             steps.append(
@@ -146,6 +152,7 @@ def build_step(
     """Returns the record of an equation, with FLOPs and bytes summed over `times` layers.
 
     Args:
+        equation: an equation of one layer.
         outs, ins: numbers of the results and of the operands.
         name: the name by which the results can be kept, "" for none.
         parts: number by which the bytes of the results are divided to get the bytes on one device. It is the number of

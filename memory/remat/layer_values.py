@@ -37,8 +37,9 @@ class LayerValues:
 
     Fields:
         graph: one layer that represents all layers of all kinds.
-        values: label, by which a plan refers to a value -> the value.
-        order: for each kind of layer, the keys of the equations that a policy distinguishes by their order.
+        values: label -> the value. A plan, the choice of the values to keep, refers to values by their labels.
+        order: for each kind of layer, the keys (texts that describe an equation) of the equations that a policy
+            distinguishes by their order.
         known: the keys of all equations of the layers.
     """
 
@@ -64,8 +65,19 @@ class LayerValues:
 
 @dataclasses.dataclass
 class _CountedValue:
-    """A `Value` while it is being counted: each kind of layer that contains it adds to `kinds`, `count` and
-    `bytes`.
+    """A `Value` (a value that a layer can keep) while it is being counted. Each kind of layer that contains it adds to
+    `kinds`, `count` and `bytes`.
+
+    Fields:
+        label: the text that identifies the value in a plan.
+        name: the checkpoint name, "" for none.
+        key: the text by which a remat policy recognizes the equation.
+        place: the index in the order of the layer's equations; -1 if the value is recognized by its key.
+        type: dtype and shape in one layer, such as "float32[8,32]".
+        where: "file:line" of the equation.
+        kinds: numbers of the kinds of layers that have the value.
+        count: number of these values in all layers.
+        bytes: bytes of all these values on one device.
     """
 
     label: str
@@ -81,9 +93,10 @@ class _CountedValue:
 
 @dataclasses.dataclass(frozen=True)
 class _LayerEquation:
-    """An equation of a layer, before it becomes a `GraphStep`.
+    """An equation of a layer, before it becomes a `GraphStep` with FLOPs and bytes.
 
     Fields:
+        equation: the equation of the jaxpr.
         outs, ins: numbers of its results and operands.
         key: the key by which a remat policy recognizes the equation; "" if jax does not ask the policy about it.
         nested: whether the equation is in a body that jax inlines.
@@ -102,6 +115,7 @@ def find_values(layers: Sequence[Layer], shards: JaxprSharding | None = None, or
     """Returns the values that the layers can keep for the backward pass.
 
     Args:
+        layers: the kinds of layers.
         shards: the shardings in the program that contains the layers; None for one device.
         ordered: whether a policy may distinguish equations with equal keys by their order. This requires that jax
             visits the equations of a layer in the same order in the program and in the layer alone.
@@ -157,12 +171,13 @@ def with_names(graph: LayerGraph, names: Collection[str]) -> LayerGraph:
 
 
 def worth_deciding(graph: LayerGraph) -> set[str]:
-    """Returns the labels of the values that are worth keeping for some memory budget. The search only has to decide
-    about these values.
+    """Returns the labels of the values that are worth keeping for some memory budget. The search for the best plan only
+    has to decide about these values, and still finds the plan with the least recomputation.
 
-    Elementwise work is assumed to cost nothing to recompute. A value is left out if a value of at most the same size
-    can be kept in its place, or if it can be recomputed without a matrix product from a value that is always needed
-    together with it. So the plan with the least recomputation is never lost.
+    Elementwise work is assumed to cost nothing to recompute. A value is left out in two cases:
+
+    - A value of at most the same size can be kept in its place.
+    - It can be recomputed without a matrix product from a value that is always needed together with it.
     """
     users, together = _users_and_needed_together(graph)
     size: dict[int, int] = {}
@@ -233,8 +248,8 @@ def _recomputable_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, 
     """Returns value -> the values from any one of which it can be recomputed without a matrix product, including the
     value itself. A value that needs no matrix product at all is not in the mapping.
 
-    `shared`: labels of several values that a policy can only keep together. Such a value is recomputed only from
-    itself, because the others may be the reason to keep it.
+    `shared`: labels that belong to several values, which a policy can only keep together. Such a value counts as
+    recomputable only from itself, because its label may be kept for the sake of the other values.
     """
     free_from: dict[int, set[int]] = {}
     for step in graph.steps:
@@ -254,7 +269,7 @@ class LayerForward:
         equations: the equations in order.
         read: numbers of the values that the backward pass reads.
         count: number of values.
-        asked: keys of the equations about which jax asks a remat policy.
+        asked: keys (texts that describe an equation) of the equations about which jax asks a remat policy.
         order: (index in `equations`, key) of the equations about which jax always asks in the same order, so that a
             policy can distinguish equations with equal keys.
         result_bytes: bytes of the layer's result on one device.
@@ -289,7 +304,8 @@ class LayerForward:
     def _add_equations(self, jaxpr: Any, given: Sequence[_Operand], nested: bool) -> list[_Operand]:
         """Adds the equations of a Jaxpr to `self.equations`, and returns the operands that are its results.
 
-        given: the operands that are its inputs. nested: whether it is the body of a call that jax inlines.
+        given: the operands (values with their numbers) that are its inputs. nested: whether it is the body of a call
+        that jax inlines.
         """
         env = dict(zip(jaxpr.invars, given))
 
@@ -333,7 +349,9 @@ def _jaxpr_with_residuals(layer: Layer) -> Any:
 
 
 def _policy_keys(layer: Layer) -> list[str]:
-    """Returns the keys of the equations about which jax asks a remat policy while it traces a layer once, in order."""
+    """Returns the keys (texts that describe an equation) of the equations about which jax asks a remat policy while it
+    traces a layer once, in order.
+    """
     import jax
 
     keys: list[str] = []
@@ -427,11 +445,14 @@ def _labels(
     """Finds the values of a layer that a remat policy can keep, and adds them to `counted`. Returns index in
     `forward.equations` -> label of the value that the equation computes.
 
-    These are the equations about which jax asks a policy, without those whose key also occurs in a loop.
+    These are the results of the equations about which jax asks a policy. Equations whose key also occurs in a loop are
+    left out.
 
     Args:
+        forward: the forward pass of the layer.
         order: (index in `forward.equations`, key) of the equations that a policy recognizes by their order.
-        kind, times: number that identifies the kind of layer, and number of layers of this kind.
+        kind: number that identifies the kind of layer.
+        times: number of layers of this kind.
         counted: what a policy recognizes -> the value. The keys are ("name", checkpoint name), ("order", keys of the
             ordered equations up to this one) or ("key", key of the equation).
     """

@@ -19,9 +19,9 @@ class Loss:
     parameters.
 
     Attributes:
-        args, kwargs: the arguments with which the loss was traced.
+        args, kwargs: the positional and keyword arguments with which the loss was traced.
         jaxpr: the ClosedJaxpr of the loss.
-        tree: the tree structure of its result.
+        tree: the pytree structure of its result.
 
     Raises ReportError if the function is not a loss function.
     """
@@ -67,7 +67,7 @@ class Loss:
 
     @property
     def shards(self) -> JaxprSharding:
-        """The shardings of the values of the loss over the devices of its arguments."""
+        """The shardings of all values in the loss, derived from the shardings of its arguments."""
         import jax
 
         return JaxprSharding.from_arguments(self.jaxpr, jax.tree.leaves((self.args, self.kwargs)))
@@ -86,8 +86,8 @@ class Loss:
         return loss
 
     def step(self, layers: Sequence[Layer], policy: Any, optimizer: Any = None) -> Any:
-        """Traces the loss and its gradient by the first argument, with a remat policy for these layers, and returns a
-        `jax.stages.Traced`.
+        """Traces the loss and its gradient with respect to the first argument, with a remat policy for these layers.
+        Returns a `jax.stages.Traced`.
 
         If an optimizer (an object with `init` and `update`) is given, traces a whole update, to which params and
         optimizer state are donated.

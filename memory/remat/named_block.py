@@ -23,16 +23,17 @@ def named_block(
     parts: Callable[[str], int | Fraction],
     bound: Mapping[str, tuple[str, ...]] | None = None,
 ) -> LayerGraph:
-    """Returns the graph of the layer over which a loss loops and in which `checkpoint_name` names values.
+    """Finds the loop over the layers in a loss, whose body names values with `checkpoint_name`, and returns the graph
+    of one layer.
 
     Args:
         jaxpr: the loss of one micro-batch as a ClosedJaxpr, without checkpoints around its layers.
-        active: for each input of the loss, whether the loss is differentiated by it.
-        parts: function from a name to the number by which the bytes of the value are divided to get the bytes on one
-            device. It is the number of devices over which the value is sharded. In a pipeline, it is divided by the
-            number of micro-batches that a device stores. A value without a name is sharded like the named value before
-            it.
-        bound: the field of `LayerGraph` with this name.
+        active: for each input of the loss, whether the loss is differentiated with respect to it.
+        parts: function that returns, for the name of a value, the number by which its bytes are divided to get the
+            bytes on one device. It is the number of devices over which the value is sharded. In a pipeline, it is
+            divided by the number of micro-batches that a device stores. A value without a name is sharded like the
+            named value before it.
+        bound: name of a value -> names of other values that must be kept on the device together with it.
 
     Raises ReportError if no loop names a value.
     """

@@ -27,6 +27,8 @@ _ELSEWHERE = ("sharding", "out_sharding", "mesh", "devices", "name_and_src_info"
 def key_of(primitive: str, avals: Sequence[Any], params: Mapping[str, Any]) -> str:
     """Returns the text by which a remat policy recognizes an equation, such as "dot_general float32[8,32]
     float32[32,64] dimension_numbers=...".
+
+    `avals`: the types of the operands. `params`: the parameters of the equation.
     """
     parameters = [
         f"{name}={value!r}" for name, value in sorted(params.items()) if name not in _ELSEWHERE and _plain(value)
@@ -52,8 +54,8 @@ class Wanted:
 
     Fields:
         names: names of values (`checkpoint_name`).
-        keys: keys of the equations that are recognized only by their keys.
-        order: for each kind of layer, the keys of the equations that are distinguished by their order.
+        keys: keys (the texts of `key_of`) of the equations that are recognized only by their keys.
+        order: for each kind of layer, the keys of the equations that are recognized by their position in this list.
         places: for each kind of layer, the indices in `order` of the equations whose results are kept.
         known: the keys of all equations of the layers. The policy warns about other keys of matrix products and similar
             kernels, because they are in layers for which it was not planned.
@@ -137,8 +139,8 @@ def asks_any_policy() -> bool:
 
 
 def policy_keeping(wanted: Wanted) -> Any:
-    """Returns a remat policy that keeps these values: a RematPolicy, or `save_only_these_names` if jax ignores other
-    policies.
+    """Returns a remat policy for `jax.checkpoint` that keeps the values in `wanted`. It is a RematPolicy, or jax's
+    `save_only_these_names` if jax ignores user-defined policies.
     """
     import jax
 
@@ -148,9 +150,8 @@ def policy_keeping(wanted: Wanted) -> Any:
 
 
 class NamesRead:
-    """Records which names jax looks up in its policy `save_only_these_names`.
-
-    This shows which names can be kept in versions of jax that call no other policy.
+    """Records the names that jax looks up in its own policy `save_only_these_names`. With versions of jax that call no
+    user-defined policy, these are the names that can be kept.
 
     Attributes:
         names: the names that were looked up so far.
@@ -178,13 +179,13 @@ class RematPolicy:
     """A remat policy for `jax.checkpoint`, `flax.linen.remat` and similar functions, which keeps the values that
     `memory.plan_remat` chose.
 
-    The policy recognizes these values only in the layers and shapes for which it was planned. It warns in other
-    layers. Values that it does not recognize are recomputed, so the results of the program are always the same. After
-    a trace, `check()` raises an error if a value to keep was missing.
+    The policy recognizes these values only in the layers and shapes for which it was planned. It warns in other layers.
+    Values that it does not recognize are recomputed, so the results of the program are always the same. After a trace,
+    `check()` raises an error if a value to keep was missing.
 
     Attributes:
         wanted: the values that the policy keeps.
-        lost: the first difference between a traced program and the plan, "" for none.
+        lost: a description of the first difference between a traced program and the plan, "" for none.
     """
 
     def __init__(self, wanted: Wanted):
@@ -210,8 +211,8 @@ class RematPolicy:
         return self._keep(key) if key in self.wanted.keys else False
 
     def _keep_next_in_order(self, key: str) -> bool:
-        """Returns whether to keep the result of the next equation that jax asks about. Used for layers whose equations
-        are recognized by their order.
+        """Returns whether to keep the result of the next equation that jax asks about. `key`: the text by which the
+        equation is recognized. Used for layers whose equations are recognized by their order.
         """
         order = self.wanted.order
         after = [(kind, at + 1) for kind, at in self._at if at < len(order[kind]) and order[kind][at] == key]

@@ -26,7 +26,7 @@ class RecomputeRates(NamedTuple):
     """The compute and memory rates of one device.
 
     Fields:
-        flops: compute unit (a key of `Target.peak_flops`) -> FLOP/s.
+        flops: compute unit, such as "bf16" -> FLOP/s.
         memory: bytes per second of the device memory.
         devices: number of devices that run the program.
     """
@@ -60,7 +60,8 @@ class KeepPattern:
         seconds: seconds of recomputation and of moving the kept values.
         flops: recomputed FLOPs, over all devices.
         save, offload: names of the values kept on the device and in host memory.
-        policy: the name of the jax policy that keeps these values; "" if the names are chosen one by one.
+        policy: the name of the policy (of `jax.checkpoint`) that keeps these values; "" if the names are chosen one by
+            one.
     """
 
     bytes: int
@@ -80,8 +81,10 @@ class KeepPattern:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """The values that all layers keep, as a list of ranges of layers from the first on: (values that a layer keeps,
-    number of consecutive layers).
+    """A choice of the values that each layer of the model keeps.
+
+    `ranges`: ranges of layers from the first layer on, each as (values that a layer keeps, number of consecutive
+    layers).
     """
 
     ranges: tuple[tuple[KeepPattern, int], ...]
@@ -102,8 +105,9 @@ class LayerPlan:
         return sum(pattern.flops * count for pattern, count in self.ranges)
 
     def seconds(self, passes: PassSeconds) -> float:
-        """Returns the seconds of the forward and backward pass of a micro-batch, including recomputation. Transfers to
-        and from the host add only the time by which they are longer than the pass that overlaps them.
+        """Returns the seconds of the forward and backward pass of a micro-batch, including recomputation. A transfer to
+        or from the host overlaps the pass, so it adds only the time by which it is longer than the pass. `passes`:
+        seconds of the two passes without recomputation.
         """
         recomputed = sum(pattern.seconds * count for pattern, count in self.ranges)
         link = self.host_bytes / passes.host_link if passes.host_link else 0.0
@@ -111,7 +115,9 @@ class LayerPlan:
 
     @property
     def policy(self) -> str:
-        """The name of the jax policy if all layers have the same policy; otherwise ""."""
+        """The name of the policy of `jax.checkpoint` that all layers have; "" if the kept values are chosen one by one
+        or differ between layers.
+        """
         return self.ranges[0][0].policy if len(self.ranges) == 1 else ""
 
     def __str__(self) -> str:
@@ -129,8 +135,8 @@ class RematProblem:
         cost: "time" to minimize seconds, or "flops" to minimize recomputed FLOPs regardless of transfers.
         offload: whether tensors may be offloaded to host memory.
         host_budget: bytes of host memory per device.
-        policies: jax policies to try too: name of the policy -> names of the values that it keeps; None if they are
-            not known.
+        policies: policies of `jax.checkpoint` that the search tries too. Name of the policy -> names of the values that
+            it keeps, None if these are not known.
         ranges: maximum number of ranges of layers that keep different values, 1 or 2.
     """
 
@@ -160,11 +166,14 @@ class RematProblem:
         """Returns the problem for a program on a target.
 
         Args:
+            graph: the forward pass of one layer for one micro-batch.
             by_phase: phase -> seconds of `micro_steps` micro-batches, for the program that recomputes everything.
             figures: rates of large matrix products and copies. Plans are compared by these rates before they are
-                compiled, and by their own predicted seconds afterwards.
-            ranges: maximum number of ranges of layers that keep different values; 1 if all stages of a pipeline run
-                the same program.
+                compiled. Afterwards, they are compared by the seconds predicted from the compiled program.
+            cost, offload, policies: as in the record. `cost` is "time" or "flops", `offload` allows host memory, and
+                `policies` are policies of `jax.checkpoint` to try.
+            ranges: maximum number of ranges of layers that keep different values; 1 if all stages of a pipeline run the
+                same program.
         """
         rates = RecomputeRates(
             {unit: figures.flops_per_s(unit) for unit in roofline.UNITS}, figures.hbm_bytes_per_s, target.n_devices
@@ -184,7 +193,7 @@ class PlanFigures:
     Fields:
         allocated_bytes: bytes allocated on one device.
         host_bytes: bytes in host memory.
-        seconds: predicted seconds. Within one search, they are always for an update or always for a call.
+        seconds: predicted seconds of an update or of a call of the program, the same for all plans of a search.
         flops: recomputed FLOPs.
         status: "ok", or an error message if the plan could not be compiled.
     """
@@ -198,8 +207,13 @@ class PlanFigures:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledPlan:
-    """A plan, the bytes that were predicted for it before it was compiled (0 if nothing was predicted), and the
-    memory, seconds and FLOPs of the compiled program.
+    """A plan after it was compiled.
+
+    Fields:
+        plan: the values that each layer keeps.
+        predicted_bytes: bytes on one device that were predicted for the plan before it was compiled; 0 if nothing was
+            predicted.
+        compiled: memory, seconds and FLOPs of the compiled program.
     """
 
     plan: LayerPlan
@@ -219,8 +233,8 @@ class SearchOutcome:
     Fields:
         best: the plan to run, None if no plan fits.
         tried: the plans that were compiled for this budget, in order.
-        tightest: the compiled plan with the fewest bytes. If no plan fits, no choice of recomputation (and offload, if
-            allowed) takes fewer bytes.
+        tightest: the compiled plan with the fewest bytes. If no plan fits, this is the minimum that recomputation (and
+            offload, if allowed) can reach.
     """
 
     best: CompiledPlan | None

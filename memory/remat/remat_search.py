@@ -48,7 +48,8 @@ class _BudgetState:
     Fields:
         budget: the memory budget in bytes on one device.
         asked: the plans that were compiled for the budget, each as text (`str(plan)`).
-        checks: number of times that plans slightly above the budget were tried after the search had no better plan.
+        checks: number of extra rounds so far. An extra round tries plans that are predicted to exceed the budget
+            slightly, after the search has found no better plan.
     """
 
     budget: float
@@ -57,11 +58,11 @@ class _BudgetState:
 
 
 class RematSearch:
-    """Searches for the best plan within one or several memory budgets. A plan compiled for one budget is also used for
-    the others.
+    """Searches for the best plan within one or several memory budgets. A plan says which values each layer keeps for
+    its backward pass. A plan compiled for one budget is also used for the others.
 
     Args:
-        problem: the problem to solve.
+        problem: the layers, the rates of the device, and what to minimize.
         compile: function that compiles several plans and returns the memory, seconds and FLOPs of each.
         tell: function that is called with every compiled plan, to report progress.
     """
@@ -105,19 +106,19 @@ class RematSearch:
         return [self.tried[str(plan)] for plan in plans]
 
     def whole(self, pattern: KeepPattern) -> LayerPlan:
-        """Returns the plan in which every layer keeps the values of `pattern`."""
+        """Returns the plan in which every layer keeps the same values, those of `pattern`."""
         return LayerPlan(((pattern, self.problem.graph.layers),))
 
     @property
     def fixed(self) -> list[LayerPlan]:
-        """Plans in which all layers have the same jax policy. A policy that keeps the same values as an earlier one is
-        left out.
+        """Plans in which all layers have the same ready-made policy of `jax.checkpoint`. A policy that keeps the same
+        values as an earlier one is left out.
         """
         return [self.whole(pattern) for pattern in (self.full, self.none, *self.named, *self.unknown)]
 
     def best_fixed(self, budget: float) -> CompiledPlan | None:
-        """Returns the best compiled plan that consists of a single jax policy and fits `budget` bytes; None if there
-        is none.
+        """Returns the compiled plan of lowest cost that fits `budget` bytes and has one ready-made policy of
+        `jax.checkpoint` for all layers; None if there is none.
         """
         done = [self.tried[str(plan)] for plan in self.fixed if str(plan) in self.tried]
         return min((tried for tried in done if self._fits(tried, budget)), key=self.compiled_cost, default=None)
@@ -142,7 +143,7 @@ class RematSearch:
         return [tried for tried in self.tried.values() if tried.ok and self._are_kept_bytes_known(tried.plan)]
 
     def predict(self, plan: LayerPlan) -> int:
-        """Returns the bytes that the compiler is predicted to allocate for a plan, from compiled plans that keep about
+        """Predicts the bytes that the compiler allocates on one device for a plan, from compiled plans that keep about
         as many bytes. Returns 0 if no plan is compiled yet or the kept tensors of the plan are not known.
         """
         points = self._points_of_kind(_plan_kind(plan)) if self._are_kept_bytes_known(plan) else []
@@ -152,7 +153,8 @@ class RematSearch:
         """Returns the number of bytes that the layers may keep on one device so that a plan is predicted to fit the
         budget.
 
-        kind: the kind of the plan, as returned by `_plan_kind`.
+        budget: memory budget in bytes on one device. kind: (whether the plan has several ranges of layers, whether it
+        offloads values to the host).
         """
         points = self._points_of_kind(kind)
         if not points:
@@ -184,8 +186,9 @@ class RematSearch:
         return self.problem.host_budget - max(others, default=0)
 
     def candidates(self, budget: float, above: float = 0.0) -> list[LayerPlan]:
-        """Returns plans that are predicted to fit a budget, cheapest first. They are plans with the same kept values
-        in all layers, plans with different ranges of layers, and jax policies of about the same cost.
+        """Returns plans that are predicted to fit a budget in bytes, cheapest first. They are plans with the same kept
+        values in all layers, plans with different values in two ranges of layers, and ready-made policies of
+        `jax.checkpoint` of about the same cost.
 
         `above`: number of bytes by which the predicted bytes of a plan may exceed the budget.
         """
@@ -215,8 +218,8 @@ class RematSearch:
         return sorted({str(plan): plan for plan in proposed}.values(), key=self.cost)
 
     def cost(self, plan: LayerPlan) -> float:
-        """Returns the predicted cost of a plan: seconds of the forward and backward pass, or recomputed FLOPs;
-        infinite if unknown.
+        """Returns the predicted cost of a plan for one micro-batch. It is the seconds of the forward and backward pass
+        if the search minimizes time, and the recomputed FLOPs otherwise; infinite if unknown.
         """
         if any(pattern in self.unknown for pattern, _ in plan.ranges):
             return math.inf
@@ -230,11 +233,11 @@ class RematSearch:
         )
 
     def best(self, budget: float) -> CompiledPlan | None:
-        """Returns the compiled plan of lowest cost that fits the budget, None if there is none.
+        """Returns the compiled plan of lowest cost that fits the budget in bytes, None if there is none.
 
-        Plans are tied if their costs differ by at most the fraction `TIE` and are not above the cost of the best jax
-        policy. Of tied plans, the one with the least recomputation is best, then the one with the fewest bytes, then a
-        jax policy.
+        If the search minimizes time, plans are tied if their seconds differ by at most the fraction `TIE` and are not
+        above the seconds of the best ready-made policy of `jax.checkpoint`. Of tied plans, the best has the least
+        recomputation, then the fewest bytes, then a ready-made policy.
         """
         fitting = [tried for tried in self.tried.values() if self._fits(tried, budget)]
         if self.problem.cost == "time" and fitting:
@@ -269,7 +272,9 @@ class RematSearch:
         plans.
 
         Args:
-            most, at_once: the arguments of `run`, for each budget.
+            budgets: memory budgets in bytes on one device.
+            most: maximum number of compiles for each budget.
+            at_once: number of plans that are compiled together for each budget.
             together: maximum number of plans that are compiled at the same time for all budgets.
             settled: called when the best plan of a budget is found, with the budget and the number of plans compiled
                 for it.
@@ -304,7 +309,9 @@ class RematSearch:
         return outcomes
 
     def _next_plans(self, state: _BudgetState) -> list[LayerPlan]:
-        """Returns the plans to compile next for a budget, cheapest first; [] if its search is finished."""
+        """Returns the plans to compile next for the budget of `state`, cheapest first; [] if the search for this budget
+        is finished.
+        """
         best = self.best(state.budget)
         plans = self._plans_worth_compiling(self.candidates(state.budget), best)
         if not plans and best is None:
@@ -386,11 +393,12 @@ def _allocation_slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
-    """Returns the bytes that a plan with `kept` kept bytes allocates, interpolated between points (bytes kept, bytes
-    allocated).
+    """Returns the bytes that a plan with `kept` kept bytes allocates, interpolated between the points (bytes kept,
+    bytes allocated) of compiled plans.
 
-    Before the first point, the slope is 1. After the last point, it is the slope of the last two points. This slope is
-    below 1 if the peak does not depend on the kept bytes, for example if it is in the update of the parameters.
+    Before the first point, one allocated byte is added per kept byte. After the last point, the slope is that of the
+    last two points. This slope is below 1 if the peak does not depend on the kept bytes, for example if it is in the
+    update of the parameters.
     """
     (first, lowest), (last, highest) = points[0], points[-1]
     if kept <= first:
@@ -402,9 +410,11 @@ def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
 
 
 def kept_after_bend(points: Sequence[tuple[float, float]], budget: float) -> float:
-    """Predicts how many bytes the layers may keep within a budget if the allocated bytes have a bend: between the
-    compiled plans below and above the budget, they are first constant, because the peak is elsewhere in the step, and
-    then rise by one byte per kept byte. Returns 0 if the points (bytes kept, bytes allocated) have no such bend.
+    """Predicts how many bytes the layers may keep within a budget, if the curve of allocated bytes over kept bytes has
+    a bend between the compiled plans just below and just above the budget. Returns 0 if it has none.
+
+    `points`: (bytes kept, bytes allocated) of compiled plans. Before the bend, the allocated bytes are constant,
+    because the peak is elsewhere in the step. After it, they rise by one byte per kept byte.
     """
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:]):
         if y1 <= budget < y2 and (y1 - y0) / (x1 - x0) < FLAT * (y2 - y1) / (x2 - x1):

@@ -40,12 +40,14 @@ ROUNDING = 1e-12
 def pareto_patterns(
     graph: LayerGraph, rates: RecomputeRates, *, offload: bool = False, cost: str = "seconds"
 ) -> list[KeepPattern]:
-    """Returns the Pareto-optimal choices of the values that a layer keeps, fewest bytes first. For each of them, every
-    other choice is worse in bytes, cost or host bytes.
+    """Returns the Pareto-optimal choices of the values that a layer keeps for its backward pass, fewest bytes first. No
+    other choice is at least as good in all three of device bytes, host bytes and cost of recomputation.
 
     Args:
+        graph: the forward pass of the layer, with the bytes and FLOPs of each value.
+        rates: FLOP/s and memory bandwidth of a device.
         offload: whether tensors may be offloaded to host memory.
-        cost: "seconds" or "flops", the field of a pattern to minimize.
+        cost: the cost of recomputation to minimize: "seconds" or "flops".
     """
     # Of equally good choices, the first one is used. It keeps the values that are computed last.
     everywhere = (KEEP, OFFLOAD, RECOMPUTE) if offload else (KEEP, RECOMPUTE)
@@ -70,7 +72,9 @@ def pareto_patterns(
 
 
 def pattern_keeping(graph: LayerGraph, rates: RecomputeRates, policy: str, names: Collection[str]) -> KeepPattern:
-    """Returns the costs of a layer under a jax policy that keeps the values with these names."""
+    """Returns the bytes, seconds and FLOPs of a layer under the jax remat policy named `policy`. The policy keeps the
+    values called `names` for the backward pass, and all other values are recomputed.
+    """
     kept = set(names).union(*(graph.bound.get(name, ()) for name in names))
     front = _explore(graph, rates, dict.fromkeys(kept, (KEEP,)), "seconds")
     front = front._replace(
@@ -80,7 +84,9 @@ def pattern_keeping(graph: LayerGraph, rates: RecomputeRates, policy: str, names
 
 
 def pattern_keeping_all(graph: LayerGraph, rates: RecomputeRates, policy: str) -> KeepPattern:
-    """Returns the costs of a layer without a checkpoint. It keeps all values that its backward pass reads."""
+    """Returns the bytes and seconds of a layer that is not under `jax.checkpoint`. Such a layer keeps all values that
+    its backward pass reads and recomputes nothing. `policy`: the name that the result has as its policy.
+    """
     return KeepPattern(graph.none_bytes, STACKED * graph.none_bytes / rates.memory, policy=policy)
 
 
@@ -102,18 +108,18 @@ class _Front(NamedTuple):
 
 
 class _TooManyStates(Exception):
-    """Raised if there are too many combinations of choices for these names to examine all of them."""
+    """Raised by `_explore` if it would have to follow more than MAX_STATES combinations of choices at once."""
 
 
 def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Sequence[int]], cost: str) -> _Front:
     """Returns the Pareto-optimal choices for the names in `allowed`. The values of all other names are recomputed.
 
-    The steps are visited from the last to the first. Choices that need the same values from the steps still to visit,
-    and have made the same decisions about them, form a state. All choices of a state have the same remaining cost, so
-    only the Pareto-optimal ones are retained.
+    The steps, which are the equations of the layer, are visited from the last to the first. Choices that need the same
+    values from the steps still to visit, and have made the same decisions about them, form a state. All choices of a
+    state have the same remaining cost, so only the Pareto-optimal ones are retained.
 
-    `allowed`: name -> the possible decisions about it. `cost`: "seconds" or "flops". Raises _TooManyStates if there are
-    more than MAX_STATES states.
+    `allowed`: name -> its possible decisions (KEEP, OFFLOAD, RECOMPUTE). `cost`: the cost to minimize, "seconds" or
+    "flops". Raises _TooManyStates if there are more than MAX_STATES states.
     """
     column = {name: number for number, name in enumerate(graph.names)}
     keepers = graph.keepers
@@ -174,7 +180,8 @@ def _keep_value(front: _Front, size: int, option: int, column: int, rates: Recom
 
 
 def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: RecomputeRates) -> tuple[float, float]:
-    """Returns (FLOPs, seconds) of computing the wanted results of a step again.
+    """Returns (FLOPs, seconds) of computing results of a step again. A step is one equation of the layer, and `wanted`
+    has a flag for each of its results.
 
     A matrix product runs at the FLOP/s of its compute unit. The results of matrix products and named results are also
     written to device memory and read once. Other elementwise work takes no time, because it is assumed to be fused into
@@ -227,7 +234,8 @@ def _rows(front: _Front, which: np.ndarray) -> _Front:
 
 def _undominated(costs: np.ndarray, host: np.ndarray, chunk: int = 256) -> np.ndarray:
     """Returns a mask of the Pareto-optimal rows: True for a row if no earlier row is at least as good in cost and host
-    bytes. The rows are choices sorted by bytes. `chunk`: number of rows that are compared at once.
+    bytes. The rows are choices sorted by bytes. `costs`, `host`: cost and host bytes of each row. `chunk`: number of
+    rows that are compared at once.
     """
     useful = np.zeros(len(costs), bool)
     kept_costs, kept_host = np.empty(0), np.empty(0)
@@ -280,10 +288,12 @@ def solve(
     host_budget: float = np.inf,
     ranges: int = MAX_RANGES,
 ) -> LayerPlan | None:
-    """Returns the plan for all layers that has the lowest cost and keeps at most `budget` bytes on the device; None if
-    there is none.
+    """Returns the plan that gives each of `layers` equal layers one of `patterns`, keeps at most `budget` bytes on one
+    device and has the lowest cost. Returns None if no plan fits.
 
     Args:
+        patterns: choices of the values that one layer keeps, with their bytes and costs.
+        passes: seconds of the forward and the backward pass of all layers. Transfers to the host overlap with them.
         cost: "time" to minimize seconds, or "flops" to minimize recomputed FLOPs regardless of transfers.
         host_budget: bytes of host memory per device.
         ranges: maximum number of different patterns in the plan, 1 or 2.

@@ -61,12 +61,11 @@ def render(report: ReportRecord, n: int = SHOWN) -> RenderableType | None:
 
 
 def largest_table(report: ReportRecord, n: int = 10) -> Table:
-    """Returns the `n` largest buffers at the peak as a table. Buffers that differ only in the layer number are one
-    row.
+    """Returns the `n` largest buffers at the peak as a table. Buffers that differ only in the layer number are one row.
 
     Keys of a row: what (path of an argument, or scopes and operation), times (number of buffers), bytes (of one
-    buffer), dtype, shape, type (dtype and shape as text), row (of the memory breakdown), phase, scope (the named
-    scopes), checkpoint_name, line ("file.py:line", shortened), source (the unshortened source line), name (the
+    buffer), dtype, shape, type (dtype and shape as text), row (category of the memory breakdown), phase, scope (the
+    named scopes), checkpoint_name, line ("file.py:line", shortened), source (the unshortened source line), name (the
     compiler's name).
 
     Raises ReportError if `n` is not an integer of 1 or more.
@@ -136,7 +135,9 @@ def _common_name(names: list[str]) -> str:
 
 
 def listed_share(report: ReportRecord, groups: Iterable[Alike]) -> str:
-    """Returns a sentence with the number of listed buffers and their percentage of the peak."""
+    """Returns a sentence on how much of the peak a table lists, such as "20 of 310 buffers, 85.1% of the peak".
+    `groups`: the rows of the table.
+    """
     groups = tuple(groups)
     count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in groups)
     share = sum(alike.times * alike.one.bytes for alike in groups) / max(report.peak_bytes, 1)

@@ -49,8 +49,9 @@ def verdict_of_growth(growth: float) -> str:
 
 
 def change_columns(title: str, name: Callable[[Change], str]) -> tuple[ColumnView, ...]:
-    """Returns the columns of a table of changes in bytes. `title` is the title of the first column, and `name` returns
-    the text of its cells.
+    """Returns the columns of a table of changes. A change is a named size in bytes, before and after.
+
+    `title`: the title of the first column. `name`: function from a change to its text in the first column.
     """
     return (
         ColumnView("name", title, "path", read=name),
@@ -83,7 +84,9 @@ UNITS: Mapping[str, Callable[[float], str]] = {
 
 
 def measured_change(row: Measure) -> float:
-    """Returns the second value minus the first; 0 if the difference is so small that it may be a rounding error."""
+    """Returns the second value of a row (seconds, FLOPs or bytes sent) minus the first; 0 if the difference is so small
+    that it may be a rounding error.
+    """
     change = row.after - row.before
     return 0 if abs(change) < _SAME * row.before else change
 
@@ -136,8 +139,9 @@ PROGRAM_COLUMNS = (
 def render_text(
     before: ReportRecord, after: ReportRecord, changes: Iterable[Change], max_buffers: int = _SHOWN
 ) -> RenderableType:
-    """Returns the comparison of two reports as a rich renderable. Its sections are warnings; totals, categories and
-    residuals; seconds, FLOPs and traffic; the `max_buffers` buffers with the largest changes; versions.
+    """Returns the comparison of two reports as a rich renderable. `changes`: the changed sizes. The sections are
+    warnings; totals, categories and residuals; seconds, FLOPs and traffic; the `max_buffers` buffers with the largest
+    changes; versions.
     """
     sizes = [change for change in changes if change.kind != "buffer"]
     buffers = [change for change in changes if change.kind == "buffer"]
@@ -190,7 +194,9 @@ def render_page(before: ReportRecord, after: ReportRecord, names: tuple[str, str
 
 
 def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the JSON values that the script of the page draws. All byte counts are for one device."""
+    """Returns the JSON values that the script of the page draws. All byte counts are for one device. `names`: the
+    titles of the two reports.
+    """
     both = (before, after)
     places = min(max(len(before.timeline), len(after.timeline)), MAX_PLACES)
     most = max((report.peak_bytes for report in both), default=0)

@@ -48,8 +48,8 @@ class Difference:
         return plan_diff.warnings(self.before, self.after)
 
     def grew_above(self, percent: float) -> tuple[Change, ...]:
-        """Returns the changes of the peak and of the allocated bytes that exceed `percent` per cent, for use in a
-        test.
+        """Returns the totals (peak and allocated bytes) that grew by more than `percent` per cent; () if none did. A
+        test can assert that none did.
         """
         return plan_diff.grew_above(self.changes, percent)
 

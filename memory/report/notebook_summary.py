@@ -81,8 +81,12 @@ def _figures(report: ReportRecord) -> list[HeaderFigure]:
 
 @dataclasses.dataclass(frozen=True)
 class Area:
-    """The area of one category in the timeline chart: the breakdown row that gives its colour, its tooltip, and its
-    SVG path.
+    """The area of one category in the timeline chart.
+
+    Fields:
+        row: the row of the memory breakdown, which gives the colour.
+        title: the tooltip.
+        path: the SVG path of the area.
     """
 
     row: str

@@ -93,10 +93,13 @@ def plan_remats(
     blocks: Collection[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[RematPlan]:
-    """Returns a `plan_remat` plan for each of several memory budgets. Programs that are compiled for one budget are
-    reused for the others.
+    """Finds the values to keep for the backward pass for each of several memory budgets. Returns one plan per budget,
+    as `plan_remat` does for a single budget. Programs that are compiled for one budget are reused for the others.
 
-    Raises ReportError for the same reasons as `plan_remat`.
+    `budgets`: bytes on one device, as numbers or as text such as "72GiB"; None for all available bytes. The other
+    arguments are the arguments of `plan_remat`.
+
+    Raises ReportError if no layers are found, a budget is not a valid size, or no plan fits a budget.
     """
     for budget in budgets:
         limits.budget_of(
@@ -115,7 +118,14 @@ def plan_remats(
 
 
 def make_plan(compiler: PolicyCompiler, search: RematSearch, outcome: SearchOutcome, budget: int) -> RematPlan:
-    """Returns the plan that a search found for a budget in bytes. Raises ReportError if no plan fits the budget."""
+    """Converts the outcome of a search to the plan that a user gets. Raises ReportError if no plan fits the budget.
+
+    Args:
+        compiler: has compiled the programs of the search.
+        search: the search, with the figures of jax's own policies.
+        outcome: the result of the search for this budget.
+        budget: the budget in bytes on one device.
+    """
     report = compiler.full.report
     if outcome.best is None:
         raise _nothing_fits(outcome, budget)
@@ -179,8 +189,8 @@ class PolicyCompiler:
             self.values = find_values(self.layers, loss.shards, ordered=False)
 
     def policy(self, plan: LayerPlan) -> Any:
-        """Returns the remat policy of a plan: one of jax's own policies if the plan names it, or else a policy that
-        keeps the plan's values.
+        """Returns the remat policy for a plan, which is the choice of values that each layer keeps: one of jax's own
+        policies if the plan names it, or else a policy that keeps the plan's values.
         """
         import jax
 
@@ -195,7 +205,9 @@ class PolicyCompiler:
         return Built(policy, Report.of(report_of(compilation, target=target)), flops.count(traced.jaxpr))
 
     def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
-        """Compiles each plan and returns its bytes and FLOPs."""
+        """Compiles the program under each plan (a choice of the values that each layer keeps). Returns allocated bytes,
+        host bytes and recomputed FLOPs of each.
+        """
         return [self._one(plan) for plan in plans]
 
     def _one(self, plan: LayerPlan) -> PlanFigures:
@@ -227,7 +239,7 @@ class PolicyCompiler:
         return limits.budget_of(written(budget), limit, "budget")
 
     def problem(self) -> RematProblem:
-        """Returns the problem that the search solves, which is to recompute as few FLOPs as possible."""
+        """Returns the input of the search: the graph of one layer, and recomputed FLOPs as the cost to minimize."""
         rates = RecomputeRates(dict.fromkeys(roofline.UNITS, 1.0), 1.0)
         policies = {name: None for name in BUILT_IN if name not in (FULL, NONE)}
         return RematProblem(self.values.graph, rates, PassSeconds(), "flops", policies=policies)
@@ -258,5 +270,5 @@ def written(budget: str | float | None) -> str:
 
 
 def policy_name(plan: LayerPlan) -> str:
-    """Returns the name of the jax policy that a plan uses; "" if the plan is a choice of values."""
+    """Returns the name of the jax policy that a plan uses; "" if the plan lists the values to keep one by one."""
     return plan.ranges[0][0].policy

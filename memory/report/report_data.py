@@ -92,8 +92,8 @@ def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -
 
 
 def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]) -> dict[str, list[int]]:
-    """Returns category of buffers -> live bytes at each of the timeline points `indices`. A category without live bytes
-    at any point is left out.
+    """Returns a dict: category of buffers -> live bytes at each of the timeline points `indices`. A category without
+    live bytes at any point is left out.
 
     `n_points`: number of points of the whole timeline.
     """
@@ -134,8 +134,10 @@ def time_axis(
     """Returns the times of the drawn timeline points and phase stretches, all in the same unit; None if no seconds are
     known.
 
-    Keys: unit ("s", "ms" or "µs"), points (time of each point), bands ([start, end] of each stretch), end (of the
-    step).
+    `indices`: the drawn points of the timeline. `bands`: (first point, last point, phase) of each stretch.
+
+    Keys of the result: unit ("s", "ms" or "µs"), points (time of each point), bands ([start, end] of each stretch), end
+    (of the step).
     """
     seconds = report.point_seconds
     if len(seconds) != len(report.timeline) + 1 or not seconds[-1]:
@@ -178,8 +180,8 @@ def _buffer_columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, li
 def tiles(
     report: ReportRecord, buffers: Iterable[Buffer], rows: Mapping[int, int], most: int = MAX_TILES
 ) -> list[Tile]:
-    """Returns (id, parent, label, bytes, category, row) of each tile of the treemap of memory at the peak. Its levels
-    are category, group and buffer.
+    """Returns (id, id of the parent tile, label, bytes, category, row) of each tile of the treemap of memory at the
+    peak. Its levels are category, group and buffer.
 
     Only tiles without children have bytes. Only the `most` largest buffers have tiles of their own; the others of a
     group share one tile. Bytes of the memory breakdown that belong to no buffer are also a tile.

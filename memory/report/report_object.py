@@ -186,15 +186,17 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
 
     Args:
         program: a function with its arguments, a lowered or compiled program, or a report.
-        args, options: the arguments of `memory.analyze` with these names, including `target`.
+        args: arguments of the function, with which it is compiled.
+        options: keyword arguments of `memory.analyze`, such as `target` (the devices to compile for), and options of
+            `jax.jit`.
         size: the bytes that one device may use, as a number or as text such as "72GiB". If the program takes no
-            arguments, `size` may be the second positional argument. None: the bytes that are available on one device
-            of the target. A number below 1 MiB needs a unit: "512B".
+            arguments, `size` may be the second positional argument. None: the bytes that are available on one device of
+            the target. A number below 1 MiB needs a unit: "512B".
 
     Raises:
       GuardError: the program does not fit. It is also an AssertionError. Its message lists what takes the most memory.
-      ReportError: neither `size` nor the limit of a target is known, `size` is not valid, or a size was given among
-          the function's arguments.
+      ReportError: neither `size` nor the limit of a target is known, `size` is not valid, or a size was given among the
+        function's arguments.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test, not this function
     if len(args) == 1 and size is None and not takes_arguments(program):

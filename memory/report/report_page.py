@@ -307,7 +307,7 @@ def _ranked_bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, st
     Args:
         sizes: name -> bytes.
         unnamed: text to show for an empty name.
-        folded: name -> text to show for it. The text adds the number of modules that share the name, such as
+        folded: name that several modules share -> text to show for it, which adds their number, such as
             "backward/CausalAttn x 6".
     """
     entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])

@@ -58,7 +58,11 @@ _SUMMARY_WIDTH, _SUMMARY_FINDINGS, _SUMMARY_NAME, _SUMMARY_MESSAGE = 80, 3, 36, 
 
 
 def show(report: ReportRecord, console: Console | None = None, choices: str = "", verbose: bool = True) -> None:
-    """Prints the report to a console, which is stdout by default. The other arguments are passed to `render`."""
+    """Prints the report to a console, which is stdout by default.
+
+    `choices`: lines of text that list the settings that the trainer chose automatically. `verbose`: whether to print
+    the whole report, or only the verdict, the findings and the breakdown.
+    """
     put(render(report, choices, verbose), console)
 
 
@@ -143,15 +147,15 @@ def verdict_line(report: ReportRecord) -> RenderableType:
 
 
 def limit_line(target: Mapping[str, Any], limit: int | None) -> list[RenderableType]:
-    """Returns a line such as "limit 59.33 GiB: 75 % of the GPU's memory". Returns [] if the limit
-    is not derived from a GPU's memory, for example if the user chose it.
+    """Returns a line such as "limit 59.33 GiB: 75 % of the GPU's memory". `limit`: bytes on one device. Returns [] if
+    the limit is not derived from a GPU's memory, for example if the user chose it.
     """
     share = limit_share(target, limit)
     return [Prose(f"limit {human(limit)}: {share}", "dim")] if share else []
 
 
 def versions_text(stated: Mapping[str, str]) -> str:
-    """Returns the versions of jax and jaxlib as text: "jax 0.10.2 jaxlib 0.10.2"."""
+    """Returns the versions of jax and jaxlib as text: "jax 0.10.2 jaxlib 0.10.2". `stated`: package -> version."""
     return " ".join(f"{name} {stated[name]}" for name in ("jax", "jaxlib") if name in stated)
 
 
@@ -364,8 +368,9 @@ def _largest(report: ReportRecord) -> RenderableType | None:
 
 
 def over(axes: Iterable[str], group: int, hosts: int = 1) -> str:
-    """Returns the devices that a collective spans as text: "data x fsdp 8" by mesh axes; "groups of 8" if no axis is
-    known; "stage 4, 4 hosts" if the devices are in several hosts.
+    """Returns the devices that a collective spans as text. `axes` are its mesh axes, `group` is the number of devices
+    that exchange data, and `hosts` the number of their hosts. Examples: "data x fsdp 8" by mesh axes; "groups of 8" if
+    no axis is known; "stage 4, 4 hosts" if the devices are in several hosts.
     """
     spanned = f"{' x '.join(axes)} {group}" if axes else f"groups of {group}"
     return f"{spanned}, {hosts} hosts" if hosts > 1 else spanned

@@ -23,8 +23,12 @@ _KB, _MIB = 1000, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRate:
-    """A measured rate curve for one kind of work on a chip: points (size, rate), and the publication that contains
-    them.
+    """A measured rate curve for one kind of work on a chip.
+
+    Fields:
+        points: (size, rate) of each measurement. The rate is in FLOP/s for matrix products and attention, in bytes per
+            second for memory and transfers.
+        source: the publication that contains the measurements.
     """
 
     points: Curve
@@ -40,7 +44,9 @@ def _constant_rate(source: str, value: float) -> PublishedRate:
 
 
 def _attention(source: str, *rates: float, first: int = 512) -> PublishedRate:
-    """Returns a rate curve of attention. `rates` are TFLOP/s at `first` keys, at twice as many keys, and so on."""
+    """Returns the rate curve of an attention kernel over the number of keys. `rates` are TFLOP/s at `first` keys, at
+    twice as many keys, and so on.
+    """
     return _tflops(source, *((first << at, rate) for at, rate in enumerate(rates)))
 
 
@@ -209,8 +215,13 @@ HOST_LINK_SECONDS, HOST_LINK_SECONDS_SOURCE = 30e-6, f"{_BENCHES}, cuda-memcpy, 
 
 @dataclasses.dataclass(frozen=True)
 class Bus:
-    """The measured bandwidth of a collective of `group` devices in `hosts` hosts: payload bytes -> bytes per second
-    that one device sends.
+    """The measured bandwidth of a collective.
+
+    Fields:
+        kind: the collective, such as "all-reduce".
+        group: number of devices that exchange data.
+        hosts: number of hosts with these devices.
+        figure: curve of bytes per second that one device sends, over the payload in bytes.
     """
 
     kind: str
@@ -220,8 +231,8 @@ class Bus:
 
 
 def _points(source: str, unit: int, *points: tuple[float, float]) -> PublishedRate:
-    """Returns a rate curve from points (payload, rate). The payload is in multiples of `unit` bytes, the rate
-    in GB/s.
+    """Returns the rate curve of a collective from points (payload, rate). The payload is in multiples of `unit` bytes,
+    the rate in GB/s.
     """
     return PublishedRate(tuple((float(size * unit), rate * _G) for size, rate in points), source)
 

@@ -24,9 +24,10 @@ def rates_of_kind(kind: str) -> DeviceRates | None:
 
 
 def with_network(rates: DeviceRates, network: str) -> DeviceRates:
-    """Returns the rates with the collectives between hosts replaced by those of another network.
+    """Returns a copy of a device's rates in which the measured collectives between hosts are replaced by measurements
+    on another network.
 
-    Raises ReportError if `network` is not a name in `achieved.NETWORKS`.
+    Raises ReportError if `network` is not a name in `achieved.NETWORKS`, such as "efa".
     """
     if network not in NETWORKS:
         raise ReportError(f"unknown network {network!r:.40}: choose one of {', '.join(NETWORKS)}")
@@ -89,8 +90,10 @@ def _measured(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
 
 
 def _nearest_rate(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None:
-    """Returns (rate curve, source) for a part of a chip, such as memory. If the chip has no measured curve, the curve
-    of the most similar chip is multiplied by the ratio of their data-sheet rates. Returns None if no chip has one.
+    """Returns (rate curve, source) of one kind of work on a chip. If the chip has no measured curve, the curve of the
+    most similar chip is multiplied by the ratio of their data-sheet rates. Returns None if no similar chip has a curve.
+
+    `part`: the kind of work, such as ("memory",) or ("products", "bf16").
     """
     for name in (chip.name, *NEAREST[chip.name]):
         for each in (part, *TWINS.get(part, ())):
@@ -126,11 +129,12 @@ def _beyond_floor(curve: Curve, floor: float, peak: float) -> Curve:
 
 
 def _attention_table(chip: Chip) -> tuple[dict[str, dict[int, Curve]], str]:
-    """Returns (way -> head dimension -> rate curve of attention, source), from the most similar chip with measured
-    attention.
+    """Returns the attention rates of a chip, from the most similar chip with measured attention: (way -> head dimension
+    -> curve of FLOP/s over the number of keys, source).
 
-    A way (forward or backward, with or without a causal mask) without measurements at a head dimension is derived from
-    another way. The ratio of the two ways is taken from another head dimension or another chip.
+    A way is forward or backward, with or without a causal mask (`WAYS`). If a way was not measured at a head dimension,
+    its curve is derived from another way. The ratio of the two ways is taken from another head dimension or another
+    chip.
     """
     name = next(each for each in (chip.name, *NEAREST[chip.name], "h100") if _cells(each))
     cells, others = _cells(name), [_cells(other) for other in (*NEAREST[name], "h100")]
@@ -154,13 +158,14 @@ def _cells(name: str) -> dict[tuple[str, int], Curve]:
 
 
 def _curves_to_convert(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tuple[Curve, Curve]:
-    """Returns two measured rate curves whose ratio converts one way of attention to another, such as forward without a
-    mask to forward with a mask. Both are at the same head dimension, from the first table that has both ways.
+    """Returns two measured rate curves of attention. Their ratio, `way` divided by `like`, converts a curve of the way
+    `like` to the way `way`, for example forward without a mask to forward with a mask.
 
-    If a table lacks a backward way, its forward ways are compared instead, because a mask has the same effect on both.
+    Both curves are at the same head dimension, from the first table that has both ways. If a table lacks one of two
+    backward ways, its forward ways are compared instead, because a mask has the same effect on both. `tables`: (way,
+    head dimension) -> rate curve.
+
     Raises KeyError if no table has both ways.
-
-    way, like: the two ways. tables: (way, head dimension) -> rate curve.
     """
     for table in tables:
         for one, other in ((way, like), (way.replace("backward", "forward"), like.replace("backward", "forward"))):
@@ -175,10 +180,12 @@ def _of_16_bits(chip: Chip) -> float:
 
 
 def _data_sheet_ratio(measured: tuple[Any, ...], wanted: tuple[Any, ...], chip: Chip, other: Chip) -> float:
-    """Returns the data-sheet rate of `chip` for a part, such as ("memory",), divided by the rate of the chip `other`.
-    Returns 0 if one of them has no rate, and 1 for the fixed seconds of a kernel.
+    """Returns the data-sheet rate of `chip` divided by the data-sheet rate of `other`, for one kind of work. Returns 0
+    if one of them has no rate, and 1 for the fixed seconds that each kernel takes.
 
-    measured, wanted: the part of `other` and the part of `chip`. They differ only if a similar compute unit is used."""
+    `measured`: the kind of work on `other`, such as ("products", "bf16"). `wanted`: the kind of work on `chip`. The two
+    differ only if a similar compute unit was measured.
+    """
     if wanted[0] == "memory":
         return chip.hbm / other.hbm
     if wanted[0] == "host_link":
@@ -198,9 +205,9 @@ def _name_chip(source: str, measured: str, name: str) -> str:
 
 
 def _collective_rates(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
-    """Returns (rates of the collectives of a chip, their sources). A kind of collective that was not measured on the
-    chip gets the rates of the most similar chip, multiplied by the ratio of the link rates. This is decided separately
-    within a host and between hosts.
+    """Returns (measured bandwidths of a chip's collectives, their sources). If a kind of collective was not measured on
+    the chip, the bandwidths of the most similar chip are used, multiplied by the ratio of the link rates. Collectives
+    within a host and between hosts are treated separately.
     """
     collectives: list[CollectiveRate] = []
     sources: dict[str, None] = {}
@@ -216,10 +223,10 @@ def _collective_rates(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
 
 
 def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus]]:
-    """Returns (most similar chip with measured collectives of a kind, these measurements).
+    """Returns (name of the most similar chip with measured collectives of a kind, these measurements).
 
-    Within a host, chips that are connected by PCIe are similar only to each other. Between hosts, only the network
-    cards matter.
+    `between`: whether collectives between hosts are wanted, rather than within a host. Within a host, chips that are
+    connected by PCIe are similar only to each other. Between hosts, only the network cards matter.
     """
     names = [chip.name, *NEAREST[chip.name], "h100"]
     if not between and _uses_pcie_within_host(chip):

@@ -86,7 +86,7 @@ CPU_SPREAD = Spread(0.5, 2.0, 0, "assumed, for a CPU")
 def spread_of(target: Mapping[str, Any]) -> Spread:
     """Returns the accuracy of predictions for the chip of a target.
 
-    `target`: the JSON of the target.
+    `target`: the devices of the program, as the JSON of a Target.
     """
     if target.get("platform") == "cpu":
         return CPU_SPREAD

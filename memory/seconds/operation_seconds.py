@@ -173,7 +173,7 @@ _SMALL_BYTES = 2**17
 
 def transfer_seconds(start: Start, rates: DeviceRates) -> float:
     """Returns the seconds from start to end of a collective or of a copy between device and host, if no other transfer
-    runs on its stream.
+    runs on its stream. All collectives have one stream, and each direction of the host link has one.
 
     Raises KeyError if its kind is neither in `cost.collectives.WIRE` nor a copy between device and host.
     """
@@ -192,8 +192,9 @@ def _bandwidth_and_latency(start: Start, rates: DeviceRates) -> tuple[float, flo
     """Returns (bytes per second that one device sends, additional latency in seconds, minimum seconds) of a collective,
     based on the most similar measured collective.
 
-    Over several hosts, the bandwidth is the lower one of the bandwidths within a host and between hosts. The additional
-    latency is the time of the hops that the measured collective does not have.
+    Over several hosts, the bandwidth is the lower one of the bandwidths within a host and between hosts. A collective
+    over more devices has more hops (transfers from one device to the next) than the measured one; the additional
+    latency is the time of these hops.
     """
     per_host = start.group / start.hosts
     inside = _nearest_measurement(start.kind, per_host if per_host > 1 else _FULL_HOST, 1, rates)

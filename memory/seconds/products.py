@@ -32,7 +32,7 @@ class KernelWork(NamedTuple):
     Fields:
         kind: one of `schedule_records.KERNELS`.
         flops: FLOPs of one run.
-        dtype: dtype of the operands as in HLO, or "tf32".
+        dtype: dtype of the operands as in HLO; "tf32" for a float32 product whose operands may be rounded.
         size: (batch, m, n, k) of a matrix product; (batch x heads, queries, keys, head dimension) of attention; () if
             unknown.
         causal: whether the kernel is causal attention.
@@ -48,10 +48,12 @@ class KernelWork(NamedTuple):
 def find(module: Module, instruction: Instruction) -> KernelWork | None:
     """Returns the matrix-product work of a kernel; None for a kernel without a matrix product.
 
-    A fusion has the FLOPs of all its products, and the kind, size and dtype of the largest one. A library call whose
-    work is unknown has the kind FOREIGN. If its arrays have the shapes of a matrix product, it gets the FLOPs and size
-    of this product as a guess, which the caller must confirm; otherwise it has 0 FLOPs. A product of experts has the
-    kind GROUPED, with the FLOPs for the maximum number of rows.
+    A fusion has the FLOPs of all its products, and the kind, size and dtype of the largest one. A product of experts,
+    which multiplies each row by the matrix of its expert, has the kind GROUPED and the FLOPs for the maximum number of
+    rows.
+
+    A library call whose work is unknown has the kind FOREIGN. If its arrays have the shapes of a matrix product, it
+    gets the FLOPs and size of this product as a guess, which the caller must confirm. Otherwise it has 0 FLOPs.
     """
     if instruction.opcode != "fusion":
         rule = _RULES.get(instruction.opcode)
@@ -185,8 +187,9 @@ def _convolution_axes(module: Module, instruction: Instruction) -> tuple[int, li
 
 
 def _library_call_work(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Returns the work (FLOPs, dtype, size) of a call of a library such as cuBLAS or cuDNN: a GEMM or attention by the
-    axes in the call's backend config, a convolution like an HLO convolution. Returns None if the call is no product.
+    """Returns the work (FLOPs, dtype, size) of a call of a library such as cuBLAS or cuDNN; None if the call is no
+    product. A GEMM or attention is read from the axes in the call's backend config. A convolution is read like an HLO
+    convolution.
     """
     if not is_product(module, instruction):
         return None
@@ -214,9 +217,10 @@ def _library_call_work(module: Module, instruction: Instruction) -> KernelWork |
 
 
 def _guess_work(module: Module, instruction: Instruction) -> KernelWork:
-    """Guesses the work of a kernel that HLO does not describe from the shapes of its arrays: a matrix product if they
-    fit m x k times k x n = m x n, each possibly transposed, a product of experts if there is a k x n matrix for each
-    expert, otherwise 0 FLOPs.
+    """Guesses the work of a kernel that HLO does not describe from the shapes of its arrays:
+    - a matrix product, if they fit (m, k) x (k, n) = (m, n), where each may be transposed
+    - a product of experts, if there is a (k, n) matrix for each expert
+    - otherwise 0 FLOPs
     """
     left, right = _factor_shapes(module, instruction)
     result = module.shape(instruction)
@@ -252,8 +256,10 @@ _INTEGERS = ("int", "uint", "bool")
 def _expert_product_size(
     left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]
 ) -> tuple[int, int, int] | None:
-    """Returns (m, n, k) of a product of experts, recognized by its shapes: [m, k] x [e, k, n] -> [m, n], where the
-    matrices may be transposed, or [k, m] x [k, n] -> [e, m, n]. Returns None for other shapes.
+    """Returns (m, n, k) of a product of experts, recognized by the shapes of its arrays; None for other shapes. The
+    letters are m rows (tokens), k input features, n output features, e experts.
+
+    The shapes are [m, k] x [e, k, n] -> [m, n], where the matrices may be transposed, or [k, m] x [k, n] -> [e, m, n].
     """
     if (len(left), len(right), len(result)) == (2, 3, 2) and left[0] == result[0]:
         return (result[0], result[1], left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None
@@ -284,7 +290,9 @@ _PASSES = {ATTENTION: 4, ATTENTION_BACKWARD: 10}
 
 
 def unmasked_flops(kernel: ScheduledKernel) -> int:
-    """Returns the FLOPs of an attention kernel if masked pairs are counted too, as in the FLOPs of a jaxpr."""
+    """Returns the FLOPs that an attention kernel would have without its causal mask. The FLOPs of a jaxpr are counted
+    in this way.
+    """
     return _PASSES[kernel.kind] * math.prod(kernel.size)
 
 

@@ -27,11 +27,11 @@ Item = TypeVar("Item")
 
 
 def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Predicts the seconds, tokens/s and MFU of one compiled program, as keyword arguments for the row of a comparison
-    table (field of `memory.compare.compare_rows.Row` -> value). Fields without a value are left out.
+    """Predicts the seconds, tokens/s and MFU of one compiled program. Returns them as keyword arguments for the row of
+    a comparison table: field of `memory.compare.compare_rows.Row` -> value. Fields without a value are left out. If the
+    seconds cannot be predicted, the field `unpredicted` has the reason.
 
-    `answer`: the JSON that the process which compiled the program returned, with its schedule and target. If the
-    seconds cannot be predicted, the key `unpredicted` holds the reason.
+    `answer`: the JSON that the process which compiled the program returned, with its schedule and target.
     """
     prediction, bound = step_prediction.predict_answer(answer), step_prediction.bound(answer)
     out: dict[str, Any] = {}
@@ -56,15 +56,17 @@ def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preferred(items: Iterable[Item], seconds: Callable[[Item], float], otherwise: Callable[[Item], Any]) -> Item | None:
-    """Returns the item with the fewest seconds. If several items tie (see `ties`), returns the one with the smallest
-    value of `otherwise`. Returns None if there are no items.
+    """Returns the item with the fewest seconds; None if there are no items. Items whose seconds are within the fraction
+    `TIE` of the fewest are equally fast. Among them, the item with the smallest value of `otherwise` is returned.
+
+    `seconds`, `otherwise`: functions from an item to its seconds and to a value that can be compared.
     """
     return min(ties(items, seconds), key=lambda item: (otherwise(item), seconds(item)), default=None)
 
 
 def ties(items: Iterable[Item], seconds: Callable[[Item], float]) -> list[Item]:
-    """Returns the items whose seconds are at most the fraction `TIE` above the fewest seconds, in their original
-    order.
+    """Returns the items that are as fast as the fastest one, except for a difference of at most the fraction `TIE`, in
+    their original order. `seconds`: function from an item to its seconds.
     """
     known = list(items)
     most = min(map(seconds, known), default=math.inf) * (1 + TIE)
@@ -72,8 +74,8 @@ def ties(items: Iterable[Item], seconds: Callable[[Item], float]) -> list[Item]:
 
 
 def large(target: Any) -> roofline.Figures | None:
-    """Returns the rates that the target's devices reach with large matrix products, copies and messages, which are
-    lower than the peak rates of the data sheet; None if the target has no rates.
+    """Returns the rates (FLOP/s and bytes per second) that the target's devices reach with large matrix products,
+    copies and messages. They are lower than the peak rates of the data sheet. Returns None if the target has no rates.
 
     `target`: a `memory.devices.targets.Target` or its JSON.
     """

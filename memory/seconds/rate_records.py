@@ -43,7 +43,7 @@ class CollectiveRate:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceRates:
-    """The compute and transfer rates that one device reaches in practice.
+    """The compute and transfer rates that one device reaches in practice. A curve is a tuple of points (size, rate).
 
     Fields:
         source: the source of the rates, in one line.
@@ -128,8 +128,8 @@ class DeviceRates:
 
     def unit(self, wanted: str) -> str:
         """Returns the compute unit whose measured rates apply to matrix products of the unit `wanted`, such as "bf16"
-        (names: `cost.roofline.UNITS`). It is `wanted` itself if it has rates, else the unit of the next larger dtype
-        that has, else of the nearest smaller one.
+        (one of `cost.roofline.UNITS`). It is the first of these that has rates: `wanted` itself, the units of larger
+        dtypes, the units of smaller dtypes.
         """
         order = roofline.UNITS
         wider = order[order.index(wanted) :]
@@ -210,8 +210,8 @@ def _is_curve(points: Any) -> bool:
 
 
 def at(curve: Curve, size: float) -> float:
-    """Returns the rate that a curve gives for a size. Between points, the interpolation is linear on logarithmic axes.
-    Outside of the points, the rate is that of the first or the last point.
+    """Returns the rate for a size from a curve of points (size, rate). Between points, the interpolation is linear on
+    logarithmic axes. Outside of the points, the rate of the first or the last point is returned.
     """
     place = bisect.bisect_left(curve, (size, 0.0))
     if place == 0:

@@ -71,8 +71,8 @@ def chosen() -> Path | None:
 
 
 def digest() -> str:
-    """Returns a hex digest of the rates that `use` set; "" if there are none. Raises ReportError if the file cannot be
-    read.
+    """Returns a hex digest of the rates that `use` set, for the key of a cache that depends on them; "" if there are
+    none. Raises ReportError if the file cannot be read.
     """
     path = chosen()
     if path is None:

@@ -73,8 +73,15 @@ def read(
     flops: FlopCount | None = None,
     devices: int = 1,
 ) -> Steps:
-    """Returns the kernels, collectives and copies of a program's compiled schedule. The arguments are those of
-    `read_schedule`.
+    """Returns the kernels, collectives and copies of a program's compiled schedule, for one device and one call; () if
+    they would be too many.
+
+    Args:
+        attribution: the compiled module, with the phase of each instruction.
+        mesh: names and sizes of the mesh axes (unused).
+        per_host: number of devices of a host, 0 for one host.
+        flops: FLOPs of the global program, counted in its jaxpr; None if it was not traced.
+        devices: number of devices.
     """
     return read_schedule(attribution, mesh, per_host, flops, devices).steps
 
@@ -101,6 +108,7 @@ def read_schedule(
       FLOPs of the jaxpr, because tiles without rows cost nothing.
 
     Args:
+        attribution: the compiled module, with the phase of each instruction.
         mesh: names and sizes of the mesh axes (unused, because the module lists the device groups).
         per_host: number of devices of a host, 0 for one host.
         flops: FLOPs of the global program, counted in its jaxpr; None if it was not traced.
@@ -197,8 +205,9 @@ class _ScheduleReader:
         return max(one.called, key=lambda id: _branch_cost(self.computation(id, phase)), default=None)
 
     def called_order(self, one: Instruction, around: str) -> tuple[InstructionSteps, ...]:
-        """Returns one record for each instruction of the computations that an instruction calls: the body of a loop, a
-        called function, or the most expensive branch of a conditional. Returns () for other opcodes.
+        """Returns one record (its name and the operations that it runs) for each instruction of the computations that
+        an instruction calls: the body of a loop, a called function, or the most expensive branch of a conditional.
+        Returns () for other opcodes. `around`: the phase of the step in which the caller runs.
         """
         called: Iterable[int] = ()
         if one.opcode == "while":
@@ -236,10 +245,11 @@ class _ScheduleReader:
             yield from self.start(one, one, self.phase(one, around))
 
     def start(self, start: Instruction, one: Instruction, phase: str) -> Iterator[Step]:
-        """Yields the `Start` record of the collective `one`; nothing if the collective sends no bytes.
+        """Yields the record that the collective `one` starts, with its payload and devices; nothing if the collective
+        sends no bytes.
 
-        `start`: the instruction that starts the collective: `one` itself, or the async-start instruction that contains
-        it.
+        `phase`: the phase of the step. `start`: the instruction that starts the collective: `one` itself, or the
+        async-start instruction that contains it.
         """
         kind = one.opcode.removesuffix("-start")
         groups, hosts = self.groups_and_hosts(one)

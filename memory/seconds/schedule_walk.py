@@ -71,8 +71,8 @@ class Walked:
         seconds: time until the last stream is finished.
         by_phase: phase (`records.STEP_PHASES`, or "" if unknown) -> seconds, which add up to `seconds`.
         by_term: term (`TERMS`) -> seconds, which add up to `seconds`.
-        busy: stream (`STREAMS`) -> seconds in which the stream runs a transfer, including those in which the
-            computation does not wait for it.
+        busy: stream (`STREAMS`) -> seconds in which the stream runs transfers, whether or not the computation waits for
+            them.
     """
 
     seconds: float
@@ -82,8 +82,8 @@ class Walked:
 
 
 def walk(steps: Steps, rates: DeviceRates) -> Walked:
-    """Simulates a schedule at these rates and returns its predicted seconds. The module docstring describes the
-    simulation.
+    """Returns the predicted seconds of a schedule at these rates. They come from a simulation of one device, in which
+    kernels, collectives and copies over the host link overlap.
     """
     clock = _DeviceClock()
     clock.walk(_Prices(rates).priced(steps))
@@ -106,7 +106,7 @@ def start_seconds(
 
     Args:
         order: the schedule of one device and one call with one record per instruction, as in
-            `reading.CompiledSchedule`. Kernels of unknown work have no FLOPs yet.
+            `reading.CompiledSchedule`. Kernels of unknown work, such as library calls, have no FLOPs yet.
         settle: function that adds these FLOPs (`reading.CompiledSchedule.settle`).
     """
     clock, walk_of_starts = _DeviceClock(), _StartWalk(settle, rates)
@@ -124,8 +124,9 @@ class _StartWalk:
         self.settle, self.prices, self.visited = settle, _Prices(rates), 0
 
     def place(self, order: Sequence[InstructionSteps], clock: _DeviceClock) -> dict[str, float]:
-        """Simulates the instructions from the current time of `clock` on. Returns name of the instruction -> time in
-        seconds on this clock at which it starts, also for instructions in loop bodies.
+        """Simulates the instructions of `order` from the current time of `clock`, the state of the simulation. Returns
+        name of the instruction -> time in seconds on this clock at which it starts, also for instructions in loop
+        bodies.
         """
         starts: dict[str, float] = {}
         self.visited += len(order)
@@ -309,8 +310,8 @@ class _DeviceClock:
             self._spend(counts, taken)
 
     def run_iterations(self, loop: _PricedLoop) -> None:
-        """Simulates the iterations of a loop until they repeat, then adds the seconds of the remaining iterations. The
-        clock must begin at 0.
+        """Simulates the iterations of a loop until one is equal to the one before. Then adds the seconds of the
+        remaining iterations. The time of this clock must be 0 at the start.
         """
         first = second = half = self._state()
         for number in range(loop.trips):

@@ -34,7 +34,7 @@ class StepPrediction:
         low, high: the interval of seconds in which four of five measured runs are expected (`constants.spread_of`).
         by_phase: phase (`records.STEP_PHASES`) -> seconds, which add up to `seconds`.
         by_term: term (`schedule_walk.TERMS`) -> seconds, which add up to `seconds`.
-        bound_by: the term with the most seconds.
+        bound_by: the term with the most seconds, such as "collectives".
         rates: the source of the compute and transfer rates.
         tokens_per_s: tokens per second over all devices; None if the trainer did not give the tokens.
         mfu: MFU, the fraction of the peak rate that the model's own FLOPs use; None if the trainer did not give the
@@ -153,10 +153,11 @@ def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flop
 
 
 def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
-    """Returns the minimum seconds of one call by the roofline model (`roofline.bound_of_answer`).
+    """Returns the minimum seconds of one call by the roofline model, in which every device works at its peak rates
+    (`roofline.bound_of_answer`).
 
-    Returns None for a CPU whose rates come from a file, because its peak rates would have to be measured now, while
-    other programs run, and would not be a bound.
+    `answer`: the JSON of a compiled program, with its target. Returns None for a CPU whose rates come from a file. Its
+    peak rates would have to be measured now, while other programs run, so they would not be a bound.
 
     Raises ReportError if the answer is damaged.
     """
@@ -168,9 +169,9 @@ def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = Tr
     """Returns why the seconds of a program cannot be predicted, and what to do; "" if they can be predicted.
 
     Args:
-        known_schedule: whether the compiled schedule was read.
+        known_schedule: whether the compiled schedule of the program is known.
         target: the JSON of the target.
-        measured: whether the calling command would measure the rates of a CPU.
+        measured: whether the calling command measures the rates of a CPU, which has no data sheet.
     """
     if device_rates.chosen() is None:
         if target.get("platform") == "cpu":
@@ -195,10 +196,15 @@ def predict_report(report: ReportRecord) -> StepPrediction | None:
 
 
 def predict_answer(answer: Mapping[str, Any], network: str = "") -> StepPrediction | None:
-    """Returns the predicted seconds of an update for a compare worker's answer with the keys `schedule` (as JSON),
-    `target`, `calls_per_update`, `tokens_per_update` and `model_flops`.
+    """Returns the predicted seconds of an update from the answer of the process that compiled the program. Returns None
+    if the schedule or the target's rates are unknown.
 
-    Returns None if the schedule or the target's rates are unknown. Raises ReportError if they are damaged.
+    Args:
+        answer: JSON with the keys `schedule`, `target`, `calls_per_update`, `tokens_per_update` and `model_flops`.
+        network: a name in `achieved.NETWORKS` of the network to assume between hosts; "" for the usual network of the
+            chip.
+
+    Raises ReportError if the schedule or the rates are damaged.
     """
     if not answer.get("schedule") or not answer.get("target"):
         return None

@@ -59,8 +59,9 @@ _UNIT = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16
 
 
 def merged(steps: Iterable[Step]) -> Steps:
-    """Merges equal kernels into one record with a number of runs, to keep schedules short. Only kernels without a
-    collective, copy, wait or loop between them are merged; the record takes the position of the first of them.
+    """Merges equal kernels of a schedule into one record with a number of runs, to keep schedules short. Kernels are
+    merged only if no collective, copy, wait or loop is between them. The record takes the position of the first of
+    them.
     """
     out: list[Step] = []
     first: dict[tuple[object, ...], int] = {}  # fields of a kernel except times -> position in `out`
@@ -100,5 +101,7 @@ def flops_by_phase(steps: Steps) -> dict[tuple[str, str], int]:
 
 
 def unit_of(dtype: str) -> str:
-    """Returns the compute unit (one of `cost.roofline.UNITS`) that multiplies an HLO dtype."""
+    """Returns the compute unit (one of `cost.roofline.UNITS`) that multiplies operands of an HLO dtype, such as
+    "bfloat16".
+    """
     return "fp8" if dtype.startswith("float8") else _UNIT.get(dtype, "fp32")

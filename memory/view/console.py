@@ -33,14 +33,16 @@ _REPLACEMENT = "\ufffd"
 
 
 def safe(text: str) -> str:
-    """Replaces every character of a text that would move the terminal's cursor or that cannot be encoded. Returns the
-    text."""
+    """Returns a text in which every character is replaced that would move the terminal's cursor or that cannot be
+    encoded.
+    """
     return _UNSAFE.sub(_REPLACEMENT, text)
 
 
 def one_line(text: str) -> str:
-    """Replaces the line ends of a text with spaces, and the characters that `safe` replaces. Returns the text, for a
-    cell of a table."""
+    """Returns a text as one line for a cell of a table. Line ends become spaces, and control characters are replaced as
+    in `safe`.
+    """
     return safe(" ".join(text.splitlines()) if "\n" in text or "\r" in text else text)
 
 

@@ -25,7 +25,11 @@ PREDICTED = (
 class HeaderFigure(NamedTuple):
     """A number shown large in a page's header.
 
-    name: its caption. value: its text. note: a line below it. exact: the exact value, shown on hover.
+    Fields:
+        name: the caption.
+        value: the number as text.
+        note: a line below it.
+        exact: the exact value, shown on hover.
     """
 
     name: str
@@ -38,10 +42,12 @@ class Cell(NamedTuple):
     """A cell of a table on a page.
 
     Fields:
-        text: the text; a newline starts a new line. title: the text shown on hover.
+        text: the text; a newline starts a new line.
+        title: the text shown on hover.
         kind: the CSS class that colours the cell.
         value: the number by which a sortable table orders the cell; if None, the text is used.
-        command: a command that the cell's button copies. note: a line below the text.
+        command: a command that the cell's button copies.
+        note: a line below the text.
     """
 
     text: str
@@ -55,8 +61,10 @@ class Cell(NamedTuple):
 class Head(NamedTuple):
     """The heading of a table column on a page.
 
-    kind: the CSS class: "name" for the column with the rows' names, "num" for right-aligned numbers, "text" for
-    left-aligned text.
+    Fields:
+        title: the text of the heading.
+        kind: the CSS class: "name" for the column with the rows' names, "num" for right-aligned numbers, "text" for
+            left-aligned text.
     """
 
     title: str
@@ -66,7 +74,10 @@ class Head(NamedTuple):
 class PageRow(NamedTuple):
     """A row of a table on a page.
 
-    kind: "total" or "winner" if the row is emphasized. title: the text shown on hover.
+    Fields:
+        cells: one cell per column.
+        kind: "total" or "winner" if the row is emphasized, else "".
+        title: the text shown on hover.
     """
 
     cells: list[Cell]
@@ -84,8 +95,12 @@ class PageTable(NamedTuple):
 class BreakdownPart(NamedTuple):
     """A category of the memory breakdown, drawn as a part of a bar.
 
-    row: the key of the category, such as "params". name: its display name. bytes: its size. share: its percentage of
-    the total. width: the percentage of the bar's length that it takes.
+    Fields:
+        row: the key of the category, such as "params".
+        name: the name shown for it.
+        bytes: its size in bytes.
+        share: its percentage of the total.
+        width: the percentage of the bar's length that it takes.
     """
 
     row: str
@@ -112,8 +127,9 @@ def row_name(row: str) -> str:
 
 
 def where(target: Mapping[str, Any]) -> str:
-    """Describes the devices for which a program was compiled, in one line, such as "h200:8 · NVIDIA H200 · per
-    device"."""
+    """Returns a line that describes the devices for which a program was compiled, such as "h200:8 · NVIDIA H200 · per
+    device".
+    """
     name, kind = str(target.get("name") or "no target"), str(target.get("kind") or "")
     return " · ".join((name, kind, "per device") if kind and kind != name else (name, "per device"))
 
@@ -121,15 +137,17 @@ def where(target: Mapping[str, Any]) -> str:
 def title(config: str, target: Mapping[str, Any], what: str) -> str:
     """Returns the title of a page, such as "llama_8b on h100:8 · levers".
 
-    what: the last part of the title.
+    config: the name of the config. target: the JSON of the devices. what: the last part of the title.
     """
     name = str(target.get("name") or "")
     return f"{config or 'a config'}{f' on {name}' if name else ''} · {what}"
 
 
 def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
-    """Returns header lines for a page that compares programs: their batch and remat policy, if these are equal in all
-    rows, and `given`, the config flags of the command line.
+    """Returns header lines for a page that compares programs: the batch and the remat policy if they are equal in all
+    rows, and the config flags.
+
+    rows: one JSON row per program. given: the config flags of the command line as text.
     """
     batches, policies = ({row.get(key) for row in rows if row.get(key)} for key in ("batch", "policy"))
     tokens = sorted({row["tokens_per_update"] for row in rows if row.get("tokens_per_update")})
@@ -172,11 +190,11 @@ def program_facts(report: ReportRecord) -> list[str]:
 
 
 def command(config: str, target: Mapping[str, Any], *flags: str, fits: bool | None = True) -> str:
-    """Returns the shell command for a config: `bytescope train` if it fits or if this is unknown, `bytescope report`
-    if it does not fit.
+    """Returns the shell command for a config: `bytescope report` if the config does not fit (`fits` is False),
+    otherwise `bytescope train`.
 
-    config: the name of the config, "" if the flags contain it. flags: flags that are already quoted for a shell. If a
-    key is given twice, the last value is used.
+    config: the name of the config, "" if the flags contain it. target: the JSON of the devices. flags: flags that are
+    already quoted for a shell. If a key is given twice, the last value is used.
     """
     verb = "report" if fits is False else "train"
     words = [f"--config={config}"] if config else []
@@ -243,10 +261,10 @@ def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
-    """Returns a note that states a memory limit as a fraction of the GPU's memory, with the limit in bytes. Returns []
-    if the limit was not set as such a fraction.
+    """Returns a one-line note that shows a memory limit in bytes and as a fraction of the GPU's memory. Returns [] if
+    the limit was not set as a fraction of the memory.
 
-    limit: bytes on one device.
+    target: the JSON of the devices. limit: bytes on one device.
     """
     share = limit_share(target, limit)
     return [f"Limit {human(limit)}: {share}."] if share else []
@@ -260,7 +278,8 @@ def size(count: int | None) -> Cell:
 def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[BreakdownPart]:
     """Returns the categories of a memory breakdown that have bytes, in the order of `ROWS`.
 
-    total: bytes of all categories. scale: bytes that the full length of the bar represents (default: the total).
+    breakdown: category -> bytes. total: bytes of all categories. scale: bytes that the full length of the bar
+    represents (default: the total).
     """
     sizes = [(row, breakdown.get(row, 0)) for row in ROWS]
     total = max(total, 1)
@@ -279,7 +298,8 @@ def table(
 ) -> PageTable:
     """Returns a page's table with one row per item. Columns that are empty in all rows are left out.
 
-    kind, title: functions from an item to the CSS class and the hover text of its row.
+    columns: (title, CSS class, function from an item to its cell) of each column. kind, title: functions from an item
+    to the CSS class and the hover text of its row.
     """
     cells = [[_cell(write(item)) for item in items] for _, _, write in columns]
     used = [number for number, column in enumerate(cells) if any(cell.text for cell in column)]

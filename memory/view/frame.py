@@ -36,7 +36,7 @@ def page(name: str, title: str, data: Any, **content: Any) -> str:
     Args:
         name: the name that the page's template, styles and script have in common.
         title: title of the document.
-        data: JSON values that the script draws (`base.data()`).
+        data: JSON values that the page's script reads and draws.
         content: values of the template's variables.
 
     Raises:

@@ -36,8 +36,10 @@ _USED = re.compile(r"--(?!page\b|on-)[\w-]+: #[0-9a-f]{6};")
 
 
 def render(template: str, **content: Any) -> str:
-    """Renders the template `notebook_TEMPLATE.html`, where TEMPLATE is the argument, as HTML. Raises
-    jinja2.UndefinedError if a variable is missing."""
+    """Returns the HTML for a notebook from the template file `notebook_<template>.html`.
+
+    content: values of the template's variables. Raises jinja2.UndefinedError if a variable is missing.
+    """
     return environment().get_template(f"notebook_{template}.html").render(style=styles(), **content)
 
 

@@ -34,8 +34,8 @@ class ValueKind(NamedTuple):
         css: CSS class of the cells on a page: "num" (right-aligned) or "text" (left-aligned).
         terminal, page: functions from (value, digits) to the text on a terminal and on a page.
         digits: number of digits for columns that set none.
-        in_unit: number format for bytes on the terminal, where all bytes of a table have the same unit; "" for other
-          kinds.
+        in_unit: for bytes, the number format, such as ",.2f", if all bytes of a terminal table are shown in one unit;
+            "" for other kinds.
     """
 
     column: str
@@ -131,9 +131,11 @@ class ColumnView:
 
     Fields:
         key: name of the column, and the default path of its value in a row.
-        title: heading. short: heading on the terminal, if the title is too long there.
-        kind: kind of the values, a key of `KINDS`. digits: number of digits; None for the default of the kind.
-        path: names and indices joined by points, at which a row has the value (default: key).
+        title: heading.
+        short: heading on the terminal, if the title is too long there.
+        kind: kind of the values, a key of `KINDS`, such as "bytes".
+        digits: number of digits; None for the default of the kind.
+        path: where a row has the value, as keys and indices joined by points, such as "ratios.2" (default: key).
         read: function from a row to the value, used instead of a path. None and "" leave the cell empty.
         skip_zero: whether 0 also leaves the cell empty.
         only: TERMINAL or PAGE, if only one of them shows the column.
@@ -220,6 +222,8 @@ class TableView:
     hover: Callable[[Any], str] | None = None
 
     def columns_for(self, place: str) -> list[ColumnView]:
-        """Returns the columns that a view shows. TERMINAL and NOTEBOOK keep the declared order; PAGE sorts by rank."""
+        """Returns the columns that are shown in one place: TERMINAL, PAGE or NOTEBOOK. TERMINAL and NOTEBOOK keep the
+        declared order; PAGE sorts by rank.
+        """
         columns = [column for column in self.columns if column.only in ("", place)]
         return sorted(columns, key=lambda column: column.rank) if place == PAGE else columns

@@ -47,7 +47,7 @@ def terminal_cell(column: ColumnView, row: Any, size: int | None = None) -> Text
     """Formats one cell of a table for the terminal, coloured by its verdict, such as "exceeds". Only cells of the kind
     "lines" have more than one line.
 
-    size: the bytes of the unit of all bytes, as in `terminal_table`.
+    size: if all bytes of the table are shown in one unit, the bytes of this unit, such as 2**30 for GiB.
     """
     text = column.terminal(row) if column.terminal else column.text(row, TERMINAL, size)
     if isinstance(text, Text):

@@ -70,8 +70,11 @@ def unwrapped(text: Text) -> Text:
 
 
 class Items:
-    """A list of short texts, printed with as many per line as fit. A text is wrapped only if it is longer than a
-    line."""
+    """A list of short texts, printed with as many per line as fit. A text is wrapped only if it is longer than a line.
+
+    gap: number of spaces between two texts. style: rich style of the texts. title: text before the first one.
+    separator: text after each except the last, such as ";".
+    """
 
     def __init__(
         self, texts: Iterable[str | Text], gap: int = 2, style: str = "", title: str | Text = "", separator: str = ""
@@ -154,8 +157,9 @@ def blocks(*parts: RenderableType | None) -> Group:
 
 
 class SideBySide:
-    """Two blocks of text. They are printed side by side if the terminal has at least 100 columns, otherwise below each
-    other. Either may be None."""
+    """Two blocks of text. They are printed side by side if there is room for at least 100 columns, otherwise below each
+    other. Either may be None. gap: number of spaces between them.
+    """
 
     def __init__(self, left: RenderableType | None, right: RenderableType | None, gap: int = 3) -> None:
         self._left, self._right, self._gap = left, right, gap

@@ -24,10 +24,12 @@ MIN_LABEL, MIN_PLACE, MIN_WORDS = 10, 20, 24
 
 @dataclasses.dataclass(frozen=True)
 class FigureColumn:
-    """A column of a table on the terminal. `label`, `place`, `figure`, `fixed`, `words`, `value` and `path` create
-    columns.
+    """A column of a table on the terminal. The functions `label`, `place`, `figure`, `fixed`, `words`, `value` and
+    `path` create columns for different contents.
 
     Fields:
+        title: the heading.
+        style: rich style of the cells.
         right: whether the column is right-aligned.
         min_width: minimum width in columns; None if the column cannot be made narrower.
         shrink: function from (text, width, console) to the lines of the text at this width.
@@ -193,10 +195,11 @@ class FigureTable:
         return [(block, under if block is blocks[-1] else []) for block in blocks]
 
     def _shrink_to_fit(self, natural: dict[int, int], width: int, gap: int) -> dict[int, int]:
-        """Reduces the widths of columns (column index -> characters) until a row fits into `width`: first of columns of
-        sentences, then of columns of names. The row stays too long if no column can be made narrower.
+        """Returns the widths of the columns, column index -> characters, reduced until a row fits into `width`
+        characters: first of columns of sentences, then of columns of names. The row stays too long if no column can be
+        made narrower.
 
-        `gap`: spaces between two columns.
+        `natural`: the widths before. `gap`: spaces between two columns.
         """
         out, floors = dict(natural), {at: self._min_width(at) for at in natural}
         for sentences in (True, False):

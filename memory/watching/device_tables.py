@@ -70,8 +70,10 @@ def target(name: str, fraction: float | None = None) -> Target:
     `memory.target("h100:8").mesh(data=2, model=4)` returns a mesh over which the arguments of a step can be sharded.
 
     fraction: the part (0 to 1) of each GPU's memory that is in jax's pool, the same as "h100:8@0.9". If None, it is the
-    value of XLA_CLIENT_MEM_FRACTION, otherwise jax's default of 0.75. Raises ReportError for an unknown name, or for a
-    shape or a fraction that does not exist.
+    value of XLA_CLIENT_MEM_FRACTION, otherwise jax's default of 0.75.
+
+    Raises ReportError for an unknown name, for a number or shape of devices that does not exist, and for a fraction
+    that is not valid.
     """
     if not isinstance(name, str):
         raise ReportError(f'target {name!r:.60} is not a name: give text such as "h200:8"; memory.targets() lists them')
@@ -81,9 +83,9 @@ def target(name: str, fraction: float | None = None) -> Target:
 def live() -> Table:
     """Returns a table of the memory in use on each device of this process, in bytes.
 
-    Keys of a row: the fields of `memory.LiveMemory`, and `id`, the number of the device. The values come from jax's
-    allocator, and from NVML for NVIDIA GPUs. Simulated CPU devices share one process, so they have one row. The call
-    does not wait for running computations.
+    Keys of a row: `id`, the number of the device, and the fields of `memory.LiveMemory`, such as in_use_bytes,
+    peak_bytes and limit_bytes. The values come from jax's allocator, and from NVML for NVIDIA GPUs. Simulated CPU
+    devices share one process, so they have one row. The call does not wait for running computations.
     """
     import jax
 

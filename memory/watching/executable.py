@@ -72,10 +72,10 @@ class Executable:
         self.compiled, self._run, self._statics, self._values = compiled, run, statics, values
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the compiled step with these arguments.
+        """Runs the compiled step with these arguments, including the static ones.
 
         Raises:
-            TypeError: shapes, dtypes or static values differ from those that the step was compiled for.
+            TypeError: shapes, dtypes or static values differ from the ones that the step was compiled for.
             ReportError: this process does not have the devices that the step was compiled for.
         """
         if self._statics:
@@ -112,9 +112,18 @@ def compile(
 
         executable, report = memory.compile(step, state, batch, donate_argnums=0)
 
-    The arguments are the same as for `memory.analyze`: the step with its arguments, the target, and options of
-    `jax.jit`. If the target's devices are not present, the report is complete but calling the executable raises
-    ReportError.
+    The arguments are the same as for `memory.analyze`. If the target's devices are not present, the report is complete
+    but calling the executable raises ReportError.
+
+    Args:
+        step: a function, plain or jitted.
+        args, kwargs: arguments of the step: arrays, ShapeDtypeStructs, or pytrees of either.
+        target: the devices to compile for, such as "h200:8"; None for the devices of this machine.
+        config: a mapping that is stored in the report unchanged.
+        facts: the trainer's description of the step (`memory.ModelFacts`): shapes, mesh, precision and remat.
+        roles: (regular expression, role) pairs that give arguments their role, such as "params", by pytree path.
+        names: the checkpoint names of the program.
+        options: options of `jax.jit`, such as donate_argnums.
 
     Raises:
         ReportError: `step` is not a step, or it cannot be compiled for the target.
@@ -156,10 +165,10 @@ def compile_jitted(
     kwargs: Mapping[str, Any],
     target: Target | str | None = None,
 ) -> tuple[Compilation, Target | None, Executable]:
-    """Compiles a jitted step for its arguments. Returns (compilation, target, executable).
+    """Compiles a jitted step for its arguments. Returns (the compiled program with the compiler's buffer information,
+    the target with the memory limit that the report uses, the executable to call).
 
-    The target has the memory limit that the report judges the step by. If this process does not have the target's
-    devices, calling the executable raises ReportError.
+    If this process does not have the target's devices, calling the executable raises ReportError.
     """
     if target is not None and is_wrapper(jitted) and (args or kwargs):  # retargeted as in `memory.analyze`
         compilation, judged = compiled_for(jitted, args, kwargs, target=target)
@@ -196,11 +205,11 @@ def is_wrapper(jitted: Any) -> bool:
 
 
 def _stage_step(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Prepares a jitted step for compilation. Returns (traced or lowered step to compile, jaxpr, lowered step of the
-    library).
+    """Prepares a jitted step for compilation. Returns (step to compile, jaxpr, lowered step of the library).
 
-    The last two are None for a step jitted by `jax.jit`, whose traced step has its jaxpr. If another library jitted the
-    step, such as equinox, its lowered step handles the arguments of later calls.
+    If the step was jitted by `jax.jit`, the step to compile is traced and contains its jaxpr, and the other two values
+    are None. If another library jitted the step, such as equinox, the step to compile is lowered, and the library's
+    lowered step handles the arguments of later calls.
     """
     if not is_wrapper(jitted):
         return jitted.trace(*args, **kwargs), None, None

@@ -35,8 +35,12 @@ FILE_NAME = "memory-post-mortem"
 class StepReporter:
     """Prints the messages about one watched step.
 
-    name: the step's name in messages. tell: the function that prints a text. folder: the folder for post-mortem files.
-    post_mortem: the post-mortem of the last call that ran out of memory, None if no call did.
+    Args:
+        name: the step's name in messages.
+        tell: function that prints a text.
+        folder: the folder for post-mortem files.
+
+    The attribute `post_mortem` is the explanation of the last call that ran out of memory, None if no call did.
     """
 
     def __init__(self, name: str, tell: Callable[[str], None], folder: Path) -> None:
@@ -72,7 +76,7 @@ class StepReporter:
     def report_measured(self, report: Report, device: JaxDevice | None, call: int) -> None:
         """Prints one line that compares predicted with measured bytes after a call.
 
-        call: the number of the call.
+        report: the report with the predicted bytes. device: the device that is measured. call: the number of the call.
         """
         sample = without_older_peak(self._before, live.sample(device, host_limit=False))
         comparison = live.predicted_against_measured(report, sample, self._before)
@@ -122,9 +126,9 @@ class StepReporter:
 
 
 def before_arguments(device: JaxDevice, report: Report) -> live.LiveMemory | None:
-    """Measures the memory in use on a device, as a baseline without the arguments of the step. On a CPU, where the
-    process already contains the arguments, their predicted bytes are subtracted. On other devices, the measurement is
-    returned unchanged.
+    """Measures the memory in use on a device before the first call of a step. On a CPU, the memory of the process
+    already contains the step's arguments, so their predicted bytes (from `report`) are subtracted. On other devices,
+    the measurement is returned unchanged.
     """
     sample = live.sample(device)
     if sample is None or sample.source != "host" or sample.in_use_bytes is None:
@@ -134,8 +138,9 @@ def before_arguments(device: JaxDevice, report: Report) -> live.LiveMemory | Non
 
 
 def without_older_peak(before: live.LiveMemory | None, sample: live.LiveMemory | None) -> live.LiveMemory | None:
-    """Removes the peak of compiling from a CPU's memory measurement `sample`. If the process's peak is the same as in
-    the measurement `before` the step, the step did not cause it, and it is replaced with the bytes in use.
+    """Returns the memory measurement `sample` without a peak that is older than the step, such as the peak of
+    compiling. On a CPU, if the peak is the same as in the measurement `before` the step, it is replaced with the bytes
+    in use.
     """
     if before is None or sample is None or sample.source != "host" or sample.peak_bytes != before.peak_bytes:
         return sample
@@ -167,11 +172,11 @@ def memory_line(error: BaseException) -> str:
 
 
 def held_arrays(device: JaxDevice, arguments: Sequence[Any]) -> tuple[HeldArrays, ...]:
-    """Returns the live arrays on one device, grouped by shape and dtype, the largest group first.
+    """Returns the live arrays on one device, grouped by shape and dtype, the group with the most bytes first. Each
+    group also has the number and bytes of its arrays that are not arguments of the step.
 
-    Args:
-        arguments: the leaves of the step's arguments: arrays, or their shapes and dtypes. In each group, as many live
-            arrays are counted as arguments of the step as there are leaves of the same shape and dtype.
+    `arguments`: the leaves of the step's arguments. If only the shape and dtype of an argument are known, one live
+    array of this shape and dtype counts as the argument.
     """
     import jax
 

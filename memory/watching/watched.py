@@ -294,8 +294,8 @@ def watch(
     compiled separately. After every `every` calls, one line compares predicted with measured bytes. If the device runs
     out of memory, a post-mortem of up to 40 lines is printed (the step's report, the live arrays, the allocator and the
     three cheapest remedies) and written to `memory-post-mortem.html` and `.json`. Then the error is re-raised. Errors
-    that are raised later, when results are read, are explained if they are uncaught or inside
-    `with memory.watch(step) as step:`.
+    that are raised later, when results are read, are explained if they are uncaught, or raised inside `with
+    memory.watch(step) as step:`.
 
     Args:
         step: a function, plain or jitted. Without it, the result is a decorator.
@@ -304,7 +304,11 @@ def watch(
             fails as if the device had this memory. None: no limit in addition to the device's memory.
         folder: folder for the files of the post-mortem.
         tell: function that is called with each text, instead of `print`.
-        config, facts, roles, names, options: as in `memory.analyze`.
+        config: a mapping that is stored in the report unchanged.
+        facts: the trainer's description of the step (`memory.ModelFacts`): shapes, mesh, precision and remat.
+        roles: (regular expression, role) pairs that give arguments their role, such as "params", by pytree path.
+        names: the checkpoint names of the program.
+        options: options of `jax.jit`, such as donate_argnums.
 
     Raises:
         ReportError: `limit` is not a size, `step` cannot be called, or options are given for a jitted step.

@@ -30,11 +30,17 @@ from bytescope.model.precision import Precision
 
 @jax.custom_vjp
 def causal_softmax(scores_BGRLS: jax.Array, like: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
-    """Returns the softmax over the last axis, computed in the dtype of the scores and cast to the dtype of `like`.
-    Keys after the query, and keys of another segment, get probability 0.
+    """Returns the causal softmax of attention scores over the keys (last axis). Keys after the query, and keys of
+    another segment, get probability 0.
 
-    Its only residual is the result, which is tagged `probs`. `jax.nn.softmax` has a residual inside its own function,
-    which no remat policy can select by name.
+    It is computed in the dtype of the scores and cast to the dtype of `like`. Its gradient needs only the result, which
+    has the checkpoint name `probs`. `jax.nn.softmax` saves an array inside its own function, which no remat policy can
+    select by name.
+
+    Args:
+      scores_BGRLS: scores of B sequences, G key heads, R query heads per key head, L queries and S keys.
+      like: an array with the dtype of the result; its values are not read.
+      segments_BL: for packed rows, the number of each position's text; None if each row is one text.
     """
     L, S = scores_BGRLS.shape[-2:]
     # Built from iotas, not passed in: a mask of [L, S] booleans would be a constant of the program.
@@ -66,13 +72,22 @@ causal_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def scoring_of(config: ModelConfig) -> Scoring:
-    """Returns the scale and the cap of the attention scores from the config."""
+    """Returns the scale and the cap (maximum absolute value) of the attention scores from the config."""
     return Scoring(config.attention_scale, config.attention_softcap)
 
 
 def naive(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
-    """Computes attention with the full score matrix, [B, G, R, L, S] float32. Memory is quadratic in the sequence
-    length."""
+    """Computes attention with the full score matrix in float32. Memory is quadratic in the sequence length. Returns the
+    context [B, L, H, V], V elements per value.
+
+    Args:
+      q_BLHK: queries of B sequences, L positions, H heads and K elements.
+      k_BSGK, v_BSGK: keys and values of S positions and G heads, each shared by H / G query heads.
+      segments_BL: for packed rows, the number of each position's text; None if each row is one text.
+      config: gives the scale and cap of the scores and the dropout rate.
+      key_B: dropout keys, one per sequence; None for no dropout.
+      place: not used by this kernel.
+    """
     B, L, H, K = q_BLHK.shape
     G = k_BSGK.shape[2]
     # Heads first: then both products, forward and backward, read the scores without a transpose. With positions first
@@ -88,8 +103,12 @@ def naive(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
 
 
 def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
-    """Computes attention with an online softmax over blocks of positions. Memory is linear in the sequence length;
-    runs on any backend."""
+    """Computes attention with an online softmax over blocks of `config.attention_chunk` positions. Memory is linear in
+    the sequence length; runs on any backend.
+
+    Takes the arguments and returns the context [B, L, H, V] of every attention kernel (see `naive`). There is no
+    dropout, so `key_B` is not read.
+    """
     del key_B
     return chunked_attention(
         q_BLHK, k_BSGK, v_BSGK, segments_BL, min(config.attention_chunk, q_BLHK.shape[1]), scoring_of(config)
@@ -98,7 +117,11 @@ def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, ke
 
 def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
     """Computes attention with cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135). If the values of a head have
-    fewer elements than its keys, they are padded with zeros."""
+    fewer elements than its keys, they are padded with zeros.
+
+    Takes the arguments and returns the context [B, L, H, V] of every attention kernel (see `naive`). There is no
+    dropout, so `key_B` is not read.
+    """
     del key_B
     width, pad = v_BSGK.shape[-1], k_BSGK.shape[-1] - v_BSGK.shape[-1]
     if pad:
@@ -159,7 +182,8 @@ class Kernel:
     """One row of the table of attention kernels.
 
     Fields:
-      run: (q_BLHK, k_BSGK, v_BSGK, segments_BL, *, config, key_B, place) -> context_BLHK, in the dtype of the queries.
+      run: (queries, keys, values, segment ids or None, *, config, key_B, place) -> the context [B, L, H, V] in the
+        dtype of the queries. `key_B`: dropout keys. `place`: shards arrays over the mesh.
       refuses: (config, precision, platform) -> None if the kernel can run there, else the reason and the remedy.
     """
 
@@ -219,12 +243,12 @@ def choose_kernel(
 
     "auto" selects cuDNN where it can run. Elsewhere it selects the naive kernel for sequences of at most NAIVE_UP_TO
     positions, or if chunked attention cannot run, and otherwise the chunked kernel. For packed rows on GPUs that can
-    run cuDNN, it selects the one of cuDNN and chunked attention that needs less memory.
+    run cuDNN, it selects cuDNN or chunked attention, whichever needs less memory.
 
     Args:
       platform: result of `platform_of` for the device that will run the program: "cpu", "gpu", "cuda", "tpu" or the
         name of a GPU.
-      packed: True if rows have segment ids.
+      packed: True if rows are packed: they contain several texts, with a segment id per position.
       head_parts: number of devices that share the heads.
 
     Raises:

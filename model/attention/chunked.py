@@ -56,8 +56,11 @@ class Scoring:
         return soft_cap(products * self._factor(width), self.cap)
 
     def slope(self, scores: jax.Array, width: int) -> jax.Array | float:
-        """Returns the derivative of `scores` with respect to the products. If there is a cap, the derivative of masked
-        scores is 0."""
+        """Returns the derivative of the scores with respect to the query-key dot products. With a cap, the derivative
+        of masked scores is 0.
+
+        `scores`: results of `__call__`, masked scores included. `width`: number of elements of a head.
+        """
         if not self.cap:
             return self._factor(width)
         # Masked scores are very large negative numbers: without the clamp their square would overflow.
@@ -68,8 +71,8 @@ PLAIN = Scoring()
 
 
 def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Array:
-    """Splits positions into blocks: [B, L, ...] -> [n, B, ..., chunk, ...]. The block index comes first and the
-    positions of a block are at `axis`.
+    """Splits positions into blocks: [B, L, ...] -> [n, B, ..., chunk, ...] for n blocks of `chunk` positions. The block
+    index comes first and the positions of a block are at `axis`.
 
     The sequence consists of `spans` equal pieces, such as the two chunks of a ring rank. Each piece is split
     separately, and zeros pad its last block, so that no block has positions of two pieces.
@@ -85,22 +88,27 @@ def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Arra
 
 def positions(x_blocks: jax.Array, length: int, spans: int = 1, axis: int = -2) -> jax.Array:
     """Inverts `blocks`: joins the blocks of a sequence of `length` positions and drops the padding, [n, B, ..., chunk,
-    ...] -> [B, L, ...]."""
+    ...] -> [B, L, ...]. `spans` and `axis` must be the values passed to `blocks`: the number of separately split
+    pieces, and the axis of the positions in a block."""
     x = jnp.moveaxis(x_blocks, (0, axis), (1, 2))
     B, rest = x.shape[0], x.shape[3:]
     return x.reshape(B, spans, -1, *rest)[:, :, : length // spans].reshape(B, length, *rest)
 
 
 def triangle(n: int) -> Pairs:
-    """Returns the block index pairs (query block, key block) on or below the diagonal of n x n blocks: two int32
-    arrays [n(n+1)/2]."""
+    """Returns the pairs (query block, key block) of causal attention, those on or below the diagonal of n x n blocks,
+    as two int32 arrays of block indices [n(n+1)/2]."""
     i, j = np.tril_indices(n)
     return i.astype(np.int32), j.astype(np.int32)
 
 
 def causal(chunk: int) -> Mask:
-    """Returns the causal mask for pairs of blocks of `chunk` positions. If the key block is before the query block, no
-    score is masked. If both blocks have the same positions, scores above the diagonal are masked."""
+    """Returns the causal mask as a function (query block index, key block index) -> bool [chunk, chunk], True for
+    scores that count.
+
+    If the key block is before the query block, no score is masked. If both are the same block, scores above the
+    diagonal are masked.
+    """
     return lambda i, j: jnp.tril(jnp.ones((chunk, chunk), bool)) | (j < i)
 
 
@@ -125,20 +133,21 @@ def _delay_until(q: jax.Array, pairs: Pairs, ids: Ids | None, sums: jax.Array) -
     """Returns `q`, `pairs` and `ids` unchanged, behind an optimization barrier, so that the compiler computes nothing
     from them before `sums` exists.
 
-    The pairs are constants, and the ids are the same in every layer. Without the barrier the masks and query blocks of
-    all pairs would be hoisted out of a checkpointed loop over layers and stacked, which takes as many bytes as the full
-    score matrix. Only one element of the sums enters the barrier, because a barrier around all sums would keep unread
-    values alive.
+    The pairs are constants, and the segment ids are the same in every layer. Without the barrier the compiler would
+    hoist the masks and query blocks of all pairs out of a checkpointed loop over layers and stack them. That takes as
+    many bytes as the full score matrix. Only one element of `sums` enters the barrier, because a barrier around all
+    sums would keep unread values alive.
     """
     tie = sums[(0,) * sums.ndim]
     return jax.lax.optimization_barrier((q, jax.tree.map(jnp.asarray, pairs), ids, tie))[:3]
 
 
 def start(q: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the initial values of the online softmax for query blocks `q`, float32.
+    """Returns the initial values of the online softmax for query blocks `q` [n, B, G, R, c, K], float32.
 
-    The results are the weighted sums of values [n, B, G, R, c, width], and the maximum scores and the denominators,
-    both [n, B, G, R, c].
+    The axes are n blocks, B sequences, G key heads, R query heads per key head and c queries per block. The results are
+    the weighted sums of values [n, B, G, R, c, width], and the maximum scores and the denominators, both [n, B, G, R,
+    c]. `width`: number of elements of a value.
     """
     rows = q.shape[:-1]
     return jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
@@ -153,17 +162,20 @@ def add_pairs(
     ids: Ids | None = None,
     scoring: Scoring = PLAIN,
 ):
-    """Adds pairs of a query block and a key block to the online softmax `sums`, the arrays that `start` returns, and
-    returns the new sums.
+    """Adds pairs of a query block and a key block to the sums of an online softmax. Returns the new sums.
 
-    While all scores of a query are masked, its sums are meaningless. Its first unmasked score rescales them to exactly
-    0, so the pairs must include each query's own position.
+    Axes: n query blocks, B sequences, G key heads, R query heads per key head, c positions per block, K elements per
+    head. While all scores of a query are masked, its sums are meaningless. Its first unmasked score rescales them to
+    exactly 0, so the pairs must include each query's own position.
 
     Args:
+      sums: the three arrays that `start` or an earlier call returned.
       q: query blocks [n, B, G, R, c, K].
       read: index of a key block -> its keys and values, [B, G, c, K] each.
       pairs: the indices of the query blocks and of the key blocks, two int32 arrays.
-      mask, ids: the mask of a pair, and the segment ids of packed rows. If both are None, no score is masked.
+      mask: (query block index, key block index) -> bool [c, c], True for scores that count. None masks nothing.
+      ids: for packed rows, the segment ids of the query blocks and of the key blocks, int32 [n, B, c] each.
+      scoring: the scale and the cap of the scores.
     """
     q, pairs, ids = _delay_until(q, pairs, ids, sums[1])
 
@@ -187,17 +199,21 @@ def add_pairs(
 
 
 def finish(sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Converts the final sums of the online softmax to the context blocks [n, B, G, R, c, K] in `dtype` and the
-    log-denominators [n, B, G, R, c] float32."""
+    """Converts the final sums of the online softmax to the attention context [n, B, G, R, c, K] in `dtype` and the
+    log-denominators [n, B, G, R, c] float32.
+
+    Axes: n query blocks, B sequences, G key heads, R query heads per key head, c positions per block, K elements per
+    value.
+    """
     out, peak, total = sums
     return (out / total[..., None]).astype(dtype), peak + jnp.log(total)
 
 
 def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Array:
-    """Returns for each query the sum of P * dP over the keys, [B, L, H] float32, where P are the probabilities and dP
-    is their gradient. The softmax gradient needs this sum.
+    """Returns for each query the sum of P * dP over the keys, [B, L, H] float32. P are the attention probabilities and
+    dP is their gradient. The softmax gradient needs this sum.
 
-    It equals the sum of context * d_context over the head width, so that the probabilities are not needed.
+    It equals the sum of context * d_context over the elements of a head, so that the probabilities are not needed.
     """
     return jnp.einsum("blhk,blhk->blh", d_context_BLHK, context_BLHK, preferred_element_type=jnp.float32)
 
@@ -215,15 +231,25 @@ def add_gradients(
     ids: Ids | None = None,
     scoring: Scoring = PLAIN,
 ):
-    """Adds the gradients of pairs of a query block and a key block to `sums`, the float32 gradients (dq, d_keys), and
-    returns the new sums. dq has the shape of `q`; d_keys is any array or tuple that `write` can update.
+    """Adds the gradients of pairs of a query block and a key block to `sums`. Returns the new sums.
+
+    Axes: n query blocks, B sequences, G key heads, R query heads per key head, c positions per block, K elements per
+    head.
 
     Args:
-      q, read, pairs, mask, ids: as in `add_pairs`.
+      sums: float32 gradients (dq, d_keys). dq has the shape of `q`; d_keys is any array or tuple that `write` can
+        update.
+      q: query blocks [n, B, G, R, c, K].
+      read: index of a key block -> its keys and values, [B, G, c, K] each.
       write: (d_keys, index of a key block, (dk, dv)) -> d_keys with the gradients of that block's keys and values
         added, [B, G, c, K] float32 each.
       d_out: gradient of the context, in blocks like `q`.
-      lse, delta: log-denominators and results of `row_products`, [n, B, G, R, c].
+      lse: log-denominators of the softmax, the second result of `finish`, [n, B, G, R, c].
+      delta: results of `row_products`, [n, B, G, R, c].
+      pairs: the indices of the query blocks and of the key blocks, two int32 arrays.
+      mask: (query block index, key block index) -> bool [c, c], True for scores that count. None masks nothing.
+      ids: for packed rows, the segment ids of the query blocks and of the key blocks, int32 [n, B, c] each.
+      scoring: the scale and the cap of the scores.
     """
     one = partial(jnp.einsum, preferred_element_type=jnp.float32)
     q, pairs, ids = _delay_until(q, pairs, ids, sums[0])
@@ -278,8 +304,9 @@ def chunked_attention(
     """Computes causal attention in blocks of `chunk` positions. Returns the context [B, L, H, K]. Scores and sums are
     float32.
 
-    If `segments_BL` (int32) is given, queries attend only within their own segment. Residuals of the gradient are the
-    arguments, the result (tagged `context`) and the log-denominators (tagged `lse`).
+    If `segments_BL` (int32) is given, queries attend only within their own segment (text of a packed row). Saved for
+    the gradient are the arguments, the result (checkpoint name `context`) and the log-denominators of the softmax
+    (checkpoint name `lse`). `scoring`: the scale and the cap of the scores.
     """
     return tag(_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, chunk, scoring)[0], "context")
 

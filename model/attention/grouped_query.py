@@ -22,8 +22,8 @@ from bytescope.model.segments import Packed, token_positions
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245). An attention kernel, a row of KERNELS,
-    computes the scores and the context."""
+    """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245): H query heads share G key and value heads.
+    The attention kernel that the config selects, a row of KERNELS, computes the scores and the context."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
         self.config, self.precision, self.place, self.regather = config, precision, place, False
@@ -54,7 +54,8 @@ class Attention(nnx.Module):
             self.norm_k = Norm(config, precision, place, "d_head", ("batch", "length", "kv_heads", None))
 
     def project(self, x_BLD: jax.Array, key_B: jax.Array | None) -> list[jax.Array]:
-        """Returns queries [B, L, H, K] and keys and values [B, L, G, K] in the compute dtype, before rotation."""
+        """Returns queries [B, L, H, K] and keys and values [B, L, G, K] in the compute dtype, before rotation. `key_B`:
+        dropout keys, which only the adapters use."""
         weights = {"q": self.w_q, "k": self.w_k, "v": self.w_v}
         out = []
         outs = add_adapter_outputs(
@@ -83,7 +84,11 @@ class Attention(nnx.Module):
         self, x_BLD: jax.Array, packed: Packed | None, key_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the queries [B, L, H, K], keys and values [B, L, G, K] for the attention kernel. Queries and keys are
-        normed if `config.qk_norm` is set, then rotated."""
+        normed if `config.qk_norm` is set, then rotated.
+
+        `packed`: token positions of packed rows (several texts per row), None if every row is one text. `key_B`:
+        dropout keys, which only the adapters use.
+        """
         config = self.config
         with jax.named_scope("qkv"):
             q_BLHK, k_BLGK, v_BLGK = self.project(x_BLD, key_B)
@@ -99,13 +104,14 @@ class Attention(nnx.Module):
         return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK
 
     def cached_inputs(self, x_BTD: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns the queries [B, T, H, K] of new tokens, and their keys and values [B, T, G, K], which the caller
-        writes to the KV cache. The values are None if they are part of the keys (latent attention)."""
+        """Returns the queries [B, T, H, K] of T new tokens, and their keys and values [B, T, G, K], which the caller
+        writes to the KV cache. The values are None if they are part of the keys (latent attention). `packed`: the
+        positions of the tokens."""
         return self.inputs(x_BTD, packed)
 
     def from_cache(self, context_BTHV: jax.Array) -> jax.Array:
-        """Converts the result of attention over the cache to the context of the heads, [B, T, H, V]. Here it is
-        returned unchanged; latent attention, whose cache stores latents, converts it."""
+        """Converts the result of attention over the KV cache to the context of the heads, [B, T, H, V]. Here it is
+        returned unchanged. Latent attention overrides this method, because its cache stores latents."""
         return context_BTHV
 
     def _rotation_and_frequencies(self, width: int) -> tuple[Callable[..., jax.Array], jax.Array]:
@@ -122,7 +128,8 @@ class Attention(nnx.Module):
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None, packed: Packed | None
     ) -> jax.Array:
         """Returns the attention context [B, L, H, K]. Ring attention computes it if the sequence is sharded, else the
-        configured kernel."""
+        kernel of the config. `key_B`: dropout keys. `packed`: segment ids of packed rows, None if every row is one
+        text."""
         config, segments_BL = self.config, None if packed is None else packed.ids_BL
         with jax.named_scope("core"):
             # The kernel tags its result `context` itself: a kernel with a custom gradient must do it inside its
@@ -145,8 +152,8 @@ class Attention(nnx.Module):
             return self.place(context_BLHK, ("batch", "length", "heads", None))
 
     def output(self, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        """Returns the output projection of the context, [B, L, D]. `key_B`: dropout keys, which only the adapter
-        uses."""
+        """Returns the output projection of the attention context, [B, L, D]. `key_B`: dropout keys, which only the
+        adapter of the projection uses."""
         config, dtype = self.config, self.precision.compute
         with jax.named_scope("out"):
             # The gradients of all kernels but the naive one read the unquantized context, so it is saved already.

@@ -21,13 +21,15 @@ _HEADS = ("batch", "length", "heads", None)
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1). Keys and values are computed from
+    a small vector per token, the latent, and only the latent is cached.
 
-    A head's queries and keys have d_head elements plus mla_d_rope rotated elements. All heads share the rotated part
-    of the keys, which is projected directly from the input. The score scale is 1/sqrt(d_head + mla_d_rope). Latents
-    are normed. Under sequence parallelism latents are sharded like the residual stream. Matmuls with the latent
-    matrices run in the compute dtype in every precision preset. If mla_q_rank is 0, queries are projected from the
-    input.
+    A head's queries and keys have d_head elements plus mla_d_rope rotated elements. All heads share the rotated part of
+    the keys, which is projected directly from the input. If mla_q_rank is 0, queries are projected from the input, else
+    from a latent too. Latents are normed. The score scale is 1/sqrt(d_head + mla_d_rope).
+
+    Under sequence parallelism latents are sharded like the residual stream. Matmuls with the latent matrices run in the
+    compute dtype in every precision preset.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
@@ -56,7 +58,8 @@ class LatentAttention(Attention):
         self, x_BLD: jax.Array, packed: Packed | None, key_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries and keys [B, L, H, d_head + mla_d_rope] and values [B, L, H, mla_d_value] for the attention
-        kernel."""
+        kernel. `packed`: token positions of packed rows, None if every row is one text. `key_B`: dropout keys, which
+        only the adapters use."""
         del key_B  # only adapters would use dropout in these projections, and latent attention has no adapters
         K = self.config.d_head
         with jax.named_scope("qkv"):
@@ -77,8 +80,8 @@ class LatentAttention(Attention):
         return tag(self.place(q_BLHK, _HEADS), "q_rot"), tag(self.place(k_BLHK, _HEADS), "k_rot"), v_BLHK
 
     def cached_inputs(self, x_BTD: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array, None]:
-        """Returns queries [B, T, H, c + r], keys [B, T, 1, c + r] and None for the values, for attention over a cache
-        of latents. c is mla_kv_rank, r is mla_d_rope.
+        """Returns the queries [B, T, H, c + r] and the keys [B, T, 1, c + r] of new tokens, for attention over a cache
+        of latents, and None for the values. c is mla_kv_rank, r is mla_d_rope. `packed`: the positions of the tokens.
 
         A token's key, which all heads share, is its latent followed by the rotated part of its key. The cache stores
         only this vector. The matrices from latents to keys and values are applied to the queries and the context
@@ -102,8 +105,8 @@ class LatentAttention(Attention):
         )
 
     def from_cache(self, context_BTHc: jax.Array) -> jax.Array:
-        """Converts attention-weighted sums of latents [B, T, H, mla_kv_rank] to the context of the heads, [B, T, H,
-        mla_d_value]."""
+        """Converts attention-weighted sums of latents [B, T, H, mla_kv_rank] (the result of attention over the KV
+        cache) to the context of the heads, [B, T, H, mla_d_value]."""
         return jnp.einsum("bthc,chv->bthv", context_BTHc, self.w_v_up[...].astype(context_BTHc.dtype))
 
     def _project_queries(self, x_BLD: jax.Array) -> jax.Array:

@@ -53,10 +53,16 @@ from bytescope.model.zigzag import chunk_length
 
 @dataclasses.dataclass(frozen=True)
 class _Rank:
-    """The block layout of the positions on one rank of the ring.
+    """The block layout of the positions on one rank (device) of the ring.
 
     A rank stores two chunks of n positions. Each chunk is split into m blocks of c positions. If n < m * c, the last
     block of a chunk is padded, and its padding is masked.
+
+    Fields:
+      ring: the devices that share the sequence.
+      n: positions of a chunk.
+      m: blocks of a chunk.
+      c: positions of a block.
     """
 
     ring: Ring
@@ -91,7 +97,7 @@ class _Rank:
 
     @property
     def own(self):
-        """The attention of the rank's queries to its own keys, as (block pairs, mask).
+        """The work of the rank's queries with its own keys, as (block pairs, mask).
 
         The block pairs are two int32 arrays, the indices of query blocks and of key blocks, for all pairs on or below
         the diagonal of the rank's 2m blocks. The mask is causal, and excludes padding.
@@ -99,11 +105,12 @@ class _Rank:
         return triangle(2 * self.m), self.mask_padding(causal(self.c))
 
     def pairs_with(self, hops):
-        """Returns the block pairs to compute with the keys from the rank `hops` ranks back in the ring, as two groups:
-        ((indices of query blocks, indices of key blocks), mask).
+        """Returns the block pairs to compute with the keys from the rank `hops` ranks back in the ring. There are two
+        groups, each ((indices of query blocks, indices of key blocks), mask).
 
-        The first group pairs this rank's later chunk of queries with the other rank's earlier chunk of keys. The second
-        group pairs the earlier chunks of both ranks if the keys come from an earlier rank, else the later chunks.
+        A rank has two chunks of the sequence, an earlier and a later one. The first group pairs this rank's later chunk
+        of queries with the other rank's earlier chunk of keys. The second group pairs the earlier chunks of both ranks
+        if the keys come from an earlier rank, else the later chunks.
         """
         i, j = (x.reshape(-1) for x in jnp.indices((self.m, self.m), jnp.int32))
         from_earlier = hops <= jax.lax.axis_index(self.ring.axis)
@@ -138,8 +145,14 @@ class _Rank:
 def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
     """Computes the attention of one rank's l positions, inside shard_map, while keys and values travel around the ring.
 
-    Returns (context [B, l, H, K], log-sum-exp of each query's scores [B, G, R, l]). `segments_BL`: the segment ids of
-    the whole row, None if rows are not packed.
+    Returns (context [B, l, H, K], log-sum-exp of each query's scores [B, G, R, l]), for G key heads and R query heads
+    per key head.
+
+    Args:
+      segments_BL: the segment ids of the whole row, None if rows are not packed.
+      ring: the devices that share the sequence.
+      chunk: maximum number of positions of a block.
+      scoring: the scale and the cap of the scores.
     """
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
@@ -172,8 +185,13 @@ def _backward_rank(
 ):
     """Returns the gradients of one rank's queries, keys and values, in their shapes and dtypes.
 
-    `lse_BGRL`: the log-sum-exp of the scores that `_forward_rank` returned. `segments_BL`: the segment ids of the whole
-    row, None if rows are not packed.
+    Args:
+      segments_BL: the segment ids of the whole row, None if rows are not packed.
+      context_BLHK, lse_BGRL: the results of `_forward_rank`, the context and the log-sum-exp of each query's scores.
+      d_context_BLHK: the gradient of the context.
+      ring: the devices that share the sequence.
+      chunk: maximum number of positions of a block.
+      scoring: the scale and the cap of the scores.
     """
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
@@ -285,14 +303,17 @@ def ring_attention(
     chunk: int,
     scoring: Scoring = PLAIN,
 ) -> jax.Array:
-    """Computes causal attention [B, L, H, K] of a sequence in `zigzag` order that is sharded over `ring.axis`.
+    """Computes causal attention [B, L, H, K] of a sequence that is sharded over `ring.axis`. The positions are in
+    `zigzag` order: every device has an early and a late chunk.
 
-    Every device computes its pairs of chunks in blocks of at most `chunk` positions. Scores and sums are float32.
-    Residuals of the gradient are the arguments, the result (tagged `context`) and the log-denominators [B, G, R, L]
-    (tagged `lse`).
+    Every device computes its pairs of chunks in blocks of at most `chunk` positions. Scores and sums are float32. Saved
+    for the gradient are the arguments, the result (checkpoint name `context`) and the log-denominators of the softmax
+    (checkpoint name `lse`), [B, G, R, L] for G key heads and R query heads per key head.
 
     Args:
       segments_BL: segment ids of packed rows, int32, in the order of the row (not in `zigzag` order).
+      ring: the devices that share a sequence.
+      scoring: the scale and the cap of the scores.
 
     Raises:
       ValueError: the length, batch or number of heads is not divisible by the sizes of its mesh axes.

@@ -21,11 +21,14 @@ from bytescope.model.placement import Peers
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """One way to move tokens to the devices of their experts and back, an entry of the table EXCHANGES. A choice is a
-    pair of a token and one of its K experts; a row stores the vector of one choice.
+    pair of a token and one of its K experts. A row of a device's array stores the vector of one choice.
+
+    Axes: T tokens, K experts per token, X rows, D elements. `peers`: the devices that share the experts.
 
     Fields:
-      shape: (tokens, K, experts, factor, peers) -> the `Shape` of a device's rows. `factor`: maximum number of rows
-        relative to the mean, 0 for no limit.
+      summary: a one-line description.
+      shape: (tokens, K, experts, factor, peers) -> the `Shape` of a device's rows (numbers of rows and tiles).
+        `factor`: maximum number of rows relative to the mean, 0 for no limit.
       plan: (expert_TK, shape, peers) -> the plan, which says in which row each choice is stored. The four functions
         below take it as an argument.
       to_rows: (tokens [T, D], plan, peers) -> rows [X, D].
@@ -88,9 +91,15 @@ def _shape_slots(tokens: int, k: int, experts: int, factor: float, peers: Peers)
 
 
 def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
-    """Returns the plan for an all-to-all in which every device sends the same number of rows (slots) to each expert.
+    """Returns the plan (which row holds which token) for an all-to-all in which every device sends the same number of
+    rows, the slots, to each expert.
 
     The plan's indices describe the rows that this device sends, and its tiles the rows that it receives.
+
+    Args:
+      expert_TK: the experts that each token chose.
+      shape: the sizes of a device's rows.
+      peers: the devices that share the experts.
     """
     slots = shape.slots // peers.size
     sent = rows.make_plan(expert_TK, Shape(shape.experts * peers.size, shape.rows, slots, slots))
@@ -131,11 +140,14 @@ SLOTS: Mapping[str, Callable[..., Any]] = {
 )
 @dataclasses.dataclass(frozen=True)
 class RaggedPlan:
-    """The plan of a ragged all-to-all: like `Plan`, but rows leave a device sorted by expert and without padding.
+    """The plan of a ragged all-to-all, in which devices send different numbers of rows. A row holds one choice: a token
+    for one of its K experts. Rows leave a device sorted by expert and without padding.
 
     Fields:
-      place_TK, source_X, dropped: as in `Plan`, for the rows that this device sends.
-      tiles: the tiles of the rows that this device receives.
+      place_TK: the row in which this device sends each choice.
+      source_X: the choice in each row that this device sends, as t * K + k for choice k of token t.
+      tiles: the assignment of the rows that this device receives to its experts, in tiles of equal size.
+      dropped: the number of choices that got no row.
       sends: int32 [3, all experts], the rows to send to each expert: index of the first row, index of its place on the
         receiving device, number of rows.
       returns: int32 [3, peers * experts of this device], the rows to send back to each peer from each expert: index of
@@ -189,13 +201,15 @@ def _return_ragged(held: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array
 
 
 def _ragged_all_to_all(x: jax.Array, rows: int, sends: jax.Array, received: jax.Array, peers: Peers) -> jax.Array:
-    """Sends slices of `x` [N, ...] to other devices. Returns the received rows [rows, ...] on each device; rows that
+    """Sends slices of `x` [N, ...] to other devices. Returns the received rows [rows, ...] on each device. Rows that
     receive nothing are 0.
 
     Args:
+      rows: number of rows of the result.
       sends: int32 [3, slices]: the first row of each slice, its row index on the receiving device, and its number of
         rows. The slices for one device are adjacent, and each device gets the same number of slices.
       received: int32 [slices]: the number of rows of each slice that arrives from each peer.
+      peers: the devices that share the experts.
     """
     begin, place, size = sends
     if peers.emulated:  # XLA's CPU backend has no ragged all-to-all

@@ -23,7 +23,11 @@ class Products:
     """The matrix products of one expert kernel, a row of the table of expert kernels. Each result has the dtype of the
     first argument.
 
+    Axes: X rows (one token for one expert each), E experts, C inputs, N outputs. `tiles` says which expert each tile of
+    rows belongs to.
+
     Fields:
+      summary: a one-line description.
       forward: (x_XC, w_ECN, tiles) -> [X, N], each row times the weight of its expert.
       to_rows: (y_XN, w_ECN, tiles) -> [X, C], the gradient of the rows.
       to_weights: (x_XC, y_XN, tiles) -> [E, C, N], the gradient of the weights.
@@ -93,9 +97,13 @@ BLOCK, DEPTH = 128, 64
 def rows_times(
     x_XC: jax.Array, w: jax.Array, tiles: Tiles, *, transposed: bool = False, interpret: bool = False
 ) -> jax.Array:
-    """Multiplies each row by the matrix of its expert. Returns [X, N] in the dtype of `x_XC`.
+    """Multiplies each of X rows (one token for one expert) by the matrix of its expert. Returns [X, N] in the dtype of
+    `x_XC`.
 
-    `w` is [E, C, N], or [E, N, C] if `transposed`. `interpret` runs the kernel as plain jax on any backend.
+    Args:
+      w: the matrices, [E, C, N], or [E, N, C] if `transposed`.
+      tiles: the expert of each tile of rows.
+      interpret: True to run the kernel as plain jax on any backend.
     """
     (X, C), N = x_XC.shape, w.shape[1 if transposed else 2]
     tile, columns_per_block, summed_per_block = (
@@ -131,8 +139,14 @@ def rows_times(
 
 
 def weight_gradients(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: bool = False) -> jax.Array:
-    """Returns the weight gradient of each expert, the sum of x^T y over its rows: [E, C, N] in the dtype of `x_XC`
-    from [X, C] and [X, N]."""
+    """Returns the weight gradient of each expert, the sum of x^T y over its rows: [E, C, N] in the dtype of `x_XC`.
+
+    Args:
+      x_XC: the inputs of X rows (one token for one expert).
+      y_XN: the gradients of the rows' outputs.
+      tiles: the expert of each tile of rows.
+      interpret: True to run the kernel as plain jax on any backend.
+    """
     (X, C), N, E = x_XC.shape, y_XN.shape[1], tiles.count.size
     tile = X // tiles.expert.size
     rows_per_block, columns_per_block, summed_per_block = (
@@ -214,11 +228,11 @@ CAPACITY = 1.25
 
 
 def choose_moe_kernel(config: ModelConfig, platform: str) -> tuple[str, str]:
-    """Returns the name of the expert kernel that `config.moe_kernel` selects, a row of KERNELS, and the reason.
+    """Returns the name of the expert kernel that `config.moe_kernel` selects (a row of KERNELS), and the reason.
     Returns ("", "") for a model without experts.
 
     Args:
-      platform: result of `platform_of` for the device that will run the program.
+      platform: name of the platform or GPU that will run the program, the result of `platform_of` for its device.
 
     Raises:
       ValueError: the kernel does not exist. The message lists the kernels.

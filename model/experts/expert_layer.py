@@ -30,9 +30,11 @@ class Load:
     """Router statistics of one micro-batch, float32. Padding is not counted. Statistics of several layers have a
     leading layer axis.
 
+    A choice is a pair of a token and one of its k experts.
+
     Fields:
-      counts: [E], the number of choices of each expert, dropped choices included.
-      dropped: the number of choices that were dropped because their expert had no free slot or row.
+      counts: [E], the number of choices of each of E experts, dropped choices included.
+      dropped: the number of choices that were dropped because their expert had no free row.
       entropy: the entropy of a token's scores over the experts, in nats, mean over tokens.
       balance: the load-balance loss of Switch (arXiv 2101.03961) with k choices: E times the sum over experts of
         (fraction of the choices x mean score). It is 1 if balanced, and at most E.
@@ -54,8 +56,9 @@ class Experts(nnx.Module):
 
     The table EXCHANGES lists the ways to move tokens to the devices of their experts, and the table KERNELS lists the
     kernels for the matrix products. The router's weight multiplies the input of an expert's down projection instead of
-    the output, because the gradient then does not need the output. `pooled`: True to record the mean score of each
-    expert, `Load.shares`.
+    the output, because the gradient then does not need the output.
+
+    `pooled`: True to record the mean score of each expert in the statistics (`Load.shares`).
     """
 
     def __init__(
@@ -76,7 +79,8 @@ class Experts(nnx.Module):
         )
 
     def route(self, x_BLD: jax.Array) -> tuple[jax.Array, Choice]:
-        """Returns the router logits [B, L, E] float32 and the chosen experts of each token."""
+        """Returns the router logits [B, L, E] float32, and the indices and weights of the experts chosen for each
+        token."""
         with jax.named_scope("router"):
             logits = _logits_regathered if self.regather else _logits
             logits_BLE = logits(self.place, self.w_router.get_metadata()["axes"], x_BLD, self.w_router[...])
@@ -180,17 +184,21 @@ def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: ja
 
 
 def choice_shares(counts_NE: jax.Array) -> jax.Array:
-    """Returns the fraction (0 to 1) of a layer's choices that each expert got, [N, E], from the numbers of choices [N,
-    E]. A choice is a pair of a token and one of its experts. Fractions are 0 in layers without choices."""
+    """Returns the fraction (0 to 1) of a layer's choices that each expert got, [N layers, E experts]. A choice is a
+    pair of a token and one of its experts. Fractions are 0 in layers without choices.
+
+    `counts_NE`: the number of choices of each expert.
+    """
     return counts_NE / jnp.maximum(counts_NE.sum(-1, keepdims=True), 1.0)
 
 
 def pool_balance(load: Load | None) -> Load | None:
-    """Returns router statistics whose balance loss is pooled over all layers. If `load` has no `shares`, it is
-    returned unchanged.
+    """Returns the router statistics `load` with a balance loss that is pooled over all layers. If `load` is None or has
+    no mean scores (`shares`), it is returned unchanged.
 
-    The pooled loss is E sum_e f_e p_e, where f_e is expert e's fraction of the choices and p_e its mean score, both
-    averaged over the layers. `load_balancing_loss_func` of transformers returns k times this value.
+    The pooled loss is E sum_e f_e p_e. f_e is expert e's fraction of the choices (pairs of a token and one of its k
+    experts) and p_e its mean score, both averaged over the layers. `load_balancing_loss_func` of transformers returns k
+    times this value.
     """
     if load is None or load.shares is None:
         return load

@@ -29,8 +29,9 @@ class DispatchSettings:
 
     Fields:
       kernel: name of the expert kernel, a row of KERNELS.
-      exchange: name of the way rows are moved, a row of EXCHANGES.
-      factor: maximum number of rows relative to the mean, per expert with fixed slots, else per device; 0 for no limit.
+      exchange: name of the way rows are moved between devices, a row of EXCHANGES.
+      factor: maximum number of rows relative to the mean; 0 for no limit. It limits the rows of each expert if experts
+        have a fixed number of slots, else the rows of each device.
       experts: number of experts on all devices together.
     """
 
@@ -41,9 +42,14 @@ class DispatchSettings:
 
 
 def make_plan(how: DispatchSettings, place: Placement, expert_BLK: jax.Array) -> Any:
-    """Decides which row stores which choice (pair of a token and one of its experts). Returns the plan of the exchange
-    `how.exchange`, of which every device has its own part. `expert_BLK`: int32, the K experts of each token; padding
-    tokens have the index `how.experts` and get no row."""
+    """Decides which row stores which choice (pair of a token and one of its experts). Returns the plan: index arrays in
+    the form that `how.exchange` uses. Every device has its own part of it.
+
+    Args:
+      how: the kernel, exchange and sizes of the experts.
+      place: shards arrays over the mesh.
+      expert_BLK: int32, the K experts of each token. Padding tokens have the index `how.experts` and get no row.
+    """
     exchange = EXCHANGES[how.exchange]
 
     def plan(expert_BLK: jax.Array) -> Any:
@@ -59,7 +65,15 @@ def dispatch(
     how: DispatchSettings, place: Placement, x_BLD: jax.Array, weight_BLK: jax.Array, plan: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Moves tokens to the devices of their experts. Returns the rows [X, tensor, D] in the dtype of `x_BLD`, and the
-    rows' router weights [X, tensor] float32. `tensor` is the size of the tensor-parallel mesh axis."""
+    rows' router weights [X, tensor] float32. `tensor` is the size of the tensor-parallel mesh axis.
+
+    Args:
+      how: the kernel, exchange and sizes of the experts.
+      place: shards arrays over the mesh.
+      x_BLD: the tokens' vectors.
+      weight_BLK: router weights of each token's K experts.
+      plan: which row stores which pair of token and expert, from `make_plan`.
+    """
     exchange = EXCHANGES[how.exchange]
 
     def move(x_BLD, weight_BLK, plan):
@@ -94,8 +108,16 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def combine(how: DispatchSettings, place: Placement, y_X1D: jax.Array, like_BLD: jax.Array, plan: Any) -> jax.Array:
-    """Moves rows back and returns the sum of each token's rows, [B, L, D]. `like_BLD`: an array [B, L, 0], whose shape
-    gives B and L."""
+    """Moves rows (one token for one expert each) back to the devices of their tokens. Returns the sum of each token's
+    rows, [B, L, D].
+
+    Args:
+      how: the kernel, exchange and sizes of the experts.
+      place: shards arrays over the mesh.
+      y_X1D: the rows' results.
+      like_BLD: an array [B, L, 0], whose shape gives B and L.
+      plan: which row stores which pair of token and expert, from `make_plan`.
+    """
 
     def move(y_X1D, like_BLD, plan):
         y_TD = EXCHANGES[how.exchange].to_tokens(y_X1D[:, 0], plan, place.peers)
@@ -128,7 +150,7 @@ def _empty_like(x_BLD: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """Static description of an expert weight [E, C, N].
+    """Static description of an expert weight [E, C, N]: E experts, C inputs, N outputs.
 
     Fields:
       axes: its logical axes.
@@ -143,7 +165,8 @@ class Weight:
 
     @classmethod
     def from_param(cls, p: nnx.Param, regather: bool) -> "Weight":
-        """Reads the logical axes of the expert weight `p` and whether it is frozen from its metadata."""
+        """Returns the description of the expert weight `p`. Its logical axes and whether it is frozen come from its
+        metadata."""
         return cls(p.get_metadata()["axes"], p.get_metadata()["frozen"], regather)
 
 
@@ -157,10 +180,14 @@ def _multiply(
     weights: tuple[jax.Array, ...],
     tiles: Any,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows `x` by each of the expert weights, with a custom gradient. The weights are passed as stored, that
-    is, sharded and in the dtype of parameters.
+    """Multiplies rows `x` (one token for one expert each) by each of the expert weights, with a custom gradient.
+    Returns one result per weight. The weights are passed as stored: sharded and in the dtype of parameters.
 
-    `which`: the description of each weight. `spec`: (logical axes of the rows, logical axes of the results).
+    Args:
+      kernel: name of the expert kernel.
+      which: the description of each weight.
+      spec: (logical axes of the rows, logical axes of the results).
+      tiles: the expert of each tile of rows.
     """
     return _multiply_gathered(kernel, place, which, spec, x, _cast_and_gather(which, weights, x.dtype, place), tiles)
 
@@ -252,19 +279,32 @@ def enter(
     kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *, regather: bool
 ) -> tuple[jax.Array, ...]:
     """Multiplies rows [X, tensor, D] by the weights of their experts, for each parameter [E, D, F]. Returns one result
-    [X, F] per parameter. `regather`: True to gather the parameters again in the backward pass (see `layers.enter`)."""
+    [X, F] per parameter. A row is one token for one expert; `tensor` is the size of the tensor-parallel mesh axis.
+
+    Args:
+      kernel: name of the expert kernel.
+      plan: which row belongs to which expert, from `make_plan`.
+      regather: True to gather the sharded parameters again in the backward pass, instead of saving them gathered.
+    """
     which = tuple(Weight.from_param(p, regather) for p in params)
     return _multiply(kernel, place, which, (ROWS, HIDDEN), x_X1D, tuple(p[...] for p in params), plan.tiles)
 
 
 def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any, *, regather: bool) -> jax.Array:
-    """Multiplies rows [X, F] by the weights of their experts, the parameter [E, F, D]. Returns [X, tensor, D].
-    `regather`: True to gather the parameter again in the backward pass (see `layers.enter`)."""
+    """Multiplies rows [X, F] by the weights of their experts, the parameter [E, F, D]. Returns [X, tensor, D]. A row is
+    one token for one expert; `tensor` is the size of the tensor-parallel mesh axis.
+
+    Args:
+      kernel: name of the expert kernel.
+      plan: which row belongs to which expert, from `make_plan`.
+      regather: True to gather the sharded parameter again in the backward pass, instead of saving it gathered.
+    """
     return _multiply(kernel, place, (Weight.from_param(p, regather),), (HIDDEN, ROWS), act_XF, (p[...],), plan.tiles)[0]
 
 
 def weigh(place: Placement, act_XF: jax.Array, weight_X1: jax.Array) -> jax.Array:
-    """Multiplies rows [X, F] by their router weights, in the dtype of the rows."""
+    """Multiplies rows [X, F] (hidden values of one token for one expert) by their router weights, in the dtype of the
+    rows."""
 
     def times(act_XF, weight_X1):
         return act_XF * weight_X1.astype(act_XF.dtype)

@@ -21,7 +21,8 @@ LARGEST_TILE, SMALLEST_TILE = 128, 16
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static sizes of a device's rows. A row holds one token for one expert.
+    """The static sizes of a device's rows. A row holds one token for one expert. In the tile layout, each expert's rows
+    fill whole tiles. In the slot layout, every expert has the same number of rows.
 
     Fields:
       experts: number of experts on the device.
@@ -44,23 +45,23 @@ class Shape:
 
 
 def choose_tile(choices: int, experts: int) -> int:
-    """Returns the number of rows of a tile. `choices`: number of pairs of token and expert on the device.
+    """Returns the number of rows that a matrix product with one expert's weights processes at once (a tile). It is a
+    power of 2, at most the mean number of rows of an expert, and between SMALLEST_TILE and LARGEST_TILE.
 
-    The result is a power of 2, at most the mean number of rows of an expert, and between SMALLEST_TILE and
-    LARGEST_TILE.
+    `choices`: number of rows with tokens on the device, one per pair of token and expert.
     """
     mean = max(choices // experts, 1)
     return min(max(2 ** (mean.bit_length() - 1), SMALLEST_TILE), LARGEST_TILE)
 
 
 def tiled_shape(rows: int, experts: int, tile: int) -> Shape:
-    """Returns the sizes of the tile layout: `rows` rows that hold tokens, plus padding for the last tile of each
-    expert."""
+    """Returns the sizes of the layout in which each expert's rows fill whole tiles of `tile` rows. There are `rows`
+    rows that hold tokens, plus padding for the last tile of each expert."""
     return Shape(experts, (-(-rows // tile) + experts) * tile, tile)
 
 
 def slotted_shape(choices: int, experts: int, factor: float) -> Shape:
-    """Returns the sizes of the slot layout: each expert has a fixed number of rows (slots), `factor` times the mean,
+    """Returns the sizes of the slot layout: each expert has the same number of rows (slots), `factor` times the mean,
     rounded up to a multiple of 8.
 
     `choices`: number of pairs of token and expert on the device.
@@ -72,7 +73,7 @@ def slotted_shape(choices: int, experts: int, factor: float) -> Shape:
 @partial(jax.tree_util.register_dataclass, data_fields=["expert", "first", "count"], meta_fields=["filled"])
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The assignment of row tiles to the experts of a device, int32.
+    """The expert of each tile, a group of consecutive rows that belong to one expert. The arrays are int32.
 
     Fields:
       expert: for each tile the index of its expert, from 0 on this device.
@@ -90,12 +91,13 @@ class Tiles:
 @partial(jax.tree_util.register_dataclass, data_fields=["place_TK", "source_X", "tiles", "dropped"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which row of a device holds which choice (pair of token and expert), int32.
+    """Which row of a device holds which choice (pair of a token and one of its K experts). The arrays are int32. T is
+    the number of tokens, X the number of rows.
 
     Fields:
       place_TK: the row index of each choice of a token, X if the choice has no row on this device.
       source_X: the choice in each row, as t * K + k for choice k of token t; T * K for padding rows.
-      tiles: the tiles of the rows.
+      tiles: which expert each tile of rows belongs to.
       dropped: [1], the number of choices that were dropped because an expert of this device had no free row.
     """
 
@@ -120,8 +122,8 @@ def rank_in_expert(expert_N: jax.Array, experts: int) -> tuple[jax.Array, jax.Ar
 
 
 def first_rows(counts_E: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
-    """Returns the first row and the number of tiles of each expert, int32. `counts_E`: number of rows of each
-    expert."""
+    """Returns the first row and the number of tiles of each expert, int32 [E] each. `counts_E`: number of rows of each
+    expert. `shape`: the sizes of the device's rows."""
     if shape.slots:
         return jnp.arange(shape.experts, dtype=jnp.int32) * shape.slots, jnp.ones(shape.experts, jnp.int32)
     tiles_E = -(-counts_E // shape.tile)
@@ -129,10 +131,10 @@ def first_rows(counts_E: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]
 
 
 def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
-    """Returns which row of a device holds which choice (pair of token and expert).
+    """Returns which row of a device holds which choice (pair of a token and one of its K experts).
 
     `expert_TK`: the experts that each token chose, numbered from 0 on this device. The value `shape.experts` marks
-    experts of other devices.
+    experts of other devices. `shape`: the sizes of the device's rows.
     """
     expert_N = expert_TK.reshape(-1)
     rank_N, counts_E = rank_in_expert(expert_N, shape.experts)
@@ -151,8 +153,8 @@ def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
 
 
 def sources(place_N: jax.Array, rows: int) -> jax.Array:
-    """Inverts the assignment of choices to rows. Returns the index of the choice in each row, int32 [rows]; N for an
-    empty row.
+    """Inverts an assignment of choices (pairs of token and expert) to rows. Returns the index of the choice in each
+    row, int32 [rows]; N for an empty row.
 
     `place_N`: the index of the row of each of N choices.
     """
@@ -162,8 +164,11 @@ def sources(place_N: jax.Array, rows: int) -> jax.Array:
 
 
 def make_tiles(first_E: jax.Array, tiles_E: jax.Array, shape: Shape) -> Tiles:
-    """Returns the assignment of tiles to experts. `first_E`: the index of each expert's first row. `tiles_E`: its
-    number of tiles, int32 [E]."""
+    """Returns which expert each tile (group of consecutive rows of one expert) belongs to.
+
+    `first_E`: the index of each expert's first row. `tiles_E`: the number of tiles of each expert. Both are int32 [E].
+    `shape`: the sizes of the device's rows.
+    """
     first = first_E // shape.tile
     expert = jnp.searchsorted(first + tiles_E, jnp.arange(shape.tiles), side="right").astype(jnp.int32)
     # An expert whose rows exceed the buffer gets no tiles for the excess rows.
@@ -171,12 +176,14 @@ def make_tiles(first_E: jax.Array, tiles_E: jax.Array, shape: Shape) -> Tiles:
 
 
 def rows_of_tokens(x_TD: jax.Array, plan: Plan) -> jax.Array:
-    """Returns the token vector of each row, [X, D]; zeros for padding rows."""
+    """Returns the token vector of each row, [X, D]; zeros for padding rows. `x_TD`: the vectors of T tokens. `plan`:
+    which row holds which pair of token and expert."""
     return jnp.take(x_TD, plan.source_X // plan.place_TK.shape[1], axis=0, mode="fill", fill_value=0)
 
 
 def tokens_of_rows(y_XD: jax.Array, plan: Plan) -> jax.Array:
-    """Returns the sum of each token's rows, [T, D] in the dtype of `y_XD`, added in float32."""
+    """Returns the sum of each token's rows, [T, D] in the dtype of `y_XD`, added in float32. `plan`: which row holds
+    which pair of token and expert."""
 
     def rows_of(place_T: jax.Array) -> jax.Array:
         return jnp.take(y_XD, place_T, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
@@ -189,12 +196,12 @@ def tokens_of_rows(y_XD: jax.Array, plan: Plan) -> jax.Array:
 
 
 def rows_of_choices(w_TK: jax.Array, plan: Plan) -> jax.Array:
-    """Copies one float per choice (pair of token and expert), such as its router weight, to the row of the choice: [T,
-    K] -> [X]. Padding rows get 0."""
+    """Copies one float per choice (pair of token and expert), such as its router weight, to the row that holds the
+    choice: [T, K] -> [X]. Padding rows get 0. `plan`: which row holds which choice."""
     return jnp.take(w_TK.reshape(-1), plan.source_X, mode="fill", fill_value=0)
 
 
 def choices_of_rows(w_X: jax.Array, plan: Plan) -> jax.Array:
     """Copies one float per row to the choice (pair of token and expert) in the row: [X] -> [T, K]. Choices without a
-    row get 0."""
+    row get 0. `plan`: which row holds which choice."""
     return jnp.take(w_X, plan.place_TK, mode="fill", fill_value=0)

@@ -22,12 +22,12 @@ ROUTERS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The K chosen experts of each token.
+    """The K chosen experts of each token, and the scores of all E experts.
 
     Fields:
-      expert_BLK: int32 expert indices, E for padding tokens.
-      weight_BLK: float32 factors of the experts' outputs.
-      share_BLE: float32 scores, normalized to sum to 1 over the experts.
+      expert_BLK: int32 indices of the chosen experts, E for padding tokens.
+      weight_BLK: float32 factors of the chosen experts' outputs.
+      share_BLE: float32 scores of all experts, normalized to sum to 1.
     """
 
     expert_BLK: jax.Array
@@ -38,8 +38,9 @@ class Choice:
 def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig) -> Choice:
     """Chooses the experts of each token from the router's float32 logits.
 
-    `bias_E` is added to choose the experts, but does not change their weights. With `router_renormalize` the weights
-    of a token's chosen experts sum to `router_scale`. Otherwise the weights are the scores times `router_scale`.
+    `bias_E` is added to the scores when experts are chosen, but does not change their weights; None for no bias. With
+    `router_renormalize` the weights of a token's chosen experts sum to `router_scale`. Otherwise the weights are the
+    scores times `router_scale`.
     """
     scores_BLE = ROUTERS[config.router](logits_BLE)
     picked_by_BLE = jax.lax.stop_gradient(scores_BLE if bias_E is None else scores_BLE + bias_E[None, None])
@@ -54,10 +55,10 @@ def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig)
 
 
 def _mask_closed_groups(scores_BLE: jax.Array, config: ModelConfig) -> jax.Array:
-    """Keeps the scores [B, L, E] of experts in the token's `router_top_groups` best groups and sets all other scores to
-    -inf, so that a token chooses experts from these groups only (node-limited routing of DeepSeek-V3).
+    """Keeps the scores [B, L, E] of experts in the token's best `router_top_groups` groups and sets all other scores to
+    -inf. A token then chooses experts from these groups only (node-limited routing of DeepSeek-V3).
 
-    A group's score is the sum of its two best experts' scores.
+    Groups are equal ranges of experts. A group's score is the sum of its two best experts' scores.
     """
     groups, chosen = config.router_groups, config.router_top_groups
     if chosen == groups:

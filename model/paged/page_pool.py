@@ -22,12 +22,13 @@ NOBODY = 0
 @partial(jax.tree_util.register_dataclass, data_fields=["positions_BT", "table_BP"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The tokens that a step computes and the pages of their sequences.
+    """The T tokens per sequence that a step computes, and the pages of their sequences. A page stores the keys and
+    values of PAGE consecutive positions of one sequence.
 
     Fields:
       positions_BT: int32, the position of each token in its sequence, -1 for padding.
-      table_BP: int32, the page table: for each PAGE consecutive positions of a sequence the index of the page that
-        stores them; NOBODY, the scratch page, if they have no page.
+      table_BP: int32, the page table: the index of each of a sequence's P pages in the pool. Positions without a page
+        have the index NOBODY, the scratch page, whose content is never used.
     """
 
     positions_BT: Any  # jax.Array in a step, np.ndarray before it, ShapeDtypeStruct if a step is only compiled
@@ -35,8 +36,8 @@ class View:
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array]:
-        """The storage location of each token's keys and values: (page index, offset in the page), int32 [B, T] each.
-        Padding tokens are on the scratch page."""
+        """Where each token's keys and values are stored: (page index, offset in the page), int32 [B, T] each. Padding
+        tokens are stored in the scratch page, which no sequence uses."""
         positions_BT = jnp.maximum(self.positions_BT, 0)
         pages_BT = jnp.take_along_axis(self.table_BP, positions_BT // PAGE, axis=1)
         return jnp.where(self.positions_BT < 0, NOBODY, pages_BT), positions_BT % PAGE
@@ -52,7 +53,7 @@ class PagePool:
     """The KV-cache pages of one layer. A page has the keys and values of PAGE positions of one sequence.
 
     Fields:
-      keys: [N, PAGE, G, K].
+      keys: [N, PAGE, G, K], for N pages, G key heads and K elements per key.
       values: [N, PAGE, G, V]; None if the values are the first V elements of the keys (latent attention).
       key_scales, value_scales: float32 [N, PAGE, G] if keys and values are stored in 8 bits, else None.
       compute: the dtype in which keys and values are returned.
@@ -68,8 +69,15 @@ class PagePool:
     def zeros(
         cls, pages: int, groups: int, key_width: int, value_width: int, stored: DTypeLike, compute: DTypeLike
     ) -> "PagePool":
-        """Returns an empty pool. Widths are elements per head; `value_width` is 0 for latent attention. `stored`:
-        dtype of the pages."""
+        """Returns an empty pool.
+
+        Args:
+          pages: number of pages.
+          groups: number of key heads.
+          key_width, value_width: elements per head; `value_width` is 0 for latent attention.
+          stored: dtype of the pages.
+          compute: dtype in which keys and values are returned.
+        """
         narrow = jnp.dtype(stored).itemsize == 1
 
         def array(width: int) -> jax.Array:
@@ -82,7 +90,8 @@ class PagePool:
         return cls(array(key_width), values, scales(key_width), scales(value_width), compute)
 
     def write(self, k_BTGK: jax.Array, v_BTGV: jax.Array | None, view: View) -> "PagePool":
-        """Returns the pool after the keys and values of a step's tokens are written to it."""
+        """Returns the pool after the keys and values of a step's tokens are written to it. `view`: the positions of the
+        tokens and the pages of their sequences."""
         at = view.places
         keys, key_scales = _write_pages(self.keys, self.key_scales, k_BTGK, at)
         if v_BTGV is None or self.values is None:
@@ -91,7 +100,8 @@ class PagePool:
         return PagePool(keys, values, key_scales, value_scales, self.compute)
 
     def read(self, pages_BP: jax.Array, value_width: int) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys [B, S, G, K] and values [B, S, G, V] in the pages `pages_BP`, in the compute dtype."""
+        """Returns the keys [B, S, G, K] and values [B, S, G, V] of B sequences, in the compute dtype. `pages_BP`: the
+        indices of each sequence's pages. `value_width`: V."""
         k_BSGK = _read_pages(self.keys, self.key_scales, pages_BP, self.compute)
         if self.values is None:
             return k_BSGK, k_BSGK[..., :value_width]
@@ -101,8 +111,8 @@ class PagePool:
 def _write_pages(
     pool: jax.Array, scales: jax.Array | None, new_BTGK: jax.Array, at: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Writes keys or values `new_BTGK` to `pool` at (page, offset). Returns the pages and their scales. Pages in 8 bits
-    have one scale per token and head; other pages have None."""
+    """Writes keys or values `new_BTGK` to `pool` at the places `at`, (page index, offset in the page) of each token.
+    Returns the pages and their scales. Pages in 8 bits have one scale per token and head; other pages have None."""
     if scales is None:
         return pool.at[at].set(new_BTGK.astype(pool.dtype)), None
     integers = jnp.issubdtype(pool.dtype, jnp.integer)

@@ -28,8 +28,11 @@ PAGES, ROWS = 4, 16
 def gather(
     q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, value_width: int
 ) -> jax.Array:
-    """Computes attention by copying all pages into one array, in which every sequence has the length of the
-    longest. Returns the context [B, T, H, V]; `triton` explains the arguments."""
+    """Computes attention of new tokens to the keys and values in a page pool, by copying all pages into one array. In
+    this array every sequence has the length of the longest. Returns the context [B, T, H, V].
+
+    Takes the arguments of every kernel for pages (explained at `triton`).
+    """
     k_BSGK, v_BSGV = pool.read(view.table_BP, value_width)
     scores_BGRTS = _scores(q_BTHK, k_BSGK, scoring, width)
     scores_BGRTS = _mask_later_keys(scores_BGRTS, jnp.arange(k_BSGK.shape[1]), view)
@@ -40,10 +43,11 @@ def gather(
 def blocks(
     q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, value_width: int
 ) -> jax.Array:
-    """Computes attention over BLOCK pages at a time with a running softmax (Dao et al. 2022, arXiv 2205.14135).
+    """Computes attention of new tokens to the keys and values in a page pool, BLOCK pages at a time with a running
+    softmax (Dao et al. 2022, arXiv 2205.14135). Returns the context [B, T, H, V].
 
-    The longest sequence determines the number of loop iterations. Returns the context [B, T, H, V]; `triton` explains
-    the arguments.
+    The longest sequence determines the number of loop iterations. Takes the arguments of every kernel for pages
+    (explained at `triton`).
     """
     B, T, H, _ = q_BTHK.shape
     G, P = pool.keys.shape[2], view.table_BP.shape[1]
@@ -105,10 +109,11 @@ def triton(
     value_width: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes attention to keys and values in pages. Returns the context [B, T, H, V] in the dtype of the queries.
+    """Computes attention of new tokens to the keys and values in a page pool. Returns the context [B, T, H, V] in the
+    dtype of the queries.
 
     If `takes` accepts the arrays (one new token per sequence), one GPU kernel computes it (`attend`). Other inputs,
-    such as prompts, use `blocks`.
+    such as prompts, use `blocks`, which runs on any backend.
 
     Args:
       q_BTHK: queries of T new tokens of each of B sequences, H heads with K elements.
@@ -125,8 +130,8 @@ def triton(
 
 
 def takes(q_BTHK: jax.Array, pool: PagePool) -> bool:
-    """Returns True if the Triton kernel accepts these arrays: one token of each sequence, separate keys and values in
-    the compute dtype, and a head width that is a power of two."""
+    """Returns True if the Triton kernel accepts these arrays. It needs one token of each sequence, keys and values that
+    are separate and stored in the compute dtype, and a head width that is a power of two."""
     width = pool.keys.shape[-1]
     return (
         q_BTHK.shape[1] == 1
@@ -141,11 +146,19 @@ def takes(q_BTHK: jax.Array, pool: PagePool) -> bool:
 def attend(
     q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, interpret: bool = False
 ) -> jax.Array:
-    """Returns the context [B, 1, H, K] of one token of each sequence, computed by one Pallas kernel. Padding rows are
-    0.
+    """Returns the context [B, 1, H, K] of one new token of each sequence, computed by one Pallas kernel. Padding rows
+    are 0.
 
     One kernel program per sequence and key head reads the pages of that sequence in place (Kwon et al. 2023, arXiv
-    2309.06180, section 5.1). `interpret`: True to run the kernel as plain jax on any backend.
+    2309.06180, section 5.1).
+
+    Args:
+      q_BTHK: queries of the tokens, T = 1.
+      pool: pages with the keys and values of one layer.
+      view: positions of the tokens, and the pages of their sequences.
+      scoring: turns query-key dot products into attention scores.
+      width: head width that scales the scores.
+      interpret: True to run the kernel as plain jax on any backend.
     """
     B, _, H, K = q_BTHK.shape
     G, R = pool.keys.shape[2], H // pool.keys.shape[2]

@@ -19,8 +19,8 @@ from bytescope.model.transformer import Transformer
 
 
 def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTypeLike) -> list[PagePool]:
-    """Returns an empty page pool for each layer. With latent attention, a pool stores the latent and the rotated part
-    of the key as one head.
+    """Returns an empty page pool (KV cache) for each layer. With latent attention, a pool stores the latent and the
+    rotated part of the key as one head.
 
     Args:
       pages: number of pages in a pool.
@@ -36,11 +36,16 @@ def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTyp
 def step(
     model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[PagePool], kernel: str
 ) -> tuple[jax.Array, list[PagePool]]:
-    """Returns the output of the last block after the final norm, [B, T, D], and the page pools with the keys and
-    values of the tokens added.
+    """Computes new tokens of several sequences with a paged KV cache. Returns the output of the last block after the
+    final norm, [B, T, D], and the page pools with the keys and values of the tokens added.
 
     Layers are unrolled, because a loop over stacked layers would copy the pages of a layer out of the stack and back.
-    `tokens_BT`: int32. `kernel`: a row of `KERNELS`.
+
+    Args:
+      tokens_BT: int32, T tokens of each of B sequences.
+      view: positions of the tokens, and the pages of their sequences.
+      pools: the page pool of each layer.
+      kernel: name of the attention kernel, a row of `KERNELS`.
     """
     config, run = model.config, KERNELS[kernel]
     packed = Packed(jnp.ones_like(tokens_BT), jnp.maximum(view.positions_BT, 0))

@@ -16,11 +16,11 @@ MIN_SCALE = 1e-5  # lower bound of a group's scale, for groups of zeros
 
 
 def encode(w_IO: jax.Array, group: int, kept: jax.Array | float = 1.0) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes weights. Returns codes uint8 [inputs, outputs], zero points uint8 and scales float16 [groups,
-    outputs].
+    """Quantizes weights to 4-bit codes with one scale and zero point per group of consecutive inputs. Returns codes
+    uint8 [inputs, outputs], zero points uint8 and scales float16 [groups, outputs].
 
     Args:
-      w_IO: float32 weights.
+      w_IO: float32 weights [inputs, outputs].
       group: number of inputs in a group.
       kept: clip ratio, the fraction (0 to 1) of a group's range that is represented; [groups, outputs], or one number
         for all groups.
@@ -37,21 +37,22 @@ def encode(w_IO: jax.Array, group: int, kept: jax.Array | float = 1.0) -> tuple[
 
 
 def decode(codes: jax.Array, zero: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns the float32 weights [inputs, ...] of `codes` [inputs, ...], zero points and scales [groups, ...]."""
+    """Returns the float32 weights [inputs, ...] of `codes` [inputs, ...], zero points and scales [groups, ...]. `...`
+    are the output dimensions."""
     groups, *outputs = scale.shape
     whole = codes.reshape(groups, -1, *outputs).astype(jnp.float32) - zero[:, None].astype(jnp.float32)
     return (whole * scale[:, None].astype(jnp.float32)).reshape(codes.shape)
 
 
 def pack(codes: jax.Array) -> jax.Array:
-    """Packs two 4-bit codes per byte, uint8 [inputs / 2, ...]. The first of two adjacent inputs is in the low 4
-    bits."""
+    """Packs two 4-bit codes per byte: uint8 [inputs, ...] -> uint8 [inputs / 2, ...]. The first of two adjacent inputs
+    is in the low 4 bits."""
     pairs = codes.reshape(codes.shape[0] // 2, 2, *codes.shape[1:])
     return pairs[:, 0] | (pairs[:, 1] << 4)
 
 
 def unpack(packed: jax.Array) -> jax.Array:
-    """Inverts `pack`: returns the 4-bit codes, uint8 [inputs, ...], of bytes [inputs / 2, ...]."""
+    """Unpacks 4-bit codes, two per byte: uint8 [inputs / 2, ...] -> uint8 [inputs, ...]. The inverse of `pack`."""
     # Shifts by 0 and by 4, because a concatenation of both halves would be a separate kernel.
     shift = jnp.array([0, 4], jnp.uint8).reshape(1, 2, *[1] * (packed.ndim - 1))
     return ((packed[:, None] >> shift) & LARGEST).reshape(2 * packed.shape[0], *packed.shape[1:])

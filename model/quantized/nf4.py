@@ -42,10 +42,10 @@ SMALLEST = np.float32(1e-38)  # lower bound of a block's divisor, for blocks of 
 
 
 def encode(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes weights [outputs, inputs] of any float dtype to NF4 on the host.
+    """Quantizes weights [outputs, inputs] of any float dtype to NF4, a 4-bit format, on the host.
 
-    Returns codes uint8 [outputs, inputs / 2] and scales float32 [outputs, inputs / 64]. Outputs are independent, so a
-    weight can be quantized in pieces.
+    Returns codes uint8 [outputs, inputs / 2], two per byte, and scales float32 [outputs, inputs / 64]. Outputs are
+    independent, so a weight can be quantized in pieces.
     """
     outputs, inputs = w_OI.shape
     x = w_OI.astype(np.float32, order="C").reshape(outputs, inputs // BLOCK, BLOCK)
@@ -60,8 +60,8 @@ def encode(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encode_on_device(w_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes weights [inputs, outputs] to NF4 on a device. Returns codes uint8 [inputs / 2, outputs] and scales
-    float32 [inputs / 64, outputs]."""
+    """Quantizes weights [inputs, outputs] to NF4, a 4-bit format, on a device. Returns codes uint8 [inputs / 2,
+    outputs], two per byte, and scales float32 [inputs / 64, outputs]."""
     inputs, outputs = w_IO.shape
     x = w_IO.astype(jnp.float32).reshape(inputs // BLOCK, BLOCK, outputs)
     scale = jnp.abs(x).max(1)
@@ -72,7 +72,8 @@ def encode_on_device(w_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns the float32 weights [inputs, ...] of codes [inputs / 2, ...] and scales [inputs / 64, ...].
+    """Returns the float32 weights [inputs, ...] of NF4 codes [inputs / 2, ...], two per byte, and scales [inputs / 64,
+    ...].
 
     `...` are the output dimensions.
     """
@@ -84,11 +85,10 @@ def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
-    """Returns `table[index]`. Every index must be within the table.
+    """Returns `table[index]`, the levels of codes. Every index must be within the table.
 
-    This is one gather, which the compiler fuses with the surrounding operations. A chain of selects would be fused
-    too, but the compiler would broadcast its 16 constants to the size of the weight and hoist them out of the loop
-    over layers.
+    This is one gather, which the compiler fuses with the surrounding operations. It would also fuse a chain of selects,
+    but would broadcast their 16 constants to the size of the weight and hoist them out of the loop over layers.
     """
     dims = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,))
     return jax.lax.gather(
@@ -114,7 +114,8 @@ SCALE_BLOCK = 256
 
 
 def _dynamic_levels() -> np.ndarray:
-    """Returns the 256 levels of the signed dynamic 8-bit data type of bitsandbytes, float32 in ascending order.
+    """Returns the 256 values (levels) of the signed dynamic 8-bit data type of bitsandbytes, float32 in ascending
+    order.
 
     The levels are 0, 1, and levels of both signs in each of the 7 decades from 1e-7 to 1. Decade k is divided into 2^k
     equal intervals, whose centers are its levels.
@@ -134,8 +135,8 @@ SCALE_BOUNDS = (SCALE_LEVELS[1:] + SCALE_LEVELS[:-1]) / 2
 
 
 def scale_blocks(scales: int) -> int:
-    """Returns the number of blocks for `scales` scales. A block has SCALE_BLOCK scales; the last block may be
-    shorter."""
+    """Returns the number of blocks into which `scales` scales are divided when they are quantized themselves. A block
+    has SCALE_BLOCK scales; the last block may be shorter."""
     return -(-scales // SCALE_BLOCK)
 
 
@@ -149,8 +150,9 @@ def _pairwise_mean(x: Any, numbers: Any) -> Any:
 
 
 def encode_scales(scale_OB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Quantizes scales [outputs, blocks] on the host. Returns codes uint8 [outputs, blocks], float32 scales (one per
-    256 codes) and the subtracted mean, float32 []."""
+    """Quantizes the scales of quantized weights, [outputs, blocks], to 8 bits on the host (double quantization).
+    Returns codes uint8 [outputs, blocks], float32 scales (one per 256 codes) and the mean that was subtracted first,
+    float32 []."""
     mean = _pairwise_mean(scale_OB, np)
     x = (scale_OB - mean).reshape(-1)
     x = np.pad(x, (0, -x.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
@@ -161,8 +163,9 @@ def encode_scales(scale_OB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def encode_scales_on_device(scale_BO: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes scales [blocks, outputs] on a device. Returns codes uint8 [blocks, outputs], float32 scales (one per
-    256 codes) and the subtracted mean, float32 []."""
+    """Quantizes the scales of quantized weights, [blocks, outputs], to 8 bits on a device (double quantization).
+    Returns codes uint8 [blocks, outputs], float32 scales (one per 256 codes) and the mean that was subtracted first,
+    float32 []."""
     blocks, outputs = scale_BO.shape
     scale = scale_BO.T.reshape(-1)
     mean = _pairwise_mean(scale, jnp)
@@ -174,8 +177,8 @@ def encode_scales_on_device(scale_BO: jax.Array) -> tuple[jax.Array, jax.Array, 
 
 
 def decode_scales(codes: jax.Array, largest: jax.Array, mean: jax.Array) -> jax.Array:
-    """Returns the float32 scales [blocks, ...] of codes [blocks, ...]. `largest`: the scale of every 256 codes.
-    `mean`: the mean that was subtracted."""
+    """Returns the float32 scales [blocks, ...] of 8-bit codes [blocks, ...]. `largest`: the factor of every 256 codes.
+    `mean`: the mean that was subtracted before quantization."""
     blocks, *outputs = codes.shape
     each = jnp.broadcast_to(largest[:, None], (largest.size, SCALE_BLOCK)).reshape(-1)[: codes.size]
     return look_up(SCALE_LEVELS, codes) * jnp.moveaxis(each.reshape(*outputs, blocks), -1, 0) + mean

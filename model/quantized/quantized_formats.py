@@ -23,7 +23,7 @@ CHUNK = 2**18  # elements that one host thread quantizes at once, so that they f
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """The shape of a weight in a matrix product with activations.
+    """The shape of a weight that is multiplied with activations as a matrix [inputs, outputs].
 
     Fields:
       shape: all dimensions, inputs first.
@@ -48,8 +48,14 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """The shape, dtype and logical axes of an array that stores a quantized weight. Contracted dimensions are merged
-    into one, which has the logical axis of the first."""
+    """Description of an array that stores a quantized weight or its scales. Contracted dimensions are merged into one,
+    which has the logical axis of the first.
+
+    Fields:
+      shape: its dimensions.
+      dtype: its dtype.
+      axes: the logical axis of each dimension, None if it is not sharded.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
@@ -58,11 +64,13 @@ class ArraySpec:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A storage format of quantized weights. A weight is stored as several arrays, in dicts by array name.
+    """A storage format of quantized weights. A weight is stored as several arrays, such as codes and scales, in dicts
+    by array name.
 
     Fields:
+      summary: a one-line description.
       block: number of inputs that share a scale; 0 if all inputs of an output share one.
-      parts: matrix -> the shape, dtype and axes of each stored array.
+      parts: shape of the weight -> the shape, dtype and axes of each stored array.
       on_device: weights [inputs, outputs] -> the stored arrays, with output dimensions flattened.
       decode: the stored arrays -> float32 weights [inputs, ...]. `...` are the output dimensions of the arrays.
     """
@@ -76,8 +84,8 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Base(Format):
-    """A quantized format of `lora.base`, with the functions that quantize a weight on the host while it is loaded, one
-    range of outputs after the other.
+    """A storage format for the frozen weights below LoRA adapters (config key `lora.base`). Its functions quantize a
+    weight on the host while it is loaded, one range of outputs after the other.
 
     Fields:
       encode: weights [some outputs, inputs] -> codes and scales of these outputs.
@@ -206,7 +214,8 @@ FORMATS: Mapping[str, Format | None] = {
 
 
 def format_of(name: str) -> Format:
-    """Returns the storage format `name`, a row of FORMATS. Raises ValueError if the format is unquantized."""
+    """Returns the storage format `name`, a row of FORMATS. Raises ValueError if `name` is a format of unquantized
+    weights."""
     row = FORMATS[name]
     if row is None:
         formats = ", ".join(filter(FORMATS.get, FORMATS))
@@ -215,8 +224,11 @@ def format_of(name: str) -> Format:
 
 
 def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
-    """Raises ValueError if the inputs of a weight cannot be divided into whole blocks on each of `shards` devices.
-    `name` is the weight's name in the message."""
+    """Raises ValueError if the inputs of a weight cannot be divided into whole quantization blocks on each of `shards`
+    devices.
+
+    `base`: the storage format. `name`: the weight's name in the message. `matrix`: its shape.
+    """
     block, inputs = format_of(base).block or 1, matrix.sizes[0]
     if inputs % (block * shards):
         per_device, cause = (f" on each of {shards} devices", "the mesh") if shards > 1 else ("", "the size")
@@ -228,16 +240,19 @@ def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
 
 
 def parts_of(base: str, matrix: Matrix) -> dict[str, ArraySpec]:
-    """Returns the name, shape, dtype and axes of each array that stores a weight in the format `base`."""
+    """Returns the arrays that store a weight in the format `base`: array name -> shape, dtype and axes. `matrix`: the
+    shape of the weight."""
     return format_of(base).parts(matrix)
 
 
 def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
-    """Quantizes a weight on the host. Returns its arrays by name.
+    """Quantizes a weight on the host. Returns its stored arrays by name, such as codes and scales.
 
     Args:
-      pieces: consecutive ranges of outputs of the weight, [inputs, some outputs], in any float dtype. Only one piece
-        is in memory unquantized at a time.
+      base: the storage format, a row of FORMATS.
+      matrix: the shape of the weight.
+      pieces: consecutive ranges of outputs of the weight, [inputs, some outputs], in any float dtype. Only one piece is
+        in memory unquantized at a time.
     """
     row = BASES[base]
     if row is None:
@@ -253,7 +268,11 @@ def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[st
 
 
 def quantize_on_device(base: str, matrix: Matrix, w: jax.Array) -> dict[str, jax.Array]:
-    """Quantizes a weight on its device. The result is the same on every mesh."""
+    """Quantizes a weight on its device. Returns its stored arrays by name, such as codes and scales. The result is the
+    same on every mesh.
+
+    `base`: the storage format. `matrix`: the shape of the weight.
+    """
     arrays = format_of(base).on_device(w.reshape(matrix.sizes))
     return {name: arrays[name].reshape(part.shape) for name, part in format_of(base).parts(matrix).items()}
 
@@ -261,8 +280,15 @@ def quantize_on_device(base: str, matrix: Matrix, w: jax.Array) -> dict[str, jax
 def dequantize(
     base: str, matrix: Matrix, arrays: Mapping[str, jax.Array], dtype: DTypeLike, place: Placement
 ) -> jax.Array:
-    """Returns the weight in `dtype` and its original shape. Under ZeRO-3 devices gather the quantized codes, which are
-    smaller than the weight."""
+    """Returns a quantized weight in `dtype` and its original shape. Under ZeRO-3 devices gather the quantized codes,
+    which are smaller than the weight.
+
+    Args:
+      base: the storage format, a row of FORMATS.
+      matrix: the shape of the weight.
+      arrays: the arrays that store it, by name.
+      place: shards arrays over the mesh.
+    """
     row = format_of(base)
     whole = {name: place.weight(arrays[name], part.axes) for name, part in row.parts(matrix).items()}
     return row.decode(whole).astype(dtype).reshape(matrix.shape)

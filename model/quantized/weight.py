@@ -21,7 +21,8 @@ WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
 
 
 class Quantized(nnx.Module):
-    """A weight stored in the quantized format `base`, a row of FORMATS. Each array of the format is an attribute."""
+    """A weight stored in the quantized format `base`, a row of FORMATS. Each array of the format, such as codes and
+    scales, is an attribute."""
 
     def __init__(self, base: str, matrix: Matrix, w: jax.Array):
         self.base, self.matrix = base, matrix
@@ -36,7 +37,8 @@ class Quantized(nnx.Module):
         return {name: getattr(self, name)[...] for name in format_of(self.base).parts(self.matrix)}
 
     def read(self, dtype: DTypeLike, place: Placement) -> jax.Array:
-        """Returns the weight in `dtype`, gathered for the computation. The stored arrays get no gradient."""
+        """Returns the dequantized weight in `dtype`, gathered over the devices that store parts of it. The stored
+        arrays get no gradient."""
         return dequantize(self.base, self.matrix, jax.lax.stop_gradient(self.arrays()), dtype, place)
 
 
@@ -66,10 +68,8 @@ def matrix_of(p: nnx.Param) -> Matrix:
 
 
 def quantized_weights(model: nnx.Module) -> dict[str, tuple[str, Matrix]]:
-    """Returns the quantized weights of a model: dotted path -> (name of the storage format, shape as a matrix).
-
-    A path is, for example, `blocks.attention.w_q`.
-    """
+    """Returns the quantized weights of a model: dotted path, such as `blocks.attention.w_q` -> (name of the storage
+    format, shape as a matrix)."""
     return {
         ".".join(map(str, path)): (node.base, node.matrix)
         for path, node in nnx.iter_graph(model)

@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 
 def to_device(w: jax.Array) -> jax.Array:
-    """Returns a parameter in device memory. It is copied if it is stored in host memory. Its gradient moves to the
-    memory in which the parameter is stored."""
+    """Returns a parameter in device memory; it is copied there if it is stored in host memory. Its gradient moves to
+    the memory in which the parameter is stored."""
     return jax.device_put(w, jax.memory.Space.Device) if jax.typeof(w).memory_space == HOST else w
 
 
@@ -23,13 +23,14 @@ def stored_like(d_w: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def order_offloads(layer: Callable[..., Result]) -> Callable[..., Result]:
-    """Wraps `layer(x, state, *rest)` so that the layer's offloaded residuals reach host memory before its result is
-    read.
+    """Wraps `layer(x, state, *rest)` so that its result is read only after the layer's offloaded residuals reached host
+    memory. All gradients of the layer are computed together.
 
-    The wrapper also makes XLA compute all gradients of the layer together. Frozen parameters in `state` get no
-    gradient. Unrolled layers need the wrapper, because without it XLA starts each copy to the host only just before it
-    is fetched back, and delays weight gradients, whose operands then stay alive. Two barriers enforce the order.
-    Values that are differentiated (`x` and `state`) must be arguments, not closed over.
+    Unrolled layers need this. Without it XLA starts each copy to the host only just before it is fetched back, and
+    delays weight gradients, whose operands then stay alive. Two optimization barriers enforce the order.
+
+    `x` and `state` (the layer's parameters) are differentiated, so they must be arguments, not closed over. Frozen
+    parameters in `state` get no gradient.
     """
 
     @jax.custom_vjp

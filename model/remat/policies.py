@@ -76,9 +76,10 @@ MATMULS = (
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """A remat policy: the tensors that are saved for the backward pass.
+    """A remat policy: the tensors of a layer that are saved for the backward pass. The others are recomputed.
 
     Fields:
+      summary: a one-line description.
       saveable: a `jax.checkpoint` policy, None for no checkpoint.
       names: the checkpoint names that the policy saves.
       nested: True if groups of layers are in a checkpoint too.
@@ -94,8 +95,8 @@ class CheckpointPolicy:
     moved: tuple[str, ...] = ()
 
     def wrap(self, piece: Callable, *, scanned: bool) -> Callable:
-        """Returns the function `piece` in a checkpoint with this policy. `scanned`: True if the function runs inside
-        `lax.scan`."""
+        """Returns the function `piece`, a layer or a part of it, in a checkpoint with this policy; unchanged if the
+        policy has no checkpoint. `scanned`: True if the function runs inside `lax.scan`."""
         if self.saveable is None:
             return piece
         # Not policy=None: inside jax.checkpoint that means full recomputation.
@@ -103,8 +104,8 @@ class CheckpointPolicy:
 
 
 def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) -> CheckpointPolicy:
-    """Returns a policy that saves the names `save` on the device and the names `offload` in pinned host memory, and
-    recomputes all other tensors."""
+    """Returns a policy that saves the tensors with the checkpoint names `save` on the device and the names `offload` in
+    pinned host memory. All other tensors are recomputed. `summary`: its one-line description."""
     if offload:
         saveable = cp.save_and_offload_only_these_names(
             names_which_can_be_saved=list(save),
@@ -198,7 +199,13 @@ ON_HOST = "@host"
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """The layers [start, stop), which have the same remat policy. `name`: the policy's text in the config."""
+    """A range of layers with the same remat policy.
+
+    Fields:
+      start, stop: the first layer, and the layer after the last.
+      policy: the policy.
+      name: the policy's text in the config.
+    """
 
     start: int
     stop: int
@@ -207,8 +214,8 @@ class Segment:
 
     @property
     def groups(self) -> int:
-        """The number of groups into which a nested policy divides the layers: the divisor of the number of layers
-        nearest to its square root. It is 1 for other policies."""
+        """The number of checkpointed groups into which a nested policy divides the layers: the divisor of the number of
+        layers nearest to its square root. It is 1 for other policies."""
         count = self.stop - self.start
         divisors = [d for d in range(1, count + 1) if count % d == 0]
         return min(divisors, key=lambda d: abs(d - math.sqrt(count))) if self.policy.nested else 1
@@ -220,9 +227,9 @@ class LayerPolicies:
 
     Args:
       policy: name of the policy, a row of POLICIES.
-      save, offload: the checkpoint names of the policy `custom`.
+      save, offload: for the policy `custom`, the checkpoint names that are saved on the device and in host memory.
       layers: ranges of layers with another policy, such as "0-8:none", or with checkpoint names to save, such as
-        "0-8:q_rot+v+block_in@host". `policy` applies to all other layers.
+        "0-8:q_rot+v+block_in@host" ("@host" saves in host memory). `policy` applies to all other layers.
       granularity: "block" for one checkpoint per block, "parts" for a checkpoint around attention and one around the
         MLP.
       fp8: True if the weight matmuls of the blocks are in fp8.
@@ -263,7 +270,8 @@ class LayerPolicies:
 
     @property
     def asked(self) -> set[str]:
-        """The checkpoint names that the user wrote in the config, without the names in the definitions of policies."""
+        """The checkpoint names that the user wrote in the config. The names that a policy of POLICIES saves are not
+        included."""
         asked = {*self.save, *self.offload}
         for text in self.layers:
             name = self._range(text)[2]
@@ -292,8 +300,8 @@ class LayerPolicies:
         return int(match[1]), int(match[2]), match[3]
 
     def row(self, name: str) -> CheckpointPolicy:
-        """Returns the policy for a text of the config: a row of POLICIES, `custom`, or checkpoint names joined by
-        `+`."""
+        """Returns the remat policy for a text of the config: the name of a row of POLICIES, `custom`, or checkpoint
+        names to save, joined by `+`."""
         known = {**POLICIES, **(WITH_EXPERTS if self.experts else {}), **(IN_FP8 if self.fp8 else {})}
         if name in known:
             return known[name] or keep("set by remat.save and remat.offload", self.save, self.offload)
@@ -305,10 +313,10 @@ class LayerPolicies:
         )
 
     def segments(self, n_layers: int) -> tuple[Segment, ...]:
-        """Returns the ranges of layers with equal policy, in order. They cover all layers.
+        """Returns the ranges of layers with equal remat policy, in order. They cover all `n_layers` layers.
 
         Raises:
-          ValueError: the ranges overlap or extend past the last layer.
+          ValueError: the ranges of the config overlap or extend past the last layer.
         """
         out: list[Segment] = []
         at = 0

@@ -20,8 +20,8 @@ from bytescope.model.placement import Axes, Placement
 
 @dataclasses.dataclass(frozen=True)
 class Gathered(Placement):
-    """The placement of modules inside the loop over tiles, before which all parameters are gathered: it shards
-    activations like `place` and leaves parameters unchanged."""
+    """The placement of modules inside the loop over tiles (parts of the sequence). All parameters are gathered before
+    the loop, so it leaves them unchanged. It shards activations like `place`."""
 
     place: Placement
 
@@ -30,8 +30,8 @@ class Gathered(Placement):
 
 
 def count_tiles(length: int, chunk: int, parts: int) -> int:
-    """Returns the number of loop steps (tiles of `chunk` positions) on each of `parts` devices that share a sequence
-    of `length` positions.
+    """Returns the number of loop steps on each of `parts` devices that share a sequence of `length` positions. A step
+    computes a tile of `chunk` positions.
 
     Returns 1 if `chunk` is 0 or if the length is not divisible by parts * chunk.
     """
@@ -46,11 +46,11 @@ def tiled(
     place: Placement,
     dtype: Any,
 ) -> jax.Array:
-    """Returns `run(*pieces, x_BLD)` [B, L, D], computed in `tiles` loop steps to save memory. The modules `pieces`
-    must be position-wise.
+    """Returns `run(*pieces, x_BLD)` [B, L, D], computed in `tiles` loop steps over the positions to save memory. The
+    modules `pieces` must be position-wise.
 
-    Each step computes an equal part of the positions of every device that shares the sequence. `dtype`: the compute
-    dtype, to which matrices are cast.
+    Each step computes an equal part of the positions of every device that shares the sequence. `place`: shards arrays
+    over the mesh. `dtype`: the compute dtype, to which matrices are cast.
     """
     split = [nnx.split(piece) for piece in pieces]
     states, tree = jax.tree.flatten([state for _, state in split], is_leaf=lambda node: isinstance(node, nnx.Variable))

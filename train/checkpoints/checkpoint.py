@@ -120,7 +120,8 @@ class Saved:
 
 
 def portable(state: TrainState) -> Saved:
-    """Returns `state` without its frozen parameters and without the accumulator of `optax.MultiSteps`.
+    """Returns the part of `state` that a checkpoint contains: without its frozen parameters and without the accumulator
+    of `optax.MultiSteps`.
 
     A run can therefore be resumed with another kind of gradient accumulation. Between updates the accumulator is zero,
     and its counters can be computed from the step.
@@ -158,7 +159,7 @@ def complete(saved: Saved, abstract: TrainState) -> TrainState:
 
 
 def describe(state: Any) -> dict[str, str]:
-    """Returns the dtype and shape of every leaf, path -> text such as float32[4,8]."""
+    """Returns the dtype and shape of every leaf: path of the leaf in the tree -> text such as "float32[4,8]"."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -233,6 +234,7 @@ class Checkpoints:
     lowest held-out loss are kept.
 
     Every process of the run calls every method, in the same order. Each process writes and reads its own shards.
+    `processes`: the processes of the run.
 
     Raises:
       UserError: `keep` is below 1.
@@ -300,7 +302,9 @@ class Checkpoints:
 
         Args:
           eval_loss: the held-out loss in nats per token, None if the step has no evaluation.
-          order: the order of the rows of stacked layers (train/pipeline/layer_order.py).
+          position: number of updates done and sequences consumed.
+          order: order of the rows of stacked layers: name of a stack -> layer index of each row, -1 for an unused row;
+            {} for model order.
 
         Raises:
           UserError: the first checkpoint cannot be read back, or the checkpoint folder was deleted or moved.
@@ -348,9 +352,15 @@ class Checkpoints:
     def restore(self, abstract: Any, warn: Callable[[str], None], order: Order = LAYERS) -> tuple[Any, Position] | None:
         """Returns the state and position of the newest undamaged checkpoint; None if there is none.
 
-        The state is sharded like `abstract`, with stacked layers in `order`. The checkpoint may have been written with
-        another mesh, pipeline or accumulation. The only frozen parameters in the state are router biases. A damaged
-        checkpoint is reported through `warn` and moved aside, never deleted. Then the previous checkpoint is tried.
+        The checkpoint may have been written with another mesh, pipeline or accumulation. The only frozen parameters in
+        the state are router biases. A damaged checkpoint is moved aside, never deleted. Then the previous checkpoint is
+        tried.
+
+        Args:
+          abstract: shapes and shardings of the state to return.
+          warn: function that is called with a line of text for each damaged checkpoint.
+          order: the wanted order of the rows of stacked layers: name of a stack -> layer index of each row, -1 for an
+            unused row; {} for model order.
 
         Raises:
           UserError: the newest checkpoint was written with another model or optimizer.
@@ -370,14 +380,20 @@ class Checkpoints:
         return None
 
     def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
-        """Describes the damage that `restore` would find in a checkpoint, without moving files. Returns "" for an
-        undamaged checkpoint."""
+        """Describes the damage of a step's checkpoint, which `restore` would also find, without moving files. Returns
+        "" for an undamaged checkpoint.
+
+        `abstract`: shapes and shardings of the state. `order`: layer index of each row of the stacks of layers, {} for
+        model order.
+        """
         read = self._restore(step, portable(abstract), order)
         return read if isinstance(read, str) else ""
 
     def _restore(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
-        """Restores the checkpoint of a step. Returns (state, position in the data); if any process finds the checkpoint
-        damaged, returns a description of the damage.
+        """Restores the checkpoint of a step. Returns (state, number of updates and of sequences consumed). If any
+        process finds the checkpoint damaged, returns a description of the damage instead.
+
+        `wanted`: shapes and shardings of the saved part of the state. `order`: the order of the layers in stacks.
 
         Raises UserError if it was written with another model or optimizer.
         """

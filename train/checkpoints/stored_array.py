@@ -26,6 +26,10 @@ class StoredArray:
     pieces are in model order.
 
     Args:
+      folder: folder with the arrays of the checkpoint.
+      name: dotted path of the array in the saved state.
+      dtype, shape: expected dtype and shape of the array, with stacked layers in model order.
+      checksum: the recorded checksum of the whole array, a uint32.
       order: the layer index of each row on disk, -1 for an unused row; empty if the rows are the layers in order.
 
     Raises:
@@ -134,6 +138,7 @@ class Slices:
 
 
 def whole(values: np.ndarray | Slices) -> np.ndarray:
-    """Returns all values as an array in memory. `Slices` are read from the checkpoint; an array is returned as a
-    view."""
+    """Returns all values of an array. If `values` are `Slices`, an array on disk that is read by slicing, they are read
+    from the checkpoint. A numpy array is returned as a view.
+    """
     return values[(slice(None),) * len(values.shape)]

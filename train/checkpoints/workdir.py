@@ -146,7 +146,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The identity of a run: its config, data and initial weights.
+    """The identity of a run: its config, data and initial weights. It is recorded to check that a later start continues
+    the same run.
 
     Fields:
       config: the config by dotted key.
@@ -165,7 +166,9 @@ class Identity:
     def from_config(
         cls, config: ConfigDict, global_rows: int, data_fingerprint: str, weights: str = "", adapter: str = ""
     ) -> "Identity":
-        """Returns the identity of a run with this config."""
+        """Returns the identity of a run with this config. The other arguments are the sequences of a global batch and
+        the fingerprints of the data, the initial weights and the adapters.
+        """
         # Converted through JSON, so that tuples compare equal to the lists that a file returns.
         return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint, weights, adapter)
 
@@ -196,10 +199,16 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 @contextlib.contextmanager
 def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> Iterator[list[str]]:
     """A context manager that reserves `workdir` for this run. Yields notes about settings that changed since the run's
-    last start, one line each.
+    last start, one line each. Process 0 locks the directory for all processes.
 
-    Process 0 locks the directory for all processes. Raises UserError like `claim_together`, and if another process has
-    locked the directory.
+    Args:
+      identity: config, data and initial weights of the run.
+      extend: whether the run may get more steps than it was planned for.
+      processes: the processes of the run.
+
+    Raises:
+      UserError: the directory contains another run or other files, another process has locked it, more steps are asked
+        for without `extend`, or the processes do not train the same run.
     """
     if not processes.first:
         yield claim_together(workdir, identity, extend=extend, processes=processes)
@@ -223,7 +232,10 @@ def _refuse_foreign_folder(workdir: Path) -> None:
 
 
 def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> list[str]:
-    """Checks that all processes train the same run, then calls `claim` in process 0. Returns the notes of `claim`.
+    """Checks that all processes train the same run, then records the run in `workdir`, as `claim` does, in process 0.
+    Returns one-line notes about settings that changed since the run's last start.
+
+    `extend`: whether the run may get more steps than it was planned for.
 
     Raises:
       UserError: `claim` failed, this process has another config or other data than process 0, or the directory is not
@@ -252,8 +264,11 @@ def _shared_values(identity: Identity) -> dict[str, Any]:
 
 
 def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
-    """Records this run in an empty `workdir`, or checks that `workdir` belongs to this run. Returns notes about
-    changed settings, one line each.
+    """Records this run in an empty `workdir`, or checks that `workdir` belongs to this run. Returns notes about changed
+    settings, one line each.
+
+    `identity`: config, data and initial weights of the run. `extend`: whether the run may get more steps than it was
+    planned for.
 
     Raises:
       UserError: the directory contains another run or other files, or the run was planned for fewer steps and `extend`
@@ -280,7 +295,11 @@ def _same_batch_remedy(old: Identity, new: Identity) -> str:
 
 
 def recorded(path: Path) -> Identity:
-    """Returns the identity in the config.json of a run directory. Raises UserError if the file is damaged."""
+    """Returns the identity of a run (config, data, initial weights) from the config.json of its run directory. Raises
+    UserError if the file is damaged.
+
+    `path`: the path of config.json.
+    """
     try:
         old = Identity(**json.loads(path.read_text()))
         numbers = [old.global_rows, *(old.config[key] for key in ("train.steps", "batch.accumulation"))]

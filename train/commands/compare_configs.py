@@ -60,14 +60,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fixed_overrides(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the config overrides that all rows of the comparison share, as key -> text. The key "config" has the
-    config's name.
+    """Returns the config overrides that all rows of the comparison share: dotted key -> text. The key "config" has the
+    name of the config.
     """
     return {**({CONFIG: args.config} if args.config else {}), **dict(args.overrides)}
 
 
 def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """Returns (key, values) of each grid that --grid and --remat ask for.
+    """Returns (config key, values to compare) of each --grid flag, and of --remat, whose values are remat policies.
 
     Raises ReportError if a grid or a list of policies cannot be parsed.
     """

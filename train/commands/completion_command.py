@@ -263,11 +263,13 @@ def _quoted(words: str) -> str:
 
 
 def _lookup_functions(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> str:
-    """Returns the shell code of all lookups that a completion script makes, such as the flags of a command or the words
-    for a flag's value.
+    """Returns the shell code of the lookup functions of a completion script. They print, for example, the flags of a
+    command, or the kind of a flag's value, such as `@file`.
 
-    `function` generates one shell function. Its arguments are the name, such as "flags", and a table: pattern of the
-    function's shell arguments (such as "train" or "* --config.*") -> words to print.
+    Args:
+        words: the commands, flags, config keys and targets to offer.
+        function: generates one shell function. Its arguments are the function's name, such as "flags", and a table:
+          pattern of the shell function's arguments (such as "train" or "* --config.*") -> words to print.
     """
     values: dict[str, str] = {f"* --config.{key}": kind for key, kind in words.keys.items() if kind != NOTHING}
     flags: dict[str, str] = {}
@@ -339,17 +341,22 @@ def _fish_function(name: str, rows: Mapping[str, str]) -> str:
 
 
 def bash(words: Words) -> str:
-    """Returns the completion script for bash 4 and later."""
+    """Returns the completion script for bash 4 and later. `words`: the commands, flags, config keys and targets to
+    offer.
+    """
     return _HEAD.format(shell="bash") + _lookup_functions(words, _posix_function) + _KIND + _BASH
 
 
 def zsh(words: Words) -> str:
-    """Returns the completion script for zsh. It can be put on `fpath`, or sourced after compinit."""
+    """Returns the completion script for zsh. `words`: the commands, flags, config keys and targets to offer.
+
+    The script can be put on `fpath`, or sourced after compinit.
+    """
     return "#compdef bytescope\n" + _HEAD.format(shell="zsh") + _lookup_functions(words, _posix_function) + _KIND + _ZSH
 
 
 def fish(words: Words) -> str:
-    """Returns the completion script for fish."""
+    """Returns the completion script for fish. `words`: the commands, flags, config keys and targets to offer."""
     return _HEAD.format(shell="fish") + _lookup_functions(words, _fish_function) + _FISH
 
 

@@ -15,7 +15,8 @@ SET_KEY = "set a config key; bytescope keys lists the keys"
 
 
 def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> None:
-    """Adds the arguments CONFIG and TARGET, each as a positional argument and as a flag, and the flag --config.KEY.
+    """Adds the arguments CONFIG and TARGET (the devices to compile for), each as a positional argument and as a flag.
+    Also adds the flags --config.KEY and --mem-fraction.
 
     Args:
         overriding: help text of --config.KEY.
@@ -114,8 +115,12 @@ def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
 
 
 def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
-    """Returns the config overrides. If --lora is given and the config has no adapters, adds lora.rank with the default
-    rank.
+    """Returns the config overrides, pairs of (dotted key, text). If --lora is given and the config has no LoRA
+    adapters, adds lora.rank with the default rank.
+
+    Args:
+      args: the command line, of which `lora` and `config` are used.
+      overrides: the overrides from the flags --config.KEY=VALUE.
 
     Raises:
       ReportError: --lora is given together with --config.lora.rank=0.

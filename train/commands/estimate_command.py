@@ -207,8 +207,8 @@ def _mesh_notes(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[st
 
 
 def _apply_flags(question: Question, args: argparse.Namespace) -> Question:
-    """Returns `question`, the inputs of the estimate, changed by the flags for batch, devices, precision, optimizer,
-    attention, offload and adapters.
+    """Returns a copy of `question`, the inputs of the estimate, in which the flags for batch, devices, precision,
+    optimizer, attention, offload and LoRA adapters replace the values of the config.
     """
     given = vars(args)
     layout = {name: given[name] for name in ("zero", "data", "tensor") if given[name] is not None}

@@ -125,8 +125,17 @@ def export(args: argparse.Namespace) -> None:
 
 
 def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge: bool) -> list[str]:
-    """Writes the weights, the config and the tokenizer of the run into the folder `out`; returns lines for the
-    terminal that describe the written files.
+    """Writes the weights, the config and the tokenizer of a run into a folder. Returns lines for the terminal that
+    describe the written files.
+
+    A run with LoRA adapters is exported as adapters, unless they are merged into the weights.
+
+    Args:
+      run: a checkpoint of the run.
+      out: the folder.
+      dtype: safetensors dtype of the weights, such as "BF16"; None to choose it for each tensor.
+      shard_bytes: maximum bytes per file of weights.
+      merge: True to merge the adapters into the weights.
     """
     from bytescope.model import ModelConfig
     from bytescope.train.checkpoints.saved_run import began_from

@@ -78,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches the fastest configuration that fits the budget; prints each step of the search and the result.
+    """Searches for the fastest configuration that fits the memory budget; prints each step of the search and the
+    result.
 
     Returns the exit code: 0 if a configuration fits, 3 if none fits, 130 after Ctrl-C. After Ctrl-C, the best
     configuration so far is printed and written.
@@ -143,10 +144,15 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _measure_finalists(args: argparse.Namespace, walk: walks.Walk, place: Path | None) -> Mapping[str, Any] | None:
-    """Runs the fastest configurations of the search on this machine, one after the other, and makes the one with the
-    highest measured speed the best of the search.
+    """Runs the fastest configurations of a search on this machine, one after the other. The one with the highest
+    measured speed becomes the best configuration of the search, `walk.best`.
 
-    Returns the measurements of that configuration; None if no configuration could run.
+    Returns the measurements of that configuration, such as "tokens_per_s" -> number; None if no configuration could
+    run.
+
+    Args:
+      walk: the finished search.
+      place: the cache folder for results; None for no cache.
     """
     finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MAX_MEASURED]
     jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]

@@ -79,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the remat plan with the least recomputation for each memory budget; prints the plans and writes the
-    requested files.
+    """Finds for each memory budget the remat plan with the least recomputation. A remat plan says which tensors are
+    stored for the backward pass. Prints the plans and writes the requested files.
 
     Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished budgets are printed and
     written.

@@ -210,7 +210,12 @@ def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], tota
     """Generates an answer to each prompt in `left`, and writes it as soon as it is complete. Ctrl-C stops the
     generation; complete answers are kept. Returns the exit code.
 
-    `total`: number of prompts, including those answered earlier, for the status line.
+    Args:
+      engine: generates the tokens of all prompts at the same time.
+      source: the weights and their tokenizer.
+      left: the prompts that have no answer yet.
+      total: number of prompts, including those answered earlier, for the status line.
+      out: the file to append answers to; None to print them.
     """
     from bytescope.train.generate.text import Growing
     from bytescope.train.launch.signals import INTERRUPTED

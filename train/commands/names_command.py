@@ -25,8 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the checkpoint names of a config's tensors and writes the file of --json; returns the exit code. The
-    program is traced, but not compiled.
+    """Prints the tensors that the model names with jax's `checkpoint_name`, by which a remat policy selects them, and
+    writes the file of --json. Returns the exit code.
+
+    The program is traced, but not compiled.
     """
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
@@ -51,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sharding_of(program: Program, name: str) -> tuple[str, int]:
-    """Returns the sharding of a named tensor as text, such as "B data", and the number of its shards."""
+    """Returns the sharding of a tensor as text, and the number of its shards. The text "B data" means: dimension B
+    (batch) is sharded over the mesh axis data.
+
+    `name`: the name that the model gives the tensor with `checkpoint_name`.
+    """
     from bytescope.model.names import NAMES
     from bytescope.train.parallel.axes import activation_axes
 
@@ -65,7 +71,10 @@ def row(tensor: NamedTensor, sharding: str, shards: int) -> dict[str, Any]:
     """Returns the table row of a tensor as JSON values: its global shape, and its bytes and recomputation FLOPs on one
     device.
 
-    `sharding` and `shards` are the values that `sharding_of` returns.
+    Args:
+      tensor: a tensor that the model names with `checkpoint_name`.
+      sharding: the sharding as text, such as "B data".
+      shards: number of shards of the tensor.
     """
     return {
         **dataclasses.asdict(tensor),

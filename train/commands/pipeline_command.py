@@ -102,11 +102,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _published_figures(name: str, like: Schedule) -> dict[str, Any]:
-    """Returns the bubble and the stash of the pipeline schedule `name` by its published formulas, as JSON values, to
-    compare them with our schedule.
+    """Returns the figures of the pipeline schedule `name` by its published formulas, as JSON values. They are shown
+    next to the figures of our schedules.
 
-    The bubble is the idle fraction of the step, 0 to 1. The stash is the memory of stored activations; 1 is what all
-    layers store for one micro-batch. `like`: a schedule with the number of stages and micro-batches to insert.
+    The figures are the bubble and the stash. The bubble is the idle fraction of the step, 0 to 1. The stash is the
+    memory of stored activations; 1 is what all layers store for one micro-batch.
+
+    `like`: a schedule with the number of stages and micro-batches to insert into the formulas.
     """
     row, sizes = PUBLISHED[name], (like.stages, like.micro_batches)
     return {
@@ -121,10 +123,13 @@ def _published_figures(name: str, like: Schedule) -> dict[str, Any]:
 
 
 def _schedule_json(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
-    """Returns a schedule as JSON values.
+    """Returns a pipeline schedule as JSON values.
 
-    The tables of forward, backward and weight passes have the shape [ticks, stages, 3]: the micro-batch, the chunk and
-    the stash slot that a stage works on in a tick; -1 if the stage is idle.
+    The tables "forward", "backward" and "weights" have the shape [ticks, stages, 3]. For each tick (iteration of the
+    loop) and stage they contain the micro-batch, the chunk (which group of the stage's layers) and the slot in which
+    activations are stored; -1 if the stage is idle.
+
+    `layers`: number of layers of each chunk, in model order; None if not given.
     """
     simulated = schedule_figures.simulate(schedule)
     return {

@@ -161,6 +161,11 @@ def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[
     """Prints the memory that published formulas predict next to the memory that the compiler reports.
 
     Returns the predicted bytes for the JSON file; None if the formulas do not support the model.
+
+    Args:
+      report: the compiler's memory report of the training step.
+      facts: model shape, sharding, precision and optimizer of the step, which the formulas need.
+      jaxpr: the jaxpr of the step, whose FLOPs are counted.
     """
     from rich.console import Group
     from rich.text import Text

@@ -115,8 +115,8 @@ def _check_arguments(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]
 
 
 def _mark_other_chips(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
-    """Returns the measured runs. If the rates file was measured on another chip than a run, the run gets a `reason`,
-    so that it is not predicted.
+    """Returns the measured runs. A run on another chip than the one on which the rates file was measured is not
+    predicted: its field `reason` says why.
 
     Raises ReportError if no run remains to predict.
     """

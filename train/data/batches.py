@@ -34,7 +34,13 @@ class TokenSource:
     """A stream of tokens that is divided into windows of seq_len + 1 tokens.
 
     `len(source)` is the number of windows, and `source[i]` is window i, int32 [seq_len + 1]. `tokens` is the number of
-    tokens in the stream. An incomplete window at the end is dropped, or padded with `IGNORE` if `keep_tail` is set.
+    tokens in the stream.
+
+    Args:
+      arrays: the tokens of the stream, as consecutive arrays of integers.
+      seq_len: tokens per sequence.
+      vocab_size: token ids must be below this number.
+      keep_tail: True to pad an incomplete window at the end with `IGNORE`, a target without loss; False to drop it.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], seq_len: int, vocab_size: int, keep_tail: bool):
@@ -72,14 +78,16 @@ class TokenSource:
 
     def windows(self, numbers: Iterable[int], stop: int | None = None) -> np.ndarray:
         """Returns the windows with these indices, int32 [n, seq_len + 1]. A window whose index is `stop` or more, or
-        past the end of the source, is filled with `IGNORE`.
+        past the end of the source, is filled with `IGNORE`, a target without loss.
         """
         padding = np.full(self.seq_len + 1, IGNORE, np.int32)
         end = len(self) if stop is None else min(stop, len(self))
         return np.stack([self[int(i)] if i < end else padding for i in numbers])
 
     def batch(self, numbers: Iterable[int], stop: int | None = None) -> Batch:
-        """Returns the windows with these indices as inputs and targets, each int32 [n, seq_len]."""
+        """Returns the windows with these indices as inputs and targets, each int32 [n, seq_len]. A window whose index
+        is `stop` or more, or past the end of the source, is padding: its targets have no loss.
+        """
         windows = self.windows(numbers, stop)
         # Padding has no loss, but as an input it must still be a valid token id.
         return {"inputs": np.maximum(windows[:, :-1], 0), "targets": np.ascontiguousarray(windows[:, 1:])}
@@ -90,13 +98,17 @@ class Data:
     """The training data and held-out data of a run.
 
     Attributes:
+      train: the rows to train on.
+      heldout: the held-out rows.
+      vocab_size: 1 plus the largest token id that can occur.
       fingerprint: hash of the content.
       description: one line about the data, to show to the user.
+      tokenizer: the tokenizer of the data.
     """
 
     train: TokenSource | ExampleSource
     heldout: TokenSource | ExampleSource
-    vocab_size: int  # the largest token id that can occur + 1
+    vocab_size: int
     fingerprint: str
     description: str
     tokenizer: Tokenizer
@@ -171,16 +183,20 @@ def check_vocab(data: Data, vocab_size: int) -> None:
 def train_batches(
     data: Data, *, rows: int, row_slices: Sequence[slice] | None = None, seed: int, position: int, config: DataConfig
 ) -> grain.DatasetIterator:
-    """Returns an endless iterator over the rows of each training batch that this process reads.
+    """Returns an endless iterator over the training batches. Each item contains the rows of a batch that this process
+    reads.
 
     Each item has "inputs" and "targets", both int32 [rows of this process, seq_len]. If examples are packed, it also
     has "segments", which numbers the examples of a row from 1; 0 marks padding. If each row has one example, it also
     has "mask", which is 1 for a token and 0 for padding.
 
     Args:
+      data: the opened data.
       rows: number of sequences of the global batch.
       row_slices: the slices of the batch's rows that this process reads, in order; None if it reads all rows.
+      seed: seed of the order of the rows.
       position: number of sequences to skip, which all processes together have consumed before.
+      config: the config group `data`.
 
     Raises:
       ValueError: `position` is negative, or this process has no rows.
@@ -207,10 +223,12 @@ def heldout_batches(
     """Returns an iterator over the held-out batches. Each held-out token is a target exactly once, and tokens keep
     their order.
 
-    Items have the same arrays as in `train_batches`. The last window and the last batch are padded with targets of
-    `IGNORE`. Every process gets the same number of batches.
+    Each item has "inputs" and "targets", and for examples also "segments" or "mask", as in `train_batches`. The last
+    window and the last batch are padded with targets of `IGNORE`, which have no loss. Every process gets the same
+    number of batches.
 
     Args:
+      data: the opened data.
       rows: number of sequences of the global batch.
       sequences: number of windows to read from the beginning, independent of the batch size; None for all windows.
       row_slices: the slices of the batch's rows that this process reads, in order; None if it reads all rows.

@@ -62,8 +62,11 @@ def rendered(template, variables, asked):
     """Renders a conversation with a chat template. Returns {"text": the whole conversation, "before": for each answer
     the text before it, "up_to": for each answer the text up to its end}.
 
-    `asked`: the request, a dict with "messages", "tools", and the booleans "before" and "up_to", which say whether
-    these two lists are needed; otherwise they are empty. `variables`: further variables of the template.
+    Args:
+      template: the compiled jinja2 template.
+      variables: name of a further variable of the template, such as eos_token -> its value.
+      asked: the request, a dict with "messages", "tools", and the booleans "before" and "up_to". A list whose boolean
+        is false is not needed and is returned empty.
     """
     messages, tools = asked["messages"], asked["tools"]
 

@@ -41,11 +41,12 @@ STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The files of token shards, sorted by name.
+    """The files of token shards.
 
     Attributes:
       title: name of the source, used in messages.
       folder: the folder with the index.json of the shards, or None if there is no index.
+      files: paths of the shards, sorted by name.
     """
 
     title: str

@@ -34,10 +34,13 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """A document: the bytes [start, stop) of a UTF-8 file.
+    """A document: a byte range of a UTF-8 file.
 
     Attributes:
+      path: path of the file.
       name: path of the file within the source, with forward slashes.
+      start: index in the file of the document's first byte.
+      stop: index in the file of the byte after the document.
       errors: how to handle bytes that are not UTF-8, as in `bytes.decode`.
     """
 
@@ -99,10 +102,11 @@ def texts(documents: Iterable[Document]) -> Iterator[str | None]:
 
 @dataclass(frozen=True)
 class TextDocuments:
-    """Text documents in the order in which they are read.
+    """Text documents of a data source.
 
     Attributes:
       title: name of the source, used in messages.
+      documents: the documents, in the order in which they are read.
       skipped: number of binary files that were left out.
       version: Python version if the source is Python's standard library, else "".
       copies: number of documents that were left out because they are copies of held-out documents.
@@ -161,7 +165,7 @@ class TextDocuments:
         return replace(self, documents=kept, copies=len(self.documents) - len(kept))
 
     def training_part(self) -> "TextDocuments":
-        """Returns the documents to train on if the held-out data come from another source: all of them."""
+        """Returns the documents to train on when the held-out data come from another source: all documents."""
         return self
 
     held_out_part = training_part
@@ -178,7 +182,9 @@ class TextDocuments:
         return tokenizer.vocab_size
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
-        """Returns a hash of the file names, sizes and contents. `arrays` is the result of the method `arrays`."""
+        """Returns a hash of the file names, sizes and contents. `arrays`: all tokens of the documents, as the method
+        `arrays` returns them.
+        """
         digest = blake2b(repr([self.version, *((d.name, d.start, d.stop) for d in self.documents)]).encode())
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
@@ -235,9 +241,11 @@ class Marks:
 
 @dataclass(frozen=True)
 class RecordTexts:
-    """The documents in one field of records, such as "text". Each reading opens the files again.
+    """The documents in one field of records. Each reading opens the files again.
 
     Attributes:
+      files: the record files of the source.
+      field: the field of a record that contains the document, such as "text".
       skip_bad: maximum number of malformed records to leave out.
       chosen: True for each well-formed record that belongs to this part of the data, bool [n]. It is None if all
         records belong to this part.
@@ -304,8 +312,8 @@ class RecordTexts:
         return self._part(~chosen).without(held_out), held_out
 
     def training_part(self) -> "RecordTexts":
-        """Returns the documents to train on if the held-out data come from another source: the records in files whose
-        name does not mark them as held out.
+        """Returns the documents to train on when the held-out data come from another source. These are the records in
+        files whose name does not mark them as held out.
         """
         named = self._scan.named
         return self._part(~named if not named.all() else np.ones_like(named))
@@ -343,7 +351,7 @@ class RecordTexts:
         return tokenizer.vocab_size
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
-        """Returns a hash of the contents. `arrays` is the result of the method `arrays`."""
+        """Returns a hash of the contents. `arrays`: all tokens of the documents, the result of the method `arrays`."""
         digest = blake2b(b"records")
         for array in (self.marks, *arrays):
             digest.update(np.ascontiguousarray(array).data)

@@ -40,7 +40,7 @@ IN_MESSAGE = ("\ufdd2", "\ufdd3")
 
 def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSource, ExampleSource, str, str]:
     """Opens the examples of `config`. Returns (training rows, held-out rows, hash of the content, a one-line
-    description).
+    description). A row is a sequence of seq_len tokens with one or more examples.
 
     Raises UserError with a remedy if data are missing, malformed, or too small.
     """
@@ -221,8 +221,8 @@ def _read_contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[
 
 @contextlib.contextmanager
 def _pair_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Pair]], list[Tokens]]]:
-    """A context manager for a function that tokenizes prompts with completions. For each pair, the function returns
-    (token ids [n], True for each token to train on [n]), or the error `Malformed`.
+    """A context manager that provides a function from pairs of prompt and completion to tokens. For each pair, the
+    function returns (token ids [n], True for each token to train on [n]), or the error `Malformed`.
 
     The tokens are the tokenizer's begin token, if it has one, the prompt, the completion and an end token. By default,
     only the completion and the end token are trained on.
@@ -266,8 +266,10 @@ def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _chat_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Chat]], list[Tokens]]]:
-    """A context manager for a function that renders conversations with the chat template and tokenizes the text. For
-    each conversation, the function returns (token ids [n], True for each token to train on [n]), or the error
+    """A context manager that provides a function from conversations to tokens. The function renders conversations with
+    the chat template and tokenizes the text.
+
+    For each conversation, the function returns (token ids [n], True for each token to train on [n]), or the error
     `Malformed`.
     """
     template = find_template(tokenizer, config.chat_template)
@@ -422,8 +424,8 @@ class SpecialTokenGuard:
         return value
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the token ids and the character spans of each text, as JsonTokenizer.encode_spans does. Replaced
-        special tokens are encoded as ordinary text.
+        """Returns (token ids [n], span [from, to) of the characters of each token, int64 [n, 2]) for each rendered
+        text. Special tokens that `protect` replaced are encoded as ordinary text.
         """
         tokenizer, names = self._renamed = self._renamed or self._tokenizer.renamed()
         encoded = []

@@ -18,7 +18,8 @@ CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd"
 
 
 def show_data(config: DataConfig, seed: int, console: Console) -> None:
-    """Prints a description of the data and the text of each example in the first row.
+    """Prints a description of the data and the text of each example in the first training row (sequence of seq_len
+    tokens).
 
     Raises UserError if the data cannot be opened.
     """

@@ -55,10 +55,13 @@ class Window:
 
 
 def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[np.ndarray]:
-    """Yields the token ids of the concatenated `pieces` in parts. Together they are equal to the ids of the whole
-    text.
+    """Yields the token ids of the concatenated `pieces` in parts. Together they are equal to the ids of the whole text.
 
-    Raises UserError if a token depends on text that is further away than the size of a window.
+    `encode`: a function that tokenizes a list of texts. It returns (token ids [n], character span of each token [n, 2])
+    for each text.
+
+    Raises UserError if a token depends on text that is further away than the size of a window, the part of the text
+    that is tokenized at a time.
     """
     last: Window | None = None
     first = 0  # index of the first token of `last` that was not yielded yet
@@ -80,7 +83,11 @@ def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[np.ndarray]:
 
 
 def _tokenize_windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
-    """Tokenizes each piece of text together with up to `OVERLAP` characters before it. Yields one window per piece."""
+    """Tokenizes each piece of text together with up to `OVERLAP` characters before it. Yields one window per piece.
+
+    `encode`: a function that tokenizes a list of texts. It returns (token ids [n], character span of each token [n, 2])
+    for each text.
+    """
     pieces, before, position = iter(pieces), "", 0
     while at_once := list(islice(pieces, AT_ONCE)):
         texts = []
@@ -124,10 +131,16 @@ def _comparable_tokens(window: Window, part: slice) -> list[tuple[int, int, int,
 
 
 def _extend_window(window: Window, first: int, more: str, encode: Encode) -> Window:
-    """Returns `window` extended by the text `more` and tokenized again. Raises UserError if this changes token ids that
-    were already yielded.
+    """Returns `window` extended by the text `more`, which follows it, and tokenized again.
 
-    `first`: index of the first token to yield; 0 at the beginning of the text.
+    Args:
+      window: the last window, of which the tokens before index `first` were already yielded.
+      first: index of the first token to yield; 0 at the beginning of the text.
+      more: the text to append.
+      encode: a function that tokenizes a list of texts. It returns (token ids [n], character span of each token [n, 2])
+        for each text.
+
+    Raises UserError if this changes token ids that were already yielded.
     """
     text = window.text + more
     ((ids, spans),) = encode([text])

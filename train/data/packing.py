@@ -55,6 +55,9 @@ class ExampleSource:
       learned: True for each token that is a target with loss, bool [t].
       starts: index of the first token of each example, then t, int64 [n + 1].
       chosen: indices of the examples that belong to this source, int [m].
+      seq_len: positions per row.
+      packing: True to put several examples into a row, False for one example per row.
+      vocab_size: size of the vocabulary.
 
     Attributes:
       examples: number of examples.
@@ -90,7 +93,8 @@ class ExampleSource:
         return len(self._rows) - 1
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns inputs and targets of row i, and its segments if examples are packed, each int32 [seq_len].
+        """Returns the inputs and targets of row i, each int32 [seq_len]. If examples are packed, also returns
+        `segments`, which numbers the examples of the row from 1; 0 marks padding.
 
         Raises IndexError if there is no row i.
         """

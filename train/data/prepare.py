@@ -88,8 +88,10 @@ def write_shards(
 def _write_split(
     folder: Path, split: str, dtype: np.dtype, arrays: Iterable[np.ndarray], shard_tokens: int
 ) -> list[dict[str, Any]]:
-    """Writes the tokens of one split into shards of `shard_tokens` tokens. Returns the shards' entries for
-    index.json.
+    """Writes the tokens of one split, "train" or "heldout", into shards of `shard_tokens` tokens. Returns the entries
+    of the shards for index.json.
+
+    `arrays`: the tokens of the split, as consecutive arrays.
     """
     shards: list[dict[str, Any]] = []
     left = (array for array in arrays if len(array))

@@ -32,6 +32,7 @@ class RecordFile:
     """A file of records.
 
     Attributes:
+      path: path of the file.
       name: path of the file within the source.
       held_out: True if the file's name marks its records as held out.
     """
@@ -43,7 +44,12 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class RecordFiles:
-    """The record files of a source, in the order in which they are read."""
+    """The record files of a data source.
+
+    Attributes:
+      title: name of the source, used in messages.
+      files: the files, in the order in which they are read.
+    """
 
     title: str
     files: tuple[RecordFile, ...]
@@ -56,11 +62,12 @@ class RecordFiles:
 
 @dataclass(frozen=True)
 class Record:
-    """A record.
+    """A record, such as a line of a .jsonl file or a row of a table.
 
     Attributes:
       place: its file and line or row, for messages.
-      held_out: True if its file is held out.
+      values: name of a field -> its value.
+      held_out: True if the record's file is marked as held out.
     """
 
     place: str
@@ -161,6 +168,8 @@ def _listed(path: Path, names_in: Callable[[Any], list[str]], suffix: str = "") 
 
 def read(files: RecordFiles, fields: Sequence[str], skipped: Skipped) -> Iterator[Record]:
     """Yields the records of all files in order. If a file is a table, only the columns in `fields` are read.
+
+    `skipped` counts the malformed records, which are left out.
 
     Raises UserError, which names the file and line, if a file cannot be read or if more records are malformed than
     allowed.

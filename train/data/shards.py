@@ -30,8 +30,12 @@ SCAN_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Shard:
-    """A memory-mapped file of token ids, integers [n]. `split` is "train" or "heldout", from the index or the file's
-    name.
+    """A memory-mapped file of token ids.
+
+    Attributes:
+      path: path of the file.
+      tokens: the token ids, integers [n].
+      split: "train" or "heldout", from the index or the file's name.
     """
 
     path: Path
@@ -41,8 +45,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Shards:
-    """Token shards in the order in which they are read. `index` is the content of index.json, or {} if there is
-    none.
+    """The token shards of a data source.
+
+    Attributes:
+      source: the files of the shards.
+      shards: the shards, in the order in which they are read.
+      index: the content of index.json, or {} if there is none.
     """
 
     source: ShardFiles
@@ -109,6 +117,8 @@ class Shards:
     def identity(self, arrays: list[np.ndarray]) -> bytes:
         """Returns a hash of the name, the size, and the first and last bytes of each shard. Reading all tokens would
         take too long.
+
+        `arrays`: the tokens of each shard, as the method `arrays` returns them.
         """
         digest = blake2b()
         for shard, array in zip(self.shards, arrays, strict=True):

@@ -42,7 +42,13 @@ SECONDS, SECONDS_PER_CHARACTER = 60.0, 5e-5
 
 
 class ByteTokenizer:
-    """A tokenizer with one token per UTF-8 byte. Byte 0, which does not occur in text, separates documents."""
+    """A tokenizer with one token per UTF-8 byte. Byte 0, which does not occur in text, separates documents.
+
+    Attributes:
+      separator: id of the token that ends a document.
+      special: special token -> id; there are none.
+      around: the ids that a tokenizer adds before and after a text; there are none.
+    """
 
     name = identity = "bytes"
     vocab_size = 256
@@ -59,7 +65,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the token ids, uint8 [n], and the character span of each token, int64 [n, 2], for each text."""
+        """Returns (token ids, uint8 [n]; span [from, to) of each token in characters, int64 [n, 2]) for each text."""
         return [(self.encode(text), _byte_spans(text)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -69,7 +75,7 @@ class ByteTokenizer:
 
 
 def _byte_spans(text: str) -> np.ndarray:
-    """Returns the character span of each UTF-8 byte of the text, int64 [n, 2]."""
+    """Returns the span [from, to) of the character to which each UTF-8 byte of the text belongs, int64 [n, 2]."""
     content = np.frombuffer(text.encode("utf-8"), np.uint8)
     number = np.cumsum(content & 0xC0 != 0x80)  # all but 10xxxxxx begin a character
     return np.stack([number - 1, number], axis=1).astype(np.int64)
@@ -161,10 +167,13 @@ class JsonTokenizer:
         return self._varied(self._tokenizer.to_str())
 
     def renamed(self) -> tuple["JsonTokenizer", dict[str, str]]:
-        """Returns (copy of this tokenizer with renamed special tokens, special token -> its new name). With it, a text
-        in which a special token such as <|im_end|> was replaced can be encoded, and the old names are ordinary text.
+        """Returns a copy of this tokenizer in which special tokens such as <|im_end|> have new names, and a mapping
+        special token -> new name.
 
-        The new names do not occur in text. Raises UserError if a new name has another token id than the old one.
+        For the copy, the old names are ordinary text, and the new names are special tokens. The new names do not occur
+        in text.
+
+        Raises UserError if a new name has another token id than the old one.
         """
         content = json.loads(self._tokenizer.to_str())
         names = {token: f"{NAME[0]}{number}{NAME[1]}" for number, token in enumerate(self.special)}
@@ -212,7 +221,7 @@ class JsonTokenizer:
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the token ids, [n], and the character span of each token, int64 [n, 2], for each text."""
+        """Returns (token ids [n]; span [from, to) of the characters of each token, int64 [n, 2]) for each text."""
         encodings = self._encode_with_timeout(self._encoder.encode_batch, texts)
         return [
             (np.array(encoding.ids, self._dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
@@ -273,8 +282,8 @@ def _as_user_error(what: str) -> Iterator[None]:
 
 @contextmanager
 def _panics_silenced() -> Iterator[None]:
-    """Captures the output to stderr (file descriptor 2). The output is dropped if Rust code panics, and printed
-    otherwise.
+    """A context manager that captures the output to stderr (file descriptor 2). The output is dropped if Rust code
+    panics, and printed otherwise.
     """
     if not REDIRECTING.acquire(blocking=False):
         yield
@@ -316,7 +325,7 @@ def load_tokenizer(name: str, key: str = "data.tokenizer", special_tokens: str =
 
     Args:
       key: the config key or flag that error messages name.
-      special_tokens: how to encode special tokens in a text, "text" or "parse"; see JsonTokenizer.
+      special_tokens: how to encode special tokens in a text: "text" as ordinary text, "parse" as special tokens.
 
     Raises UserError if the file is missing or damaged, or if the tokenizers package is not installed.
     """

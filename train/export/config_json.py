@@ -37,9 +37,12 @@ Raw = dict[str, Any]
 
 
 def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
-    """Returns the content of the config.json that describes `config.model` to transformers.
+    """Returns the content of the config.json that describes our model to transformers.
 
-    `folder` is the config.json of the weights that the run started from. Its other keys are kept.
+    Args:
+      model: the config group `model`, by key.
+      folder: the config.json of the weights that the run started from; None if there are none. Its keys that do not
+        describe the model are kept.
 
     Raises:
       UserError: no model family of transformers computes this model; the error names the config keys that have no
@@ -63,8 +66,10 @@ def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
 
 
 def _update_config(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
-    """Returns the config.json of the folder that a run started from, with the model's values for the keys that differ.
-    Returns None if the result would still describe another model.
+    """Returns `folder`, the config.json of the weights that a run started from, with the values of our model for the
+    keys that differ. Returns None if the result would still describe another model.
+
+    `model`: the config group `model`, by key.
     """
     family = FAMILIES.get(str(folder.get("model_type")))
     if family is None:
@@ -88,7 +93,13 @@ def _update_config(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
 
 
 def _config_of_family(name: str, family: Family, model: Keys) -> Raw:
-    """Returns a config.json of the model family `name` with the values of the model."""
+    """Returns a config.json for the transformers model family `name`, such as "llama", with the values of our model.
+
+    Args:
+      name: the `model_type` in config.json.
+      family: which key of config.json has which value of our model.
+      model: the config group `model`, by key.
+    """
     raw: Raw = {"architectures": [family.architecture], "model_type": name}
     for ours, field in family.fields.items():
         if field.key:

@@ -73,7 +73,9 @@ class TensorToWrite(Protocol):
     """A tensor that `Files` can write.
 
     Attributes:
+      name: its name in the safetensors file.
       dtype: the safetensors name of the dtype, such as "BF16".
+      shape: its shape on disk.
       nbytes: size in bytes.
     """
 
@@ -88,11 +90,14 @@ class TensorToWrite(Protocol):
 
 
 class Files:
-    """The safetensors files of a model. Each file has at most `most` bytes of tensors, or a single larger tensor.
+    """The safetensors files of a model.
 
     The files get their full size when they are created, so that a full disk is noticed before anything is computed.
 
     Args:
+      folder: the folder of the files.
+      tensors: the tensors, in the order in which they are stored.
+      most: maximum bytes of tensors per file. A larger tensor has a file of its own.
       begin: True to create the files, False if they exist already, as in `open_existing`.
 
     Raises:
@@ -117,6 +122,8 @@ class Files:
     def open_existing(cls, folder: Path, tensors: Sequence[TensorToWrite], most: int) -> Files | None:
         """Returns the files of these tensors if all files exist in `folder` with the expected headers and sizes,
         otherwise None.
+
+        `most`: maximum bytes of tensors per file.
         """
         files = cls(folder, tensors, most, begin=False)
         return files if all(_has_header(folder / name, *begin) for name, begin in files._begins.items()) else None
@@ -170,7 +177,9 @@ class Files:
                 )
 
     def read(self, tensor: TensorToWrite, dtype: np.dtype) -> np.ndarray:
-        """Returns a tensor that was written before. Raises OSError if the disk cannot be read."""
+        """Returns a tensor that was written before. `dtype`: the NumPy dtype of its values on disk. Raises OSError if
+        the disk cannot be read.
+        """
         name, start = self._places[tensor.name]
         with open(self._folder / name, "rb") as file:
             file.seek(start)

@@ -43,10 +43,15 @@ def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np
 
 
 class Merged(Parameters):
-    """The parameters of a run with the LoRA adapters merged into them: alpha / r times A B is added in float32."""
+    """The parameters of a run with the LoRA adapters merged into them: W becomes W + (alpha / r) A B, computed in
+    float32.
+    """
 
     def read(self, path: str) -> np.ndarray | Slices:
-        """Returns a parameter with its adapter merged into it, in our layout."""
+        """Returns the parameter with the dotted path `path`, with its adapter merged into it, in the shape that our
+        model uses. A parameter of the checkpoint without an adapter is returned as `Slices`, an array that is read when
+        it is sliced.
+        """
         base, lora = super().read(path), self._run.config.lora
         own = halves(self._run, self._model, path)
         if own is None:
@@ -62,7 +67,15 @@ class Merged(Parameters):
 def write_adapters(
     run: SavedRun, out: Path, model: ModelConfig, family: Family, folder: Folder | None, dtype: str | None
 ) -> list[str]:
-    """Writes the adapters of a run as a folder that peft loads; returns lines for the terminal that describe them.
+    """Writes the LoRA adapters of a run as a folder that peft loads; returns lines for the terminal that describe them.
+
+    Args:
+      run: a checkpoint of the run.
+      out: the folder to write.
+      model: config of the model.
+      family: the transformers model family, which names the weight matrices.
+      folder: the weights that the run started from; None if they are missing.
+      dtype: safetensors dtype of the adapters, such as "BF16"; None for the dtype in the checkpoint.
 
     Raises:
       UserError: peft cannot load one of the adapters. Either the model family stores its matrix together with other
@@ -116,10 +129,14 @@ def write_adapters(
 
 
 def module_ends(adapted: Collection[str], others: Collection[str]) -> list[str]:
-    """Returns the module names for peft's `target_modules`. Each is the shortest end of an adapted module's dotted
-    name that no other module shares, such as `q_proj`.
+    """Returns the module names for peft's `target_modules`. Each is the shortest end of an adapted module's dotted name
+    that no module without an adapter has, such as `q_proj`.
 
     For example, `c_proj` would be too short for GPT-2, since attention and the MLP both have a module named `c_proj`.
+
+    Args:
+      adapted: dotted names of the modules with an adapter.
+      others: dotted names of the modules without one.
     """
     names = set()
     for name in adapted:

@@ -27,14 +27,14 @@ PIECE = 2**20  # maximum number of elements of a parameter that are converted at
 
 @dataclasses.dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of the exported model, which contains one or more of our parameters (such as q, k and v in one matrix).
+    """A tensor of the exported model. It contains one or more parameters of our model, such as q, k and v in one
+    matrix.
 
     Attributes:
       name: its Hugging Face name.
       dtype: safetensors name of the dtype, such as "BF16".
       shape: its shape on disk.
-      parts: for each of our parameters in it, in order: (dotted path, TensorRow, which says where and in which layout
-        the parameter is in the tensor).
+      parts: (dotted path, layout in the tensor) of each of our parameters in it, in order.
     """
 
     name: str
@@ -52,7 +52,10 @@ def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> 
     """Returns the tensors of the exported model in the order in which they are written: embedding tables, head and
     final norm first, then layer by layer.
 
-    `dtype_of` returns the safetensors dtype to write from the name of a tensor.
+    Args:
+      model: config of the model.
+      family: the transformers model family, which says how tensors are named and laid out.
+      dtype_of: function from the name of a tensor to the safetensors dtype to write, such as "BF16".
 
     Raises:
       UserError: the model family has no tensor for one of our parameters.
@@ -87,8 +90,13 @@ class Parameters:
     started from. If the run quantized them, they are quantized and dequantized again, since the adapters were trained
     with these values.
 
+    Args:
+      run: a checkpoint of the run.
+      model: config of the model.
+      folder: the weights that the run started from; None if there are none.
+
     Raises:
-      UserError: a parameter is in neither, or has another shape than in the model.
+      UserError: a parameter is neither in the checkpoint nor in the folder, or has another shape than in the model.
     """
 
     def __init__(self, run: SavedRun, model: ModelConfig, folder: Folder | None):
@@ -121,8 +129,10 @@ class Parameters:
         return stored_at(self._model, path, self._run.arrays)
 
     def read(self, path: str) -> np.ndarray | Slices:
-        """Returns a parameter in our layout. A parameter of the checkpoint is read when it is sliced, and its checksum
-        is verified after all slices of all layers were read.
+        """Returns the parameter with the dotted path `path`, in the shape that our model uses.
+
+        A parameter of the checkpoint is returned as `Slices`, an array that is read when it is sliced. Its checksum is
+        verified after all slices of all layers were read.
 
         Raises UserError if the checkpoint or the folder is damaged.
         """
@@ -138,7 +148,13 @@ class Parameters:
 
 
 def _frozen_leaves(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:
-    """Returns the parameters that the run does not train, by dotted path, as lazy views of the folder of weights."""
+    """Returns the parameters that the run does not train: dotted path -> lazy view of the parameter in `folder`, the
+    weights that the run started from.
+
+    `missing`: dotted paths of the parameters that are not in the checkpoint.
+
+    Raises UserError if the folder is missing or contains other weights.
+    """
     if folder is None:
         raise UserError(
             f"checkpoint {run.step} of {run.workdir} has no {missing[0]}, which the run does not train, "
@@ -155,11 +171,16 @@ def _frozen_leaves(run: SavedRun, model: ModelConfig, folder: Folder | None, mis
 def arrays(
     tensors: list[OutputTensor], parameters: Parameters, model: ModelConfig
 ) -> Iterator[tuple[OutputTensor, Iterator[np.ndarray]]]:
-    """Yields each tensor together with its values, as consecutive pieces in the layout on disk. All pieces must be
-    used before the next tensor is requested.
+    """Yields each tensor together with its values, as consecutive pieces in the layout on disk. All pieces must be used
+    before the next tensor is requested.
 
     Tensors that differ only in the number of the layer are yielded one after the other, so that a stack of layers is
     decoded only once.
+
+    Args:
+      tensors: the tensors of the exported model.
+      parameters: reads the parameters of our model.
+      model: config of the model.
 
     Raises:
       UserError: a value is too large for the dtype.
@@ -180,7 +201,7 @@ def _join_parameters(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes:
     Args:
       columns: for each parameter, an iterator over its pieces.
       row: the layout of the first parameter in the tensor.
-      sizes: letter of an axis -> its size.
+      sizes: letter of an axis in the layout -> size of the axis.
     """
     axis, inner = Pattern.parse(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
     if inner:  # rows of the parameters alternate along the axis before their own
@@ -203,10 +224,11 @@ def _convert_in_pieces(
     rows of the vocabulary.
 
     Args:
-      ours: the parameter in our layout.
+      ours: the parameter in the shape that our model uses.
       row: its layout in the tensor on disk.
-      sizes: letter of an axis -> its size.
-      tensor: the tensor to write, which has the dtype.
+      sizes: letter of an axis in the layout -> size of the axis.
+      tensor: the tensor on disk, which says the dtype.
+      count: number of rows per piece.
     """
     pattern, dtype = Pattern.parse(row.pattern), READABLE[tensor.dtype]
     outer = pattern.outer

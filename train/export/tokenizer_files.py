@@ -77,7 +77,10 @@ def _recorded_tokenizer(index: Path) -> str:
 def write_text_files(out: Path, text: RunTokenizer, config: ConfigDict, folder: Path | None) -> None:
     """Writes the tokenizer, its configuration files and the chat template into the folder `out`.
 
-    `folder` is the folder of weights that the run started from, or None.
+    Args:
+      text: the tokenizer of the run.
+      config: config of the run.
+      folder: the folder of weights that the run started from, or None.
     """
     if text.tokenizer == ByteTokenizer.name:
         byte_tokenizer().save(str(out / TOKENIZER))
@@ -100,7 +103,9 @@ def write_text_files(out: Path, text: RunTokenizer, config: ConfigDict, folder: 
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Returns a Hugging Face tokenizer whose token ids are the UTF-8 bytes of the text, as in ByteTokenizer."""
+    """Returns a Hugging Face tokenizer whose token ids are the UTF-8 bytes of the text, like the training tokenizer
+    "bytes".
+    """
     # The byte-level alphabet: printable bytes are written as themselves, other bytes as the characters from 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -112,8 +117,10 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def special_ids(text: RunTokenizer) -> dict[str, int | None]:
-    """Returns the ids of special tokens for config.json. All are set, so that transformers does not use the defaults
-    of the model family.
+    """Returns the ids of special tokens for config.json: key, such as "eos_token_id" -> id. Missing tokens have the
+    value None, so that transformers does not use the defaults of the model family.
+
+    `text`: the tokenizer of the run.
     """
     return {"bos_token_id": None, "eos_token_id": text.end, "pad_token_id": None}
 

@@ -23,6 +23,7 @@ class PromptRow:
     Attributes:
       number: index of the row, from 0.
       prompt: the text, messages or token ids, as in the file.
+      request: token ids of the prompt and sampling settings.
       stops: strings that end the answer.
     """
 
@@ -71,6 +72,13 @@ def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
 class Answers:
     """The file that answers are appended to, a context manager. Answers that an earlier, interrupted command wrote are
     kept.
+
+    Args:
+      path: path of the file.
+      rows: all prompts, including those answered earlier.
+
+    Attributes:
+      done: indices of the prompts that were answered earlier.
 
     Raises:
       UserError: the file contains answers to other requests, or cannot be written.
@@ -122,6 +130,11 @@ class Answers:
 
     def add(self, row: PromptRow, answer: Running, text: str | None) -> None:
         """Appends an answer to the file and flushes it to the operating system.
+
+        Args:
+          row: the prompt.
+          answer: the finished request, which has the token ids of the answer.
+          text: text of the answer; None if there is no tokenizer.
 
         Raises:
           UserError: the file cannot be written.

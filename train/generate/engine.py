@@ -111,9 +111,10 @@ class Engine:
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[Running]:
-        """Runs one step. It computes either parts of prompts, or one token of each running sequence.
+        """Runs one step. It computes either parts of prompts, or one token of each running sequence. Returns the
+        requests that got a token.
 
-        A sequence waits for at most PATIENCE prompt steps in a row. Returns the requests that got a token.
+        A running sequence waits for at most PATIENCE prompt steps in a row.
         """
         self._admit()
         behind = [one for one in self.running if one.missing > 1]
@@ -137,9 +138,13 @@ class Engine:
         return self._run_model(pieces, width)
 
     def _choose_width(self, behind: Sequence[Running]) -> int:
-        """Chooses the number of tokens per row (one of `EngineSizes.widths`) for the next step of prompt tokens: the
-        one with which the step computes the most. If several are equally good, returns the largest, since the tokens of
-        a row read the KV cache pages of their sequence only once.
+        """Returns the number of tokens per row, one of `EngineSizes.widths`, for the next step of prompt tokens. It is
+        the width with which the step computes the most tokens.
+
+        If several widths are equally good, returns the largest, since the tokens of a row read the KV cache pages of
+        their sequence only once.
+
+        `behind`: the requests whose prompts are not computed yet.
         """
 
         def useful(width: int) -> int:

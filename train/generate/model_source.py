@@ -69,14 +69,15 @@ class Source:
       title: name of the run or folder, used in messages.
       origin: the opened run or folder.
       config: config of the model and its tokenizer.
-      read: function that loads the parameters of a `Model` onto its devices.
+      read: function that loads the parameters of a `Model` onto its devices. Its second argument is called with (bytes
+        read so far, total bytes).
       parameter: function that reads one parameter by its dotted path, which includes the number of the layer and
         expert; None if the weights are quantized.
       tokenizer: the tokenizer; None if there is none, so that requests must be token ids.
       begin: token ids that are put before every text.
       ends: token ids that end an answer.
       length: maximum number of token positions per sequence.
-      base: storage format of the weights, a row of FORMATS.
+      base: storage format of the weights, such as int4: a row of FORMATS.
     """
 
     title: str

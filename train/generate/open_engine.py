@@ -40,6 +40,8 @@ def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int,
     """Returns the static shapes of an engine's programs. The number of KV cache pages is left at 0, to be set later.
 
     Args:
+      args: the command line, with --sequences, --length and --chunk.
+      platform: jax platform, such as "cpu" or "gpu", which decides the defaults.
       longest: maximum number of token positions of the model.
       needed: number of token positions of the longest request.
       count: number of requests; None if more requests may come.
@@ -109,7 +111,6 @@ def budget(
 
 
 def with_pages(sizes: EngineSizes, pages: int) -> EngineSizes:
-    """Returns the same sizes with `pages` as the number of KV cache pages."""
     return dataclasses.replace(sizes, pages=pages)
 
 

@@ -42,9 +42,10 @@ class Running:
 
     Fields:
       number: index of the request in the order of submission.
+      request: the prompt and the sampling settings.
       tokens: token ids of the prompt and of the answer so far.
-      computed: number of tokens whose keys and values are in the KV cache.
       pages: KV cache pages of the computed tokens.
+      computed: number of tokens whose keys and values are in the KV cache.
       known: number of full pages that other requests may share.
       ended: why the answer ended: "stop" (a stop token), "text" (a stop string, or the caller), "length" (the maximum
         number of new tokens); "" if it has not ended.

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 )
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """Sampling settings of each row of a batch.
+    """Sampling settings of each row of a batch. All arrays have the shape [B], where B is the number of rows.
 
     Fields:
       temperature_B: float32; 0 takes the most likely token.
-      top_k_B: int32; 0 keeps all tokens.
-      top_p_B: float32; 1 keeps all tokens.
-      min_p_B: float32; 0 keeps all tokens.
-      seed_B: uint32.
+      top_k_B: int32, keeps only the k most likely tokens; 0 keeps all tokens.
+      top_p_B: float32, keeps the most likely tokens until their total probability is p; 1 keeps all tokens.
+      min_p_B: float32, keeps only tokens with at least p times the top probability; 0 keeps all tokens.
+      seed_B: uint32, the random seed.
     """
 
     temperature_B: Any  # each field is a jax.Array in a step, an np.ndarray on the host, or a ShapeDtypeStruct
@@ -39,7 +39,8 @@ class Draws:
 
 
 def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
-    """Divides the logits by the temperature and applies top-k, top-p and min-p. Returns logits, float32 [B, V].
+    """Divides the logits by the temperature and applies top-k, top-p and min-p. Returns logits, float32 [B, V] (B
+    sequences, V tokens of the vocabulary).
 
     Tokens that a filter drops get the lowest float32. The most likely token is never dropped.
     """

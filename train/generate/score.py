@@ -33,11 +33,12 @@ class ScoredText:
 
 
 class Scorer:
-    """Computes the log-probabilities of the tokens of texts, each of up to `length` tokens, at most `chunk` tokens per
-    step.
+    """Computes the log-probabilities of the tokens of texts.
 
     Args:
       steps: the model, its devices and its kernels. Only programs that score are compiled.
+      length: maximum number of tokens of a text.
+      chunk: maximum number of tokens per step.
     """
 
     def __init__(self, steps: Steps, length: int, chunk: int):
@@ -76,8 +77,14 @@ class Scorer:
     def _score_batch(
         self, params: Any, pools: Any, texts: Sequence[Sequence[int]], width: int
     ) -> tuple[list[np.ndarray], Any]:
-        """Computes the log-probabilities of the tokens of some texts, except the first tokens, in steps of `width`
-        tokens of each text. Returns (float32 [number of tokens - 1] for each text, the new KV cache).
+        """Computes the log-probabilities in nats of the tokens of some texts, except the first tokens. Returns (float32
+        [number of tokens - 1] for each text, the new KV cache).
+
+        Args:
+          params: the weights on the devices.
+          pools: the KV cache of each layer.
+          texts: the token ids of each text.
+          width: number of tokens of each text per step.
         """
         rows = self.sizes.chunk // width
         table, page = np.full((rows, self.sizes.table), NOBODY, np.int32), NOBODY + 1
@@ -116,7 +123,16 @@ class Scorer:
         return self._programs[width]
 
     def _step(self, params: Any, pools: Any, tokens_BT: jax.Array, targets_BT: jax.Array, view: View):
-        """Returns the log-probability of each target, float32 [B, T], and the new KV cache."""
+        """Runs the model on the tokens. Returns the log-probability in nats of each target, float32 [B, T], and the new
+        KV cache. B is the number of texts, T the number of tokens of each text.
+
+        Args:
+          params: the weights.
+          pools: the KV cache of each layer.
+          tokens_BT: token ids, int32.
+          targets_BT: the token that follows each token, int32.
+          view: position of each token in its text, and the KV cache pages of each text.
+        """
         steps = self._steps
         model = nnx.merge(steps.model.graph, params)
         x_BTD, pools = decode.step(model, tokens_BT, view, pools, steps.kernel)

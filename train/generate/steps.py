@@ -81,8 +81,18 @@ def run_step(
     last_B: jax.Array,
     draws: Draws,
 ) -> tuple[jax.Array, list[Any]]:
-    """Computes the tokens of a step. Returns the next token of each row, int32 [B], and the new KV cache. The next
-    token of a row follows the token at index `last_B`.
+    """Computes the tokens of a step. Returns the next token of each row, int32 [B], and the new KV cache.
+
+    Args:
+      graph: the nnx graph of the model.
+      kernel: name of the attention kernel, a row of KERNELS.
+      drawing: True to sample the next token, False to take the most likely one.
+      params: the parameters of the model.
+      pools: the KV cache of each layer.
+      tokens_BT: token ids, int32: T tokens of each of B rows.
+      view: position of each token in its sequence, and the KV cache pages of each sequence.
+      last_B: index of the token in each row that the next token follows, int32.
+      draws: sampling settings of each row.
     """
     model = nnx.merge(graph, params)
     x_BTD, new_pools = decode.step(model, tokens_BT, view, pools, kernel)
@@ -104,11 +114,12 @@ def own_bytes(compiled: CompiledStage) -> int:
 
 
 class Steps:
-    """The step programs of a model with one attention kernel. Each program is compiled when it is first used.
+    """The programs that compute the tokens of a step, for a model with one attention kernel. There is a program for
+    each batch shape. A program is compiled when it is first used.
 
     Args:
       model: the model. Its devices need not be present if the programs are only compiled.
-      kernel: a row of `KERNELS` in model/paged/paged_kernels.py.
+      kernel: name of the attention kernel, a row of `KERNELS` in model/paged/paged_kernels.py.
       stored: dtype of the KV cache. 8-bit dtypes have scales.
       pool_bytes: bytes of jax's pool if the devices are described GPUs; None otherwise.
     """
@@ -245,6 +256,16 @@ class Steps:
     ) -> tuple[np.ndarray, list[Any]]:
         """Runs a step. Returns the next token of each row, int32 [B] on the host, and the new KV cache. The old KV
         cache is donated.
+
+        Args:
+          sizes: static shapes of the programs.
+          drawing: True to sample the next token, False to take the most likely one.
+          params: the parameters on the devices.
+          pools: the KV cache of each layer.
+          tokens: token ids, int32 [B, T].
+          view: position of each token in its sequence, and the KV cache pages of each sequence.
+          last: index of the token in each row that the next token follows, int32 [B].
+          draws: sampling settings of each row.
         """
         rows, width = tokens.shape
         chosen, new_pools = self.compilation(sizes, rows, width, drawing).executable(

@@ -31,6 +31,7 @@ class Growing:
       stops: strings that end the text and are not part of it.
       text: the text so far, without an end that may be the beginning of a stop string.
       stopped: True if a stop string was generated.
+      _tokens: ids of the tokens so far.
     """
 
     tokenizer: Tokenizer
@@ -56,8 +57,8 @@ class Growing:
         return "" if self.stopped else self._show(self.tokenizer.decode(self._tokens), final=True)
 
     def follow(self, engine: Engine, one: Running) -> str:
-        """Adds the newest token of a request and returns the new characters. Ends the request if the text contains a
-        stop string.
+        """Adds the newest token of the request `one` and returns the new characters. Ends the request if the text
+        contains a stop string.
         """
         new = "" if one.ended == "stop" else self.add(one.tokens[-1])
         if self.stopped:
@@ -181,8 +182,10 @@ def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]
 
 
 def stream(engine: Engine, one: Running, source: Source, stops: Sequence[str]) -> str:
-    """Runs the engine until the request is answered, prints the answer while it is generated, and returns its text. No
-    other request may be running.
+    """Runs the engine until the request `one` is answered, prints the answer while it is generated, and returns its
+    text. No other request may be running.
+
+    `source` has the tokenizer. `stops`: strings that end the answer.
     """
     printable = safe if sys.stdout.isatty() else str
     growing = Growing(source.tokenizer, tuple(stops)) if source.tokenizer else None

@@ -35,9 +35,17 @@ SEQUENCES = 8  # maximum concurrent prompts
 
 
 def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.Array, span: jax.Array) -> jax.Array:
-    """Generates the tokens at the positions span[0] to span[1] - 1, one after the other.
+    """Generates the tokens at the positions span[0] to span[1] - 1, one after the other, by a forward pass over the
+    whole sequence for each token.
 
-    Returns `tokens_BL`, int32, in which these positions are filled. `span` is int32 [2].
+    Returns `tokens_BL`, int32, in which these positions are filled (B rows, L positions).
+
+    Args:
+      program: the training program, which has the model and the seed.
+      temperature: sampling temperature; 0 takes the most likely token.
+      params: the parameters.
+      tokens_BL: the token ids of the prompt in each row.
+      span: int32 [2].
     """
     transformer, hidden = nnx.merge(program.graph, params), _hidden(program, params)
     # A layout that shards sequences may order them differently: positions_L[i] is the position stored at index i.
@@ -104,9 +112,11 @@ def over_pages(program: Program) -> bool:
 
 
 class Sampler:
-    """Answers prompts with the engine. The programs are compiled once and can be used with any parameters.
+    """Answers prompts with the engine during training. The engine's programs are compiled once and can be used with any
+    parameters.
 
     Args:
+      program: the training program, which has the model and its devices.
       count: maximum number of tokens per answer.
       longest: maximum number of tokens per prompt.
       rows: maximum number of concurrent prompts.
@@ -124,7 +134,9 @@ class Sampler:
 
     def answers(self, params: Any, prompts: Sequence[Sequence[int]], temperature: float) -> list[list[int]]:
         """Returns up to `count` tokens that follow each prompt. Prompt and answer have at most `data.seq_len` tokens;
-        a longer prompt is shortened as in `read_part`.
+        of a longer prompt, only the end is used.
+
+        `temperature`: sampling temperature; 0 takes the most likely token.
         """
         seed = self.program.config.seed % 2**32
         requests = []
@@ -159,8 +171,10 @@ def sample_bytes(program: Program) -> int:
 
 
 def generate(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
-    """Returns up to `count` tokens that follow the prompt. Prompt and answer have at most `data.seq_len` tokens; a
-    longer prompt is shortened as in `read_part`.
+    """Returns up to `count` tokens that follow the prompt. Prompt and answer have at most `data.seq_len` tokens; of a
+    longer prompt, only the end is used.
+
+    `temperature`: sampling temperature; 0 takes the most likely token.
     """
     length = program.batch.seq_len
     prompt = read_part(prompt, count, length) or [0]
@@ -170,9 +184,17 @@ def generate(program: Program, params: Any, prompt: list[int], count: int, tempe
 
 
 def by_whole_passes(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
-    """Generates an answer without a KV cache: computes each token by a forward pass over the whole sequence.
+    """Generates an answer without a KV cache: computes each token by a forward pass over the whole sequence. It is for
+    programs that the engine cannot run, such as pipelines.
 
-    Arguments and result are as for `generate`, which calls it for programs that the engine cannot run (`over_pages`).
+    Returns up to `count` tokens that follow the prompt. Prompt and answer have at most `data.seq_len` tokens.
+
+    Args:
+      program: the training program.
+      params: the parameters.
+      prompt: token ids of the prompt, shorter than `data.seq_len`.
+      count: maximum number of tokens of the answer.
+      temperature: sampling temperature; 0 takes the most likely token.
     """
     length = program.batch.seq_len
     # Only the first row is used; see lower_generate.

@@ -78,8 +78,11 @@ def _disk_failure(error: BaseException) -> tuple[int | None, str]:
 def explain(error: BaseException, report: ReportRecord | None, device: Any, advice: Advice = tuple) -> UserError | None:
     """Converts an error that the user can fix to a one-line UserError. Returns None for other errors.
 
-    `report` is the memory report of the running step, and `device` is the device whose memory use is shown. If the
-    device is out of memory, `advice` is called for lines of advice.
+    Args:
+      error: the error.
+      report: memory report of the running step; None if there is none.
+      device: the device whose memory use is shown.
+      advice: function that returns lines of advice. It is called if the device is out of memory.
     """
     # Checked first, since Orbax also reports a full disk or too many open files as RESOURCE_EXHAUSTED.
     if disk := explain_disk(error):
@@ -96,7 +99,14 @@ def explain(error: BaseException, report: ReportRecord | None, device: Any, advi
 
 @contextlib.contextmanager
 def explained(report: ReportRecord | None, device: Any, advice: Advice = tuple) -> Iterator[None]:
-    """A context manager that converts errors known to `explain` to UserError. Other errors are re-raised."""
+    """A context manager that converts errors that the user can fix, such as a full disk or too little device memory, to
+    a one-line UserError. Other errors are re-raised.
+
+    Args:
+      report: memory report of the running step; None if there is none.
+      device: the device whose memory use is shown.
+      advice: function that returns lines of advice. It is called if the device is out of memory.
+    """
     try:
         yield
     except UserError:
@@ -130,7 +140,9 @@ MAX_STORED = (
 
 
 class _StoredLog(logging.Filter):
-    """A log filter that stores the error records of Orbax instead of printing them. Other records pass."""
+    """A log filter that stores the error records of Orbax instead of printing them. Other records of Orbax are dropped,
+    and records of other libraries pass.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +169,7 @@ def store_library_log() -> None:
 
 
 def show_library_log() -> None:
-    """Prints the stored log records to standard error, for failures that the user did not cause."""
+    """Prints the stored log records of Orbax to standard error, for failures that the user did not cause."""
     for record in _STORED_LOG.records:
         print(f"{record.levelname}: {record.getMessage()}", file=sys.stderr)
         if record.exc_info:

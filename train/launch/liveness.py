@@ -129,6 +129,13 @@ class Link:
     if another one ends.
 
     Only this thread ends the process, by calling `leave(exit code)`, which does not wait for collectives that hang.
+
+    Args:
+      index: number of this process, from 0.
+      count: number of processes.
+      peers: process number -> connection.
+      leave: function that ends the process.
+      stall_timeout: seconds without progress after which a line names the straggler; 0 for never.
     """
 
     def __init__(

@@ -125,7 +125,13 @@ def _launched(timeout: float) -> Address | None:
 
 
 class Processes:
-    """The processes of a run, as seen by one process. If `link` is None, the run has only this process."""
+    """The processes of a run, as seen by one process.
+
+    Args:
+      index: number of this process, from 0.
+      count: number of processes.
+      link: the connections to the other processes; None if the run has only this process.
+    """
 
     def __init__(self, index: int = 0, count: int = 1, link: Link | None = None):
         self.index, self.count, self._link = index, count, link

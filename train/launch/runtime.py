@@ -200,18 +200,19 @@ def captured_stderr() -> Iterator[CapturedStderr]:
 
 
 def silence_abandoned() -> None:
-    """From now on, suppresses errors that Python prints for reads and writes that were abandoned because another one
-    failed.
+    """From now on, suppresses errors of abandoned reads and writes of a checkpoint, which Python would print. A read or
+    write is abandoned if another one has failed.
 
-    They come from coroutines that are garbage-collected unfinished, and from tensorstore writes whose event loop is
-    already closed.
+    The errors come from coroutines that are garbage-collected unfinished, and from tensorstore writes whose event loop
+    is already closed.
     """
     if not isinstance(sys.unraisablehook, _AbandonedFilter):
         sys.unraisablehook = _AbandonedFilter(sys.unraisablehook)
 
 
 class _AbandonedFilter:
-    """An unraisable hook that ignores errors of abandoned coroutines and of writes whose event loop is closed.
+    """A hook for sys.unraisablehook that ignores errors of garbage-collected coroutines and of writes whose event loop
+    is closed.
 
     Other errors go to the hook that was installed before.
     """

@@ -18,11 +18,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Stop:
-    """A context manager that records SIGTERM, SIGINT and SIGHUP in `names` once `watch` was called, so that the run
-    can save and end.
+    """A context manager that records SIGTERM, SIGINT and SIGHUP in `names` once `watch` was called, so that the run can
+    save and end.
 
-    If SIGINT follows one of these signals, `at_once()` is called, which ends the process. After SIGHUP nothing more is
-    printed. Signals that were already ignored at the start, such as SIGHUP under nohup, stay ignored.
+    After SIGHUP nothing more is printed. Signals that were already ignored at the start, such as SIGHUP under nohup,
+    stay ignored.
+
+    `at_once`: function that ends the process. It is called if SIGINT follows one of these signals.
     """
 
     def __init__(self, at_once: Callable[[], Any]):

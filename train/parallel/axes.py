@@ -107,8 +107,9 @@ STREAM_LETTERS = {**LETTERS, "L": "stream"}
 
 
 def activation_axes(suffix: str) -> tuple[str | None, ...]:
-    """Returns the logical axes of a block's activation, given the shape suffix of its name: "BLD" -> ("batch",
-    "stream", None)."""
+    """Returns the logical axes of a block's activation, given the shape suffix of its name: "BLD" (batch, length, model
+    width) -> ("batch", "stream", None). None means that the dimension is not sharded.
+    """
     letters = STREAM_LETTERS if {"D", "c"} & set(suffix) else LETTERS
     return tuple(letters.get(letter) for letter in suffix)
 

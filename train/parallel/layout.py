@@ -27,15 +27,16 @@ from bytescope.train.parallel.axes import (
 
 @dataclasses.dataclass(frozen=True)
 class Layout(Placement):
-    """Shards arrays over one mesh by their logical axes.
+    """Shards arrays over one mesh by their logical axes, the names of their dimensions, such as "batch" or "heads".
 
     Fields:
       mesh: the devices.
-      strategy: the ZeRO strategy.
-      sequence_parallel: True if norms and the residual stream are sharded along the sequence in the tensor group.
+      strategy: the ZeRO strategy: which training state is sharded.
+      sequence_parallel: True if norms and the residual stream are sharded along the sequence over the mesh axis
+        `tensor`.
       manual: mesh axes of an enclosing `jax.shard_map`, along which arrays are already local.
-      reduce: dtype in which gradients are summed over devices and stored; None for the dtype of the matrix product
-        that computes a gradient.
+      reduce: dtype in which gradients are summed over devices and stored; None for the dtype of the matrix product that
+        computes a gradient.
       dispatch: how tokens are sent to the devices of their experts, the config key `mesh.dispatch`.
     """
 
@@ -79,7 +80,7 @@ class Layout(Placement):
         """Returns how tokens are sent to the devices of their experts, such as "all_to_all": a row of EXCHANGES
         (model/experts/exchange.py).
 
-        `slots`: True if each expert has a fixed maximum number of tokens.
+        `slots`: True if each expert has room for a fixed maximum number of tokens.
         """
         if self.peers.size == 1:
             return super().exchange(slots)
@@ -98,13 +99,20 @@ class Layout(Placement):
         return self._size(self.mesh_axes("stream"))
 
     def positions(self, length: int) -> jax.Array:
-        """Returns the sequence position at each index of the length dimension, int32 [L]. The order can differ with
-        ring attention."""
+        """Returns for each index of the length dimension the position in the sequence of the token that is stored
+        there, int32 [L].
+
+        With ring attention, tokens are stored in zigzag order, which balances the work of the devices. Otherwise the
+        positions are 0 to L - 1.
+        """
         return zigzag_positions(length, self.ring.size) if self.ring else jnp.arange(length)
 
     def mesh_axes(self, axis: str | None, *, state: bool = False) -> tuple[str, ...]:
-        """Returns the mesh axes over which a logical axis is sharded. `state`: True for parameters and state, which
-        ZeRO shards."""
+        """Returns the mesh axes over which a logical axis is sharded; () if it is not sharded.
+
+        `state`: True for stored parameters, gradients and optimizer state, which ZeRO shards; False for activations and
+        gathered parameters.
+        """
         if axis is None:
             return ()
         rules = dict(RULES)
@@ -135,8 +143,10 @@ class Layout(Placement):
         return math.prod(self.mesh.shape[axis] for axis in axes if axis not in self.manual)
 
     def spec(self, axes: Sequence[str | None], *, state: bool = False) -> PartitionSpec:
-        """Returns the partition of an array with these logical axes. `state`: True for parameters and state, which
-        ZeRO shards.
+        """Returns the PartitionSpec of an array whose dimensions have these logical axes.
+
+        `state`: True for stored parameters, gradients and optimizer state, which ZeRO shards; False for activations and
+        gathered parameters.
 
         Raises:
           ValueError: two dimensions would be sharded over the same mesh axis.
@@ -155,7 +165,11 @@ class Layout(Placement):
         return PartitionSpec(*map(_spec_entry, dims))
 
     def split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
-        """Returns for each dimension the mesh axes over which it is sharded. Axes with one device are left out."""
+        """Returns for each dimension of an array the mesh axes over which it is sharded. Mesh axes with one device are
+        left out.
+
+        `axes`: the logical axis of each dimension.
+        """
         return [self._divided_axes(self.mesh_axes(axis)) for axis in axes]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
@@ -180,8 +194,13 @@ class Layout(Placement):
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
         """Runs `function(layout, *arrays, weights)` in a `jax.shard_map` in which each rank has only its own tokens.
 
-        The arrays are [B, L, D]. The function returns a result [B, L, D] and a list with the gradient of each weight.
-        `by_rank` returns the same, with the gradients summed over the ranks.
+        The function returns a result [B, L, D] (batch, length, model width) and a list with the gradient of each
+        weight. `by_rank` returns the same, with the gradients summed over the ranks.
+
+        Args:
+          function: its argument `layout` is this layout for use inside the `jax.shard_map`.
+          arrays: arrays [B, L, D], which are sharded over the ranks.
+          weights: arrays that are replicated over the ranks.
         """
         axes = tuple(axis for axis in TOKENS if axis not in self.manual)
         if self._size(axes) == 1:
@@ -212,8 +231,9 @@ class Layout(Placement):
         return x_BLD, [jax.lax.reduce(grad, jnp.zeros((), grad.dtype), jax.lax.add, (0,)) for grad in grads]
 
     def stream(self, x_BLD: jax.Array) -> jax.Array:
-        """Returns the residual stream that enters a layer, with the sharding and memory layout in which the loop over
-        layers saves it."""
+        """Returns the residual stream that enters a layer, [B, L, D] (batch, length, model width), with the sharding
+        and memory layout in which the loop over layers saves it.
+        """
         if not self.ring:
             return x_BLD
         # If the sequence is sharded, XLA's GPU compiler transposes the stack of all layers' inputs between the forward
@@ -223,8 +243,11 @@ class Layout(Placement):
         return jax.shard_map(row_major, mesh=self.mesh, in_specs=spec, out_specs=spec)(x_BLD)
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns the parameter `w` as a layer multiplies it: gathered over the devices if the strategy gathers
-        parameters layer by layer, else unchanged."""
+        """Returns the parameter `w` with the sharding in which a layer uses it. If the strategy gathers parameters
+        layer by layer, `w` is gathered here over the devices. Otherwise it has this sharding already.
+
+        `axes`: the logical axes of the parameter.
+        """
         return self.gather(w, axes) if self.strategy.by_layer else self._constrain(w, self.spec(axes))
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
@@ -259,13 +282,17 @@ class Layout(Placement):
     def total(self, d_w: jax.Array, axes: Axes) -> jax.Array:
         """Returns a gradient, or a sum of gradients, with the sharding in which gradients are stored until the update.
 
-        Unlike `gradient`, it does not cast: the dtype must already be `reduce`.
+        Unlike `gradient`, it does not cast: the dtype must already be `reduce`. `axes`: the logical axes of the
+        parameter.
         """
         return self._constrain(d_w, self.spec(axes, state=self.strategy.gradients))
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns the gradient of a parameter as it is stored until the update: cast to the dtype `reduce`, and
-        sharded as the ZeRO strategy requires."""
+        """Returns the gradient of a parameter as it is stored until the update: cast to the dtype `reduce`, and sharded
+        as the ZeRO strategy requires.
+
+        `axes`: the logical axes of the parameter.
+        """
         d_w = self.reduced(d_w)
         replicated = self._size(("tensor",)) > 1 and not any("tensor" in self.mesh_axes(axis) for axis in axes)
         if replicated and self.manual == ("stage",):
@@ -280,8 +307,11 @@ class Layout(Placement):
         """Wraps `function` in a `jax.shard_map`: on each device it is applied to the device's shards of the arguments.
 
         Args:
-          inputs, outputs: trees of logical axes, with the structure of the arguments and of the result.
-          sums: for each output the logical axes over which the devices' partial results are summed.
+          function: the function of shards. If `sums` is given, it returns a tuple.
+          inputs: logical axes of the arguments, as a tree with their structure.
+          outputs: logical axes of the results, as a tree with their structure.
+          sums: for each result, the logical axes over which it must be summed, because each device computes a part of
+            the sum; () if there is nothing to sum.
         """
         left = set(AXES) - set(self.manual)
         # Inside the stages of a pipeline axes of one device count too: the partitioner of a kernel accepts no
@@ -310,12 +340,15 @@ class Layout(Placement):
         return {} if self.manual else {"mesh": self.mesh}
 
     def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
-        """Returns `function`, a kernel that has its own partitioner, in a form that can be called on sharded arrays.
+        """Returns `function` in a form that can be called on sharded arrays. It is a kernel that has its own
+        partitioner (`custom_partitioning`).
 
-        Inside a `jax.shard_map` the kernel is applied to each device's shards.
+        Outside of a `jax.shard_map`, the partitioner divides the work, and `function` is returned unchanged. Inside a
+        `jax.shard_map`, the kernel is applied to each device's shards.
 
         Args:
-          inputs, outputs: trees of logical axes, with the structure of the arguments and of the result.
+          inputs: logical axes of the arguments, as a tree with their structure.
+          outputs: logical axes of the results, as a tree with their structure.
         """
         # A partitioner (`custom_partitioning`) needs the mesh of its arguments. JAX does not provide it if some axes
         # of the mesh are manual, and the compilation fails. If all axes are manual, there is nothing left to
@@ -323,7 +356,14 @@ class Layout(Placement):
         return self.own(function, inputs, outputs) if self.manual else function
 
     def check(self, name: str, shape: Sequence[int], axes: Sequence[str]) -> None:
-        """Raises ValueError if a dimension of a stored parameter is not divisible by the sizes of its mesh axes."""
+        """Raises ValueError if a dimension of a stored parameter is not divisible by the number of devices over which
+        it is sharded.
+
+        Args:
+          name: name of the parameter in the message.
+          shape: global shape of the parameter.
+          axes: logical axes of its dimensions.
+        """
         for size, axis in zip(shape, axes):
             over = self.mesh_axes(axis, state=self.strategy.stored)
             if size % self._size(over):
@@ -347,14 +387,20 @@ def _is_axes(node: object) -> bool:
 
 
 def match_parameters(state, params, shardings, default: NamedSharding):
-    """Returns shardings for a tree such as optimizer state, taken from the shardings of the parameters.
+    """Returns shardings for the tree `state`, such as optimizer state, taken from the shardings of the parameters.
 
     A leaf belongs to the parameter whose path is the end of the leaf's path:
 
     - A leaf with the parameter's shape is sharded like the parameter.
     - A smaller leaf whose dimensions divide the parameter's dimensions, such as the scales of quantized blocks, is
-      sharded like the parameter. Dimensions that are too small to divide among the devices are replicated.
+    sharded like the parameter. Dimensions that are too small to divide among the devices are replicated.
     - Every other leaf gets `default`.
+
+    Args:
+      state: tree of arrays or shapes.
+      params: tree of the parameters.
+      shardings: the sharding of each parameter, a tree with the structure of `params`.
+      default: the sharding of other leaves.
     """
     known = {
         path: (leaf.shape, sharding)
@@ -374,7 +420,7 @@ def match_parameters(state, params, shardings, default: NamedSharding):
 
 
 def _replicate_uneven(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Returns the parameter's sharding for an array of the smaller `shape`.
+    """Returns `sharding`, the sharding of a parameter, for an array of the smaller shape `shape`.
 
     Dimensions that cannot be divided evenly among the devices of their mesh axes are replicated.
     """

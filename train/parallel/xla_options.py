@@ -48,8 +48,8 @@ GPUS = ("gpu", "cuda")  # platform names of present devices, and of described de
 
 
 def pipelined(version: str = jaxlib.__version__) -> Options:
-    """Returns the compiler options with which XLA runs the collectives of one loop iteration while another iteration
-    computes.
+    """Returns the compiler options, name -> value, with which XLA runs the collectives of one loop iteration while
+    another iteration computes.
 
     `version`: the version of jaxlib, such as "0.11.2".
     """

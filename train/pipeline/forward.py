@@ -20,10 +20,11 @@ class PipelineForward:
     """The forward pass of a pipelined model, without dropout.
 
     Fields:
-      graph: the graph definition of the model without the layers in the stages.
+      graph: the flax graph definition of the model without the layers in the stages.
       schedule: which micro-batch each stage computes at which time.
       units: the layers of a chunk, one entry per parameter stack. A chunk is a group of layers that a stage runs
-        without interruption.
+        without interruption. A parameter stack is the tree of the parameters of layers with equal structure, with
+        leaves [layers, ...].
     """
 
     graph: nnx.GraphDef
@@ -38,12 +39,14 @@ class PipelineForward:
         segments_BL: jax.Array | None = None,
         real_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the output of the last block after the final norm, [B, L, D] in the compute dtype.
+        """Returns the output of the last block after the final norm, [B, L, D] (sequences, tokens, model width) in the
+        compute dtype.
 
         Args:
           params, frozen: trained and frozen parameters.
           tokens_BL: int32 token ids.
-          segments_BL: for packed rows, the number of each position's example, int32 from 1, or 0 for padding.
+          segments_BL: int32, the number (from 1) of the example that each token belongs to, 0 for padding; None if a
+            row is one example.
           real_BL: bool, False for padding; None if there is no padding.
         """
         model = nnx.merge(self.graph, merge_parameters(params, frozen))
@@ -79,10 +82,14 @@ class PipelineForward:
     def loss(
         self, cross_entropy: Callable[..., jax.Array], mask: Callable[[Batch], jax.Array | None]
     ) -> Callable[..., Any]:
-        """Returns a loss function like `train.step.loss_fn.make_loss`, for evaluation only. It has no auxiliary losses
-        and no router statistics.
+        """Returns a loss function for evaluation, without auxiliary losses and router statistics.
 
-        `mask`: (batch) -> bool mask, False for padding, or None.
+        It maps (trained parameters, batch, None, frozen parameters) to (loss, (loss, None)), the form of
+        `train.step.loss_fn.make_loss`. The loss is a sum in nats.
+
+        Args:
+          cross_entropy: (x_BLD, head weights, targets_BL) -> float32 sum in nats.
+          mask: batch -> bool mask, False for padding, or None.
         """
 
         def loss(params: Any, batch: Batch, dropout_key_B: None, frozen: Any = None) -> tuple:

@@ -37,9 +37,11 @@ FORWARD, BACKWARD = "jvp", "transpose(jvp)"
 class Ticks:
     """A pipeline schedule as int32 arrays, one row per tick (iteration of the loop). -1 means no work.
 
+    A slot is an index into a buffer of arrays that wait for a later tick.
+
     Fields:
-      forward, backward: [ticks, stages, 3], for each stage the micro-batch, the chunk, and the slot for saved
-        residuals.
+      forward, backward: [ticks, stages, 3], for each stage the micro-batch, the chunk (group of layers), and the slot
+        of the saved residuals.
       enter: [ticks], the micro-batch that enters the first stage, so that its embedding is computed.
       end: [ticks, 2], the micro-batch whose loss is computed, and the slot in which the last block's output waits.
       leave: [ticks], the micro-batch whose backward pass ends on the first stage, so that its embedding gradient is
@@ -56,7 +58,6 @@ class Ticks:
 
     @classmethod
     def from_schedule(cls, schedule: Schedule) -> "Ticks":
-        """Converts a schedule to arrays for the loop over ticks."""
         stage, chunk = schedule.place_of(0)
 
         def first(table: np.ndarray) -> np.ndarray:
@@ -78,23 +79,25 @@ jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineGradients:
-    """Computes the loss sums (tally) and gradients of an update, whose A micro-batches pass through pipeline stages.
+    """Computes the loss sums (tally) and gradients of an update, whose A micro-batches of B sequences with L tokens
+    pass through pipeline stages.
 
-    The call is (weights, batch [A, B, L], dropout keys [A, B], factor, frozen parameters) -> (tally, gradients).
-    `factor` is the loss scale by which gradients are multiplied; None for no scaling.
+    The call is (trained parameters, batch [A, B, L], dropout keys [A, B], factor, frozen parameters) -> (tally,
+    gradients). `factor` is the loss scale by which gradients are multiplied; None for no scaling.
 
     Fields:
-      graph: the graph definition of the Transformer without the layers in the stages.
-      cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
+      graph: the flax graph definition of the Transformer without the layers in the stages.
+      cross_entropy: (x_BLD, head weights, targets_BL) -> float32 sum in nats.
       schedule: which micro-batch each stage computes at which time.
       units: the layers of a chunk, one entry per parameter stack. A chunk is a group of layers that a stage runs
-        without interruption.
-      weights: casts and shards gradients.
+        without interruption. A parameter stack is the tree of the parameters of layers with equal structure, with
+        leaves [layers, ...].
+      weights: the record that casts and shards gradients.
       accumulator: dtype of the gradient sums.
-      dropout: True if the model uses dropout keys.
-      coefficients: coefficients of the balance and z losses of a layer, per unmasked target.
+      dropout: True if the model has dropout.
+      coefficients: the weights of a layer's two auxiliary router losses (balance loss, z loss), per unmasked target.
       experts: number of experts in a layer, 0 for none.
-      pooled: True if the balance loss pools the layers of a micro-batch.
+      pooled: True if the balance loss is computed from router statistics averaged over all layers, not layer by layer.
       mask: batch -> bool mask, False for padding, or None.
     """
 
@@ -123,17 +126,16 @@ class PipelineGradients:
         return run.result(carry)
 
     def in_rows(self, load_NE: jax.Array) -> jax.Array:
-        """Reorders router statistics [layers, experts] from layer order to the order in which the stages store their
-        layers. Unused rows are 0."""
+        """Reorders router statistics [layers, experts] from the layers' order in the model to the order in which the
+        stages store the layers. Rows without a layer are 0."""
         rows = next(unit.rows for unit in self.units if unit.routed)
         return jnp.take(load_NE, jnp.asarray(rows.numbers), axis=0, mode="fill", fill_value=0)
 
     def transformer(self, rest: Any, stacks: Any, frozen: Any) -> Any:
-        """Returns the Transformer without the layers in the stages (embedding, final norm and head) from its
-        parameters.
+        """Returns the Transformer without the layers in the stages: embedding, final norm and head.
 
         Args:
-          rest, stacks: trained parameters outside and inside the stages.
+          rest, stacks: trained parameters outside and inside the stages, name -> tree.
           frozen: parameters that are not trained.
         """
         return nnx.merge(self.graph, merge_parameters({**rest, **stacks}, frozen))
@@ -141,8 +143,13 @@ class PipelineGradients:
     def _micros(
         self, rest: Any, stacks: Any, frozen: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None
     ) -> Micro:
-        """Returns the inputs of the blocks, such as dropout keys and segment ids, with leaves [A, ...] for A
-        micro-batches.
+        """Returns the inputs of the blocks except the activations, such as dropout keys and segment ids, with leaves
+        [A, ...] for A micro-batches.
+
+        Args:
+          rest, stacks: trained parameters outside and inside the stages.
+          key_AB: dropout keys.
+          factor: the loss scale; None for no scaling.
         """
         model = self.transformer(rest, stacks, frozen)
         segments, real = batch.get("segments"), self.mask(batch)
@@ -157,7 +164,19 @@ class PipelineGradients:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """One call of `PipelineGradients`: its arguments, and the body of the loop over ticks."""
+    """One call of `PipelineGradients`: its arguments, and the body of the loop over ticks.
+
+    In the methods, `carry` has the values that the loop passes from tick to tick (`start`), and `table` is the row of
+    the schedule for this tick. P stages, B sequences, L tokens, D model width.
+
+    Fields:
+      whole: the object that is called.
+      stacks, rest: trained parameters inside and outside the stages, name -> tree.
+      fixed, frozen: frozen parameters inside the stages, and all frozen parameters.
+      batch: the arrays of the update, [A, B, L] for A micro-batches.
+      micros: the inputs of the blocks except the activations, [A, ...].
+      factor: the loss scale; None for no scaling.
+    """
 
     whole: PipelineGradients
     stacks: Any
@@ -210,7 +229,8 @@ class _Run:
         return x_BLD.shape, x_BLD.dtype
 
     def _residual_shapes(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """Returns for each stack the shapes of the residuals that one layer saves."""
+        """Returns for each stack (layers with equal structure) the shapes of the residuals that one of its layers
+        saves."""
 
         def kept(stacks, fixed, micros, x_BLD):
             micro = jax.tree.map(lambda leaf: leaf[0], micros)
@@ -247,15 +267,22 @@ class _Run:
         return carry, None
 
     def _begin(self, rest: Any, micro: jax.Array) -> jax.Array:
-        """Returns the input of the first block for a micro-batch."""
+        """Returns the embedded tokens of micro-batch number `micro` [B, L, D], which are the input of the first block.
+
+        `rest`: trained parameters outside the stages.
+        """
         model = self.whole.transformer(rest, self.stacks, self.frozen)
         tokens_BL = row_of(self.batch["inputs"], micro)
         own = row_of(self.micros, micro)
         return model.begin(tokens_BL, own.key_B, own.packed)
 
     def _forward(self, carry: dict[str, Any], table: Ticks) -> jax.Array:
-        """Returns the output of each stage [P, B, L, D]. Updates the saved residuals and the router statistics in
-        `carry`."""
+        """Runs the forward pass of this tick on every stage. Returns the output of each stage [P, B, L, D].
+
+        Args:
+          carry: the loop's values. The saved residuals and router statistics in it are updated.
+          table: the micro-batch and chunk of each stage in this tick.
+        """
         entering_BLD = when(
             table.enter >= 0,
             lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
@@ -310,6 +337,11 @@ class _Run:
         """Computes the loss of the micro-batch that ends in this tick, and adds the loss and its gradients to `carry`.
 
         Returns the gradient of the last block's output [B, L, D], zeros if no micro-batch ends.
+
+        Args:
+          carry: the loop's values.
+          table: which micro-batch ends in this tick.
+          y_PBLD: the output of each of P stages in this tick.
         """
         micro, slot = table.end
         last, _ = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
@@ -357,7 +389,13 @@ class _Run:
         return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
 
     def _backward(self, carry: dict[str, Any], table: Ticks, d_end_BLD: jax.Array) -> jax.Array:
-        """Returns the gradient of each stage's input [P, B, L, D]. Updates the sums of gradients in `carry`."""
+        """Runs the backward pass of this tick on every stage. Returns the gradient of each stage's input [P, B, L, D].
+
+        Args:
+          carry: the loop's values. The sums of gradients in it are updated.
+          table: the micro-batch and chunk of each stage in this tick.
+          d_end_BLD: the gradient of the last block's output, for the micro-batch whose loss this tick computes.
+        """
         stage, chunk = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
         # All layers of a micro-batch have run forward before any of them runs backward.
         busy_AE = None if carry["pool"] is None else self._pooled(carry)[:, 0]
@@ -403,16 +441,20 @@ class _Run:
         return self._shard_stream(d_PBLD)
 
     def _pooled(self, carry: dict[str, Any]) -> jax.Array:
-        """Returns the router statistics for a balance loss that pools all layers, float32 [A, 2, E].
+        """Returns the router statistics for a balance loss that is computed over all layers together, float32 [A, 2,
+        E].
 
-        For each of A micro-batches and E experts they are the fraction of the token choices that went to the expert,
-        and its mean score, both averaged over the layers with experts.
+        For each of A micro-batches and E experts they are the fraction of the router's choices that went to the expert,
+        and the expert's mean score, both averaged over the layers with experts.
         """
         layers = sum(len(unit.rows.places) for unit in self.whole.units if unit.routed)
         return carry["pool"].sum(0) / layers
 
     def _leave(self, carry: dict[str, Any], table: Ticks, d_PBLD: jax.Array) -> None:
-        """Adds to `carry` the embedding gradient of the micro-batch whose backward pass ends in this tick."""
+        """Adds to `carry` the embedding gradient of the micro-batch whose backward pass ends in this tick.
+
+        `d_PBLD`: the gradient of each stage's input. `table`: which micro-batch ends.
+        """
         stage, _ = self.whole.schedule.place_of(0)
 
         def leave(sums):
@@ -424,7 +466,8 @@ class _Run:
         carry["sums"] = {**carry["sums"], **sums}
 
     def _move(self, y_PBLD: jax.Array, d_PBLD: jax.Array, table: Ticks) -> tuple[jax.Array, jax.Array]:
-        """Sends outputs and gradients to the stages that need them in the next tick."""
+        """Sends the stages' outputs `y_PBLD` and input gradients `d_PBLD` to the stages that need them in the next
+        tick. Returns both as they arrive."""
         stages, bends = self.whole.schedule.stages, self.whole.schedule.bends
         ahead = [(stage, stage + 1) for stage in range(stages - 1)]
         back = [(to, source) for source, to in ahead]
@@ -450,14 +493,17 @@ class _Run:
         return y_PBLD, d_PBLD
 
     def result(self, carry: dict[str, Any]) -> tuple[Tally, Any]:
-        """Returns the loss sums (tally) and the gradients of all micro-batches from the loop's values after the last
-        tick."""
+        """Returns the loss sums (tally) and the gradients of all micro-batches.
+
+        `carry`: the loop's values after the last tick.
+        """
         routing = self._routing(carry)
         sums = {name: tree for name, tree in carry["sums"].items() if jax.tree.leaves(tree)}  # frozen stacks have none
         return Tally(carry["loss"], self.micros.tokens.sum(), routing), self.whole.weights.totals(sums)
 
     def _routing(self, carry: dict[str, Any]) -> Load | None:
-        """Returns the sums of the router statistics in layer order; None without experts."""
+        """Returns the router statistics summed over micro-batches, such as the tokens of each expert, with a leading
+        axis of layers in the model's order. None without experts."""
         for unit, load in zip(self.whole.units, carry["loads"]):
             if load is None:
                 continue

@@ -21,12 +21,13 @@ BY_DEFAULT = (None, "device", "unpinned_host")  # memory kinds that programs wri
 
 
 def describe_reordered(abstract: Any, order: Order, wanted: Order) -> Any:
-    """Returns the shapes and shardings that the tree `abstract` has after `reorder`.
-
-    An order maps the name of a layer stack to the layer index of each of its rows, -1 for an unused row.
+    """Returns the shapes and shardings that the tree `abstract` has after `reorder`, which changes the order of stacked
+    layers.
 
     Args:
-      order, wanted: the order before and after.
+      abstract: the tree before, with leaves that have a shape, dtype and sharding.
+      order, wanted: the order before and after: name of a layer stack -> layer index of each of its rows, -1 for an
+        unused row.
     """
 
     def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
@@ -43,11 +44,12 @@ def describe_reordered(abstract: Any, order: Order, wanted: Order) -> Any:
 
 
 def reorder(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
-    """Reorders the stacked layers of a tree from `order` to `wanted`. Rows without a layer are 0.
-
-    An order maps the name of a layer stack to the layer index of each of its rows, -1 for an unused row.
+    """Reorders the stacked layers of a tree. Rows without a layer are 0.
 
     Args:
+      tree: the arrays, [rows, ...] in a stack of layers.
+      order, wanted: the order before and after: name of a layer stack -> layer index of each of its rows, -1 for an
+        unused row.
       abstract: shapes and shardings of the result. If it is given, each input array is deleted once it is replaced. If
         it is None, arrays may be NumPy arrays.
     """
@@ -78,8 +80,12 @@ def _take(leaf: jax.Array, places: np.ndarray) -> jax.Array:
 def _map_stacks(
     tree: Any, order: Order, wanted: Order, function: Callable[..., Any], kept: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
-    """Applies `function(row order, wanted row order, leaf)` to each leaf of a stack of layers whose rows must be
-    reordered, and `kept(leaf)` to every other leaf of the tree. A row order contains the layer index of each row.
+    """Applies a function to each leaf of a stack of layers whose rows must be reordered.
+
+    Args:
+      order, wanted: the order before and after: name of a layer stack -> layer index of each of its rows.
+      function: (row indices before, row indices after, leaf) -> new leaf.
+      kept: applied to every other leaf.
     """
     moved = {}
     for stack in {*order, *wanted}:

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 @dataclasses.dataclass(frozen=True)
 class PassTimes:
-    """Duration of each pass of one micro-batch on one stage, in seconds or any other unit.
+    """Duration of each pass of one micro-batch on one pipeline stage, in seconds or any other unit.
 
     Fields:
       forward: F, the forward pass.
@@ -56,12 +56,13 @@ class Published:
     differs: str = ""
 
     def stash(self, stages: int, micro_batches: int) -> Fraction:
-        """Returns the bytes of activations on the stage that stores most, as a multiple of the residuals of all layers
-        for one micro-batch."""
+        """Returns the activation memory of the stage that stores most, as a multiple of the residuals (saved
+        activations) of all layers for one micro-batch."""
         return Fraction(self.held(stages, micro_batches)) / stages
 
     def share(self, stages: int, micro_batches: int, work: PassTimes = EQUAL) -> Fraction:
-        """Returns the fraction (0 to 1) of the time of a step that a stage is idle."""
+        """Returns the fraction (0 to 1) of the time of a step that a stage is idle, if its passes take the times
+        `work`."""
         idle = self.bubble(stages, work)
         return idle / (micro_batches * work.all + idle)
 

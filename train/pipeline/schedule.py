@@ -21,14 +21,17 @@ IDLE = -1
 class Schedule:
     """A validated pipeline schedule: which micro-batch each stage computes in each tick (iteration of the loop).
 
+    A chunk, also called a virtual stage, is a group of consecutive layers that a stage runs without interruption. A
+    slot is an index into the buffer in which a stage keeps arrays for later ticks.
+
     Fields:
-      name: a row of SCHEDULES.
+      name: the name of the schedule, a key of SCHEDULES.
       stages: P, the number of stages.
       virtual: v, the number of chunks per stage.
       micro_batches: number of micro-batches per update.
       placement: the virtual stage, 0 to vP - 1, of each chunk of each stage. Virtual stages are in model order.
-      forward, backward: int32 [ticks, stages, 3], the micro-batch, chunk and stash slot of each stage, -1 for no work.
-        The forward pass saves its residuals in the slot, and the backward pass reads them.
+      forward, backward: int32 [ticks, stages, 3], the micro-batch, chunk and slot of each stage, -1 for no work. The
+        forward pass saves its residuals in the slot, and the backward pass reads them.
       weights: like `backward`, for separately computed weight gradients (zero_bubble); else -1 everywhere.
       ends: int32 [ticks, 2], the micro-batch whose loss is computed in a tick, and the slot in which the last virtual
         stage stored its output. Slot -1 means the output of the same tick.
@@ -69,16 +72,15 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        """The number of ticks, which are the iterations of the loop."""
         return len(self.forward)
 
     @property
     def virtual_stages(self) -> int:
-        """The number of virtual stages, vP: v chunks on each of P stages."""
+        """The number of virtual stages (chunks of layers): v chunks on each of P stages, vP."""
         return self.stages * self.virtual
 
     def place_of(self, virtual_stage: int) -> tuple[int, int]:
-        """Returns (stage, index of the chunk on that stage) of a virtual stage."""
+        """Returns (stage, index of the chunk on that stage) for the virtual stage (chunk of layers) of this number."""
         return self._where[virtual_stage]
 
     @cached_property
@@ -87,8 +89,7 @@ class Schedule:
 
     @cached_property
     def stash_slots(self) -> tuple[int, ...]:
-        """For each stage, the number of slots that it needs. A slot holds the residuals of one chunk for one
-        micro-batch.
+        """The number of slots that each stage needs. A slot holds the residuals of one chunk for one micro-batch.
 
         All stages run one program, which allocates the maximum on every stage.
         """
@@ -118,11 +119,11 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def times_of(schedule: Schedule, table: np.ndarray) -> Times:
-    """Finds the tick in which each virtual stage computes each micro-batch. Returns (micro-batch, virtual stage) ->
-    tick.
+    """Returns (micro-batch, virtual stage) -> the tick in which the virtual stage (chunk of layers) computes the
+    micro-batch.
 
     `table`: one pass of the schedule, such as `schedule.forward`: int32 [ticks, stages, 3], where the last axis is
-    (micro-batch, chunk, stash slot), -1 for no work.
+    (micro-batch, chunk, slot), -1 for no work.
 
     Raises ReportError if a pair is missing or occurs twice.
     """
@@ -146,8 +147,11 @@ def times_of(schedule: Schedule, table: np.ndarray) -> Times:
 
 
 def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
-    """Raises ReportError unless every output is used in the next tick and every backward pass is after its forward
-    pass."""
+    """Raises ReportError if an output is not used in the next tick, if a backward pass is before its forward pass, or
+    if stages that are not neighbors exchange data.
+
+    `forward`, `backward`: (micro-batch, virtual stage) -> tick.
+    """
     last = schedule.virtual_stages - 1
     for (m, k), tick in forward.items():
         if k and forward[m, k - 1] + 1 != tick:
@@ -176,8 +180,8 @@ def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
 
 
 def _check_slots(schedule: Schedule) -> None:
-    """Raises ReportError if a stage uses a stash slot for two micro-batches at once, or reads a slot that another
-    micro-batch has overwritten."""
+    """Raises ReportError if a stage uses a slot (buffer of saved residuals) for two micro-batches at once, or reads a
+    slot that another micro-batch has overwritten."""
     last_table = schedule.weights if schedule.apart else schedule.backward
     for stage in range(schedule.stages):
         used: dict[int, Unit] = {}
@@ -202,8 +206,11 @@ def _check_slots(schedule: Schedule) -> None:
 
 
 def _check_ends(schedule: Schedule, forward: Times, backward: Times) -> None:
-    """Raises ReportError unless the loss of each micro-batch is computed between its last forward and its first
-    backward pass."""
+    """Raises ReportError unless the loss of each micro-batch is computed after its last forward and before its first
+    backward pass.
+
+    `forward`, `backward`: (micro-batch, virtual stage) -> tick.
+    """
     last, waiting = schedule.virtual_stages - 1, {}
     for tick, ((m, slot), write) in enumerate(zip(schedule.ends, schedule.output_write)):
         if write != IDLE:
@@ -230,8 +237,8 @@ def _check_ends(schedule: Schedule, forward: Times, backward: Times) -> None:
 
 
 def divide_layers(layers: int, virtual_stages: int) -> tuple[int, ...]:
-    """Returns the number of layers of each virtual stage, divided as evenly as possible. If the division leaves a
-    remainder, the first and last stages get fewer layers.
+    """Returns the number of layers of each virtual stage (chunk of layers), divided as evenly as possible. If the
+    division leaves a remainder, the first and last stages get fewer layers.
 
     Raises:
       ReportError: there are no layers, or fewer layers than virtual stages.

@@ -15,7 +15,8 @@ from bytescope.train.pipeline.schedule import IDLE, Schedule, divide_layers
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Duration of each kind of work for all layers of a stage and one micro-batch, in seconds or any other unit.
+    """Duration of each kind of work for all layers of a pipeline stage and one micro-batch, in seconds or any other
+    unit.
 
     Fields:
       forward: a forward pass.
@@ -46,35 +47,40 @@ def bubble(stages: int, micro_batches: int, virtual: int = 1) -> Fraction:
 def expected_bubble(schedule: Schedule) -> tuple[str, Fraction]:
     """Returns (formula as text, value) of a schedule's bubble, the fraction (0 to 1) of time that a stage is idle.
 
-    More chunks per stage make the bubble smaller, except in the V placement.
+    More chunks of layers per stage make the bubble smaller, except in the V placement.
     """
     words, virtual = ("(P-1)/(M+P-1)", 1) if schedule.bends else ("(P-1)/(vM+P-1)", schedule.virtual)
     return words, bubble(schedule.stages, schedule.micro_batches, virtual)
 
 
 def held_share(schedule: Schedule, layers: int) -> Fraction:
-    """Returns the memory that every stage allocates for saved residuals, as a multiple of the residuals of all `layers`
-    for one micro-batch.
+    """Returns the memory that every pipeline stage allocates for saved residuals, as a multiple of the residuals of all
+    `layers` for one micro-batch.
 
-    Every stage allocates as many slots as the fullest stage needs, each with room for the largest chunk.
+    A slot holds the residuals of the largest chunk (group of layers). Every stage allocates as many slots as the stage
+    that needs most.
     """
     fullest = max(divide_layers(layers, schedule.virtual_stages))
     return Fraction(max(schedule.stash_slots) * fullest, layers)
 
 
 def stash_by_stage(schedule: Schedule) -> tuple[Fraction, ...]:
-    """Returns for each stage the maximum residuals that it stores at once, relative to the residuals of all layers for
-    one micro-batch."""
+    """Returns for each stage the maximum residuals (saved activations) that it stores at once, as a multiple of the
+    residuals of all layers for one micro-batch."""
     return tuple(Fraction(slots, schedule.virtual_stages) for slots in schedule.stash_slots)
 
 
 def published_stash(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Fraction | None:
-    """Returns the published amount of residuals on the stage that stores most, relative to the residuals of all layers
-    for one micro-batch.
+    """Returns the published memory for residuals (saved activations) on the stage that stores most, as a multiple of
+    the residuals of all layers for one micro-batch. None for schedules without a published number.
 
-    Publications assume a separate program per stage. Returns None for schedules without a published number. gpipe: all
-    micro-batches. 1f1b: P micro-batches of L/P layers each. interleaved: 1 + (P - 1)/(Pv) (Korthikanti et al. 2022,
-    arXiv 2205.05198, section 4.2.3). v: (P + 2)/2 micro-batches, about half of 1F1B's (V-Half, arXiv 2405.15362).
+    Publications assume a separate program per stage. With P stages, v chunks of layers per stage, M micro-batches and L
+    layers:
+
+    - gpipe: M micro-batches of L/P layers.
+    - 1f1b, zero_bubble: P micro-batches of L/P layers.
+    - interleaved: 1 + (P - 1)/(Pv) (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.3).
+    - v: (P + 2)/2 micro-batches of L/P layers, about half of 1F1B's (V-Half, arXiv 2405.15362).
     """
     whole = Fraction(min(stages, micro_batches), stages)
     rows = {
@@ -92,8 +98,8 @@ class Simulated:
     """The result of simulating a pipeline schedule.
 
     Fields:
-      seconds: time of all ticks, in the unit of the costs.
-      idle: fraction (0 to 1) of `seconds` that each stage waits.
+      seconds: time of all ticks, in the unit of `Costs`, which is by default the forward pass of a stage.
+      idle: fraction (0 to 1) of `seconds` that each stage is idle.
       bubble: fraction (0 to 1) of `seconds` in excess of the minimum. The minimum is the time that a stage needs
         without waiting and without separate weight gradients.
     """
@@ -104,8 +110,8 @@ class Simulated:
 
 
 def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = False) -> Simulated:
-    """Simulates a pipeline schedule: a stage starts a tick when the stages that send to it have finished the previous
-    tick.
+    """Computes the duration and the idle time of a pipeline schedule. A stage starts a tick when it and its neighbors
+    have finished the previous tick.
 
     Args:
       recomputed: True if blocks are recomputed for the backward pass.
@@ -132,8 +138,8 @@ def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = Fa
 def full_ticks(schedule: Schedule) -> int:
     """Returns the duration of a schedule as a number of full ticks, rounded.
 
-    A full tick is one forward and one backward pass of a chunk. A tick with only one of the two passes counts as the
-    corresponding fraction.
+    A full tick is the time of one forward and one backward pass of a chunk, which is a group of layers. A tick with
+    only one of the two passes counts as the corresponding fraction.
     """
     whole = (TOGETHER[True].forward + TOGETHER[True].backward) / schedule.virtual
     return round(simulate(schedule).seconds / whole)

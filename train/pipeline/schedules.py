@@ -12,7 +12,7 @@ from bytescope.train.pipeline.schedule import IDLE, Schedule, Times, Unit, times
 
 
 def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
-    """Returns the schedule `name`, a row of SCHEDULES.
+    """Returns the pipeline schedule `name`, a key of SCHEDULES. `virtual`: chunks of layers per stage.
 
     Raises:
       ReportError: the schedule does not exist, or not for these sizes. The message has the remedy.
@@ -43,7 +43,7 @@ def _one_chunk(name: str, virtual: int) -> None:
 
 def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
     """Returns the schedule with all forward passes first, then all backward passes (Huang et al. 2018, arXiv
-    1811.06965)."""
+    1811.06965). `P` stages, `M` micro-batches, `v` chunks of layers per stage."""
     _one_chunk(name, v)
     start = M + P - 1
     # Backward passes run in the order of the forward passes: outputs wait as long as in reverse order, and losses come
@@ -54,8 +54,8 @@ def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
 
 
 def _one_f_one_b(name: str, P: int, M: int, v: int) -> Schedule:
-    """Returns the 1F1B schedule, PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503). A tick has a forward and a
-    backward pass."""
+    """Returns the 1F1B schedule, PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503). In a tick, a stage runs one
+    forward and one backward pass. `P` stages, `M` micro-batches."""
     _one_chunk(name, v)
     return _interleaved(name, P, M, 1)
 
@@ -63,7 +63,7 @@ def _one_f_one_b(name: str, P: int, M: int, v: int) -> Schedule:
 def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
     """Returns the interleaved schedule (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
-    The v chunks of a stage run in turn, P micro-batches at a time.
+    The `v` chunks of layers of a stage run in turn, each for `P` (number of stages) of the `M` micro-batches at a time.
     """
     if v > 1 and M % P:
         raise ReportError(
@@ -87,9 +87,11 @@ def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
 
 
 def _v(name: str, P: int, M: int, v: int) -> Schedule:
-    """Returns the schedule with two chunks per stage that are placed as a V (Qi et al. 2024, arXiv 2405.15362).
+    """Returns the schedule with two chunks of layers per stage that are placed as a V (Qi et al. 2024, arXiv
+    2405.15362).
 
-    The first and the last virtual stage are on the same stage, and all stages need the same number of stash slots.
+    The first and the last chunk of the model are on the same stage. All stages need the same number of slots, each for
+    the residuals of one chunk and micro-batch. `P` stages, `M` micro-batches.
     """
     if v not in (1, 2):
         raise ReportError(
@@ -106,7 +108,8 @@ def _v(name: str, P: int, M: int, v: int) -> Schedule:
 def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
     """Returns 1F1B with separate weight gradients (Qi et al. 2023, arXiv 2401.10241).
 
-    A stage computes weight gradients in its first ticks that have no backward pass, or at the end of the schedule.
+    A stage computes the gradients of its weights in its first ticks that have no backward pass, or at the end of the
+    schedule. `P` stages, `M` micro-batches.
     """
     _one_chunk(name, v)
     one = _interleaved("1f1b", P, M, 1)
@@ -126,7 +129,7 @@ class ScheduleRow:
     """One pipeline schedule, a row of SCHEDULES.
 
     Fields:
-      make: (name, stages, micro-batches, chunks per stage) -> the schedule.
+      make: (name, stages, micro-batches, chunks of layers per stage) -> the schedule.
       summary: one line that describes the schedule to the user.
       chunks: number of chunks per stage in the schedule's drawing.
     """
@@ -155,10 +158,13 @@ def _build_schedule(
     backward: Times,
     weights: Times | None = None,
 ) -> Schedule:
-    """Builds a `Schedule` from the tick of each piece of work, (micro-batch, virtual stage) -> tick, and assigns stash
-    slots.
+    """Builds a `Schedule` from the ticks of its passes, and assigns the slots in which stages keep residuals.
 
-    `weights`: the ticks of separately computed weight gradients; None if there are none.
+    Args:
+      P, v, M: number of stages, of chunks of layers per stage, and of micro-batches.
+      placement: the virtual stage (chunk number in the model) of each chunk of each stage.
+      forward, backward: (micro-batch, virtual stage) -> tick of the pass.
+      weights: the same for separately computed weight gradients; None if there are none.
     """
     ticks = max(max(times.values()) for times in (forward, backward, weights or backward)) + 1
     where = {k: (stage, chunk) for stage, held in enumerate(placement) for chunk, k in enumerate(held)}
@@ -199,8 +205,11 @@ def _build_schedule(
 
 
 def _assign_slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
-    """Assigns a slot to each live range, using the minimum number of slots. A live range is (first tick, last tick,
-    (micro-batch, virtual stage)); `lives` is sorted by first tick."""
+    """Returns (micro-batch, virtual stage) -> slot, a number of a buffer. Two live ranges that overlap get different
+    slots. The number of slots is minimal.
+
+    `lives`: the live ranges (first tick, last tick, (micro-batch, virtual stage)), sorted by first tick.
+    """
     free_from: list[int] = []  # the last tick of each slot
     slots = {}
     for start, end, unit in lives:

@@ -30,13 +30,14 @@ STAGE = "stage"
 
 @dataclasses.dataclass(frozen=True)
 class Micro:
-    """The inputs of the blocks for a micro-batch, except the residual stream.
+    """The inputs of the blocks for a micro-batch of B sequences, except the activations.
 
     Fields:
       keys: raw data of the dropout keys [B, ...], None without dropout.
-      packed: segment ids and padding of rows.
+      packed: segment ids and padding of the rows; None if no row has several examples or padding.
       tokens: number of unmasked targets, int32.
-      coefficients: coefficients of the balance loss and the z loss of a layer, float32 [2], zeros without experts.
+      coefficients: the weights of a layer's two auxiliary router losses (balance loss, z loss), float32 [2], zeros
+        without experts.
     """
 
     keys: jax.Array | None
@@ -55,15 +56,17 @@ jax.tree_util.register_dataclass(Micro, ["keys", "packed", "tokens", "coefficien
 
 @dataclasses.dataclass(frozen=True)
 class StackUnit:
-    """The layers of a chunk that belong to one parameter stack. A chunk is a group of layers that a stage runs without
-    interruption.
+    """The layers of a chunk that belong to one parameter stack. A chunk is a group of layers that a pipeline stage runs
+    without interruption. A parameter stack is the tree of the parameters of layers with equal structure, [layers, ...].
 
     Fields:
       rows: which layers of the stack each stage stores.
-      block: (x_BLD, parameters of a layer, layer index, key_B, packed) -> (x_BLD, load), under the remat policy.
-      weights: casts and shards the gradients of these parameters.
+      block: runs one layer under the remat policy: (x_BLD, its parameters, layer index, dropout keys [B], segment ids
+        and padding) -> (x_BLD, router statistics).
+      weights: the record that casts and shards the gradients of these parameters.
       routed: True if the layers have experts.
-      turns: the named scope of the loops over a chunk's layers, which contains their iteration counts (`turns_scope`).
+      turns: the name of the `jax.named_scope` around the loops over a chunk's layers. It contains their iteration
+        counts (`turns_scope`).
       recipe, dtypes: which residuals are saved, and their dtypes. Both are filled when the forward pass is traced.
     """
 
@@ -78,8 +81,13 @@ class StackUnit:
     def _run_with_pullback(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro) -> tuple:
         """Runs one layer and returns ((y_BLD, losses), its pullback from `jax.vjp`, router statistics).
 
-        losses: float32 [2], the balance loss and the z loss. If the balance loss is pooled over all layers: [E + 1],
-          the mean router scores of the E experts and the z loss.
+        `losses` is float32 [2], the balance loss and the z loss. If the balance loss is computed over all layers
+        together, it is [E + 1], the mean router scores of the E experts and the z loss.
+
+        Args:
+          own, fixed: trained and frozen parameters of the layer.
+          number: index of the layer.
+          micro: the other inputs of the micro-batch, such as dropout keys.
         """
 
         def run(x_BLD, own):
@@ -97,7 +105,14 @@ class StackUnit:
     def layer(
         self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro
     ) -> tuple[jax.Array, Load | None, Leaves]:
-        """Returns the output of one layer, its router statistics, and the residuals to save."""
+        """Runs one layer. Returns its output [B, L, D], its router statistics (None without experts), and the residuals
+        to save.
+
+        Args:
+          own, fixed: trained and frozen parameters of the layer.
+          number: index of the layer.
+          micro: the other inputs of the micro-batch, such as dropout keys.
+        """
         (y_BLD, _), pullback, load = self._run_with_pullback(x_BLD, own, fixed, number, micro)
         kept = self.recipe.split(pullback, jax.tree.leaves((own, fixed)), _leaves_known_to_backward(number, micro))
         self.dtypes[:] = [leaf.dtype for leaf in kept]
@@ -116,15 +131,19 @@ class StackUnit:
         pool: jax.Array | None,
         micro: Micro,
     ) -> tuple[jax.Array, Leaves, Load | None, jax.Array | None]:
-        """Runs a chunk. Returns its output, and `stash`, `load` and `pool` with the values of its layers added.
+        """Runs the forward pass of a chunk of layers. Returns its output, and `stash`, `load` and `pool` with the
+        values of its layers added.
 
         Args:
-          unit: indices of micro-batch, chunk and slot.
+          unit: int32 [3], the indices of the micro-batch, the chunk, and the slot (place in `stash`).
           count, first: for each chunk its number of layers and the index of its first layer.
           own, fixed: trained and frozen parameters, [rows of the stage, ...].
           stash: the saved residuals, [slots, rows of a chunk, ...].
-          pool: each expert's fraction of the choices and mean score, summed over layers, for each micro-batch, float32
-            [A, 2, E]; None without a pooled balance loss.
+          load: sums of the router statistics, [rows of the stage, ...]; None without experts.
+          pool: for each of E experts, the fraction of the router's choices that went to it and its mean score, summed
+            over layers, float32 [A, 2, E] for A micro-batches; None unless the balance loss is computed over all layers
+            together.
+          micro: the other inputs of the micro-batch, such as dropout keys.
         """
         number, chunk, slot = unit
 
@@ -147,13 +166,14 @@ class StackUnit:
     def run(
         self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any, micro: Micro
     ) -> jax.Array:
-        """Returns the output of the first `count` layers of a chunk, without saving residuals.
+        """Returns the output of the first `count` layers of a chunk, [B, L, D], without saving residuals.
 
         Args:
           chunk: index of the chunk on the stage.
           count: number of layers to run; 0 on a stage that does not have the chunk.
           first: for each chunk the index of its first layer.
           own, fixed: trained and frozen parameters, [rows of the stage, ...].
+          micro: the other inputs of the micro-batch, such as dropout keys.
         """
 
         def turn(index, x_BLD):
@@ -179,13 +199,15 @@ class StackUnit:
         layers added.
 
         Args:
-          unit: indices of micro-batch, chunk and slot.
+          unit: int32 [3], the indices of the micro-batch, the chunk, and the slot (place in `stash`).
           count, first: for each chunk its number of layers and the index of its first layer.
           d_BLD: the gradient of the chunk's output.
           stash: the saved residuals, [slots, rows of a chunk, ...].
           own, fixed: trained and frozen parameters, [rows of the stage, ...].
-          busy_AE: each expert's fraction (0 to 1) of a micro-batch's choices, averaged over all layers; None unless the
-            balance loss is pooled.
+          sums: sums of the gradients, [rows of the stage, ...].
+          busy_AE: the fraction (0 to 1) of the choices in a micro-batch that went to each expert, averaged over all
+            layers; None unless the balance loss is computed over all layers together.
+          micro: the other inputs of the micro-batch, such as dropout keys.
         """
         number, chunk, slot = unit
         d_losses = micro.coefficients
@@ -240,9 +262,10 @@ def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
 
 
 def turns_scope(max_turns: int, total: int, times: int) -> str:
-    """Returns the named scope with which a loop states how often it runs, such as `turns_8_mean_64_56`.
+    """Returns the name of the `jax.named_scope` that records how often a loop runs, such as `turns_8_mean_64_56`.
 
-    The memory report needs these numbers because XLA does not know the iteration counts (memory/hlo/loops.py).
+    The memory report reads the numbers from the name, because XLA does not know the iteration counts
+    (memory/hlo/loops.py).
 
     Args:
       max_turns: maximum number of iterations of one run of the loop.
@@ -255,9 +278,13 @@ def turns_scope(max_turns: int, total: int, times: int) -> str:
 def stack_units(
     model: Transformer, stacks: Sequence[StackRows], weights: Weights, schedule: Schedule
 ) -> list[StackUnit]:
-    """Returns one `StackUnit` for each parameter stack, in the order in which a chunk runs the stacks.
+    """Returns one `StackUnit` for each parameter stack, in the order in which a chunk of layers runs the stacks.
 
-    `model` and `weights` must have the layout that is used inside the stages (`Layout.staged`).
+    Args:
+      model: the abstract model, with the layout that is used inside the stages (`Layout.staged`).
+      stacks: for each stack, which of its layers each stage stores.
+      weights: the record that casts and shards gradients, with the same layout as the model.
+      schedule: which micro-batch each stage computes at which time.
     """
     blocks = {run.stack: block for run, block in model.layers()}
     units, runs = [], schedule.ticks * schedule.stages
@@ -280,8 +307,8 @@ def inside(layout: Layout, function: Callable, inputs: Any, outputs: Any) -> Cal
 
 
 def broadcast_from(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
-    """Sends `x` from the stage on which `mine` is true to all stages. Call it in a function that `inside` runs on the
-    stages."""
+    """Sends `x` from the stage on which `mine` is true to all stages, and returns it there. To be called inside a
+    `jax.shard_map` over the stages."""
     x = jnp.where(mine, x, 0)
     # XLA's CPU compiler (0.10 to 0.12) aborts on 16-bit sums at this point. With one nonzero summand float32 is
     # as exact.
@@ -292,9 +319,10 @@ def broadcast_from(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
 def when(condition: jax.Array, function: Callable[[Any], Any], carried: Any, turns: str) -> Any:
     """Returns `function(carried)` if `condition` is true, else `carried`.
 
-    It is a loop with one or no iteration, which updates `carried` in place; a `jax.lax.cond` would copy it.
+    It is a loop with one or no iteration, which updates `carried` in place. A `jax.lax.cond` would copy it.
 
-    `turns`: the named scope of the loop, which contains the number of times the condition is true (`turns_scope`).
+    `turns`: the name of the loop's `jax.named_scope`, which tells the memory report how often the condition is true
+    (`turns_scope`).
     """
     with jax.named_scope(turns):
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)

@@ -15,6 +15,9 @@ class StackRows:
     """The order in which a stack of layers is stored if it is sharded over pipeline stages: stage by stage, and within
     a stage chunk by chunk.
 
+    A stack is the parameters of layers with equal structure, [rows, ...] with one layer per row. A chunk is a group of
+    consecutive layers that a stage runs without interruption.
+
     Fields:
       stack: the name of the stack.
       order: for each row of the stack the index of its layer, -1 for an unused row. Stages with fewer layers have
@@ -43,7 +46,7 @@ class StackRows:
 
     @property
     def identity(self) -> bool:
-        """True if the rows are the layers of the stack in order."""
+        """True if every row has a layer and the layers are in model order."""
         return -1 not in self.order and list(self.order) == sorted(self.order)
 
 
@@ -52,20 +55,22 @@ class Stages:
     """The division of a model's layers among the stages of a pipeline.
 
     Fields:
-      stacks: the rows of each stack, in the order in which a chunk runs the stacks.
+      stacks: for each stack of layers with equal structure, the layer in each of its rows. The stacks are in the order
+        in which a stage runs them.
     """
 
     stacks: tuple[StackRows, ...]
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Stack name -> the layer index of each of its rows, -1 for an unused row. Stacks whose rows are in layer
-        order are left out."""
+        """The layers in the order in which the stages store them: name of a stack of layers -> the layer index of each
+        of its rows, -1 for an unused row. Stacks whose rows are in model order are left out."""
         return {rows.stack: rows.order for rows in self.stacks if not rows.identity}
 
     @classmethod
     def divide(cls, model: ModelConfig, schedule: Schedule) -> "Stages":
-        """Divides the layers evenly among the virtual stages. Each gets consecutive layers."""
+        """Divides the model's layers as evenly as possible into the virtual stages (chunks) of a schedule. Each chunk
+        gets consecutive layers."""
         sizes = divide_layers(model.n_layers, schedule.virtual_stages)
         starts = np.concatenate([[0], np.cumsum(sizes)])
         stacks = []

@@ -35,7 +35,8 @@ LIKELY_FREE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class TriedLever:
-    """A memory saving ("lever") whose program was compiled to see whether it fits.
+    """A memory saving ("lever": config keys that reduce memory) whose program was compiled to see whether it fits on a
+    device.
 
     Attributes:
         lever: the memory saving.
@@ -55,7 +56,8 @@ def try_levers(
     tell: Callable[[str], None] = lambda line: None,
     each_s: float = 0.0,
 ) -> list[TriedLever]:
-    """Compiles a step that does not fit with one memory saving ("lever") after another, until one fits.
+    """Compiles a training step that does not fit on a device with one memory saving ("lever": config keys to change)
+    after another, until one fits. Returns the compiled variants.
 
     Only levers that keep the loss curve and can free at least the missing memory are compiled, those with the lowest
     cost in time first. The last variant combines all levers that keep the loss curve and use no host memory.
@@ -103,7 +105,8 @@ def try_levers(
 def lines(report: ReportRecord, levers: Sequence[Lever], tried: Sequence[TriedLever], fit: str = "") -> list[str]:
     """Returns the advice for a step that does not fit, line by line.
 
-    The advice lists the compiled variants, the memory savings ("levers") left to try, and the `bytescope fit` command.
+    The advice lists the compiled variants, the memory savings ("levers": config keys to change) left to try, and the
+    `bytescope fit` command.
 
     Args:
         report: the report of the step that does not fit.

@@ -43,7 +43,8 @@ class ShapeFlag(NamedTuple):
     """A command-line flag that describes the experts or the latent attention of a model.
 
     Attributes:
-        field: the field of `ExpertShape` or `Latent` that the flag sets.
+        field: the field that the flag sets in `ExpertShape` (sizes of the experts) or `Latent` (widths of latent
+            attention).
         key: the config key with the same meaning.
         summary: the help text of the flag.
         minimum: the smallest valid value.
@@ -103,7 +104,7 @@ LATENT = {
 
 
 def parse_count(text: str) -> float:
-    """Returns the number of parameters that a text such as 7e9, 7b, 1.5B, 350m or 7_000_000_000 stands for.
+    """Parses a number of model parameters, written as 7e9, 7b, 1.5B, 350m or 7_000_000_000.
 
     Raises:
         ReportError: the text is not a number in one of these forms.
@@ -116,11 +117,12 @@ def parse_count(text: str) -> float:
 
 
 def question_from_flags(args: Mapping[str, Any]) -> Question:
-    """Returns the input of the memory calculator for the command `bytescope estimate --params=N`.
+    """Returns the input of the memory calculator (model, batch, sharding, precision) for the command `bytescope
+    estimate --params=N`.
 
     Sizes that no flag gives are derived from the number of parameters.
 
-    args: the parsed arguments, name -> value.
+    args: the parsed command-line arguments, name -> value.
 
     Raises:
         ReportError: a value is out of range, or flags cannot be combined.
@@ -181,6 +183,8 @@ def _parameters_relative_to_dense(experts: Mapping[str, Any]) -> float:
 
 def checked_number(args: Mapping[str, Any], flag: str, minimum: int = 1) -> int | None:
     """Returns the value of a numeric command-line flag; None if the flag is not given.
+
+    args: the parsed command-line arguments, name -> value.
 
     Raises:
         ReportError: the value is less than `minimum`, or is 1e9 or more.

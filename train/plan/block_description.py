@@ -29,10 +29,10 @@ AROUND_KERNEL = ("q_rot", "k_rot", "v")
 
 
 def trace_gradient(program: Program) -> Any:
-    """Returns the ClosedJaxpr of the gradient of one micro-batch, traced without recomputation.
+    """Returns the ClosedJaxpr of the gradient of one micro-batch, traced without recomputation, so that it contains
+    every named tensor.
 
-    So the jaxpr contains every named tensor. Its layers are in the order of the model, even if the program splits them
-    into pipeline stages.
+    Its layers are in the order of the model, even if the program splits them into pipeline stages.
     """
     loss, arguments = _loss_of_micro_batch(program)
     return jax.make_jaxpr(jax.grad(loss, has_aux=True))(*arguments)
@@ -64,7 +64,7 @@ def describe_block(program: Program) -> LayerGraph:
     """Returns the graph of operations and named tensors in one transformer block, with the bytes of each tensor on one
     device.
 
-    program: a program whose layers are scanned (`model.scan=True`).
+    program: a training program that loops over its layers with `jax.lax.scan` (`model.scan=True`).
     """
     # A pipeline stage stores the tensors of several micro-batches at once for each of its layers.
     micro_batches = Fraction(1)
@@ -96,10 +96,10 @@ def max_ranges(program: Program) -> int:
 
 
 def fixed_policies(moving: bool = False) -> dict[str, tuple[str, ...] | None]:
-    """Returns the named remat policies to try: policy -> names of the tensors that it saves. `full` and `none` are left
-    out.
+    """Returns the named remat policies that the remat search tries on all layers: policy -> names of the tensors that
+    it saves. The policies `full` and `none` are left out.
 
-    The value is None if it is not known before compiling what the policy saves.
+    The names are None if only the compiler knows which tensors the policy saves.
 
     moving: True for the policies that move tensors to host memory, False for the other policies.
     """

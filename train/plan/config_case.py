@@ -28,9 +28,9 @@ class Case:
 
     Attributes:
         flat: the config, dotted key -> value.
-        axes: mesh axis -> number of devices, without -1.
-        host_memory: whether training state and saved activations can be moved to host memory. False on a CPU, which
-            has no separate memory.
+        axes: mesh axis -> number of devices. An axis of -1 in the config is replaced by its number.
+        host_memory: whether training state and saved activations can be moved to host memory. False on a CPU, which has
+            no separate memory.
         report: the report of the compiled program.
     """
 
@@ -46,8 +46,8 @@ class Case:
 
     @property
     def by_layer(self) -> bool:
-        """Returns whether the optimizer can update one layer at a time. Fused backward and moments in host memory need
-        this."""
+        """Returns whether the optimizer can update one layer at a time. Updates fused into the backward pass and
+        optimizer moments in host memory need this."""
         scheduled, scaled = self.flat["batch.accumulation_schedule"], self.flat["precision.preset"] == "fp16"
         return not (scheduled or scaled or self.adapters)
 
@@ -78,7 +78,7 @@ class Case:
         return self.axes["fsdp"] * self.axes["expert"] * self.axes["context"]
 
     def shards(self, ranks: int) -> bool:
-        """Returns whether ZeRO can divide every parameter evenly over `ranks` devices.
+        """Returns whether ZeRO can divide every parameter evenly over this number of devices (`ranks`).
 
         `ranks` must divide `model.d_model` and, with latent attention, `model.mla_kv_rank` and `model.mla_q_rank`.
         """
@@ -106,8 +106,8 @@ class Case:
 
 
 def case_of(report: ReportRecord) -> Case | None:
-    """Returns the config, the devices and the report as a `Case`; None if the report is not about one of the trainer's
-    configs."""
+    """Returns the config and the devices of a memory report, together with the report, as a `Case`; None if the report
+    is not about one of the trainer's configs."""
     flat = report.config
     if any(key not in flat for key in _NEEDED):
         return None
@@ -116,7 +116,7 @@ def case_of(report: ReportRecord) -> Case | None:
 
 
 def schedule(flat: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Returns `batch.accumulation_schedule` as pairs (first update, number of micro-batches per update from then
-    on)."""
+    """Returns the config key `batch.accumulation_schedule` as pairs (first update, number of micro-batches per update
+    from then on). `flat`: the config, dotted key -> value."""
     pairs = (str(text).split(":") for text in flat["batch.accumulation_schedule"])
     return [(int(start), int(count)) for start, count in pairs]

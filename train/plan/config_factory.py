@@ -33,21 +33,24 @@ AUTO = "auto"  # the remat policy that a search replaces by a plan, with the rat
 
 
 class ConfigFactory(ProgramFactory):
-    """Builds training programs from configs, for `report` and `compare`. The base class `ProgramFactory` documents the
-    methods."""
+    """Builds training programs from configs, for the commands `report` and `compare`."""
 
     reference = "bytescope.train.plan.config_factory:FACTORY"
     row = ConfigRow
     memory_fraction = TRAIN_FRACTION
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
-        """Returns the program of a config on the devices of a target. The program is not compiled yet."""
+        """Returns the program of a config on the devices of a target. The program is not compiled yet.
+
+        overrides: the name of the config under the key `config`, and values that replace values of the config, dotted
+        key -> value.
+        """
         name, pairs = split(overrides)
         return prepare_program(build_program(name, pairs, target), target, configs.load_flat(name, pairs))
 
     def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns the config keys of one row of `compare`, with the value of `--remat` replaced by config keys:
-        `custom(a,b)` becomes `remat.policy=custom` and `remat.save=(a,b)`.
+        """Returns the config keys of one row of `compare`, dotted key -> text, in which a remat policy such as
+        `custom(a,b)` is replaced by the keys `remat.policy=custom` and `remat.save=(a,b)`.
 
         With a policy other than `custom`, the tensor names that the config sets for `custom` are cleared, because they
         would be an error.
@@ -73,6 +76,8 @@ class ConfigFactory(ProgramFactory):
     def resolve(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the whole config after the overrides are applied, dotted key -> value.
 
+        overrides: the name of the config under the key `config`, and values that replace values of the config.
+
         Raises:
             UserError: a key is unknown or a value is invalid.
         """
@@ -95,21 +100,23 @@ class ConfigFactory(ProgramFactory):
         return row_cache.source_files(program_modules())
 
     def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
-        """Returns the source files whose code chooses the plan for `remat.policy=auto`; () if the config has another
-        policy.
+        """Returns the source files whose code chooses, for `remat.policy=auto`, which tensors each layer saves; () if
+        the config has another policy.
 
         If one of these files changes, cached results are not used any more.
+
+        resolved: the whole config, dotted key -> value.
         """
         return row_cache.source_files(plan_modules()) if resolved.get(POLICY) == AUTO else ()
 
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Returns the bytes and FLOPs that published formulas give for a compiled config; None if they do not cover it.
 
-        The result is a `formulas.reconcile.Formula` as a JSON object.
+        The result is a `formulas.reconcile.Formula` as a JSON object, with keys such as `peak_bytes` and `model_flops`.
 
         Args:
             resolved: the whole config, dotted key -> value.
-            answer: the worker's JSON record of the compiled program (`memory.compare.worker`).
+            answer: the JSON record of the compiled program that the worker process returned.
         """
         from bytescope.memory.formulas import reconcile
         from bytescope.train.plan.config_facts import model_facts
@@ -121,6 +128,8 @@ class ConfigFactory(ProgramFactory):
     def describe(self, overrides: Mapping[str, Any], target: Target) -> dict[str, Any]:
         """Describes a config on a target for the remat search, which looks for the least recomputation that fits.
         Nothing is compiled.
+
+        overrides: the name of the config under the key `config`, and values that replace values of the config.
 
         The keys of the result:
 
@@ -169,7 +178,7 @@ def program_modules() -> tuple[ModuleType, ...]:
 
 
 def plan_modules() -> tuple[ModuleType, ...]:
-    """Returns the modules and packages whose code chooses the plan for `remat.policy=auto`.
+    """Returns the modules and packages whose code chooses, for `remat.policy=auto`, which tensors each layer saves.
 
     If this code changes, cached results are not used any more. A package stands for all its modules.
     """
@@ -180,7 +189,8 @@ def plan_modules() -> tuple[ModuleType, ...]:
 
 
 def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """Splits overrides into the name of the config and pairs (dotted key, text) of all other overrides.
+    """Splits overrides (dotted key -> value) into the name of the config, which is the value of the key `config`, and
+    pairs (dotted key, text) of all others.
 
     Raises:
         ReportError: no config is named.
@@ -203,7 +213,8 @@ def config_mistakes() -> Iterator[None]:
 
 
 def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
-    """Checks the values of a config as far as this is possible without knowing the devices.
+    """Checks the values of a config as far as this is possible without knowing the devices. `overrides`: pairs (dotted
+    key, text).
 
     Raises:
         ValueError: a value of the config is invalid on every target. The error has an `exit_code`.
@@ -216,9 +227,9 @@ def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
 
 
 def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Target) -> Program:
-    """Builds the training program of a config for the devices of a target.
+    """Builds the training program of a config for the devices of a target. `overrides`: pairs (dotted key, text).
 
-    `remat.policy=auto` is replaced by a plan that fits the memory budget.
+    `remat.policy=auto` is replaced by a plan (which tensors each layer saves) that fits the memory budget.
 
     Raises:
         ValueError: the config cannot run on the target. The error has an `exit_code`.
@@ -230,8 +241,8 @@ def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Targe
 
 
 def prepare_program(program: Program, target: Target, config: Mapping[str, Any]) -> PreparedProgram:
-    """Returns a program, which is not compiled yet, with the facts that `report` and `compare` show about it, such as
-    its config and its tokens per update.
+    """Returns a program that is not compiled yet, as a `PreparedProgram`: a function that compiles it, and the facts
+    that `report` and `compare` show, such as its config and its tokens per update.
 
     config: the config to show in the report, dotted key -> value.
     """
@@ -293,9 +304,9 @@ def settle(program: Program) -> dict[str, Any]:
     - `model.attention`: the attention kernel.
     - `mesh.AXIS`: the number of devices of each mesh axis, without -1.
     - `batch`: a description of the batch.
-    - `segments`: for each range of layers {"layers", "policy", "groups", "save", "offload"}: the number of layers, the
-      remat policy, the number of groups of a nested policy, and the names of the tensors that it saves on the device
-      and in host memory.
+    - `segments`: a list with an entry for each range of layers: `layers` (their number), `policy` (the remat policy),
+      `groups` (of layers that a nested policy checkpoints), `save` and `offload` (names of the tensors that are saved
+      on the device and in host memory).
     """
     from bytescope.model.remat.policies import POLICIES
 
@@ -325,8 +336,10 @@ def tokens_of(program: Program) -> int:
 def measure_program(program: Program, compiled: Any) -> dict[str, float | None]:
     """Runs and times updates of a compiled step, from the program's initial state and with batches of zeros.
 
-    Returns `step_seconds` (median per update), `tokens_per_s` over all devices, and `peak_bytes` on one device (None
-    if the backend does not report it).
+    Returns `step_seconds` (median per update), `tokens_per_s` over all devices, and `peak_bytes` on one device (None if
+    the backend does not report it).
+
+    compiled: the compiled step, as jax returns it.
     """
     import time
 

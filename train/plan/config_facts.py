@@ -116,7 +116,8 @@ NESTED_POLICIES = ("sqrt",)
 def model_facts(
     flat: Mapping[str, Any], settled: Mapping[str, Any] | None = None, *, platform: str = "", devices: int = 0
 ) -> ModelFacts:
-    """Returns the facts about the training step of a config that reports and formulas need.
+    """Returns the facts about the training step of a config that reports and formulas need, such as the model's shape,
+    sharding and precision.
 
     Args:
         flat: the config, dotted key -> value.
@@ -166,7 +167,8 @@ def model_facts(
 
 
 def question_of(flat: Mapping[str, Any]) -> Question:
-    """Returns the input of the memory calculator for a config. A mesh axis of -1 counts as 1 device.
+    """Returns the input of the memory calculator (model, batch, sharding, precision) for a config. A mesh axis of -1
+    counts as 1 device.
 
     `mesh.strategy` becomes a ZeRO stage over the ranks of the mesh axes `fsdp`, `expert` and `context`. The calculator
     does not model that the axis `context` shards each sequence.
@@ -188,7 +190,8 @@ def question_of(flat: Mapping[str, Any]) -> Question:
 
 
 def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
-    """Returns the number of devices along each mesh axis.
+    """Returns the number of devices along each mesh axis. `config`: dotted key -> value. `devices`: total number of
+    devices.
 
     An axis of -1 gets the devices that the other axes leave, or 1 if `devices` is 0 (unknown).
     """
@@ -199,7 +202,8 @@ def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
 
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Returns the number of micro-batches that each of `ranks` data-parallel ranks processes per update.
+    """Returns the number of micro-batches that each of `ranks` data-parallel ranks processes per update. `config`:
+    dotted key -> value.
 
     With `batch.accumulation_schedule` it is the largest number in the schedule.
     """
@@ -214,7 +218,7 @@ def accumulation(config: Mapping[str, Any], ranks: int) -> int:
 
 
 def model_of(config: Mapping[str, Any]) -> ModelShape:
-    """Returns the shape of a config's model. The config is a mapping dotted key -> value."""
+    """Returns the sizes of a config's model, such as its layers and width. `config`: dotted key -> value."""
     m, latent, adapters = _model_keys(config), None, None
     if m["attention_kind"] == "mla":
         latent = Latent(m["mla_q_rank"], m["mla_kv_rank"], m["mla_d_rope"], m["mla_d_value"])
@@ -240,8 +244,8 @@ def model_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
-    """Returns the shape of a model's experts; None if every MLP is dense. The config is a mapping dotted key ->
-    value."""
+    """Returns the sizes of a model's experts, such as their number and width; None if every MLP is dense. `config`:
+    dotted key -> value."""
     m = _model_keys(config)
     if not m["experts"]:
         return None
@@ -283,9 +287,12 @@ def _why_no_formula(config: Mapping[str, Any]) -> str:
 
 
 def _make_question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Schedule | None) -> Question:
-    """Returns the input of the memory calculator for a config on a mesh whose sizes are known.
+    """Returns the input of the memory calculator (model, batch, sharding, precision) for a config.
 
-    schedule: the pipeline schedule; None for a mesh without pipeline stages.
+    Args:
+        config: dotted key -> value.
+        mesh: mesh axis -> number of devices.
+        schedule: the pipeline schedule; None for a mesh without pipeline stages.
 
     Raises:
         ReportError: a precision, optimizer, kernel or strategy of the config has no formula.
@@ -338,7 +345,7 @@ def segment(
     Args:
         policy: a value of `remat.policy`.
         layers: number of layers in the range.
-        groups: number of groups of layers that a nested policy checkpoints.
+        groups: number of groups of layers, for a nested policy, which saves the input of each group.
         save: names of the tensors that are saved on the device.
         offload: names of the tensors that are moved to host memory.
     """
@@ -359,10 +366,10 @@ def segment(
 
 
 def named_segment(policy: str, layers: int) -> RematSegment:
-    """Describes layers under a named remat policy for the formulas, with the tensor names that the policy saves and
-    offloads.
+    """Describes a range of layers under a remat policy for the memory formulas, with the tensor names that the policy
+    saves and offloads.
 
-    The policies `auto` and `custom` have no tensor names of their own.
+    Not for the policies `auto` and `custom`, which have no tensor names of their own.
     """
     from bytescope.model.remat.policies import POLICIES
 

@@ -25,7 +25,8 @@ POLICY, SAVE, OFFLOAD, LAYERS = "remat.policy", "remat.save", "remat.offload", "
 
 
 class ConfigRow(Row):
-    """A row of `compare` whose overrides are config keys, with the command that runs it."""
+    """A row of the comparison `bytescope compare`: a config with changed keys, and the memory, FLOPs and time of its
+    program. It can print the command that runs it."""
 
     how = ("remat.", "mesh.", "loss.", "precision.", "model.scan", "model.attention")
     policy_key = POLICY
@@ -33,7 +34,6 @@ class ConfigRow(Row):
 
     @classmethod
     def flag(cls, key: str, value: Any) -> str:
-        """Returns the command-line flag that sets a key to a value, not quoted."""
         return f"--{key}={value}" if key == CONFIG else f"--config.{key}={as_text(value)}"
 
     def command(self, source: str, target: str, given: str) -> str:
@@ -42,7 +42,7 @@ class ConfigRow(Row):
         Args:
             source: the name of the config.
             target: the name of the target.
-            given: the flags that all rows share.
+            given: the command-line flags that all rows share.
         """
         fits = self.fits is not False and self.ok
         return elements.command(source, {"name": target}, given, flags(self), fits=fits)
@@ -91,8 +91,8 @@ def policy_keys(text: str) -> dict[str, str]:
 
 
 def remat_keys(policy: str, layers: str = "") -> dict[str, str]:
-    """Returns the config keys that select a remat policy for all layers. Other keys that contradict the policy are
-    cleared.
+    """Returns the config keys that select a remat policy for all layers, dotted key -> text. Keys of other policies
+    (tensor names to save or offload) are set to be empty.
 
     layers: ranges of layers that have other policies, such as "0-5:full,5-8:up"; "" for none.
     """

@@ -95,11 +95,11 @@ NO_EXPERTS, NO_LATENT = ExpertShape(0, 2, 0), Latent(0, 0, 64, 128)
 
 
 class Preset(NamedTuple):
-    """A shipped config that the page offers as a preset.
+    """A shipped config with which the user can fill in the inputs of the page.
 
     Attributes:
-        question: the input of the memory calculator.
-        recompute: the recomputation of the config's remat policy, a key of `transformer_formulas.RECOMPUTE`.
+        question: the input of the memory calculator (model, batch, sharding, precision).
+        recompute: which activations the config's remat policy recomputes, a key of `transformer_formulas.RECOMPUTE`.
     """
 
     question: Question
@@ -112,9 +112,9 @@ def render(
     """Returns the HTML page of the memory calculator, with `question` as the initial inputs.
 
     Args:
-        question: the initial values of the inputs.
+        question: the initial values of the inputs (model, batch, sharding, precision).
         name: the name of the model for the title; "" for a title without a name.
-        presets: config name -> its preset.
+        presets: name of a shipped config -> the inputs that the page fills in if the user selects it.
         recompute: the recomputation that is selected at first, a key of `transformer_formulas.RECOMPUTE`.
     """
     title = f"{name} · training memory by formula" if name else "Training memory by formula"
@@ -122,8 +122,8 @@ def render(
 
 
 def page_data(question: Question, presets: Mapping[str, Preset], recompute: str) -> dict[str, Any]:
-    """Returns the data of the page's script as JSON values: the tables of the formulas, the initial inputs, the
-    presets, and the flags of `bytescope estimate`."""
+    """Returns the data of the page's script as JSON values: the tables of the formulas, the initial inputs, the shipped
+    configs, and the flags of `bytescope estimate`. `recompute`: a key of `transformer_formulas.RECOMPUTE`."""
     return {
         "inputs": inputs(question, recompute),
         "aspect": ASPECT,
@@ -157,8 +157,8 @@ def _without_name(row: PrecisionBytes | OptimizerBytes) -> dict[str, Any]:
 
 
 def cards() -> dict[str, dict[str, Any]]:
-    """Returns the chips that the page offers as targets: chip -> its name, the GiB available to programs, and the
-    dense FLOP/s by dtype."""
+    """Returns the chips that the page offers: chip -> its name, the GiB available to programs, and the FLOP/s of dense
+    matmuls by dtype."""
     return {
         name: {
             "memory": round(
@@ -172,7 +172,12 @@ def cards() -> dict[str, dict[str, Any]]:
 
 
 def inputs(question: Question, recompute: str = "none") -> dict[str, Any]:
-    """Returns the values of the page's input fields, field -> value."""
+    """Returns the values of the page's input fields, field -> value.
+
+    Args:
+        question: the input of the memory calculator.
+        recompute: which activations are recomputed, a key of `transformer_formulas.RECOMPUTE`.
+    """
     q, layout, model = question, question.layout, question.model
     lora = model.adapters or Adapters(0)
     experts, latent = model.experts or NO_EXPERTS, model.latent or NO_LATENT

@@ -53,12 +53,12 @@ COSTS = {"time": "predicted_seconds", "flops": "recompute_flops_fraction"}
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A remat policy that is used for all layers, with the figures of its compiled program.
+    """A remat policy that is the same for all layers, with the bytes, seconds and FLOPs of its compiled program.
 
     Attributes:
         policy: the name of the policy, or the tensors that it saves.
         flags: the command-line flags that select the policy.
-        row: the bytes, predicted seconds and other figures of the compiled program.
+        row: the bytes, predicted seconds and recomputed FLOPs of the compiled program.
     """
 
     policy: str
@@ -68,14 +68,15 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A memory budget, and the remat plan (which tensors each layer saves) of lowest cost that fits it.
+    """A memory budget, and the remat plan (which tensors each layer saves) that fits it with the lowest cost, in
+    seconds or recomputed FLOPs.
 
     Attributes:
         budget_bytes: the budget in bytes on one device.
         plan: a description of the plan.
         flags: the command-line flags that select the plan.
-        row: the bytes, predicted seconds and other figures of the compiled program.
-        fixed: the best policy for all layers that fits the budget; None if none fits.
+        row: the bytes, predicted seconds and recomputed FLOPs of the plan's compiled program.
+        fixed: the policy of lowest cost that is the same for all layers and fits the budget; None if none fits.
         programs: number of programs compiled for this budget.
     """
 
@@ -88,25 +89,26 @@ class Point:
 
 
 class Front:
-    """Finds the remat plan of lowest cost for each of several memory budgets (the Pareto front of memory and cost).
+    """Finds the remat plan (which tensors each layer saves) of lowest cost for each of several memory budgets (the
+    Pareto front of memory and cost).
 
     `run` starts the search.
 
     Args:
-        trials: compiles the plans.
+        trials: the object that compiles the plans.
         count: number of budgets.
         ends: the smallest and the largest budget in bytes on one device. None stands for the allocated bytes of the
             remat policies `full` and `none`.
-        cost: what to minimize, a key of COSTS.
+        cost: what to minimize, "time" (predicted seconds) or "flops" (recomputed FLOPs).
         offload: whether tensors may be moved to host memory.
         workers: maximum number of concurrent compiles.
         show: called when the search of a budget ends, with the budget in bytes and its best plan so far, or None if no
             plan fits.
 
     Attributes:
-        search: the remat search; None before the first compile.
+        search: the search for plans; None before the first compile.
         points: the plans of the finished budgets.
-        fixed: the compiled policies for all layers.
+        fixed: the compiled policies that are the same for all layers.
         missing: number of budgets that are not finished.
         stopped: whether the search ended early.
     """
@@ -130,7 +132,8 @@ class Front:
         self.missing, self.stopped = count, False
 
     def run(self) -> None:
-        """Finds the best plan for each budget. If the search is stopped, `points` contains the finished budgets.
+        """Finds the plan of lowest cost for each memory budget. If the search is stopped, `points` contains the
+        finished budgets.
 
         Raises:
             ReportError: the config cannot run on the target.
@@ -165,9 +168,10 @@ class Front:
         self.points = points_of(self.search, done, programs, self.figures_of)
 
     def figures_of(self, tried: CompiledPlan) -> Fixed:
-        """Returns the command-line flags and the figures of a compiled plan.
+        """Returns the command-line flags, bytes, predicted seconds and recomputed FLOPs of a compiled remat plan (which
+        tensors each layer saves).
 
-        The plan is named by its remat policy if one named policy covers all layers.
+        If all layers have one named remat policy, the plan gets the name of the policy.
         """
         keys = plan_keys(tried.plan)
         answer = self.trials.compile([keys])[0]  # the plan is compiled already, so its answer is only looked up
@@ -176,7 +180,8 @@ class Front:
 
 
 def budgets_of(first: int, last: int, points: int) -> list[int]:
-    """Returns `points` memory budgets in equal steps from `first` to `last`, inclusive, in bytes, smallest first."""
+    """Returns memory budgets in bytes: `points` values in equal steps from `first` to `last`, inclusive, smallest
+    first."""
     low, high = sorted((first, last))
     return sorted({round(low + (high - low) * step / (points - 1)) for step in range(points)})
 
@@ -184,8 +189,10 @@ def budgets_of(first: int, last: int, points: int) -> list[int]:
 def default_ends(search: RematSearch) -> tuple[int, int]:
     """Returns the smallest and the largest memory budget in bytes if the user gives none.
 
-    They are the allocated bytes of the remat policies `full` and `none`. If `none` does not compile, the largest
-    budget is the largest allocated bytes of the other policies for all layers.
+    They are the allocated bytes of the remat policies `full` and `none`. If the program with `none` does not compile,
+    the largest allocated bytes of the other policies are used instead.
+
+    search: the remat search, in which these policies are already compiled.
     """
     full, none = (search.tried[str(search.whole(pattern))] for pattern in (search.full, search.none))
     if none.ok:
@@ -196,13 +203,16 @@ def default_ends(search: RematSearch) -> tuple[int, int]:
 
 
 def choose_plans(search: RematSearch, budgets: Sequence[float]) -> list[CompiledPlan | None]:
-    """Returns the compiled plan of lowest cost for each memory budget; None for a budget that no plan fits.
+    """Returns for each memory budget the compiled remat plan (which tensors each layer saves) of lowest cost that fits;
+    None if no plan fits.
 
-    If the plan of a smaller budget costs less than the plan that was found for a larger budget, it is used for both.
-    As a result, no plan costs more than the plan of a smaller budget, or than the best policy for all layers that
-    fits.
+    A plan for a smaller budget is also used for a larger budget, if it costs less than the plan found for the larger
+    budget. So no plan costs more than the plan of a smaller budget, or than the best policy that is the same for all
+    layers.
 
-    budgets: bytes on one device, smallest first.
+    Args:
+        search: the remat search with its compiled plans.
+        budgets: bytes on one device, smallest first.
     """
     out: list[CompiledPlan | None] = []
     for budget in budgets:
@@ -220,13 +230,13 @@ def points_of(
     programs: Mapping[float, int],
     figures_of: Callable[[CompiledPlan], Fixed],
 ) -> list[Point]:
-    """Returns one point for each memory budget that a plan fits, smallest budget first.
+    """Returns one point (a budget and its remat plan) for each memory budget that a plan fits, smallest budget first.
 
     Args:
         search: the finished remat search.
         budgets: bytes on one device, smallest first.
         programs: budget -> number of programs compiled for the budget.
-        figures_of: returns the flags and figures of a compiled plan.
+        figures_of: returns the flags, bytes, seconds and FLOPs of a compiled plan.
     """
     points = []
     for budget, tried in zip(budgets, choose_plans(search, budgets)):
@@ -239,9 +249,9 @@ def points_of(
 
 
 def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Returns the command-line flags that run a remat plan, quoted for a shell.
+    """Returns the command-line flags that run a remat plan (which tensors each layer saves), quoted for a shell.
 
-    The flags set the remat policy, and those other `keys` whose value the plan changes.
+    The flags set the remat policy, and all other keys whose value the plan changes.
 
     Args:
         keys: the config keys that the plan sets, dotted key -> text.
@@ -256,10 +266,11 @@ def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping
 
 
 def saved_fractions(points: Sequence[Point]) -> dict[str, float | None]:
-    """Returns the fractions of predicted `seconds` and of recomputed `flops` that the plans save, summed over all
-    budgets.
+    """Returns the fractions (0 to 1) of predicted `seconds` and of recomputed `flops` that the remat plans save, summed
+    over all budgets.
 
-    Each plan is compared with the best policy for all layers at the same budget. A fraction is None if it is unknown.
+    Each plan is compared with the policy of lowest cost that is the same for all layers and fits the same budget. A
+    fraction is None if it is unknown.
     """
     pairs = [(point.row, point.fixed.row) for point in points if point.fixed is not None]
 
@@ -279,12 +290,12 @@ def saved_fractions(points: Sequence[Point]) -> dict[str, float | None]:
 def cheapest(points: Sequence[Point], cost: str) -> Point | None:
     """Returns the point whose plan has the lowest cost of those that fit the target; None if no plan fits.
 
-    A point is a memory budget with its remat plan.
+    A point is a memory budget with its remat plan (which tensors each layer saves).
 
-    If costs are equal, or predicted seconds tie, the plan that recomputes the fewest FLOPs is preferred, then the plan
-    with the fewest allocated bytes, then a named policy, then the smallest budget.
+    Of plans with about equal cost, the one with the fewest recomputed FLOPs is preferred. Then the fewest allocated
+    bytes, a named policy and the smallest budget decide.
 
-    cost: a key of COSTS.
+    cost: "time" (predicted seconds) or "flops" (recomputed FLOPs).
     """
     field = COSTS[cost]
     fitting = [point for point in points if point.row.fits is not False and getattr(point.row, field) is not None]
@@ -298,9 +309,8 @@ def cheapest(points: Sequence[Point], cost: str) -> Point | None:
 
 
 def plans_of(points: Sequence[Point]) -> list[Point]:
-    """Returns the first point of each different plan, which is the point with the smallest budget. They are sorted by
-    budget.
-    """
+    """Returns for each different remat plan its point (memory budget and plan) with the smallest budget, smallest
+    budget first. `points`: sorted by budget."""
     first: dict[str, Point] = {}
     for point in points:
         first.setdefault(point.plan, point)
@@ -322,7 +332,20 @@ def to_json(
     config: str = "",
     given: str = "",
 ) -> dict[str, Any]:
-    """Returns the result of a budget search as JSON values. The module docstring lists the keys."""
+    """Returns the result of a search for remat plans at several memory budgets as JSON values. The module docstring
+    lists the keys.
+
+    Args:
+        points: the budgets with their plans.
+        fixed: the policies that are the same for all layers.
+        cost: what was minimized, "time" or "flops".
+        offload: whether tensors may be moved to host memory.
+        programs, compiled: number of programs that were tried, and that were compiled in this run.
+        missing: number of budgets that are not finished.
+        target, versions: the devices, and library -> version.
+        interrupted: whether the search ended early.
+        config, given: the config and the flags as the command line gives them.
+    """
     winner = cheapest(points, cost)
     return {
         "points": [_point(point) for point in points],

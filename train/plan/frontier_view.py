@@ -69,18 +69,18 @@ NOTES = (
 
 
 def budgets(plan: Record) -> str:
-    """Returns the smallest and the largest memory budget that share this plan, with units, such as "3.2 GiB to 4.0
-    GiB"."""
+    """Returns the smallest and the largest memory budget for which this remat plan is best, with units, such as "3.2
+    GiB to 4.0 GiB"."""
     return " to\n".join(map(human, _ends(plan)))
 
 
 def exact_budgets(plan: Record) -> str:
-    """Returns the smallest and the largest memory budget that share this plan, as numbers of bytes."""
+    """Returns the smallest and the largest memory budget for which this remat plan is best, as numbers of bytes."""
     return " to ".join(map(exact, _ends(plan)))
 
 
 def number_of_budgets(plan: Record) -> str:
-    """Returns how many memory budgets share this plan, such as "3 budgets"; "" for one budget."""
+    """Returns for how many memory budgets this remat plan is best, such as "3 budgets"; "" for one budget."""
     return f"{len(plan['points'])} budgets" if len(plan["points"]) > 1 else ""
 
 
@@ -90,8 +90,11 @@ def _ends(plan: Record) -> list[int]:
 
 
 def figures_of_best_policy(point: Record) -> str:
-    """Returns the predicted seconds and the recomputed FLOPs of the best policy for all layers that fits the point's
-    budget."""
+    """Returns the predicted seconds and the recomputed FLOPs (as a percentage) of the best remat policy that is the
+    same for all layers.
+
+    point: a memory budget in the JSON result, with its plan and this policy.
+    """
     policy = point["fixed"]
     figures = seconds(policy["predicted_seconds"]), percent(policy["recompute_flops_fraction"], 2)
     return ", ".join(filter(None, figures))
@@ -158,8 +161,8 @@ POLICY_COLUMNS = (
 def plans_of(points: Sequence[Record]) -> list[dict[str, Any]]:
     """Returns one record for each different plan, smallest budget first.
 
-    A point is a memory budget with its plan. A record has the figures of the plan's first point, and its key `points`
-    lists all points with this plan.
+    A point is a memory budget with its remat plan (which tensors each layer saves). A record has the figures of the
+    plan's first point, and its key `points` lists all points with this plan.
     """
     plans: dict[str, dict[str, Any]] = {}
     for point in points:
@@ -173,9 +176,13 @@ def plans_of(points: Sequence[Record]) -> list[dict[str, Any]]:
 def show(
     points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any], *, console: Console | None = None
 ) -> None:
-    """Prints the best remat plan for each memory budget on the console, by default standard output.
+    """Prints the best remat plan (which tensors each layer saves) for each memory budget on the console, by default
+    standard output.
 
-    about: the JSON of the budget search (`train.plan.frontier.to_json`).
+    Args:
+        points: the memory budgets with their plans.
+        fixed: the compiled policies that are the same for all layers.
+        about: the whole result as JSON (`train.plan.frontier.to_json`).
     """
     put(render_text(points, fixed, about), console)
 
@@ -187,7 +194,7 @@ def line(budget: float, plan: Fixed | None) -> RenderableType:
 
     Args:
         budget: bytes on one device.
-        plan: the best plan so far; None if no plan fits.
+        plan: the best remat plan (which tensors each layer saves) so far; None if no plan fits.
     """
     if plan is None:
         return Prose(Text.assemble((f"{human(int(budget))}: ", "bold"), "nothing fits"))
@@ -199,12 +206,15 @@ def line(budget: float, plan: Fixed | None) -> RenderableType:
 
 
 def render_text(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any]) -> RenderableType:
-    """Renders the result of a budget search for the terminal.
+    """Renders the best remat plan (which tensors each layer saves) for each memory budget for the terminal.
 
     The text has a heading, a row per memory budget, the policies for all layers, the plans with their flags, and the
     average savings.
 
-    about: the JSON of the budget search (`train.plan.frontier.to_json`).
+    Args:
+        points: the memory budgets with their plans.
+        fixed: the compiled policies that are the same for all layers.
+        about: the whole result as JSON (`train.plan.frontier.to_json`).
     """
     unit, size = unit_of([point.row for point in points] or [policy.row for policy in fixed])
     numbers = {plan["plan"]: number for number, plan in enumerate(plans_of(about["points"]), 1)}
@@ -249,8 +259,11 @@ def _below(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, 
 
 
 def summary(points: Sequence[Point], about: Mapping[str, Any]) -> Text:
-    """Returns one line with the number of budgets and compiled programs, and the average savings over the best
-    policies for all layers."""
+    """Returns one line: the number of memory budgets, the number of compiled programs, and how many seconds and
+    recomputed FLOPs the plans save on average.
+
+    The savings are relative to the best policies that are the same for all layers.
+    """
     cached = about["programs"] - about["compiled"]
     counts = f"{len(points)} points, {about['programs']} programs compiled" + (
         f" ({cached} of them from the cache)" if cached > 0 else ""
@@ -268,9 +281,9 @@ def summary(points: Sequence[Point], about: Mapping[str, Any]) -> Text:
 
 
 def render_page(front: Mapping[str, Any]) -> str:
-    """Returns the HTML page of a budget search: the best remat plan for each memory budget.
+    """Returns an HTML page with the best remat plan (which tensors each layer saves) for each memory budget.
 
-    front: the JSON of the budget search (`train.plan.frontier.to_json`).
+    front: the result as JSON (`train.plan.frontier.to_json`).
     """
     config, target, plans, best = front["config"], front["target"], plans_of(front["points"]), front["best"]
     run = command_column(lambda plan: _command(front, plan))
@@ -310,8 +323,11 @@ def _command(front: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
 def page_data(front: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the data of the page's chart as JSON values.
 
-    Each entry of `points` and `fixed` has `x`, its allocated bytes, and `y`, its cost in the unit of the axis. `limit`
-    is the memory limit of the target in bytes.
+    `points` are the plans of the memory budgets, `fixed` the policies that are the same for all layers. Each entry has
+    `x`, its allocated bytes, and `y`, its cost in the unit of the axis. `limit` is the memory limit of a device in
+    bytes.
+
+    front: the result as JSON (`train.plan.frontier.to_json`).
     """
     field = COSTS[front["cost"]]
     known = [point for point in (*front["points"], *front["fixed"]) if point[field] is not None]

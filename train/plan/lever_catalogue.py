@@ -29,14 +29,15 @@ class Saving:
 
     Attributes:
         keys: the config keys that the saving sets, dotted key -> text.
-        frees: category of the memory breakdown -> the largest fraction of it that the saving frees, 0.0 to 1.0.
+        frees: category of the memory breakdown, such as "gradients" -> the largest fraction of it that the saving
+            frees, 0.0 to 1.0.
         why: the effect and the cost of the saving, for the table of `levers`.
         costs: the cost only, for advice; "" if the cost is negligible.
-        group: the name in `fit --levers` that allows the saving.
+        group: the word in the flag `fit --levers=...` that allows the saving, such as "offload".
         same_curve: whether the loss curve stays the same.
         one_micro_batch: whether an update must consist of one micro-batch, without accumulation.
         needs: the name of another saving whose keys are set too; "" for none.
-        applies: returns whether a config that does not fit could still use the saving.
+        applies: returns whether a config and its report could still use the saving.
         title: the title in the table of `levers`; "" leaves the saving out of the table.
     """
 

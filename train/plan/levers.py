@@ -67,12 +67,12 @@ class Level:
     """A config to which one memory saving (a stage) and all earlier savings are applied.
 
     Attributes:
-        stage: a key of STAGES.
+        stage: the name of the saving, a key of STAGES.
         adds: the config keys that the stage sets, dotted key -> text.
         keys: the config keys of this and all earlier stages, dotted key -> text.
         flags: the flags to add to the command to run this level.
         kernel: the attention kernel; "" if it is unknown.
-        row: the bytes, predicted seconds and other figures of the compiled program.
+        row: the bytes, predicted seconds and recomputed FLOPs of the compiled program.
     """
 
     stage: str
@@ -84,7 +84,6 @@ class Level:
 
     @property
     def title(self) -> str:
-        """The title of the memory saving that this level adds."""
         return STAGES[self.stage].title
 
     @property
@@ -122,7 +121,7 @@ def build_levels(
         stages: the stages in the order in which they are applied.
         config: the whole config, dotted key -> value.
         given: the keys that the command line sets. No level changes them, so a stage that sets one of them is left out.
-            The stage fp32 is kept without these keys.
+            The stage fp32 is applied without these keys instead.
         refused: stage -> the reason why the config cannot run with it.
     """
     given, left_out, levels = set(given), dict[str, str](), list[Level]()
@@ -145,10 +144,10 @@ def build_levels(
 
 
 def changed_flags(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Returns the flags of those `keys` whose value differs from the config, quoted for a shell.
+    """Returns command-line flags for the keys whose value differs from the config, quoted for a shell.
 
     Args:
-        keys: the keys that a level sets, dotted key -> text.
+        keys: the config keys that a level (a set of memory savings) sets, dotted key -> text.
         values: the resolved config with the keys.
         config: the resolved config without the keys.
     """
@@ -156,7 +155,8 @@ def changed_flags(keys: Mapping[str, str], values: Mapping[str, Any], config: Ma
 
 
 def byte_changes(levels: Sequence[Level]) -> list[int | None]:
-    """Returns for each level its allocated bytes minus those of the level before it.
+    """Returns for each level (config with one more memory saving) its allocated bytes minus the bytes of the level
+    before it.
 
     The difference is None for the first level, and if the bytes of one of the two levels are unknown.
     """
@@ -168,16 +168,17 @@ def byte_changes(levels: Sequence[Level]) -> list[int | None]:
 
 
 def first_that_fits(levels: Sequence[Level]) -> Level | None:
-    """Returns the first level that fits into the memory of the target; None if no level fits."""
+    """Returns the first level (config with the memory savings up to one stage) that fits into the memory of the target;
+    None if no level fits."""
     return next((level for level in levels if level.row.ok and level.row.fits), None)
 
 
 def longest_bar(sizes: Sequence[int], limit: int | None) -> int:
-    """Returns the number of bytes at full bar length. Bars of larger levels are cut off, so that bars near the limit
-    stay readable.
+    """Returns the number of bytes that the longest bar of a chart represents. The bars of larger levels are cut off, so
+    that bars near the memory limit stay readable.
 
     Args:
-        sizes: the allocated bytes of the levels.
+        sizes: the allocated bytes of the levels, which are the bars.
         limit: the bytes available on a device of the target; None if unknown.
     """
     shortest = min(sizes, default=1)
@@ -194,7 +195,16 @@ def to_json(
     config: str = "",
     given: str = "",
 ) -> dict[str, Any]:
-    """Returns the levels and their figures as JSON values. The module docstring lists the keys."""
+    """Returns the levels (the config with one memory saving after another) and their bytes, FLOPs and seconds as JSON
+    values. The module docstring lists the keys.
+
+    Args:
+        levels: the levels in order.
+        left_out: memory saving -> why it is left out.
+        target, versions: the devices, and library -> version.
+        interrupted: whether the command ended early.
+        config, given: the config and the flags as the command line gives them.
+    """
     winner = first_that_fits(levels)
     rows = []
     for level, change in zip(levels, byte_changes(levels)):
@@ -217,8 +227,8 @@ def to_json(
 def flags_of(level: Level) -> str:
     """Returns the command-line flags that the memory saving of this level adds, quoted for a shell.
 
-    The first level sets all keys of BASELINE. To keep its flags short, only keys that its own saving or a default
-    saving changes are shown, and no key with the value "false".
+    The first level sets all keys of BASELINE, the config without savings. To keep its flags short, a key is not shown
+    if its value is "false", or if neither its own saving nor a default saving changes it.
     """
     changed = set(STAGES[level.stage].keys)
     for stage in DEFAULT:

@@ -89,28 +89,35 @@ NOTES = (
 
 def moved(level: Record) -> int | None:
     """Returns the bytes that one call of the step moves between device and host, the sum of both directions; None for
-    zero or unknown bytes."""
+    zero or unknown bytes.
+
+    level: a level (config with the memory savings up to one stage) in the JSON result.
+    """
     return (level["to_host_bytes"] or 0) + (level["to_device_bytes"] or 0) or None
 
 
 def adds(level: Record) -> str:
-    """Returns the config keys that a memory saving sets, one per line, then the attention kernel if the trainer
-    chooses it."""
+    """Returns the config keys that a memory saving sets, one per line. If the trainer chooses the attention kernel, its
+    name follows.
+
+    level: a level (config with the memory savings up to one stage) in the JSON result.
+    """
     chosen = f" → {level['kernel']}" if "model.attention=auto" in level["flags"] else ""
     return "\n".join(flag.removeprefix("--config.") for flag in shlex.split(level["flags"])) + chosen
 
 
 def numbered_adds(level: Record) -> str:
-    """Returns the number of a level, which is the label of its bar, and the config keys that its memory saving sets,
-    such as "2 remat.policy=full".
+    """Returns the number of a level and the config keys that its memory saving sets, such as "2 remat.policy=full". The
+    number is the label of its bar.
 
     A saving that sets no key is named by its title instead.
+
+    level: a level (config with the memory savings up to one stage) in the JSON result.
     """
     return f"{level['number']} " + (adds(level) or level["title"]).replace("\n", "\n  ")
 
 
 def why(level: Record) -> str:
-    """Returns a description of the effect and the cost of a level's memory saving."""
     return STAGES[level["stage"]].why if level["stage"] in STAGES else ""
 
 
@@ -146,7 +153,7 @@ COLUMNS = (
 def show(staircase: Mapping[str, Any], console: Console | None = None) -> None:
     """Prints the memory savings and their effects on the console, by default standard output.
 
-    staircase: the JSON of `train.plan.levers.to_json`.
+    staircase: the JSON result of the command `levers` (`train.plan.levers.to_json`).
     """
     put(render_text(staircase), console)
 
@@ -154,7 +161,8 @@ def show(staircase: Mapping[str, Any], console: Console | None = None) -> None:
 def render_text(staircase: Mapping[str, Any]) -> RenderableType:
     """Renders the memory savings for the terminal: bars, a legend, a table, and the savings that are left out.
 
-    Below them are the command-line flags of the first level that fits, and of the last level.
+    Below them are the command-line flags of the first level (config with the savings so far) that fits, and of the last
+    level.
     """
     levels, target = staircase["levels"], staircase["target"]
     limit = _limit(levels)
@@ -180,11 +188,10 @@ def _unit_of_levels(levels: Sequence[Record]) -> tuple[str, int]:
 def bar(breakdown: Mapping[str, int], scale: int, width: int = MAX_BAR) -> Text:
     """Returns a stacked bar of a memory breakdown, as text for the terminal.
 
-    A bar that is longer than `width` is cut off and ends with an arrow. The cumulative sums are rounded, so that
-    rounding errors do not add up.
+    A bar that is longer than `width` is cut off and ends with an arrow.
 
     Args:
-        breakdown: category -> bytes.
+        breakdown: category, such as "gradients" -> bytes.
         scale: the number of bytes that `width` columns represent.
         width: the maximum width in terminal columns.
     """
@@ -287,7 +294,7 @@ def _first_that_fits(staircase: Mapping[str, Any]) -> Record | None:
 def render_page(staircase: Mapping[str, Any]) -> str:
     """Returns the HTML page of the memory savings and their effects.
 
-    staircase: the JSON of `train.plan.levers.to_json`.
+    staircase: the JSON result of the command `levers` (`train.plan.levers.to_json`).
     """
     config, target, levels = staircase["config"], staircase["target"], staircase["levels"]
     first = _first_that_fits(staircase)
@@ -327,8 +334,9 @@ def _command(staircase: Mapping[str, Any], level: Mapping[str, Any]) -> str:
 def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the data of the page's bars as JSON values.
 
-    The keys are `levels` (one bar each: bytes of each category, whether it fits, costs), `categories`, `unit`, `limit`
-    (bytes of a device), `target`, and `scale` (the number of bytes at full bar length).
+    The keys are `levels` (one bar each: bytes of each category, whether it fits, costs), `categories` (their keys and
+    names), `unit` (of the bytes: name, size), `limit` (bytes of a device), `target`, and `scale` (the number of bytes
+    at full bar length).
     """
     levels = staircase["levels"]
     sizes, limit = [level["allocated_bytes"] or 0 for level in levels] or [1], _limit(levels)

@@ -33,7 +33,8 @@ class Lever:
 
     Attributes:
         keys: the keys to set, dotted key -> text.
-        frees: category of the memory breakdown -> the largest fraction of it that is freed, 0.0 to 1.0.
+        frees: category of the memory breakdown, such as "gradients" -> the largest fraction of it that is freed, 0.0 to
+            1.0.
         curve: whether the loss curve stays the same.
         costs: a description of the cost; "" if it is negligible.
         adds: additional bytes on one device that the lever needs.
@@ -78,7 +79,8 @@ def open_levers(report: ReportRecord) -> list[Lever]:
 
 
 def combine_levers(levers: Sequence[Lever], report: ReportRecord) -> Lever | None:
-    """Returns one lever with the keys of all levers that keep the loss curve and use no host memory.
+    """Combines memory savings ("levers") into one: the config keys of all levers that keep the loss curve and use no
+    host memory.
 
     Each lever is used at its strongest, for example with a micro-batch of 1. Returns None if there are fewer than two
     levers to combine.

@@ -34,8 +34,8 @@ def refuse(
     """Raises DoesNotFit for a step that needs more memory than a device has, before anything is allocated.
 
     The error has advice on how to make the step fit. If the program runs in one process and the host has COMPILE_BYTES
-    free, variants are compiled to find the cheapest change that fits. In a run of several processes nothing is
-    compiled, because all processes would have to take part.
+    of free memory, changed configs are compiled to find the change of lowest cost that fits. In a run of several
+    processes nothing is compiled, because all processes would have to take part.
 
     Args:
         report: the report of the step.
@@ -60,13 +60,19 @@ def refuse(
 
 
 def advice_without_compiling(report: ReportRecord, command: Command) -> list[str]:
-    """Returns the advice to print when a device ran out of memory: the memory savings left to try, the cheapest
-    first."""
+    """Returns the advice to print when a device ran out of memory: the memory savings left to try, those with the
+    lowest cost in time first.
+
+    Args:
+        report: the report of the step.
+        command: the command that started the run.
+    """
     return advice.lines(report, advice.open_levers(report), [], _fit_command(report, command))
 
 
 def report_without_compiling(program: Program) -> ReportRecord:
-    """Returns a report that contains only the config and the devices. It is used if compiling ran out of memory."""
+    """Returns a memory report that contains only the config and the devices, and no bytes. It is used if compiling ran
+    out of memory."""
     # All processes of a run count all devices, so that they print the same advice.
     target = dataclasses.replace(targets.parse("local"), n_devices=program.mesh.size)
     return ReportRecord(

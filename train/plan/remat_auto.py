@@ -37,7 +37,8 @@ NOMINAL = roofline.Figures({"fp32": 1e11}, 2e10, 2e10, dict.fromkeys(roofline.LI
 
 
 def figures_of(target: targets.Target) -> roofline.Figures:
-    """Returns the FLOP/s and bytes/s of a target, with which the remat search orders plans before it compiles them.
+    """Returns the FLOP/s and bytes/s of a target, with which the remat search orders plans (which tensors each layer
+    saves) before it compiles them.
 
     The rates are the same in every process. For an unknown device, and for a CPU without `--rates=FILE`, they are the
     constants in NOMINAL.
@@ -64,10 +65,12 @@ class Compiler:
     A call with plans returns the bytes, seconds and FLOPs of their programs.
 
     Attributes:
-        target: the devices as a target.
+        config: the config.
+        devices: the devices to compile for.
+        target: the same devices as a target, with their memory limit.
         rates: the FLOP/s and bytes/s of the devices.
         full: the program that recomputes every block.
-        report: the report of `full`.
+        report: the memory report of `full`.
     """
 
     config: ConfigDict
@@ -91,7 +94,8 @@ class Compiler:
         return report_of(compilation, target=self.target, loop=loop_overhead(program))
 
     def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
-        """Compiles remat plans one by one and returns their bytes, predicted seconds and recomputed FLOPs."""
+        """Compiles remat plans (which tensors each layer saves) one by one. Returns their bytes, predicted seconds and
+        recomputed FLOPs."""
         return [self._figures(plan) for plan in plans]
 
     def _figures(self, plan: LayerPlan) -> PlanFigures:
@@ -110,8 +114,8 @@ class Compiler:
         return predicted.by_phase if predicted else roofline.seconds(report.work, self.rates).by_phase
 
     def problem(self) -> RematProblem:
-        """Returns the input of the remat search: the graph of a block, the rates, the memory budget, and the policies
-        to try."""
+        """Returns the input of the search for remat plans (which tensors each layer saves): the graph of a block, the
+        rates, the memory budget, and the policies to try."""
         config = self.config
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
@@ -137,13 +141,15 @@ def settled_program(
     agree: Callable[[Any], Any] = lambda value: value,
     target: targets.Target | None = None,
 ) -> Program:
-    """Returns the training program of a config. `remat.policy=auto` is replaced by a plan that fits the memory budget.
+    """Returns the training program of a config. `remat.policy=auto` is replaced by a plan (which tensors each layer
+    saves) that fits the memory budget.
 
     Args:
         config: the config.
         devices: the devices to run on; None for all devices of the run.
         tell: called with a line of text for each program that is compiled.
         agree: takes a JSON value and returns the value that process 0 passed. All processes call it in the same order.
+            The default is for one process.
         target: the devices as a target, with the memory that programs can use; None if it follows from the devices.
 
     Raises:
@@ -162,19 +168,22 @@ def settle(
     agree: Callable[[Any], Any] = lambda value: value,
     target: targets.Target | None = None,
 ) -> tuple[Settings, str]:
-    """Replaces `remat.policy=auto` in the settings by a plan that fits the memory budget.
+    """Replaces `remat.policy=auto` in the settings by a plan (which tensors each layer saves) that fits the memory
+    budget.
 
     Returns the new settings and a line of text that describes the plan. With any other policy, returns the settings
     unchanged and "".
 
-    Processes that train together need the same program. Each process searches with the budget of process 0 and uses
-    the plan of process 0.
+    Processes that train together need the same program. Each process searches with the budget of process 0 and uses the
+    plan of process 0.
 
     Args:
         settings: the settings of the program.
         devices: the devices to run on.
         tell: called with a line of text for each program that is compiled.
         agree: takes a JSON value and returns the value that process 0 passed. All processes call it in the same order.
+            The default is for one process.
+        target: the devices as a target, with the memory that programs can use; None if it follows from the devices.
 
     Raises:
         DoesNotFit: no plan fits the memory budget.
@@ -207,7 +216,14 @@ def settle(
 def _search_plan(
     compiler: Compiler, budget_text: str, tell: Callable[[str], None], agree: Callable[[Any], Any]
 ) -> tuple[Mapping[str, str], str]:
-    """Returns the config keys of the plan that process 0 found, and a line of text that describes the plan.
+    """Searches for the remat plan (which tensors each layer saves) of lowest cost. Returns the config keys of the plan
+    that process 0 found, and a line of text that describes it.
+
+    Args:
+        compiler: compiles the plans.
+        budget_text: the value of `remat.budget`.
+        tell: called with a line of text for each program that is compiled.
+        agree: takes a JSON value and returns the value that process 0 passed.
 
     Raises:
         DoesNotFit: no plan fits the memory budget.

@@ -36,7 +36,7 @@ _KEEPING = ("full", "selective", "minimal")
 
 
 class Remedy(NamedTuple):
-    """A change of the config that fixes a finding of a report.
+    """A change of the config that fixes a finding, which is a remark about wasted memory in a report.
 
     Attributes:
         words: a description of the change.
@@ -52,7 +52,8 @@ class Remedy(NamedTuple):
 
 
 def with_remedies(report: ReportRecord) -> ReportRecord:
-    """Returns the report with remedies and command-line flags added to its findings.
+    """Returns the memory report with a remedy and its command-line flags added to each finding (a remark about wasted
+    memory).
 
     A report that is not about one of the trainer's configs is returned unchanged.
     """
@@ -196,7 +197,8 @@ def _host_has_room(report: ReportRecord, lever: Lever, whole: int) -> bool:
 
 
 class _LessRecomputation(NamedTuple):
-    """A change of the remat policy that saves more activations and recomputes less. Bytes and FLOPs are from formulas.
+    """A change of the remat policy that saves more activations and recomputes less. Bytes and FLOPs are computed by
+    formulas, not by compiling.
 
     Attributes:
         name: a description of the change.
@@ -214,7 +216,8 @@ class _LessRecomputation(NamedTuple):
 
 
 def _recompute_less(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the remedy for unused memory: the remat policy that should fit and avoids the most recomputation.
+    """Returns the remedy for a finding of unused memory: the remat policy that should fit and avoids the most
+    recomputation.
 
     The policy is used for all layers, or only for the first layers if not all fit. If no policy helps, the remedy is
     `remat.policy=auto`. Returns None if there is no unused memory.

@@ -27,12 +27,13 @@ def loop_overhead(program: Program) -> LoopOverhead:
 
 
 def peaks(program: Program) -> dict[str, int]:
-    """Returns name -> peak bytes on one device for each program of a run except the training step.
+    """Returns the peak bytes on one device of each program of a run except the training step: name of the program ->
+    bytes.
 
     The bytes include the training state. The program "init" makes the state. "evaluation" evaluates one held-out
-    micro-batch while the next one is on the device. "sample" generates text at the end of a run, if the config asks
-    for it. The devices may be described devices without hardware. The peak of a run is the maximum of these peaks and
-    the peak of the step.
+    micro-batch while the next one is on the device. "sample" generates text at the end of a run, if the config asks for
+    it. The devices may be described devices without hardware. The peak of a run is the maximum of these peaks and the
+    peak of the step.
     """
     state = device_bytes(program.state)
     batch = device_bytes(program.eval_shapes)

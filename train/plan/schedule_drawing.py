@@ -33,7 +33,8 @@ MARKS = {
 
 
 class ScheduleGrid:
-    """Drawing of a pipeline schedule for the terminal: a row per stage and a column per tick.
+    """Drawing of a pipeline schedule for the terminal: a row per stage and a column per tick (time step), with letters
+    for the forward and backward pass.
 
     If there are more ticks than terminal columns, the ticks in the middle are left out.
     """
@@ -71,8 +72,8 @@ def share(value: float | Fraction) -> str:
 
 
 def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableType:
-    """Returns the drawing of a pipeline schedule, and a table with the layers, saved activations and idle time of each
-    stage.
+    """Returns the drawing of a pipeline schedule for the terminal, and a table with the layers, saved activations and
+    idle time of each stage.
 
     layers: number of layers of each virtual stage (chunk of layers); None if the model is unknown.
     """
@@ -107,7 +108,8 @@ def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableT
 
 
 def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]] = ()) -> RenderableType:
-    """Returns a table of several pipeline schedules for the same numbers of stages and micro-batches.
+    """Returns a table of several pipeline schedules for the same numbers of stages and micro-batches: their ticks,
+    saved activations and idle time (bubble).
 
     refused: pairs (name, reason) of the schedules that do not exist for these numbers.
     """

@@ -39,10 +39,10 @@ class Stopped(Exception):
 
 @dataclasses.dataclass
 class Trials:
-    """Compiles variants of a config for a target.
+    """Compiles variants of a config (some keys changed) for a target, which is a number of devices of one kind.
 
     Attributes:
-        config: the config as the command line names it.
+        config: the name or file of the config, as on the command line.
         target: the target to compile for.
         overrides: pairs (dotted key, text) as the command line gives them. A key that a variant sets replaces the
             override of the same key.
@@ -82,7 +82,8 @@ class Trials:
         self.rates = rates
 
     def flat(self, keys: Keys) -> Mapping[str, Any]:
-        """Returns the whole config of a variant, dotted key -> value.
+        """Returns the whole config of a variant, dotted key -> value. `keys`: the config keys that the variant sets,
+        dotted key -> text.
 
         Raises:
             UserError: the variant is invalid.
@@ -90,9 +91,12 @@ class Trials:
         return self.factory.resolve(self._overrides(keys))
 
     def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
-        """Compiles variants of the config. Returns for each the worker's JSON record of bytes, FLOPs and schedule.
+        """Compiles variants of the config in worker processes. Returns for each variant the worker's JSON record of its
+        bytes, FLOPs and schedule.
 
         The record is `{"status": reason}` for a variant that cannot run. `memory.compare.worker` lists its keys.
+
+        variants: the config keys that each variant sets, dotted key -> text.
 
         Raises:
             Stopped: a limit was reached or the user pressed Ctrl-C.
@@ -100,8 +104,8 @@ class Trials:
         return self._ask([self.job(keys) for keys in variants])
 
     def done(self, keys: Keys) -> dict[str, Any] | None:
-        """Returns the worker's JSON record of bytes, FLOPs and schedule for a variant that was compiled before; None
-        if it was not."""
+        """Returns the worker's JSON record of bytes, FLOPs and schedule for a variant that was compiled before; None if
+        it was not. `keys`: the config keys that the variant sets."""
         return self._done.get(self.job(keys).name)
 
     def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> worker_pool.Job:
@@ -109,7 +113,8 @@ class Trials:
 
         Args:
             keys: the config keys that the variant sets, dotted key -> text.
-            describe: whether the worker describes the variant for the remat search instead of compiling it.
+            describe: whether the worker, instead of compiling, returns the graph of a block, which the search for remat
+                plans needs.
             target: the target to compile for; "" for the target of the search.
             measure: whether the worker also runs and times the step.
         """
@@ -166,11 +171,12 @@ class Trials:
         offload: bool = False,
         tell: Callable[[CompiledPlan], None] = lambda tried: None,
     ) -> RematSearch:
-        """Returns a search for the least recomputation with which a variant fits its memory budget.
+        """Returns a search for the remat plan (which tensors each layer saves) with the least recomputation that fits a
+        memory budget.
 
         Args:
             keys: the config keys that the variant sets, dotted key -> text.
-            cost: the cost to minimize, a key of `memory.remat.remat_problem.COSTS`.
+            cost: the cost to minimize, "time" or "flops" (keys of `memory.remat.remat_problem.COSTS`).
             offload: whether tensors may be moved to host memory.
             tell: called with each compiled plan.
 
@@ -215,7 +221,7 @@ class Trials:
     def predicted(self, answer: Mapping[str, Any]) -> StepPrediction:
         """Returns the prediction of the seconds per update of a compiled variant.
 
-        answer: the worker's JSON record of the variant.
+        answer: the JSON record that the worker process returned for the variant.
 
         Raises:
             ReportError: the seconds cannot be predicted.
@@ -235,7 +241,7 @@ class Trials:
         return self.target.host_bytes_per_device
 
     def compiled(self, answer: Mapping[str, Any]) -> PlanFigures:
-        """Converts the worker's JSON record of a variant into the figures that the remat search compares.
+        """Converts the worker's JSON record of a variant into the figures by which the search compares remat plans.
 
         They are the bytes on one device and in host memory, and the predicted seconds and recomputed FLOPs per update.
         """

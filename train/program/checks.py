@@ -36,8 +36,8 @@ from bytescope.train.step.optimizer.trainable import check_quantized, frozen_nam
 
 
 def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
-    """Checks the settings against the devices and against each other. Returns the choices that follow from the
-    settings: mesh, kernels, batch sizes, remat policies and frozen parameters.
+    """Checks the settings of a config against the devices and against each other. Returns the choices that follow from
+    the settings: mesh, kernels, batch sizes, remat policies and frozen parameters.
 
     Raises:
       ValueError: a setting cannot be used on these devices. The message names the setting and the remedy.
@@ -185,7 +185,8 @@ def _check_experts(settings: Settings, layout: Layout) -> None:
 def _choose_kernels(
     settings: Settings, precision: Precision, layout: Layout
 ) -> tuple[ModelConfig, tuple[str, str], tuple[str, str]]:
-    """Returns (model config with the chosen kernels, (attention kernel, reason), (expert kernel, reason))."""
+    """Chooses the attention and expert kernels if the settings leave the choice. Returns (model config with the
+    kernels, (attention kernel, reason), (expert kernel, reason))."""
     model, platform = ModelConfig.from_keys(settings.model), platform_of(layout.mesh.devices.flat[0])
     if settings.seq_len > model.max_seq_len:
         raise ValueError(
@@ -277,8 +278,8 @@ def _choose_stages(
 def _settings_refused_with_stages(
     settings: Settings, model: ModelConfig, remat: LayerPolicies
 ) -> tuple[tuple[bool, str, str], ...]:
-    """Returns the settings that a pipeline does not support, as rows (True if the setting is used, "key=value", reason
-    and remedy)."""
+    """Returns the settings that a pipeline does not support, as rows (True if the config has the setting, "key=value",
+    reason and remedy)."""
     segments, mesh = remat.segments(model.n_layers), settings.mesh
     return (
         (

@@ -29,10 +29,10 @@ class Choices:
       kernel: (attention kernel, reason).
       matmul: (how weight matmuls of the blocks are computed, reason).
       moe_kernel: (how expert matmuls are computed, reason); ("", "") without experts.
-      remat: the remat policy of every layer.
-      batch: the sizes of the batch.
+      remat: the remat policy (tensors to save for the backward pass) of every layer.
+      batch: the numbers of sequences, micro-batches and tokens of an update.
       frozen: dotted paths of the parameters that are not trained.
-      lora: the adapters, None without adapters.
+      lora: the sizes of the LoRA adapters, None without adapters.
       schedule, stages: the pipeline's schedule and the layers of its stages, None without a pipeline.
     """
 
@@ -73,15 +73,19 @@ class Choices:
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Layers in the order in which a pipeline stores them: name of a stack of layers -> for each of its rows the
-        index of the layer, -1 for an unused row. Stacks in the model's own order are left out."""
+        """The order in which a pipeline stores the layers: name of a stack of layers -> for each of its rows the index
+        of the layer, -1 for an unused row. Stacks in the model's own order are left out."""
         return self.stages.order if self.stages else {}
 
     def transformer(
         self, rngs: nnx.Rngs, *, place: Layout | None = None, remat: LayerPolicies | None = None
     ) -> Transformer:
-        """Returns the model with these choices. `place` and `remat`, if given, replace the layout and the remat
-        policies."""
+        """Returns the model with these choices.
+
+        Args:
+          rngs: initializes the parameters.
+          place, remat: replace the layout and the remat policies if they are given.
+        """
         model = Transformer(
             self.model,
             self.precision,

@@ -67,7 +67,7 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 
 def load_flat(name: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
-    """Returns the config that `load` reads as a flat dict, dotted key -> value."""
+    """Reads a config and applies overrides, as `load` does. Returns a flat dict, dotted key -> value."""
     return flatten(load(name, overrides))
 
 
@@ -108,15 +108,15 @@ def as_text(value: Any) -> str:
 
 
 def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
-    """Returns a config with overrides applied. `name` is the name of a shipped config, a path, or `hf:FOLDER` for the
+    """Reads a config and applies overrides. `name` is the name of a shipped config, a path, or `hf:FOLDER` for the
     model of a Hugging Face folder.
 
     Args:
       overrides: pairs (dotted key, value as text) that replace values of the config.
 
     Raises:
-      UserError: the file does not exist or has no get_config(), a key is unknown, a value has the wrong type, the
-        model does not match the folder `init.folder`, or the adapters do not match `init.adapter`.
+      UserError: the file does not exist or has no get_config(), a key is unknown, a value has the wrong type, the model
+        does not match the folder `init.folder`, or the adapters do not match `init.adapter`.
     """
     from bytescope.train.weights import finetune
 
@@ -193,8 +193,8 @@ def _suggest_keys(key: str, valid: dict[str, Any]) -> str:
 
 
 def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:
-    """Returns the dotted keys whose last part is `name`, or a synonym of it in SYNONYMS, as suggestions for a
-    misspelled key. `valid`: the keys to search, by default those of the base config."""
+    """Returns the dotted config keys whose last part is `name` or its synonym (SYNONYMS), as suggestions for an unknown
+    key. `valid`: the keys to search, by default those of the base config."""
     name = SYNONYMS.get(name, name)
     return [full for full in valid or flatten(base.get_config()) if full.rpartition(".")[2] == name]
 

@@ -50,10 +50,10 @@ class Program(Choices):
     """A training program that can be compiled and run. It allocates no device memory until `init` is called.
 
     Fields:
-      parts: the functions and settings of the step.
+      parts: the functions of the training step, such as loss and optimizer, and its settings.
       state: the training state, a tree of ShapeDtypeStruct with shardings.
-      graph: the graph definition of the model.
-      decided: the remat policy that `remat.policy=auto` chose, in one line; "" for other policies.
+      graph: the flax graph definition of the model.
+      decided: a line of text about the remat policy that `remat.policy=auto` chose; "" for other policies.
     """
 
     parts: StepParts
@@ -63,13 +63,12 @@ class Program(Choices):
 
     @property
     def mesh(self) -> Mesh:
-        """The device mesh of the program."""
         return self.layout.mesh
 
     @property
     def scanned(self) -> bool:
-        """True if one call of the step processes all A micro-batches of an update, in arrays [A, B, L]; False if it
-        processes one micro-batch [B, L]."""
+        """True if one call of the step processes all A micro-batches of an update, in arrays [A, B, L] (B sequences of
+        L tokens); False if it processes one micro-batch [B, L]."""
         return self.settings.batch.mode == "scan"
 
     @property
@@ -80,8 +79,8 @@ class Program(Choices):
 
     @cached_property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of the batch for one call of the step: name -> int32 [B, L], or [A, B, L] with in-step
-        accumulation."""
+        """The arrays of the batch for one call of the step: name -> int32 [B, L] (sequences, tokens), or [A, B, L] if a
+        call processes all A micro-batches of an update."""
         shape: tuple[int, ...] = (self.batch.rows, self.batch.seq_len)
         axes: tuple[str | None, ...] = ("batch", "length")
         if self.scanned:
@@ -91,7 +90,7 @@ class Program(Choices):
 
     @cached_property
     def eval_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of one held-out micro-batch: name -> int32 [B, L]."""
+        """The shapes of the arrays of one held-out micro-batch: name -> int32 [B, L] (sequences, tokens)."""
         array = jax.ShapeDtypeStruct(
             (self.batch.rows, self.batch.seq_len), jnp.int32, sharding=self.layout.sharding(("batch", "length"))
         )
@@ -99,7 +98,7 @@ class Program(Choices):
 
     @cached_property
     def step(self) -> Any:
-        """The jitted training step (state, batch) -> (state, metrics). Its argument `state` is donated."""
+        """The jitted training step (state, batch) -> (state, metrics). The buffers of `state` are donated."""
         # A separate function, because reports show the names of its arguments, `state` and `batch`.
         parts = self.parts
         body = fused_step if parts.fused else ACCUMULATION[self.settings.batch.mode][0]
@@ -111,8 +110,8 @@ class Program(Choices):
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted evaluation (params, batch [B, L], frozen parameters) -> Tally, which is the sum of the losses and
-        the number of target tokens."""
+        """The jitted evaluation (trained parameters, batch [B, L], frozen parameters) -> Tally, which is the sum of the
+        losses in nats and the number of target tokens."""
         return jax.jit(partial(eval_step, self.parts))
 
     @property
@@ -147,8 +146,8 @@ class Program(Choices):
         Args:
           exact: True to compile even if the persistent cache has the program. Programs from the cache have no heap
             trace, which gives exact buffer lifetimes.
-          pool_bytes: bytes of jax's pool on described GPUs, with which XLA plans as on real ones; None leaves XLA's
-            default.
+          pool_bytes: bytes that jax's memory pool has on the GPU, so that XLA schedules for a GPU that is not present
+            as for a present one; None for XLA's default.
 
         Raises:
           ValueError: an offload policy moves nothing, or some pipeline stages would wait forever in a collective.
@@ -215,9 +214,11 @@ class Program(Choices):
 def init_state(
     transformer: Transformer, optimizer: Any, scaling: Scaling | None = None, frozen: Collection[str] = ()
 ) -> TrainState:
-    """Returns the state before the first step.
+    """Returns the training state (parameters, optimizer state, counters) before the first step.
 
     Args:
+      transformer: the model with its initial parameters.
+      optimizer: the optimizer of `make_optimizer`.
       scaling: the rule of dynamic loss scaling, None without loss scaling.
       frozen: dotted paths of parameters that are not trained.
     """
@@ -252,7 +253,14 @@ def describe_state(
     scaling: Scaling | None = None,
     frozen: Collection[str] = (),
 ) -> TrainState:
-    """Returns the state as a tree of ShapeDtypeStruct with shardings, from an abstract transformer.
+    """Returns the training state as a tree of ShapeDtypeStruct with shardings.
+
+    Args:
+      transformer: the model with shapes in place of parameters.
+      layout: the shardings over the mesh.
+      optimizer: the optimizer of `make_optimizer`.
+      scaling: the rule of dynamic loss scaling, None without loss scaling.
+      frozen: dotted paths of parameters that are not trained.
 
     Raises:
       ValueError: a parameter is not divisible over the mesh.
@@ -280,7 +288,7 @@ def describe_state(
 def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
     """Builds the training program of a config. `devices`: by default all devices of this process's backend.
 
-    A config with `remat.policy=auto` must first be resolved by `train.plan.remat_auto.settled_program`.
+    A config with `remat.policy=auto` must be built with `train.plan.remat_auto.settled_program` instead.
 
     Raises:
       ValueError: a setting cannot be used on the devices. The message names the setting and the remedy.
@@ -289,14 +297,14 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
 
 
 def assemble(choices: Choices, decided: str = "") -> Program:
-    """Builds the training program from checked choices.
+    """Builds the training program from checked settings (the result of `checks.check`).
 
     Args:
-      decided: the remat policy that `remat.policy=auto` chose, in one line.
+      decided: a line of text about the remat policy that `remat.policy=auto` chose.
 
     Raises:
-      ValueError: the traced model cannot run: a parameter is not divisible over the mesh, a checkpoint name does not
-        occur, or an update layer by layer conflicts with another setting.
+      ValueError: the traced model cannot run: a parameter is not divisible over the mesh, a tensor name of the remat
+        policy does not occur, or an optimizer update layer by layer conflicts with another setting.
     """
     settings, layout, precision, batch = choices.settings, choices.layout, choices.precision, choices.batch
     abstract = choices.abstract()
@@ -373,12 +381,12 @@ def _make_loss(choices: Choices, graph: nnx.GraphDef, layout: Layout) -> Loss:
 
 
 def _make_local_loss(choices: Choices) -> Loss | None:
-    """Returns the loss function of one data-parallel rank's sequences, for steps that reduce gradients once at their
-    end. Returns None for other steps.
+    """Returns the loss function that each data-parallel rank computes for its own sequences, for steps that reduce
+    gradients once at their end. Returns None for other steps.
 
-    One reduction at the end of the step sends fewer bytes than one per micro-batch. It is not used under ddp with a
-    single micro-batch, where the reduction can overlap with the backward pass; with ring attention; or with experts,
-    whose tokens go to other ranks.
+    One reduction at the end of the step sends fewer bytes than one per micro-batch. It is not used in three cases:
+    under ddp with a single micro-batch, where the reduction can overlap with the backward pass; with ring attention;
+    and with experts, whose tokens go to other ranks.
     """
     settings, layout = choices.settings, choices.layout
     if choices.schedule or settings.optimizer.fused_backward:
@@ -471,8 +479,11 @@ def _router_bias_rate(choices: Choices, abstract: Transformer) -> float:
 
 
 def pipeline_notes(choices: Choices, state: TrainState) -> tuple[str, ...]:
-    """Returns sentences for the memory report of a pipelined step: the idle share (bubble) of the schedule, how seconds
-    and sent bytes are counted, and parameters in unused rows. Returns () without a pipeline."""
+    """Returns sentences for the memory report of a step with pipeline stages. Returns () without a pipeline.
+
+    The sentences state the idle fraction (bubble) of the schedule, how seconds and sent bytes are counted, and how many
+    parameters are in rows without a layer.
+    """
     schedule, stages = choices.schedule, choices.stages
     if schedule is None or stages is None:
         return ()

@@ -20,7 +20,15 @@ from bytescope.train.step.optimizer.rules import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """LoRA adapters: the config keys `lora.*`. configs/base.py explains each key."""
+    """The config keys `lora.*`: LoRA adapters.
+
+    Fields:
+      rank: rank of the adapters, 0 for no adapters.
+      alpha: the output of an adapter is multiplied by alpha / rank.
+      targets: matrices of the blocks that have an adapter, such as "q" and "up".
+      dropout: dropout rate on the input of adapters.
+      base: storage format of the blocks' frozen weights: "bf16", "nf4" or "int8".
+    """
 
     rank: int
     alpha: float
@@ -31,8 +39,25 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """The dtypes of parameters, computation and gradients, and the loss scale: the config keys `precision.*`.
-    configs/base.py explains each key."""
+    """The config keys `precision.*`: dtypes, given by name, and the loss scale. An empty dtype is the dtype of the
+    preset.
+
+    Fields:
+      preset: name of a row of default dtypes, such as "bf16".
+      param: dtype of the parameters between steps.
+      compute: dtype of matrix products and activations.
+      reduce: dtype of gradients before the update, in which devices sum them; "as_made" for the dtype in which they
+        were computed.
+      accumulator: dtype of the sum of the micro-batches' gradients.
+      norm: dtype inside norms.
+      logits: dtype in which logits are stored.
+      rounding: "nearest" or "stochastic" rounding of updated parameters to bfloat16.
+      cast: "layer" to cast parameters to `compute` as each layer reads them, "step" to cast all once per step and keep
+        the copy.
+      loss_scale: "none" or "dynamic".
+      loss_scale_init: initial loss scale.
+      loss_scale_growth_every: number of updates without overflow after which the loss scale doubles.
+    """
 
     preset: str
     param: str
@@ -50,8 +75,20 @@ class PrecisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RematConfig:
-    """Activations to save, recompute or move to host memory: the config keys `remat.*`. configs/base.py explains each
-    key."""
+    """The config keys `remat.*`: which activations are saved, recomputed or moved to host memory.
+
+    Fields:
+      policy: name of the remat policy. "auto" searches for the policy with the least recomputation within `budget`.
+      budget: for "auto", the maximum bytes that the step allocates per device, such as "72GiB"; "" for the device's
+        limit.
+      cost: what "auto" minimizes: "time" (predicted) or "flops" (recomputed).
+      auto_offload: True if "auto" may move activations to pinned host memory.
+      save: for "custom", checkpoint names of activations to save.
+      offload: for "custom", checkpoint names of activations to save in pinned host memory.
+      layers: ranges of layers with another policy, such as "0-8:none".
+      granularity: "block" for one checkpoint per block, "parts" for one around attention and one around the MLP.
+      xla_pass: True to enable XLA's own rematerialization pass.
+    """
 
     policy: str
     budget: str
@@ -66,8 +103,12 @@ class RematConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadConfig:
-    """Placement of optimizer state and parameters in host memory: the config keys `offload.*`. configs/base.py explains
-    each key."""
+    """The config keys `offload.*`.
+
+    Fields:
+      optimizer: True to keep the moments of the optimizer in host memory.
+      params: True to keep the master parameters in host memory.
+    """
 
     optimizer: bool
     params: bool
@@ -75,7 +116,20 @@ class OffloadConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The device mesh and the sharding strategy: the config keys `mesh.*`. configs/base.py explains each key."""
+    """The config keys `mesh.*`: the device mesh and the sharding strategy.
+
+    Fields:
+      strategy: "ddp", "zero1", "zero2" or "zero3".
+      stage: number of pipeline stages, each with a range of layers.
+      data: number of replicas of the sharded state.
+      fsdp: number of devices over which optimizer state, gradients and parameters are sharded.
+      expert: number of devices over which experts are sharded.
+      context: number of devices over which a sequence is sharded (ring attention).
+      tensor: number of devices over which heads, MLP width and vocabulary are sharded.
+      sequence_parallel: True to also shard norms and the residual stream along the sequence, over the tensor axis.
+      dispatch: how token rows reach the devices of their experts, such as "all_to_all" or "allgather".
+      prefetch: number of layers whose parameters GPUs gather in advance.
+    """
 
     strategy: str
     stage: int
@@ -96,7 +150,12 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """The schedule of pipeline parallelism: the config keys `pipeline.*`. configs/base.py explains each key."""
+    """The config keys `pipeline.*`: the schedule of pipeline parallelism.
+
+    Fields:
+      schedule: "gpipe", "1f1b", "interleaved", "v" or "zero_bubble".
+      virtual: number of chunks of layers per pipeline stage.
+    """
 
     schedule: str
     virtual: int
@@ -112,8 +171,10 @@ class Settings:
       seed: random seed.
       steps: number of optimizer updates.
       seq_len: tokens per sequence.
-      batch_names: names of the arrays of a batch.
-      The other fields are the groups of the same names.
+      batch_names: names of the arrays of a batch, such as "inputs" and "targets".
+      model, lora, loss, precision, remat, batch, optimizer, offload, mesh, pipeline: the values of the config group
+        with this name, such as `config.lora`.
+      xla: key of the config group `xla` -> its value, an option of the XLA compiler.
     """
 
     config: ConfigDict
@@ -149,7 +210,7 @@ class Settings:
         """Returns the remat policy of each layer. `fp8`: True if the weight matmuls of the blocks are computed in fp8.
 
         Raises:
-          ValueError: a policy, name or range does not exist.
+          ValueError: the config has an unknown policy or checkpoint name, or an invalid range of layers.
         """
         remat = self.remat
         return LayerPolicies(

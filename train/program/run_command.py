@@ -25,7 +25,8 @@ class Command:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "Command":
-        """Returns the command that the user gave. With --fit, its overrides are the settings that the search chose."""
+        """Returns the command that the user gave. With --fit, its overrides are the config values chosen by the search
+        for a run that fits in device memory."""
         flags = []
         for name in ("rates", "coordinator", "process", "processes"):
             value = getattr(args, name)
@@ -34,10 +35,11 @@ class Command:
         return cls(args.config, tuple(args.overrides), tuple(flags), args.verbose)
 
     def resume(self, workdir: Path, changes: Mapping[str, str] | None = None, *more: str) -> str:
-        """Returns the command that resumes a run directory, quoted for a shell.
+        """Returns the command that resumes a run, quoted for a shell.
 
         Args:
-          changes: dotted key -> value as text. They replace overrides of the same keys.
+          workdir: the run directory.
+          changes: dotted config key -> value as text. They replace overrides of the same keys.
           more: flags to add.
         """
         changes = changes or {}

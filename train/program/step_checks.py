@@ -17,11 +17,12 @@ from bytescope.train.step.state import TrainState
 
 
 def check_traced(choices: Choices, loss: Callable[..., Any], state: TrainState) -> None:
-    """Traces the loss, and checks that the program has the checkpoint names of the config and supports an update layer
-    by layer if the config needs one.
+    """Traces the loss and checks it against the config. The program must have the checkpoint names that the config
+    saves or offloads. If the config needs an update layer by layer, the other settings must allow it.
 
     Args:
-      loss: (params, batch, dropout_key_B, frozen) -> (total, auxiliary output).
+      choices: all settings of the training program.
+      loss: (params, batch, dropout_key_B, frozen) -> (total, auxiliary output), where B is the number of sequences.
       state: the abstract training state.
 
     Raises:
@@ -107,6 +108,10 @@ def _check_fused_backward(choices: Choices, state: TrainState) -> None:
 
 def check_compiled(choices: Choices, compilation: Compilation) -> None:
     """Checks the compiled step for offloading that has no effect and for deadlocks.
+
+    Args:
+      choices: all settings of the training program.
+      compilation: the compiled step.
 
     Raises:
       ValueError: an offload policy moves nothing, or some pipeline stages would wait forever in a collective.

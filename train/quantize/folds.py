@@ -29,11 +29,11 @@ class Fold:
     per input channel.
 
     Fields:
-      name: name in messages.
+      name: text that names the group in messages, such as "q, k, v".
       input: name of the input in the block, given by jax's checkpoint_name.
       weights: paths of the weights in the block.
-      before: the parameters that are divided by the scales because they compute the input, as a key of BEFORE: a norm,
-        the value projection or the up projection. "" if no parameters can be.
+      before: key in BEFORE of the parameters that compute the input: a norm, the value projection or the up projection.
+        They are divided by the scales. "" if the input has no such parameters.
       clipped: paths of the weights whose quantization groups may be clipped.
     """
 
@@ -65,11 +65,12 @@ def folds_of(config: ModelConfig) -> tuple[Fold, ...]:
 
 
 def shared(fold: Fold, config: ModelConfig, magnitudes_I: Any) -> Any:
-    """Averages the mean magnitudes |x| of input channels that must have the same scale, float32 [inputs] -> float32
-    [inputs].
+    """Returns the mean magnitudes |x| of a group's input channels, averaged over channels that must have the same
+    scale. Arguments and result: float32 [inputs].
 
-    Only inputs of the attention output projection are averaged, over the query heads that share a value head: their
-    scales are divided out of the same column of the value projection. Other inputs are returned unchanged.
+    Only for the attention output projection are channels averaged, over the query heads that share a value head: their
+    scales are divided out of the same column of the value projection. The magnitudes of other inputs are returned
+    unchanged.
     """
     if fold.before != "values":
         return magnitudes_I
@@ -84,9 +85,13 @@ def fold_in(
     """Multiplies the weights of a group by the scales of their input channels, and divides the parameters that compute
     these inputs (`Fold.before`) by the scales.
 
-    Returns the parameters of the block, float32 on the host, and the scales [inputs] that were applied. The vector of a
-    norm is rounded to float16, in which it will be stored, and the applied scales are computed from the rounded vector.
-    So only the quantization of weights changes what the model computes.
+    Returns the changed parameters of the block, path -> float32 array on the host, and the scales [inputs] that were
+    applied. The vector of a norm is rounded to float16, in which it will be stored, and the applied scales are computed
+    from the rounded vector. So only the quantization of weights changes what the model computes.
+
+    Args:
+      params: the block's parameters by path.
+      scale_I: the wanted scale of each input channel.
     """
     folded = dict(params)
     scale_I = BEFORE[fold.before](config, folded, np.asarray(scale_I, np.float32))

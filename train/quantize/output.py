@@ -46,9 +46,11 @@ class Stored:
     """A tensor to write into the folder.
 
     Attributes:
+      name: name of the tensor in the safetensors file.
       dtype: safetensors name of the dtype, such as "F16".
+      shape: shape on disk.
       path: dotted path of our parameter.
-      part: which tensor of a packed weight this is, such as "qweight"; "" if the parameter is not packed.
+      part: which tensor of a packed 4-bit weight this is, such as "qweight"; "" if the parameter is not packed.
     """
 
     name: str
@@ -71,6 +73,11 @@ class Stored:
 def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
     """Returns the tensors of the folder in the order in which they are written: embedding tables, head and final norm
     first, then layer by layer.
+
+    Args:
+      origin: the model to quantize.
+      layout: how 4-bit weights are packed, a key of LAYOUTS such as "awq".
+      group: number of inputs whose 4-bit codes share a quantization scale.
     """
     model, tensors = origin.model, list[Stored]()
     sizes, packed = sizes_of(model), packed_paths(model)
@@ -87,7 +94,8 @@ def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
 
 
 def bytes_by_component(tensors: Sequence[Stored], origin: Origin) -> dict[str, tuple[int, int]]:
-    """Returns component of the model -> (bytes of its weights in 16 bits, bytes in the quantized folder)."""
+    """Returns component of the model, such as attention -> (bytes of its weights in 16 bits, bytes in the quantized
+    folder). `tensors`: the tensors of the folder, from `plan`."""
     sizes, unquantized, written = sizes_of(origin.model), Counter[str](), Counter[str]()
     for path, (row, _) in rows_by_path(origin.family, parameters_of(origin.model)).items():
         unquantized[_component(path)] += 2 * math.prod(Pattern.parse(row.pattern).their_shape(sizes))
@@ -110,7 +118,7 @@ class Output:
       force: True to delete partial output and start from the beginning.
 
     Attributes:
-      done: a record for each finished layer, in order: its number and its quantization errors (see `note`).
+      done: a record for each finished layer, in order: its number and its quantization errors.
 
     Raises:
       UserError: the folder has partial output with other settings.
@@ -162,7 +170,7 @@ class Output:
 
         Args:
           params: path in the layer -> unquantized array.
-          codes: path in the layer -> 4-bit weight to pack.
+          codes: path in the layer -> 4-bit weight (codes, zero points and scales) to pack.
 
         Raises:
           UserError: a value is too large for float16.
@@ -187,9 +195,8 @@ class Output:
         self.done.append(dict(row))
 
     def read(self, layer: int) -> tuple[dict[str, np.ndarray], dict[str, Codes]]:
-        """Reads a layer that was written before. Returns its float32 parameters and its 4-bit weights, each by path in
-        the layer.
-        """
+        """Reads a layer that was written before. Returns its unquantized parameters, path in the layer -> float32
+        array, and its 4-bit weights, path in the layer -> codes, zero points and scales."""
         sizes = sizes_of(self._origin.model)
         params: dict[str, np.ndarray] = {}
         packed: dict[str, dict[str, np.ndarray]] = {}

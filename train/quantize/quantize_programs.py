@@ -32,7 +32,7 @@ class CallSizes:
     """The sizes of the arrays for which the quantization programs are compiled.
 
     Attributes:
-      rows: windows of text per call.
+      rows: windows (rows of tokens) per call.
       length: tokens per window.
       group: number of inputs whose 4-bit codes share a quantization scale.
     """
@@ -45,11 +45,16 @@ class CallSizes:
 class Programs:
     """The compiled programs that quantize one model. They take and return arrays on the device.
 
+    Array axes: B windows of text, L tokens per window, D `d_model`, I inputs and O outputs of a weight. X'X is the Gram
+    matrix of a weight's inputs X [tokens, I].
+
     Args:
       config: config of a dense model.
       precision: float32 parameters, and the compute dtype.
+      sizes: the sizes of the arrays for which the programs are compiled.
+      device: the device that runs the programs.
       clip: True if the range of quantization groups may be clipped.
-      pool_bytes: bytes of jax's pool if the device is a described GPU; None otherwise.
+      pool_bytes: bytes of jax's memory pool if the device is described but not present; None otherwise.
     """
 
     def __init__(
@@ -100,9 +105,8 @@ class Programs:
 
     @property
     def _sum_shapes(self) -> dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-        """Returns the shapes of the statistics that are summed over the calibration tokens: name of an input x [tokens,
-        I] of weights -> (shape [I] of the sum of |x|, shape [I, I] of X'X).
-        """
+        """Returns the shapes of the statistics that are summed over the calibration tokens for each input X [tokens, I]
+        of weights: name of the input -> (shape [I] of the sum of |x|, shape [I, I] of X'X)."""
         sums = {}
         for fold in self.folds:
             size = self.inputs_of(fold)
@@ -110,8 +114,8 @@ class Programs:
         return sums
 
     def no_sums(self) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Returns the statistics of weight inputs (sum of |x| and X'X, as `watch` computes) before any token is added:
-        arrays of zeros on the device."""
+        """Returns zeros on the device, the statistics of weight inputs before any token is added: name of the input X
+        -> (sum of |x| [I], X'X [I, I]), with I inputs."""
         return jax.tree.map(
             lambda like: jax.device_put(np.zeros(like.shape, like.dtype), self._place), self._sum_shapes
         )
@@ -130,8 +134,8 @@ class Programs:
     def embed(self) -> Compilation:
         """Compiles the program that embeds tokens.
 
-        It takes the parameters outside the layers and the tokens [B, L]. It returns the input of the first block, [B,
-        L, D].
+        It takes the parameters outside the layers and the tokens [B, L], B windows of L tokens. It returns the input of
+        the first block, [B, L, D].
         """
 
         def run(params, tokens_BL):
@@ -150,8 +154,8 @@ class Programs:
         )
 
     def watch(self) -> Compilation:
-        """Compiles the program that runs a block and adds statistics of its tokens to sums: for each input x of
-        weights, the sum of |x| [I] and X'X [I, I].
+        """Compiles the program that runs a block and adds statistics of its tokens to sums. The statistics of each
+        weight input X [tokens, I] are the sum of |x| [I] and X'X [I, I].
 
         It takes the parameters of the block, the layer number, x [B, L, D] and the sums so far; x and the sums are
         donated. It returns the output of the block [B, L, D], and the sums with these tokens added.
@@ -184,8 +188,8 @@ class Programs:
     def head(self) -> Compilation:
         """Compiles the program that computes the loss.
 
-        It takes the parameters outside the layers, the output of the last block and the tokens. It returns the sum of
-        -log p over all tokens except the first of each row.
+        It takes the parameters outside the layers, the output of the last block [B, L, D] and the tokens [B, L]. It
+        returns the sum of -log p over all tokens except the first of each row.
         """
 
         def run(params, x_BLD, tokens_BL):
@@ -197,10 +201,11 @@ class Programs:
         return self._compiled(("head",), run, self.shell_shapes, self._x, self._tokens)
 
     def search(self, fold: Fold) -> Compilation:
-        """Compiles the program that finds the best scales of the input channels that the weights of `fold` share.
+        """Compiles the program that finds the scales of the input channels that the weights of `fold` share. The best
+        scales give the smallest error of the quantized weights' outputs.
 
-        It takes X'X [I, I] and the mean of |x| [I] of the input, and the weights, each [I, O]. It returns the result of
-        `scale_search.search_scale`.
+        It takes X'X [I, I] and the mean of |x| [I] of the input X [tokens, I], and the weights, each [I, O]. It returns
+        the scales [I], the exponent of the magnitudes |x| in them, and the error of each exponent that was tried.
         """
         size = self.inputs_of(fold)
         weights = tuple(map(self._weight, fold.weights))
@@ -213,11 +218,12 @@ class Programs:
         return self._compiled(("search", fold.name), run, self._array(size, size), self._array(size), weights)
 
     def quantize(self, fold: Fold, path: str) -> Compilation:
-        """Compiles the program that quantizes the weight at `path`, which belongs to the group `fold`.
+        """Compiles the program that quantizes the weight at `path`, which belongs to the group `fold` of weights with
+        the same input.
 
-        It takes X'X of the input [I, I], the scales of the input channels [I], the weight [I, O] and the scaled weight
-        [I, O]. It returns the 4-bit codes, their error, and the error of plain rounding without scales for comparison.
-        Errors are fractions of the outputs' mean square.
+        It takes X'X [I, I] of the input X [tokens, I], the scales of the input channels [I], the weight [I, O] and the
+        scaled weight [I, O]. It returns the 4-bit codes with zero points and scales, their error, and the error of
+        plain rounding without scales for comparison. Errors are fractions of the outputs' mean square.
         """
         shape, clip, group = self.matrices[path].sizes, self._clip and path in fold.clipped, self.sizes.group
 

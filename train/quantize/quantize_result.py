@@ -15,10 +15,10 @@ class Memory:
     Fields:
       device: program -> bytes on the device while it runs.
       limit: bytes of the device that may be used.
-      streams: host bytes of the activations between two layers, for the calibration and the held-out text.
+      streams: host bytes of the activations between two layers, of all calibration and held-out text.
       layer: host bytes of one layer, or of the parameters outside the layers if those are larger.
       held: host bytes of a run's checkpoint that stay in memory.
-      folder: bytes of the written weights on disk.
+      folder: bytes on disk of the quantized weights.
     """
 
     device: Mapping[str, int]
@@ -51,18 +51,18 @@ class QuantizationResult:
 
     Fields:
       title: title of the model.
-      out: path of the folder.
-      facts: lines that describe the settings.
-      memory: the memory that it needed.
+      out: path of the quantized folder.
+      facts: lines of text that describe the settings.
+      memory: the memory that the quantization needs, computed before it started.
       components: component of the model -> (bytes in 16 bits, bytes in the folder).
       before, after: perplexity of the held-out text with the original and with the quantized weights.
       tokens: (number of calibration tokens, number of held-out tokens).
-      layers: a row per layer. `layer` is its number. `stream` is the mean square error of the residual stream after
-        the layer, as a fraction of the original's mean square. `weights` has a row per weight: `weight` is its path,
+      layers: a row per layer. `layer` is its number. `stream` is the mean square error of the residual stream after the
+        layer, as a fraction of the original's mean square. `weights` has a row per weight: `weight` is its path,
         `power` the exponent of the input magnitudes in the scales, `error` the mean square error of the outputs with
         the stored weight, and `rounding` the error of plain rounding for comparison. Both errors are fractions of the
         mean square of the outputs.
-      versions: versions of the libraries.
+      versions: name of a library -> its version.
     """
 
     title: str

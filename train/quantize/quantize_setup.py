@@ -45,6 +45,7 @@ class PreparedQuantization:
     """A quantization that is ready to run.
 
     Attributes:
+      quantization: the quantization to run.
       memory: the memory that it needs.
       tokens: (number of calibration tokens, number of held-out tokens).
     """
@@ -57,6 +58,10 @@ class PreparedQuantization:
 def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantization:
     """Opens the weights and texts of the command line, compiles the programs, and reserves the disk space of the
     output.
+
+    Args:
+      args: the parsed command line.
+      tell: function that shows the progress.
 
     Raises:
       UserError: the arguments, the weights or the texts are wrong.
@@ -143,8 +148,11 @@ def _require(windows: np.ndarray, needed: int, path: Path, length: int) -> None:
 
 
 def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
-    """Returns the title of a model and the memory that quantizing it on a target needs. The target's devices need not
-    be present.
+    """Returns (title of a model, memory that quantizing it on a target device needs). The device need not be present.
+
+    Args:
+      args: the parsed command line.
+      tell: function that shows the progress.
 
     Raises:
       UserError: the model does not exist or cannot be quantized.
@@ -207,8 +215,8 @@ def _count_memory(
 
 
 def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcome: Outcome) -> QuantizationResult:
-    """Collects the figures of a finished quantization for its summary and page: settings, memory, bytes by component,
-    perplexity before and after, and the errors of each layer."""
+    """Collects the figures of a finished quantization (`outcome`) for its summary and page: settings, memory, bytes by
+    component, perplexity before and after, and the errors of each layer."""
     quantization = prepared.quantization
     calibration, held_out = prepared.tokens
     facts = (

@@ -34,7 +34,8 @@ def memory_view(memory: Memory) -> RenderableType:
 
 
 def plan_view(title: str, memory: Memory) -> RenderableType:
-    """Returns the table of the bytes that each program needs on a target, and a line that says if they fit."""
+    """Returns the table of the bytes that each program needs on a target, and a line that says if they fit in its
+    memory."""
     programs = FigureTable(label("on the device"), figure("bytes"))
     for name, size in memory.device.items():
         programs.add(name, human(size))
@@ -116,8 +117,8 @@ def result_page(result: QuantizationResult) -> str:
 
 
 def page_data(result: QuantizationResult) -> dict[str, Any]:
-    """Returns the data of the plot of errors by layer: the layer numbers, and name of a line -> its error in each
-    layer, a fraction from 0 to 1.
+    """Returns the data of the plot of errors by layer: "layers", the layer numbers, and "shares", name of a line -> its
+    errors, one per layer, as fractions from 0 to 1.
 
     The lines are the mean error of plain rounding, the mean error of the written weights (left out if they are plainly
     rounded), and the error of the residual stream.
@@ -134,9 +135,10 @@ def page_data(result: QuantizationResult) -> dict[str, Any]:
 
 
 def heat(result: QuantizationResult) -> list[dict[str, Any]]:
-    """Returns the rows of the heat map, one per layer. A row has a cell for each quantized weight: `share`, its error
-    relative to the largest error of all weights (0 to 1), and as text the error in percent, the exponent `power` of its
-    scales and a tooltip.
+    """Returns the rows of the heat map, one per layer. A row has the layer number and a cell for each quantized weight.
+
+    A cell has `share`, the weight's error relative to the largest error of all weights (0 to 1). As text it has the
+    error in percent, the exponent `power` of the input magnitudes in its scales, and a tooltip.
     """
     most = max(one["error"] for row in result.layers for one in row["weights"]) or 1.0
     return [

@@ -66,8 +66,12 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of `Quantization.run`: a record of errors for each layer, and the perplexity of the held-out text
-    before and after quantization. The fields are those of `QuantizationResult`."""
+    """The result of `Quantization.run`.
+
+    Fields:
+      layers: a record of quantization errors for each layer, a row of `QuantizationResult.layers`.
+      before, after: perplexity of the held-out text with the original and with the quantized weights.
+    """
 
     layers: list[dict[str, Any]]
     before: float
@@ -84,7 +88,7 @@ class Quantization:
       tokens: calibration windows and held-out windows, each int32 [windows, tokens]. Both numbers of windows are
         multiples of the windows per program call.
       output: the folder to write.
-      tell: called with (calls done, total calls, activity) to show progress.
+      tell: function that is called with (calls done, total calls, activity) to show progress.
     """
 
     def __init__(
@@ -149,11 +153,12 @@ class Quantization:
             self.output.note({"layer": layer, "stream": drift(streams), "weights": errors})
 
     def _run_block_in_place(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
-        """Runs the residual stream x_NLD through a block, in batches of windows, and overwrites it with the block's
-        output.
+        """Runs the residual stream x_NLD (N windows, L tokens, D `d_model`) through a block, in batches of windows, and
+        overwrites it with the block's output.
 
-        `what`: the activity that the progress display shows. If `watch` is set, returns sums over the tokens for each
-        input x of the block's weights (sum of |x| and X'X, from `Programs.watch`); else None.
+        If `watch` is set, returns statistics that are summed over the tokens for each input X [tokens, inputs] of the
+        block's weights: the sum of |x| and X'X. Else returns None. `what`: the activity that the progress display
+        shows.
         """
         rows, number = self.programs.sizes.rows, np.int32(layer)
         program = (self.programs.watch() if watch else self.programs.block()).executable
@@ -172,10 +177,12 @@ class Quantization:
     def _quantize_layer(
         self, layer: int, params: dict[str, np.ndarray], sums: Any
     ) -> tuple[dict[str, np.ndarray], dict[str, Codes], list[dict[str, Any]]]:
-        """Quantizes a layer, with the `sums` over calibration tokens that `_run_block_in_place` returns.
+        """Quantizes a layer. Returns (path -> unquantized parameter that was multiplied or divided by the scales, path
+        -> 4-bit weight, a row of errors for each weight).
 
-        Returns (path -> unquantized parameter with folded-in scales, path -> 4-bit weight, a row of errors for each
-        weight).
+        Args:
+          params: path in the layer -> parameter.
+          sums: the statistics of the weights' inputs over the calibration tokens, from `_run_block_in_place`.
         """
         scaled, scales, powers = dict(params), {}, {}
         for fold in self.programs.folds:
@@ -256,9 +263,8 @@ def decoded(one: Codes) -> np.ndarray:
 
 
 def drift(streams: Streams) -> float:
-    """Returns the mean square difference between the held-out streams of the quantized and the original model, as a
-    fraction of the original stream's mean square.
-    """
+    """Returns how far the quantized model is from the original: the mean square difference between their residual
+    streams of the held-out text, as a fraction of the original stream's mean square."""
     difference = power = 0.0
     for mine, theirs in zip(streams.written, streams.original):
         mine, theirs = mine.astype(np.float32), theirs.astype(np.float32)

@@ -23,25 +23,25 @@ SHARES = tuple(1 - step / 20 for step in range(10))  # fractions of a group's ra
 
 
 def scale_of(magnitudes_I: jax.Array, power: jax.Array | float) -> jax.Array:
-    """Returns scales [inputs]: the magnitudes raised to a power, normalized so that the largest scale is the inverse
-    of the smallest.
-    """
+    """Returns a scale for each input channel, [inputs]: the mean magnitude |x| of the channel raised to a power. The
+    scales are normalized so that the largest is the inverse of the smallest."""
     scale_I = jnp.maximum(magnitudes_I, 1e-4) ** power
     return scale_I / jnp.sqrt(scale_I.max() * scale_I.min())
 
 
 def error_of(gram_II: jax.Array, delta_IO: jax.Array) -> jax.Array:
-    """Returns the squared error of the outputs if D = `delta_IO` is added to the weights, summed over the outputs.
+    """Returns the squared error of the outputs X W if D = `delta_IO` is added to the weights W, summed over the
+    outputs.
 
-    It is the trace of D' G D, where G = `gram_II` is X'X of the inputs, summed or averaged over tokens.
+    It is the trace of D' G D, where G = `gram_II` is X'X of the inputs X [tokens, inputs], summed or averaged over
+    tokens.
     """
     return (delta_IO * (gram_II @ delta_IO)).sum()
 
 
 def share_of(gram_II: jax.Array, w_IO: jax.Array, replaced_IO: jax.Array) -> jax.Array:
     """Returns the squared error of the outputs if the weight `w_IO` is replaced by `replaced_IO`, as a fraction of the
-    outputs' sum of squares. Returns 0 if the outputs are 0.
-    """
+    outputs' sum of squares. Returns 0 if the outputs are 0. `gram_II`: X'X of the inputs X [tokens, inputs]."""
     whole = error_of(gram_II, w_IO)
     return jnp.where(whole > 0, error_of(gram_II, replaced_IO - w_IO) / whole, 0)
 
@@ -50,12 +50,13 @@ def share_of(gram_II: jax.Array, w_IO: jax.Array, replaced_IO: jax.Array) -> jax
 def search_scale(
     gram_II: jax.Array, magnitudes_I: jax.Array, weights: Sequence[jax.Array], group: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finds the scales of the input channels that several weights share, which minimize the error of the quantized
-    weights' outputs. Returns the best scales [inputs], the exponent of the magnitudes in them, and the error of each
-    exponent that was tried [POWERS].
+    """Finds the scales of the input channels that several weights share. The best scales give the smallest error of the
+    quantized weights' outputs. A scale is the channel's mean |x| raised to an exponent.
+
+    Returns the best scales [inputs], their exponent, and the error of each exponent that was tried, [POWERS].
 
     Args:
-      gram_II: X'X of the inputs.
+      gram_II: X'X of the inputs X [tokens, inputs].
       magnitudes_I: mean |x| of the inputs.
       weights: the weights, each [inputs, outputs].
       group: number of inputs whose 4-bit codes share a quantization scale.
@@ -78,11 +79,11 @@ def search_scale(
 def quantize(
     gram_II: jax.Array, scale_I: jax.Array, w_IO: jax.Array, group: int, clip: bool
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Quantizes a weight whose input channels are already scaled. Returns its codes, zero points and quantization
-    scales, as `groups.encode` does, and the error of its outputs as a fraction of their mean square.
+    """Quantizes a weight whose input channels are already scaled. Returns ((codes uint8 [inputs, outputs], zero points
+    uint8 and scales float16, both [groups, outputs]), error of the outputs as a fraction of their mean square).
 
     Args:
-      gram_II: X'X of the inputs, before they were divided by `scale_I`.
+      gram_II: X'X of the inputs X [tokens, inputs], before they were divided by `scale_I`.
       scale_I: scale of each input channel.
       w_IO: the scaled weight, float32.
       group: number of inputs whose 4-bit codes share a quantization scale.
@@ -97,7 +98,8 @@ def quantize(
 def _best_clip_ratios(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
     """Returns the clip ratio with the smallest output error for each quantization group, float32 [groups, outputs].
 
-    The clip ratio is the fraction of a group's range that is kept. gram_II: X'X of the weight's inputs.
+    The clip ratio is the fraction of a group's range that is kept. `gram_II`: X'X of the weight's inputs X [tokens,
+    inputs]. `group`: number of inputs in a quantization group.
     """
     inputs, outputs = w_IO.shape
     count = inputs // group
@@ -115,5 +117,7 @@ def _best_clip_ratios(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Ar
 
 @partial(jax.jit, static_argnames="group")
 def rounding_error(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
-    """Returns the error of rounding the weight without scales, as a fraction of the outputs' mean square."""
+    """Returns the error of rounding the weight without scales, as a fraction of the outputs' mean square. `gram_II`:
+    X'X of the weight's inputs X [tokens, inputs]. `group`: number of inputs whose 4-bit codes share a quantization
+    scale."""
     return share_of(gram_II, w_IO, groups.decode(*groups.encode(w_IO, group)))

@@ -26,8 +26,8 @@ DROP_ORDER = ("HFU", "in use", "short wait", "lr", "grad", "load", "MFU", "peak"
 
 
 def describe(row: Mapping[str, Any], width: int | None = None) -> str:
-    """Formats the metrics of a row of `metrics.jsonl` as one line of text. `width`: maximum number of columns; the
-    line is longer if it cannot be shortened enough."""
+    """Formats a row of `metrics.jsonl` as one line of text. If the line is longer than `width` columns, less important
+    metrics are left out. It may still be longer."""
     if "eval_loss" in row:
         return f"held-out loss {row['eval_loss']:.4f} ({row['eval_tokens']:,} tokens)"
     parts = _format_metrics(row)

@@ -20,10 +20,15 @@ ANSWERS = "answers.jsonl"  # in the run directory
 def held_out_loss(
     program: Program, data: Data, state: TrainState, stopping: Callable[[], bool], working: Callable[[], None]
 ) -> tuple[float, int] | None:
-    """Evaluates on the held-out data. Returns (loss in nats per token, number of tokens), or None if `stopping()`
-    became true before the end.
+    """Evaluates on the held-out data. Returns (loss in nats per token, number of tokens), or None if the run is stopped
+    before the end.
 
-    `working` is called before each batch.
+    Args:
+      program: the training program.
+      data: the training and held-out data.
+      state: the training state.
+      stopping: function that returns True if the run is to stop.
+      working: function that is called before each batch.
     """
     total: Tally | None = None
     batches = heldout_batches(
@@ -45,10 +50,10 @@ def held_out_loss(
 
 
 class EvalPrompts:
-    """Answers the prompts of `train.eval_prompts` at each evaluation.
+    """Answers the prompts in the file `train.eval_prompts` at each evaluation.
 
     Raises:
-      UserError: the file of prompts cannot be read, or a row has no text.
+      UserError: the file of prompts cannot be read, a row has no text, or `train.sample_tokens` is 0.
     """
 
     def __init__(self, program: Program, data: Data):
@@ -74,8 +79,8 @@ class EvalPrompts:
             self._sampler = Sampler(program, config.sample_tokens, max(map(len, self._prompts)), len(self._prompts))
 
     def answers(self, params: Any, step: int) -> list[dict[str, Any]]:
-        """Generates an answer to each prompt. Returns rows for the file of answers, with the keys step, row, prompt
-        and text."""
+        """Generates an answer to each prompt with the parameters after update `step`. Returns rows for the file of
+        answers, with the keys step, row, prompt and text."""
         if not self.texts:
             return []
         config, program = self.program.config.train, self.program

@@ -20,7 +20,8 @@ def _local_row_ranges(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
 
 
 def local_rows(program: Program) -> list[slice]:
-    """Returns the rows of each batch that this process's devices need, in order and without duplicates."""
+    """Returns the rows (sequences) of each host batch that this process's devices need, in order and without
+    duplicates. A host batch contains the sequences of one update, or a part of them."""
     slices = []
     for micro in range(program.batch.read_steps):
         first = micro * program.batch.rows
@@ -30,15 +31,20 @@ def local_rows(program: Program) -> list[slice]:
 
 
 def held_out_rows(program: Program) -> list[slice]:
-    """Returns the rows of each held-out micro-batch that this process's devices need."""
+    """Returns the rows (sequences) of each held-out micro-batch that this process's devices need."""
     rows = program.batch.rows
     return [piece for piece in local_rows(program) if piece.stop <= rows]
 
 
 @hosted("put_on_devices")
 def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Transfers this process's rows to its devices. Returns global arrays of `shapes`. The transfer may still be
-    running."""
+    """Transfers this process's rows of a batch to its devices. Returns name -> global array. The transfer may still be
+    running.
+
+    Args:
+      host: name -> this process's rows, in host memory.
+      shapes: name -> the abstract global array to make.
+    """
     return {name: _put_array(host[name], shape) for name, shape in shapes.items()}
 
 
@@ -69,9 +75,11 @@ def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
 
 
 def feed(program: Program, batches: Iterator[HostBatch], update: int = 0) -> Iterator[list[dict[str, Any]]]:
-    """Yields the device batches of each update, starting with update number `update`.
+    """Yields the device batches of each update, starting with update number `update`: a list with one batch for each
+    call of the step.
 
     Ask for the next update while the devices compute the current one. Reading and transfer then overlap with the step.
+    `batches`: batches in host memory.
     """
     for number in itertools.count(update):
         reads = program.batch.at(number) // program.batch.read_steps

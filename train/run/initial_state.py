@@ -25,7 +25,8 @@ from bytescope.train.weights.load import load_leaves, load_params
 
 
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[TrainState, Position]:
-    """Returns the state and position of the newest undamaged checkpoint, or the initial state if there is none.
+    """Returns the training state and the position (updates done, sequences consumed) of the newest undamaged
+    checkpoint, or the initial state if there is none.
 
     Frozen parameters are not in checkpoints and are loaded again from their original source. Only router biases are
     restored from the checkpoint, because updates change them.
@@ -53,7 +54,7 @@ def _make_initial_state(program: Program, console: Console) -> TrainState:
 
 
 def fingerprint_of_weights(program: Program) -> str:
-    """Returns the fingerprint of the weights in `init.folder`; "" if the key is not set.
+    """Returns the fingerprint (a hash) of the weights in the folder `init.folder`; "" if the key is not set.
 
     Raises UserError unless the folder has all tensors of the model.
     """
@@ -65,17 +66,17 @@ def fingerprint_of_weights(program: Program) -> str:
 
 
 def fingerprint_of_adapter(program: Program) -> str:
-    """Returns the fingerprint of the adapter in `init.adapter`; "" if the key is not set.
+    """Returns the fingerprint (a hash) of the LoRA adapters in the folder `init.adapter`; "" if the key is not set.
 
-    Raises UserError unless the folder has all adapters of the run.
+    Raises UserError unless the folder has all adapters that the run trains.
     """
     leaves = _read_adapter_leaves(program)
     return next(iter(leaves.values())).folder.fingerprint if leaves else ""
 
 
 def initial_adapters(program: Program) -> Any:
-    """Returns the adapters of `init.adapter`, with the program's shardings and dtypes. Returns None if the key is not
-    set."""
+    """Loads the LoRA adapters in the folder `init.adapter`. Returns a tree of arrays with the program's shardings and
+    dtypes, or None if the key is not set."""
     leaves = _read_adapter_leaves(program)
     return load_leaves(leaves, program.model, program.state.params, order=program.order) if leaves else None
 
@@ -90,19 +91,16 @@ def _read_adapter_leaves(program: Program) -> dict[str, Leaf]:
 
 
 def initial_params(program: Program, console: Console) -> Any:
-    """Returns the parameters of `init.folder`, without adapters, with the program's shardings and dtypes. Returns None
-    if the key is not set."""
+    """Loads the weights in the folder `init.folder`. Returns the tree of parameters, without adapters, with the
+    program's shardings and dtypes, or None if the key is not set."""
     if not program.config.init.folder:
         return None
     return _loaded(program, program.state.frozen if program.lora else program.state.model_params, console)
 
 
 def frozen_params(program: Program, console: Console) -> Any:
-    """Returns the frozen parameters with their values at the start of the run, with the program's shardings and
-    dtypes.
-
-    Returns None if all parameters are trained.
-    """
+    """Returns the tree of frozen parameters with their values at the start of the run, and with the program's shardings
+    and dtypes. Returns None if all parameters are trained."""
     if not program.config.init.folder:
         return program.init_frozen()
     return program.state.frozen and _loaded(program, program.state.frozen, console)

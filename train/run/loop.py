@@ -55,10 +55,10 @@ class RunStart:
       workdir: the run directory.
       console: where output is printed.
       processes: the processes that train together.
-      traced: the updates that --profile traces.
+      traced: the updates that the flag --profile traces.
       command: the command of this start, from which messages suggest the next command.
       began: time of the start, in seconds of `time.monotonic`.
-      stop: handles the signals.
+      stop: records signals such as SIGTERM, after which the run saves and ends.
     """
 
     workdir: Path
@@ -75,13 +75,22 @@ class Run:
     """The data that the functions of the training loop share.
 
     Fields:
+      program: the training program.
+      data: the training and held-out data.
+      checkpoints: reads and writes the run's checkpoints.
+      log: the file metrics.jsonl.
+      recorders: send metrics to the run page, TensorBoard and wandb.
+      display: prints metrics and the progress bar.
+      compiled: the compiled step and its memory report.
       peak_flops: peak FLOPs per second of one device; None if unknown.
       predicted_bytes: predicted bytes in use per device, shown beside the measured bytes.
+      profile: traces some updates if the user asked for it.
+      processes: the processes that train together.
       stop: names of signals that this process received.
       prompts: generates the answers to the evaluation prompts.
-      answers: the file of answers.
+      answers: the file to which the answers to the evaluation prompts are written.
       agreed: names of the signals, received by any process, that all processes have agreed to act on.
-      evaluated: (step, held-out loss) of this start's last evaluation.
+      evaluated: (step, held-out loss) of this start's last evaluation, None before it.
     """
 
     program: Program
@@ -119,7 +128,8 @@ class Run:
     def record(self, row: dict[str, Any], values: dict[str, Any] | None = None) -> None:
         """Appends a row of metrics to metrics.jsonl, sends it to the recorders (TensorBoard, wandb) and prints it.
 
-        `values`: the metrics that the step returned. They contain the expert loads, which only TensorBoard records.
+        `values`: the metrics that the step returned. They contain the expert loads (tokens per expert, relative to the
+        mean), which only TensorBoard records.
         """
         self.log.write(row)
         self.recorders.write(row, loads_by_layer(values or {}, self.program.model))
@@ -150,6 +160,11 @@ def evaluate(run: Run, state: TrainState, step: int) -> float | None:
 @profile.hosted("wait_for_metrics")
 def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock) -> None:
     """Waits for the metrics of one step while the next step runs, checks them and records them.
+
+    Args:
+      step: number of the step, from 1.
+      metrics: the metrics that the step returned, on the device.
+      clock: measures the durations of steps.
 
     Raises:
       NonFinite: the loss is not finite, or a gradient is not finite and there is no loss scale to reduce.
@@ -208,8 +223,8 @@ def _non_finite_error(run: Run, step: int, loss: float, norm: float, scaling: di
 
 
 def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
-    """Trains from position `start` until the run ends or a signal arrives. Returns the state, which is then already
-    saved."""
+    """Trains from position `start` (updates done, sequences consumed) until the run ends or a signal arrives. Returns
+    the state, which is then already saved. `clock`: measures the durations of steps."""
     config, program = run.config.train, run.program
     batches = feed(
         program,
@@ -305,7 +320,7 @@ def run(
         console of process 0 prints.
       asked: the updates to trace (--profile).
       command: the command of this start, from which messages suggest the next command.
-      stop: handles the signals. If it is None, signals are handled during this call.
+      stop: records signals such as SIGTERM, after which the run saves and ends. If it is None, this call records them.
 
     Raises:
       UserError: an error that the user can fix. train/user_errors.py lists the kinds and their exit codes.
@@ -436,10 +451,12 @@ def _train_and_sample(
 def _show_end(
     start: RunStart, run: Run, first_step: int, before: LiveMemory | None, state: TrainState, clock: Clock
 ) -> None:
-    """Prints a summary of the training since the program was started, a sample of generated text, and the commands to
-    continue with.
+    """Prints the summary of this start of the run, a sample of generated text, and the commands to continue with.
 
-    before: device memory before the state was created.
+    Args:
+      first_step: number of this start's first update.
+      before: device memory before the state was created.
+      clock: has measured the durations of steps.
     """
     program, console, checkpoints = run.program, start.console, run.checkpoints
     last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, so nothing is saved

@@ -37,10 +37,8 @@ def _attention_parameter_counts(model: ModelConfig) -> dict[str, int]:
 
 def _active_parameter_counts(model: ModelConfig, routed: bool) -> dict[str, int]:
     """Returns name -> number of parameters that a token is multiplied with, for the weight matrices of one layer. A
-    name has the module and the matrix, such as "mlp.w_up".
-
-    routed: whether the layer has experts, of which a token visits `experts_per_token`.
-    """
+    name has the module and the matrix, such as "mlp.w_up". `routed`: True if the layer has experts, of which a token
+    visits `experts_per_token`."""
     D, gated = model.d_model, MLPS[model.mlp][0]
     names = ("w_gate", "w_up", "w_down") if gated else ("w_up", "w_down")
     sizes = {f"attention.{name}": size for name, size in _attention_parameter_counts(model).items()}
@@ -67,8 +65,8 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def frozen_matmul_parameters(model: ModelConfig, frozen: Collection[str]) -> int:
-    """Returns the number of frozen parameters among those that `matmul_parameters` counts. `frozen`: dotted paths of
-    parameters."""
+    """Returns the number of frozen parameters that each token is multiplied with. Embedding tables are not counted, and
+    only the experts that a token visits are. `frozen`: dotted paths of the frozen parameters."""
     head = "w_token" if model.tie_embeddings else "w_head"
     table = {
         **_active_parameter_counts(model, False),
@@ -144,7 +142,8 @@ class MetricsLog:
       path: the file.
       step: number of updates that are done when the run starts or resumes.
       enabled: False to write nothing, because another process writes the file.
-      kinds: keys of which each row has at least one. Other rows in the file are damaged and removed.
+      kinds: keys such as "loss", at least one of which is in every row. A row in the file without any of them is
+        treated as damaged and removed.
     """
 
     def __init__(self, path: Path, step: int, enabled: bool = True, kinds: Collection[str] = KINDS):

@@ -36,10 +36,13 @@ _HELP = "--profile=3 traces three updates after the first two, and --profile=100
 
 @dataclasses.dataclass(frozen=True)
 class ProfiledUpdates:
-    """The updates that --profile traces: either `count` updates, beginning after the first two updates of this start
-    of the run, or the updates `first` to `last`.
+    """The updates that the flag --profile traces: either a number of updates, after the first two updates of this start
+    of the run, or a range.
 
-    `text`: the value of the flag; "" if nothing is traced.
+    Fields:
+      text: the value of the flag; "" if nothing is traced.
+      count: number of updates to trace; 0 if the flag gives a range.
+      first, last: first and last update of the range, inclusive.
     """
 
     text: str
@@ -65,7 +68,7 @@ class ProfiledUpdates:
     def updates(self, start: int, steps: int) -> range:
         """Returns the updates to trace in a run of `steps` updates of which `start` are done.
 
-        Raises UserError if some of the updates are already done or after the end of the run.
+        Raises UserError if some of the updates are already done or would come after the end of the run.
         """
         if not self.text:
             return range(0)
@@ -102,10 +105,14 @@ def update(step: int) -> StepTraceAnnotation:
 
 
 class Profile:
-    """Traces the updates in the range `updates` with the JAX profiler. An empty range traces nothing. As a context
-    manager, it ends a running trace on exit.
+    """Traces the updates in the range `updates` with the JAX profiler. As a context manager, it ends a running trace on
+    exit.
 
-    `report`: the report of the compiled step, whose predicted seconds are shown beside the measured ones.
+    Args:
+      updates: numbers of the updates to trace. An empty range traces nothing.
+      workdir: the run directory, in which the trace is written.
+      report: the report of the compiled step, whose predicted seconds are shown beside the measured ones.
+      console: where the breakdown of the traced time is printed.
     """
 
     def __init__(self, updates: range, workdir: Path, report: ReportRecord, console: Console):
@@ -131,8 +138,8 @@ class Profile:
         return self._running and step == self.updates[-1]
 
     def turn(self, state: Any) -> None:
-        """Waits until `state` is computed. Then starts the trace or, if the trace is running, ends it and prints the
-        traced time of each operation category."""
+        """Starts the trace or, if it is running, ends it and prints the traced time of each operation category. First
+        waits until the training state `state` is computed, so that the trace has whole updates."""
         jax.block_until_ready(state)
         if self._running:
             self.end()

@@ -51,8 +51,8 @@ class Recorders:
                 stack.callback(recorder.close, failed=kind is not None)
 
     def write(self, row: Mapping[str, Any], loads: Mapping[int, Any] = {}) -> None:
-        """Records a row of training metrics or of evaluation results. `loads`: layer index -> load of each expert,
-        which only TensorBoard records."""
+        """Records a row of training metrics or of evaluation results. `loads`: layer index -> number of tokens of each
+        expert relative to the mean [experts], which only TensorBoard records."""
         values = scalars(row)
         for recorder in self._recorders:
             recorder.write(row["step"], values)
@@ -68,7 +68,8 @@ class Recorders:
 class RunPage:
     """Writes index.html of a run directory when a start of the run ends, also after an error.
 
-    It has the same methods as the other recorders. It reads the rows from metrics.jsonl.
+    It has the methods of the other recorders (write, finish, close), but only `close` does something: it reads the rows
+    from metrics.jsonl.
 
     Args:
       workdir: the run directory.

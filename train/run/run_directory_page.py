@@ -113,8 +113,9 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
 
 
 def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[str, Any]:
-    """Returns the data that the page's script draws, as JSON values. Curves are (steps, values), with values in bytes
-    or seconds."""
+    """Returns the data that the page's script draws, as JSON values: curves of the metrics, the memory limit, the
+    traced time, and the loss curves of `others`. A curve is (steps, values). Memory is in bytes, losses are in nats per
+    token."""
     curves = {name: _curve(run, field) for name, field in CURVES.items()} | {"held_out": _held_out(run)}
     bytes_shown = [value for name in ("in_use", "peak", "predicted") for value in curves[name][1]]
     return {
@@ -154,8 +155,8 @@ def curve(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -
 
 
 def predicted_bytes(run: RunDirectory) -> float | None:
-    """Returns the predicted bytes in use per device. They are from the last row of metrics that has them, or else from
-    the report. None if unknown."""
+    """Returns the predicted bytes in use per device, from the last row of metrics that has the number. If no row has
+    it, returns the number in the report; None without a report."""
     recorded = [row["memory.predicted_bytes"] for row in run.rows if "memory.predicted_bytes" in row]
     if recorded:
         return recorded[-1]

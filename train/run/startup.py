@@ -44,8 +44,8 @@ REPORT, PAGE = "memory.json", "memory.html"
 
 
 def parameters_by_component(params: Any, quantized: Mapping[str, tuple[str, Matrix]] = {}) -> dict[str, int]:
-    """Returns the number of parameters of each component of the model, such as attention or MLP: name in _COMPONENTS,
-    or "other" -> number.
+    """Returns the number of parameters of each component of the model, such as attention or MLP: name of the component
+    ("other" for the rest) -> number.
 
     `quantized`: dotted path of each quantized weight -> (name of its format, its shape as a matrix).
     """
@@ -83,7 +83,7 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
 
     Args:
       data: description of the training data. Without `verbose` it is not shown for plain text (`data.format=text`).
-      verbose: True to also show parameters by component, the jax version and the reason for each kernel.
+      verbose: True to also show parameters by component, the jax version and why each kernel was chosen.
     """
     counts = parameters_by_component(program.state.model_params, quantized_weights(program.abstract()))
     model, remat = program.model, program.config.remat
@@ -122,8 +122,8 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
 
 
 def passes(program: Program, sequences: int) -> str:
-    """Returns text that says how often the run reads the training data. `sequences`: number of sequences in the
-    training data."""
+    """Returns text that says how often the run will read the training data, such as "300 sequences to train on, 100
+    updates read each 2.7 times". `sequences`: number of sequences in the training data."""
     steps = program.config.train.steps
     share = program.batch.rows_before(steps) / sequences
     if share < 1:
@@ -159,8 +159,8 @@ def _describe_devices(program: Program) -> str:
 
 @contextlib.contextmanager
 def progress_lines(console: Console, what: str, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """Yields a function that prints a progress text. On a terminal it is shown beside a spinner; elsewhere it is
-    printed as a line, if `verbose`."""
+    """Yields a function that prints a line of progress. On a terminal the line is shown beside a spinner, after `what`.
+    Elsewhere it is printed only if `verbose` is set. `what`: the activity, such as the compilation."""
     if not console.is_terminal:
         yield lambda line: put(Prose(line), console) if verbose else None
         return

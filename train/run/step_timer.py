@@ -79,8 +79,8 @@ class Clock:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """A context manager around fetching the next batch. Only the time in which no step runs counts as waiting for
-        data."""
+        """A context manager around fetching the next batch. It counts the time in which no step runs on the devices as
+        waiting for data."""
         began = time.perf_counter()
         yield
         ended, idle_since = time.perf_counter(), self._watch.idle_since()
@@ -92,8 +92,8 @@ class Clock:
         self._watch.follow(result)
 
     def tick(self, tokens: int) -> Slow | None:
-        """Records a finished update of `tokens` tokens. Returns its timing if it was far slower than the last updates,
-        else None."""
+        """Records a finished update of `tokens` tokens. Returns how long it took if it was far slower than the last
+        updates, else None."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         now = time.perf_counter()
         seconds, waiting = now - self._ticked, self._waiting - self._waited_before
@@ -133,7 +133,7 @@ class Clock:
         return self._total_tokens / self._total if self._total else 0.0
 
     def skip(self) -> None:
-        """Begins a new lap without counting the time since the end of the last lap."""
+        """Begins a new lap and discards the time since the end of the last lap."""
         self._began, self._steps, self._tokens, self._waiting = time.perf_counter(), 0, 0, 0.0
         self._begin_update(self._began)
 
@@ -159,7 +159,7 @@ _compiles = functools.cache(_CompileSeconds)
 class _IdleWatch:
     """Records when the devices become idle, in a thread.
 
-    The thread waits for each result, because the training loop reads data meanwhile. It must end before the
+    The thread waits for the result of each step, because the training loop reads data meanwhile. It must end before the
     interpreter does, because Python aborts if a daemon thread is inside jax at exit.
     """
 

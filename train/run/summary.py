@@ -69,8 +69,8 @@ def memory(report: ReportRecord) -> Text:
 
 
 def speed(report: ReportRecord) -> str:
-    """Returns the predicted time of an update, and the lower bound from the device's data sheet, as text. Returns ""
-    if the device's speed is unknown."""
+    """Returns text with the predicted time of an update and a lower bound, computed from the speeds in the device's
+    data sheet. Returns "" if the device's speed is unknown."""
     return "; ".join(filter(None, (times.predicted(report), times.at_least(report))))
 
 
@@ -91,7 +91,7 @@ class End:
       evaluated: (step, held-out loss) of the last evaluation of this start, None without one.
       tokens_per_s: tokens per second, 0.0 if no steps were measured.
       report: the memory report of the step.
-      before, live: the device's memory before the state was created, and at the end.
+      before, live: the device's memory before the state was created, and at the end; None if unknown.
       checkpoint: path of the newest checkpoint, None without one.
       page: path of the run directory's HTML page, None without one.
     """

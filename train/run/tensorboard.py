@@ -44,8 +44,8 @@ CHARTS = {
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a row of metrics.jsonl for TensorBoard, tag -> number. Keys that are not in TAGS get tags
-    that begin with "train"."""
+    """Returns the numbers of a row of metrics.jsonl for TensorBoard, tag -> number. A tag has a group, such as
+    "train/loss". Keys that have no tag in TAGS get the group "train"."""
     values: dict[str, Any] = {}
     for name, value in row.items():
         nested = value if isinstance(value, Mapping) else {}
@@ -72,7 +72,8 @@ class Events:
 
     Args:
       directory: folder of the run's event files, created if it is missing.
-      step: number of steps that were done before this start. Events after it, from an interrupted start, are hidden.
+      step: number of steps that were done before this start. Events of later steps, which an interrupted start wrote,
+        are hidden.
       config: config of the run, by dotted key.
       report: the report of the compiled step.
 
@@ -111,8 +112,8 @@ class Events:
         self._file.flush()
 
     def write_loads(self, step: int, loads: Mapping[int, Any]) -> None:
-        """Adds a histogram for each layer with experts: the load of each expert relative to the mean, over the expert
-        indices. `loads`: layer index -> loads [E]."""
+        """Adds a histogram for each layer with experts. Its bars are the experts, by index; a bar's height is the
+        expert's load. `loads`: layer index -> number of tokens of each expert relative to the mean, [experts]."""
         for layer, load_E in loads.items():
             numbers = range(len(load_E))
             # The first bucket is empty. It marks where the bucket of the first expert begins.

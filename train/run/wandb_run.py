@@ -52,8 +52,8 @@ def check(project: str) -> None:
 
 
 class WandbRun:
-    """Records metrics to wandb, with the same methods as `tensorboard.Events`. Each start of a run continues the same
-    wandb run.
+    """Records metrics to wandb. It has the methods of the other recorders: write, finish and close. Each start of a run
+    continues the same wandb run.
 
     Args:
       workdir: the run directory.

@@ -34,7 +34,8 @@ class FusedBackward:
 
     Fields:
       graph: the graph definition of the Transformer.
-      cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
+      cross_entropy: (x [B, L, D], w_head, targets [B, L]) -> float32 sum in nats, with B sequences, L tokens per
+        sequence and width D.
       weights: `train.step.step_weights.Weights`, which prepares parameters for the step and gradients for the update.
       update: the optimizer update, which can be computed for one group of parameters at a time.
       dropout: True if the model uses dropout keys.
@@ -58,8 +59,14 @@ class FusedBackward:
     ) -> tuple[jax.Array, Any, Any]:
         """Returns the loss (sum in nats), the new parameters and the new optimizer state.
 
-        `batch`: arrays of one micro-batch, int32 [B, L]. `tokens`: number of unmasked targets of the batch.
-        `rounding`: the key for stochastic rounding. `frozen`: the parameters that are not trained, None if all are.
+        Args:
+          params: the trained parameters.
+          opt_state: the optimizer state.
+          batch: name -> array of one micro-batch, int32 [B, L], with B sequences of L tokens.
+          dropout_key_B: a random key per sequence.
+          tokens: number of unmasked targets of the batch.
+          rounding: the key for stochastic rounding.
+          frozen: the parameters that are not trained, None if all are.
         """
         base = (frozen or {}).get("blocks")
         computed = self.weights.copy(params)
@@ -93,9 +100,20 @@ class FusedBackward:
     def _forward(
         self, model: Any, stack: Any, base: Any, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
     ) -> tuple[jax.Array, list]:
-        """Runs all blocks on x_BLD and saves what the backward pass needs. Returns the output of the last block, and
-        for each range of layers with equal remat policy a tuple: function that rebuilds a layer's pullback from its
-        residuals, residuals [layers, ...], layer indices, number of layers per loop iteration."""
+        """Runs all blocks and saves what the backward pass needs.
+
+        Returns the output of the last block and a list with a tuple for each range of layers with equal remat policy:
+        (function that rebuilds a layer's pullback, i.e. its gradient function, from its residuals; residuals [layers,
+        ...]; layer indices; number of layers per loop iteration).
+
+        Args:
+          stack: the stacked parameters of the layers.
+          base: the stacked frozen parameters of the layers.
+          x_BLD: the input of the first block.
+          key_B: a dropout key per sequence, None without dropout.
+          packed: segment ids and token positions of packed rows, which contain several examples; None if no row is
+            packed or padded.
+        """
         out = []
         for run, block in model.layers():
             segment, recipe = run.segment, Pullback()
@@ -130,9 +148,9 @@ class FusedBackward:
         of the blocks' input.
 
         Args:
-          copies: the stacks in the compute dtype, from which layers are read; None to read `params`.
-          base: the stacks of frozen parameters.
-          segments: the second result of `_forward`.
+          copies: the stacked layers in the compute dtype, from which each layer is read; None to read `params`.
+          base: the stacked frozen parameters of the layers.
+          segments: the list that `_forward` returns, with the residuals of each range of layers.
           d_BLD: gradient of the last block's output.
           tokens: number of unmasked targets of the batch.
           rounding: the key for stochastic rounding.
@@ -185,10 +203,14 @@ class FusedBackward:
         tokens: jax.Array,
         rounding: jax.Array,
     ) -> tuple[Any, Any]:
-        """Updates all parameters outside the blocks. Returns the new parameters and optimizer state, merged with the
-        updated `blocks`.
+        """Updates all parameters outside the blocks. Returns the new parameters and optimizer state of the whole model.
 
-        total: the sum of squares of the blocks' gradients. tokens: the number of unmasked targets of the batch.
+        Args:
+          blocks: the updated leaves of the blocks, (parameters, optimizer state).
+          grads: gradients of the parameters outside the blocks, summed over tokens.
+          total: the sum of squares of the blocks' gradients.
+          tokens: the number of unmasked targets of the batch.
+          rounding: the key for stochastic rounding.
         """
         update, part = self.update, self._stack()
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])

@@ -24,11 +24,17 @@ def make_cross_entropy(
     micro: int,
     frozen: Collection[str] = (),
 ) -> Callable[..., jax.Array]:
-    """Returns the function cross_entropy(x_BLD, w_head, targets_BL) -> float32 sum in nats over unmasked targets.
+    """Returns the function cross_entropy(x [B, L, D], w_head, targets [B, L]) -> float32 sum in nats over unmasked
+    targets, with B sequences, L tokens per sequence and width D.
 
     Args:
-      micro: sequences per data-parallel rank. Each chunk of `config.chunk` tokens contains equally many tokens of
-        every sequence.
+      config: how the loss is computed.
+      model: config of the model.
+      seq_len: tokens per sequence.
+      layout: the shardings over the mesh.
+      precision: the dtypes.
+      micro: sequences of a micro-batch on each data-parallel rank. A chunk of `config.chunk` tokens is divided equally
+        among them.
       frozen: dotted paths of the parameters that are not trained. A frozen head gets no gradient.
     """
     positions = min(max(config.chunk // micro, 1), seq_len // layout.context)
@@ -46,14 +52,16 @@ def make_cross_entropy(
 
 
 def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Array, ...]:
-    """Returns the inputs and targets of a batch in the order in which devices store tokens. With ring attention that
-    is the `zigzag` order; otherwise the order does not change."""
+    """Returns the inputs and targets of a batch in the order in which devices store tokens. With ring attention that is
+    the order of `model.zigzag`, in which a device has an early and a late chunk of the sequence. Otherwise the order
+    does not change."""
     both = batch["inputs"], batch["targets"]
     return tuple(zigzag(x_BL, layout.ring.size) for x_BL in both) if layout.ring else both
 
 
 def token_mask(batch: dict[str, jax.Array], *, experts: bool, layout: Layout) -> jax.Array | None:
-    """Returns a bool mask [..., B, L], False for padding, in the order in which devices store the tokens.
+    """Returns a bool mask [..., B, L] of B sequences with L tokens, False for padding, in the order in which devices
+    store the tokens.
 
     Returns None if rows have no padding, and for models without experts, because only experts need the mask.
     """
@@ -76,11 +84,21 @@ def make_loss(
     """Returns the function loss(params, batch, dropout_key_B, frozen=None) -> (total, (cross_entropy, load)).
 
     `cross_entropy` is a float32 sum over unmasked targets in nats. `total`, which is differentiated, also includes the
-    auxiliary losses of experts. `load`: the router statistics (model/experts/expert_layer.py), None without experts.
+    auxiliary losses of experts. `load` has the router statistics of the micro-batch, such as the number of tokens of
+    each expert; it is None without experts.
 
-    The returned function takes `batch`, the int32 arrays [B, L] of `batch_names`; `dropout_key_B`, None for no
-    dropout; and `frozen`, the values of parameters that are not in `params`. `make_loss` takes `micro` and `frozen`
-    like `make_cross_entropy`.
+    The returned function takes `batch`, the int32 arrays [B, L] of B sequences with L tokens, by name; `dropout_key_B`,
+    None for no dropout; and `frozen`, the values of parameters that are not in `params`.
+
+    Args:
+      config: how the cross-entropy is computed, and the coefficients of the auxiliary losses.
+      model: config of the model.
+      seq_len: tokens per sequence.
+      graph: the graph definition of the Transformer.
+      layout: the shardings over the mesh.
+      precision: the dtypes.
+      micro: sequences of a micro-batch on each data-parallel rank.
+      frozen: dotted paths of the parameters that are not trained. A frozen head gets no gradient.
     """
     cross_entropy = make_cross_entropy(config, model, seq_len, layout, precision, micro, frozen)
 

@@ -28,10 +28,10 @@ class LossConfig:
     """The config keys `loss.*`: how the cross-entropy is computed, and the auxiliary losses of experts.
 
     Fields:
-      kind: "full", or "chunked", which never holds the whole logits array.
+      kind: "full", or "chunked", which never stores the whole logits array.
       balance: coefficient of the experts' load-balance loss.
-      balance_layers: "separate" for the mean of one load-balance loss per layer, "pooled" for one loss from loads and
-        scores averaged over layers.
+      balance_layers: "separate" for the mean of one load-balance loss per layer, "pooled" for one loss from the expert
+        loads (tokens per expert) and router scores, averaged over layers.
       router_z: coefficient of the router z-loss.
       chunk: tokens per chunk of the chunked loss, on each data-parallel rank.
     """
@@ -70,7 +70,8 @@ class LossSettings:
 
     @property
     def head(self) -> str:
-        """The axes of the head as letters of an einsum: "vd" if it is the token table, else "dv"."""
+        """The axes of the head as letters of an einsum, v for the vocabulary and d for the model width: "vd" if the
+        head is the token table, else "dv"."""
         return "vd" if self.tied else "dv"
 
     def along(self, d: T, v: T) -> tuple[T, T]:
@@ -83,7 +84,8 @@ class LossSettings:
 
 
 def count_tokens(targets_BL: jax.Array) -> jax.Array:
-    """Returns the number of targets [B, L] that are not masked (not equal to IGNORE), an int32 scalar."""
+    """Returns the number of targets that are not masked (not equal to IGNORE), an int32 scalar. `targets_BL`: B
+    sequences with L targets."""
     return (targets_BL != IGNORE).sum(dtype=jnp.int32)
 
 
@@ -95,10 +97,8 @@ def _without_padding(logits_V: jax.Array, settings: LossSettings) -> jax.Array:
 
 
 def _nll(logits_V: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the negative log-likelihood and the log of the softmax denominator of each position, float32 [...].
-
-    The negative log-likelihood of masked targets is 0.
-    """
+    """Returns (negative log-likelihood, log of the softmax denominator) of each position, both float32 [...].
+    `logits_V`: [..., vocabulary]. The negative log-likelihood of masked targets is 0."""
     logits_V = logits_V.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits_V, axis=-1)
     chosen = jnp.take_along_axis(logits_V, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
@@ -131,7 +131,14 @@ _narrow_logits.defvjp(_logits_forward, _logits_backward)
 def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
     """Returns the sum of negative log-likelihoods in nats, computed from all logits at once.
 
-    The logits take 4 x B x L x V bytes in float32, and the backward pass needs several arrays of this size.
+    The logits take 4 x B x L x V bytes in float32 (B sequences, L tokens per sequence, V vocabulary), and the backward
+    pass needs several arrays of this size.
+
+    Args:
+      x_BLD: output of the last block and final norm.
+      w_head: the head, or the token table if it is tied.
+      targets_BL: the tokens to predict, or IGNORE.
+      settings: dtypes, shardings and the like.
     """
     w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
     all_logits = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
@@ -141,8 +148,8 @@ def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: L
 
 
 def _split_into_chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
-    """Reshapes [B, L, ...] to [n, R, B/R, positions, ...]: n chunks of positions on R ranks that hold different
-    tokens."""
+    """Reshapes [B, L, ...], B sequences of L tokens, to [n, R, B/R, positions, ...]: n chunks of `settings.positions`
+    positions, on each of R ranks that have different tokens. The last chunk is filled up with `fill`."""
     ranks, context, positions = settings.layout.ranks, settings.layout.context, settings.positions
     x = x.reshape(ranks, x.shape[0] // ranks, context, -1, *x.shape[2:])
     if pad := -x.shape[3] % positions:
@@ -181,6 +188,12 @@ def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings
 
     When it is differentiated, each chunk's gradients are computed together with its loss, so that logits are not
     recomputed (as in fused linear cross-entropy, Hsu et al. 2024, arXiv 2410.10989). Sums are float32.
+
+    Args:
+      x_BLD: output of the last block and final norm, [sequences, tokens, width].
+      w_head: the head, or the token table if it is tied.
+      targets_BL: the tokens to predict, or IGNORE.
+      settings: the chunk size, dtypes, shardings and the like.
     """
     w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
 

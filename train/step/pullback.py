@@ -11,17 +11,23 @@ Leaves = list[jax.Array]
 
 @dataclasses.dataclass
 class Pullback:
-    """Records which residuals of a layer's gradient function (pullback) are saved, and where the backward pass gets
-    the others.
+    """Records which residuals of a layer's gradient function (pullback) are saved, and where the backward pass gets the
+    others.
 
     The record is filled while the forward loop is traced. The backward loop rebuilds each layer's pullback from it.
+
+    Fields:
+      tree: tree structure of the pullback.
+      sources: for each leaf of the pullback a pair: ("kept", "own" or "shared", index in the list of this name), or
+        ("constant", value). The lists are the saved residuals, the layer's parameters, and the arrays that all layers
+        share.
     """
 
     tree: Any = None
     sources: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
     def split(self, pullback: Any, own: Leaves, shared: Leaves) -> Leaves:
-        """Returns the residuals to save.
+        """Returns the residuals of `pullback` to save.
 
         Excluded are the layer's parameters (`own`), which the backward loop reads anyway, and arrays that all layers
         share (`shared`).
@@ -51,5 +57,5 @@ class Pullback:
 
 
 def row_of(tree: Any, number: jax.Array) -> Any:
-    """Returns row `number` of every leaf, such as a layer of stacked layers, or a micro-batch."""
+    """Returns row `number` of every leaf, along the first axis. A row is a layer of a stack, or a micro-batch."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), tree)

@@ -19,14 +19,15 @@ Routed = tuple[int, int] | None
 
 
 def no_load(layers: int, experts: int) -> Load:
-    """Returns router statistics that are all zero, the start value of a sum over micro-batches."""
+    """Returns router statistics that are all zero, the start value of a sum over micro-batches. `layers`: number of
+    layers with experts. `experts`: number of experts in each."""
     by_layer = jnp.zeros(layers, jnp.float32)
     return Load(jnp.zeros((layers, experts), jnp.float32), by_layer, by_layer, by_layer, by_layer)
 
 
 def weighted_load(load: Load | None, tokens: jax.Array) -> Load | None:
-    """Multiplies the mean values in a micro-batch's router statistics by the number of unmasked targets, so that
-    statistics of micro-batches can be added."""
+    """Multiplies the mean values in a micro-batch's router statistics (entropy, balance loss and z-loss) by `tokens`,
+    the number of unmasked targets. Then the statistics of micro-batches can be added."""
     if load is None:
         return None
     means = {name: getattr(load, name) * tokens for name in ("entropy", "balance", "router_z")}
@@ -34,25 +35,34 @@ def weighted_load(load: Load | None, tokens: jax.Array) -> Load | None:
 
 
 def auxiliary_loss(load: Load, tokens: jax.Array, balance: float, router_z: float) -> jax.Array:
-    """Returns the sum of the auxiliary losses, float32. Each is its mean over layers times its coefficient times the
-    number of unmasked targets.
+    """Returns the sum of the load-balance loss and the router z-loss, float32. Each is its mean over layers times its
+    coefficient times the number of unmasked targets.
 
     The number of targets is a factor because the cross-entropy is a sum over targets.
+
+    Args:
+      load: the router statistics, which have both losses of each layer.
+      tokens: number of unmasked targets.
+      balance, router_z: the coefficients of the two losses.
     """
     return (balance * load.balance.mean() + router_z * load.router_z.mean()) * tokens
 
 
 def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Array]:
-    """Returns the routing metrics of an update, float32; {} without experts. Padding is not counted.
+    """Returns the routing metrics of an update, float32; {} without experts. Each token chooses one or more experts.
+    Padding is not counted. The metrics are:
+      load_max: number of choices of the busiest expert relative to the mean, maximum over layers.
+      load_mean: number of choices of the busiest expert relative to the mean, averaged over layers.
+      idle_experts: number of experts that no token chose, summed over layers.
+      dropped_share: fraction (0 to 1) of choices that were dropped because the expert was full.
+      router_entropy: entropy of a token's scores over the experts, in nats, averaged over tokens and layers.
+      balance, router_z: auxiliary losses without their coefficients, averaged over layers. If the balance loss is
+        pooled over layers, it is one value for all layers.
+      expert_load: number of choices of each expert relative to the mean of its layer, [layers with experts, experts].
 
-    load_max: choices of the busiest expert relative to the mean, maximum over layers.
-    load_mean: choices of the busiest expert relative to the mean, averaged over layers.
-    idle_experts: number of experts that no token chose, summed over layers.
-    dropped_share: fraction (0 to 1) of choices that found no room.
-    router_entropy: entropy of a token's scores, in nats.
-    balance, router_z: auxiliary losses without their coefficients, averaged over layers. A pooled balance loss
-      is one value for all layers.
-    expert_load: choices of each expert relative to the mean of its layer, [layers that have experts, experts].
+    Args:
+      routing: router statistics, summed over the update's micro-batches.
+      tokens: number of unmasked targets of the update.
     """
     if routing is None:
         return {}
@@ -81,8 +91,8 @@ def routing_row(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def loads_by_layer(values: Mapping[str, Any], model: ModelConfig) -> dict[int, Any]:
-    """Returns layer index -> choices of each expert relative to the mean [E], from the metrics of a step; {} without
-    experts."""
+    """Returns layer index -> number of tokens that chose each expert relative to the mean [experts], from the metrics
+    of a step; {} without experts."""
     routed = [layer for layer in range(model.n_layers) if model.has_experts(layer)]
     return dict(zip(routed, values[EXPERT_LOAD], strict=True)) if EXPERT_LOAD in values else {}
 
@@ -90,8 +100,8 @@ def loads_by_layer(values: Mapping[str, Any], model: ModelConfig) -> dict[int, A
 def move_router_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:
     """Returns the frozen parameters after the routers' biases were moved up or down by `rate`.
 
-    A bias moves up if its expert was chosen less often than the mean of its layer, and down if more often
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    A bias moves up if its expert was chosen less often than the mean of its layer, and down if more often (DeepSeek-V3,
+    arXiv 2412.19437, section 2.1.2). `counts_NE`: number of choices of each of E experts in each of N layers.
     """
     moves_NE = rate * jnp.sign(counts_NE.mean(-1, keepdims=True) - counts_NE)
     blocks = frozen["blocks"]

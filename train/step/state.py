@@ -21,9 +21,9 @@ class Tally:
     """Sums over the micro-batches of the current update.
 
     Fields:
-      loss: in nats, float32.
+      loss: cross-entropy summed over unmasked targets, in nats, float32.
       tokens: number of unmasked targets, int32.
-      routing: router statistics, None without experts.
+      routing: router statistics, such as the number of tokens of each expert; None without experts.
     """
 
     loss: jax.Array
@@ -54,7 +54,7 @@ class TrainState:
       params: nested dict of the trained parameters, in `precision.param`.
       opt_state: optax state of the trained parameters.
       tally: sums over the micro-batches of the current update.
-      loss_scale: None unless the precision has a loss scale.
+      loss_scale: state of dynamic loss scaling; None unless the precision has a loss scale.
       frozen: nested dict of the frozen parameters, in `precision.compute`; None if all parameters are trained.
     """
 

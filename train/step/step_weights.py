@@ -19,9 +19,9 @@ class Weights:
 
     Fields:
       layout: the sharding of arrays over the mesh.
-      axes: tree of the parameters' logical axes (`logical_axes` in model/transformer.py).
-      contracted, always_float32: trees of bools (functions of the same names in model/transformer.py): True if only
-        matrix products read the parameter, and True if it is float32 in every precision.
+      axes: tree with the logical axes of each parameter, such as ("vocab", "d_model").
+      contracted: tree of bools, True if only matrix products read the parameter.
+      always_float32: tree of bools, True if the parameter is float32 in every precision.
       precision: the dtypes of parameters, computation and gradients.
     """
 
@@ -35,9 +35,11 @@ class Weights:
         """Returns the parameters that the step computes with.
 
         Under zero1 and zero2 this is a gathered copy, with matrices in the compute dtype. Parameters that are float32
-        in every precision stay float32. If gradients are sharded (zero2), the token table stays sharded as under
-        zero3, and norms and biases are gathered as they are read. With `precision.cast=step` every parameter is cast,
-        under any strategy.
+        in every precision stay float32. Under zero2 the copy has only matrices: the token table stays sharded as under
+        zero3, and norms and biases are gathered as they are read.
+
+        With `precision.cast=step` every other parameter is cast to the compute dtype too, under any strategy. Without
+        it, ddp and zero3 return `params` unchanged.
         """
         strategy, cast = self.layout.strategy, self.precision.copied
         gathers = strategy.stored and not strategy.by_layer
@@ -57,7 +59,7 @@ class Weights:
         return jax.lax.optimization_barrier(copy) if cast else copy
 
     def gradients(self, grads: Any) -> Any:
-        """Returns the gradients of one micro-batch in the dtype and sharding in which they are stored."""
+        """Returns the gradients of one micro-batch in the dtype and sharding in which gradients are stored."""
 
         def keep(grad, axes):
             if is_hosted(grad):  # already in host memory, with the same sharding
@@ -67,7 +69,8 @@ class Weights:
         return self._map(keep, grads)
 
     def totals(self, grads: Any) -> Any:
-        """Shards gradients that are summed over micro-batches like stored gradients. Their dtype does not change."""
+        """Shards gradients that were summed over micro-batches, in the sharding in which gradients are stored. Their
+        dtype does not change."""
         return self._map(self.layout.total, grads)
 
     def _map(self, function: Callable, *trees: Any) -> Any:
@@ -77,8 +80,7 @@ class Weights:
         return jax.tree.unflatten(structure, updated)
 
     def specs(self) -> Any:
-        """Returns the PartitionSpec of each gradient over the data-parallel ranks. It is for gradients that are
-        reduced once per update."""
+        """Returns the PartitionSpec over the data-parallel ranks of each gradient that `reduce` returns."""
 
         def own(axes):
             dims = [self.layout.mesh_axes(axis, state=self.layout.strategy.stored) for axis in axes]
@@ -87,8 +89,8 @@ class Weights:
         return jax.tree.map(own, self.axes, is_leaf=lambda node: isinstance(node, tuple))
 
     def reduce(self, grads: Any) -> Any:
-        """Sums gradients over the ranks, inside a `jax.shard_map` over them. Each rank gets the shard that it
-        stores."""
+        """Sums gradients over the data-parallel ranks, once per update. Call it inside a `jax.shard_map` over these
+        ranks. Each rank gets the shard of the sum that it stores."""
         local = self.layout.local
 
         def one(grad, axes, spec):

@@ -35,11 +35,11 @@ class StepParts:
 
     Fields:
       loss: (params, batch, dropout_key_B, frozen) -> (total that is differentiated, (cross-entropy as a float32 sum in
-        nats, router statistics)).
+        nats, router statistics)), where B is the number of sequences.
       optimizer: an optax transformation, or optax.MultiSteps of it.
       schedule: index of the update -> learning rate.
       seed: random seed of dropout and rounding.
-      weights: prepares parameters and gradients.
+      weights: casts, gathers and shards parameters and gradients.
       local_loss: `loss` of one data-parallel rank's sequences, if gradients are reduced once per update, else None.
       scaling: the rule of the loss scale, None without one.
       partwise: the update that is computed part by part (train/step/optimizer/partwise.py), None if it is not needed.
@@ -47,8 +47,8 @@ class StepParts:
         state); the update is inside the backward pass (train/step/fused_backward.py). None if it is not used.
       routed: (layers with experts, experts in each), None without experts.
       bias_rate: the change of a router bias per update, 0 for constant biases.
-      pipeline: (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients), computed by the stages
-        of a pipeline (train/pipeline/gradients.py); None without stages.
+      pipeline: (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients), computed by the stages of
+        a pipeline (train/pipeline/gradients.py), for A micro-batches of B sequences with L tokens; None without stages.
     """
 
     loss: Loss
@@ -79,8 +79,8 @@ class StepParts:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), ROUNDING), state.step)
 
     def dropout_keys(self, step: jax.Array, first_row: jax.Array | int, rows: int) -> jax.Array:
-        """Returns a key for each sequence [rows]. A key depends only on the step and on the sequence's index in the
-        global batch."""
+        """Returns a random key for each sequence [rows]. A key depends only on the seed, the step and the sequence's
+        index in the global batch. `first_row`: the index of the first sequence."""
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(rows))
 
@@ -93,7 +93,9 @@ class StepParts:
         return self.scaling.factor(state.loss_scale)
 
     def gradients(self, state: TrainState, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
-        """Returns the loss sums (tally) and the gradients of all A micro-batches [A, B, L] together."""
+        """Returns the tally (sums of loss, tokens and router statistics) and the gradients, each summed over all A
+        micro-batches. `batch`: name -> int32 [A, B, L], with B sequences of L tokens. `key_AB`: a dropout key per
+        sequence."""
         weights, factor = self.weights.copy(state.params), self.factor(state)
         if self.pipeline is not None:
             return self.pipeline(weights, batch, key_AB, factor, state.frozen)
@@ -103,8 +105,14 @@ class StepParts:
         return tally, self.weights.totals(grads)
 
     def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any, LossScale | None]:
-        """Returns (parameters, optimizer state, loss scale) after the update, or after one micro-step of the
-        update."""
+        """Applies the optimizer to the gradients. Returns the new (parameters, optimizer state, loss scale). With
+        `optax.MultiSteps` a call may be one micro-step of an update, which does not change parameters.
+
+        Args:
+          state: the state before the update.
+          tally: sums of loss, tokens and router statistics over the update's micro-batches.
+          grads: gradients summed over tokens.
+        """
         with jax.named_scope("optimizer"):
             if isinstance(state.opt_state, optax.MultiStepsState):  # it would cast its sum to the gradients' dtype
                 grads = jax.tree.map(lambda grad, total: grad.astype(total.dtype), grads, state.opt_state.acc_grads)
@@ -122,7 +130,8 @@ class StepParts:
             return undo_overflow(self.scaling, state.loss_scale, (params, opt_state), (state.params, state.opt_state))
 
     def move_biases(self, frozen: Any, tally: Tally, done: jax.Array | bool = True) -> Any:
-        """Returns the frozen parameters after an update. If `done`, router biases are moved toward a balanced load."""
+        """Returns the frozen parameters after an update. If `done`, the update is complete, and router biases are moved
+        so that all experts get equally many tokens."""
         if not self.bias_rate:
             return frozen
         with jax.named_scope("router_bias"):
@@ -136,8 +145,13 @@ class StepParts:
         """Returns the metrics of a step: mean loss in nats per token, number of unmasked targets, gradient norm before
         clipping, and learning rate.
 
-        With a loss scale the metrics include the scale and the number of skipped updates. With experts they include
-        `routing_metrics`.
+        With a loss scale the metrics include the scale and the number of skipped updates. With experts they include the
+        routing metrics, such as the load of the busiest expert.
+
+        Args:
+          state: the state before the update.
+          tally: sums of loss, tokens and router statistics over the update's micro-batches.
+          opt_state, loss_scale: the states after the update.
         """
         done, own = state.step, routing_metrics(tally.routing, tally.tokens)
         if EXPERT_LOAD in own:  # every process reads it
@@ -166,7 +180,13 @@ def _sum_micro_batches(
 ) -> tuple[Tally, Any]:
     """Returns the tally (loss, tokens, router statistics) and the gradients, each summed over all micro-batches.
 
-    The gradients are multiplied by `factor`, and are reduced over the ranks unless `local` is True.
+    Args:
+      weights: the parameters that the step computes with.
+      batch: name -> int32 [A, B, L], A micro-batches of B sequences with L tokens.
+      key_AB: a dropout key per sequence.
+      factor: the loss is multiplied by it before the backward pass (loss scaling); None for no factor.
+      frozen: the parameters that are not trained.
+      local: True if the batch is that of one data-parallel rank, and gradients are not reduced over ranks.
     """
     loss = parts.local_loss if local else parts.loss
     keep = (lambda grads: grads) if local else parts.weights.gradients
@@ -215,7 +235,7 @@ def _sum_micro_batches_by_rank(
 
 
 def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Returns (new state, metrics) after one micro-batch. `batch`: arrays int32 [B, L] by name.
+    """Returns (new state, metrics) after one micro-batch. `batch`: name -> int32 [B, L], B sequences of L tokens.
 
     With `optax.MultiSteps` over k micro-batches, only every k-th call updates the parameters. The metrics of that call
     cover all k micro-batches.
@@ -244,8 +264,8 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
 
 
 def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Returns (new state, metrics) after a global batch [A, B, L]. The step accumulates gradients over its A
-    micro-batches."""
+    """Returns (new state, metrics) after a global batch. The step accumulates gradients over its micro-batches.
+    `batch`: name -> int32 [A, B, L], A micro-batches of B sequences with L tokens."""
     micro_steps, rows = batch["inputs"].shape[:2]
     key_AB = jax.vmap(lambda index: parts.dropout_keys(state.step, index * rows, rows))(jnp.arange(micro_steps))
     tally, grads = parts.gradients(state, batch, key_AB)
@@ -257,8 +277,8 @@ def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainS
 
 
 def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Returns (new state, metrics) after a global batch [B, L] or [1, B, L]. Each layer is updated inside the backward
-    pass."""
+    """Returns (new state, metrics) after a global batch. Each layer is updated inside the backward pass. `batch`: name
+    -> int32 [B, L] or [1, B, L], B sequences of L tokens."""
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
     keys = parts.dropout_keys(state.step, 0, batch["inputs"].shape[0])
     tokens = count_tokens(batch["targets"])  # needed for mean gradients before the first layer is updated
@@ -272,7 +292,8 @@ def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
 
 
 def eval_step(parts: StepParts, params: Any, batch: Batch, frozen: Any = None) -> Tally:
-    """Returns the loss sum and the number of unmasked targets of one held-out micro-batch [B, L], without dropout."""
+    """Returns the loss sum and the number of unmasked targets of one held-out micro-batch, without dropout. `batch`:
+    name -> int32 [B, L], B sequences of L tokens."""
     _, (total, _) = parts.loss(parts.weights.copy(params), batch, None, frozen)
     return Tally(total, count_tokens(batch["targets"]))
 

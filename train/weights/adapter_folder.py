@@ -45,9 +45,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def tensor_name(matrix: str, half: str) -> str:
-    """Returns the name that peft gives to the tensor of the LoRA matrix A (`half` is "a") or B (`half` is "b").
-    `matrix` is the name of the adapted tensor.
-    """
+    """Returns the name that peft gives to the tensor of LoRA matrix A (`half` is "a") or B (`half` is "b"). `matrix` is
+    the name of the weight tensor that is adapted."""
     return f"base_model.model.{matrix.removesuffix('.weight')}.lora_{half.upper()}.weight"
 
 
@@ -58,7 +57,8 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
     `given`: the config keys that the user set on the command line, such as "lora.alpha". They are never changed.
 
     Raises:
-      UserError: a value differs, or the adapter is not plain LoRA, or it belongs to another model.
+      UserError: a value of the config differs from the folder, the adapter is not plain LoRA, or it belongs to another
+        model.
     """
     path = config.init.adapter
     if not config.init.folder:
@@ -94,8 +94,8 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
 
 
 def origin(adapter: str, base: str) -> str:
-    """Describes the folder of the adapters for the start of a run: "from FOLDER". If the adapters were trained with a
-    base model of another name than `base`, the text also has this name.
+    """Returns the text that says at the start of a run where its adapters are from: "from FOLDER". If the adapters were
+    trained on a base model whose name is not that of `base`, the text also has this name.
 
     A mismatch is only shown, because models with equal shapes differ in nothing but the name.
 
@@ -119,7 +119,12 @@ def adapter_leaves(
 ) -> dict[str, Leaf]:
     """Returns a lazy view of each LoRA matrix A and B, by our dotted path, such as `blocks.3.attention.w_q_a`.
 
-    `base` is the folder of the weights that the adapters belong to. peft uses its tensor names.
+    Args:
+      folder: the folder of the adapters, saved by peft.
+      model: config of the model.
+      base: the folder of the weights that the adapters belong to. peft uses its tensor names.
+      rank: rank of the adapters.
+      targets: matrices that have an adapter, such as "q".
 
     Raises:
       UserError: a tensor is missing, unexpected, or has a wrong shape or dtype; the error names it.

@@ -20,13 +20,14 @@ REQUIRED = None
 class TensorRow:
     """Says which tensor on disk contains one of our parameters, and in which layout.
 
-    Several of our parameters may share a tensor, for example q, k and v in one matrix. Their rows then follow each
-    other along one axis. If the axis is written with several letters, they alternate: in "(h k) c" with the parts k and
-    u, each head h has k rows of the first parameter and then u rows of the second.
+    Several of our parameters may share a tensor, for example q, k and v in one matrix. Their parts then follow each
+    other along one axis. If that axis is written with several letters, the parameters alternate. For example, in "(h k)
+    c" with the parts k and u, each head h has k rows of the first parameter and then u rows of the second.
 
     Attributes:
-        tensor: its name on disk.
-        pattern: its layout; see patterns.py.
+        tensor: name of the tensor on disk.
+        pattern: axes on disk -> our axes, each as letters, such as "(h k) d -> d h k"; patterns.py explains the
+          letters.
         part: index of our parameter in `parts`.
         parts: if several parameters share the tensor, the letters of each along the shared axis, in order.
     """
@@ -39,12 +40,13 @@ class TensorRow:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """The key of config.json that has the value of one of our config keys.
+    """The key of Hugging Face's config.json that has the value of one of our config keys.
 
     Attributes:
-        key: its name in config.json, or "" if there is none. `a|b` means the first of the two keys that is present;
-          exports write the key a.
-        default: value if the key is absent: a value, a name in hf_config.FORMULAS, or REQUIRED.
+        key: name of the key in config.json, or "" if there is none. `a|b` means the first of the two keys that is
+          present; exports write the key a.
+        default: value if the key is absent: a value, the name of a formula in hf_config.FORMULAS, or REQUIRED if the
+          key must be present.
         null: value if the key is null. REQUIRED means the value of `default`.
     """
 
@@ -63,24 +65,23 @@ class Family:
     """A model family of transformers.
 
     Attributes:
-        architecture: name of its class in transformers, as in config.json.
+        architecture: name of the family's class in transformers, as in config.json.
         base: prefix of tensor names, which is missing in checkpoints without the head.
-        rows: our dotted path -> tensor.
+        rows: our dotted path -> the tensor on disk.
         fields: key of `config.model` -> its key in config.json.
-        activation: the key in config.json, and a mapping of its values to our `model.mlp`. The first value is the
-          default. `a|b` means the first of the two keys that is present.
+        activation: (key in config.json, its values -> values of our `model.mlp`). The first value is the default. A key
+          `a|b` means the first of the two keys that is present.
         fixed: values of `config.model` that all models of the family share.
         needs: key in config.json -> values that our model supports. The first value is the default.
-        dropouts: keys of dropout rates, which must be equal, and their default.
+        dropouts: (keys of dropout rates in config.json, which must be equal; their default).
         dropout: True if the family applies dropout in the same places as our model.
         ignored: patterns of tensor names that contain no parameters.
         window: key of hf_config.WINDOWS, which says which layers have a sliding window.
         rope: key of hf_config.ROPES, which says how positions are rotated.
         routed: key of hf_config.ROUTED, which says which layers have experts.
         balance: key of hf_config.BALANCES, which says how the load-balance loss is computed.
-        predicts: True if tensors of layers after the last one (multi-token prediction) are ignored, as in
-          transformers.
-        expected: keys of hf_config.OTHERS that files of this family contain.
+        predicts: True if tensors of layers after the last one (multi-token prediction) are ignored, as in transformers.
+        expected: keys of hf_config.OTHERS that a config.json of this family contains.
     """
 
     architecture: str

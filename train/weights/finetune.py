@@ -41,8 +41,9 @@ def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[st
     fine-tuning.
 
     Args:
-      given: dotted keys of the command line. config.json may have unsupported values for them.
-      leave_out: keys of config.json to ignore, since the caller handles them.
+      folder: the folder of weights.
+      given: dotted config keys that the command line sets. For them config.json may have values that we do not support.
+      leave_out: keys of config.json to ignore, because the caller handles them.
 
     Raises:
       UserError: the folder has no config.json of a supported model.
@@ -64,10 +65,11 @@ def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[st
 
 
 def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
-    """Raises UserError if `config.model` differs from the model in the folder `config.init.folder`. The error names
-    the first difference.
+    """Raises UserError if `config.model` differs from the model in the folder `config.init.folder`. The error names the
+    first difference.
 
-    `given` has the dotted keys of the command line. They may differ from the folder if this changes no shape.
+    `given`: dotted config keys that the command line sets. Their values may differ from the folder if no parameter has
+    another shape.
     """
     folder = config.init.folder
     where = str(Path(folder) / CONFIG)

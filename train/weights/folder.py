@@ -73,8 +73,11 @@ class StoredTensor:
     """A tensor in a safetensors file.
 
     Attributes:
+      name: name of the tensor.
+      file: name of the file.
       dtype: safetensors name of the dtype, such as "BF16".
-      start: offset in the file of its first byte.
+      shape: shape on disk.
+      start: offset in the file of the tensor's first byte.
     """
 
     name: str
@@ -94,9 +97,10 @@ class Folder:
     """A folder of weights whose headers have been verified.
 
     Attributes:
+      path: path of the folder.
       config: content of config.json.
       tensors: name -> tensor.
-      fingerprint: hash of config.json, and of the name, size, header and ends of each file.
+      fingerprint: hash of config.json, and of the name, size, header, first and last bytes of each file.
       states: size and modification time of each file when it was verified.
     """
 
@@ -163,8 +167,8 @@ class Folder:
         return cls(root, config, tensors, digest.hexdigest()[:16], {ADAPTER: state})
 
     def read(self, name: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Returns a part of a tensor, in the dtype of the file. `spans` has the [start, stop) of the part along each
-        axis.
+        """Returns a part of a tensor, in the dtype of the file. `name`: name of the tensor. `spans`: start and end of
+        the part along each axis, end excluded.
 
         Raises:
           UserError: the file has changed since it was verified, or a value is NaN or infinite.
@@ -426,9 +430,9 @@ def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
 
 
 def _parse_header_entry(path: Path, name: str, entry: Any, begin: int) -> tuple[StoredTensor, int]:
-    """Returns the tensor of an entry in a safetensors header, and the offset at which its data end, relative to the
-    end of the header. Raises UserError if the entry is not valid.
-    """
+    """Returns the tensor that an entry of a safetensors header describes, and the offset at which its data end,
+    relative to the end of the header. Raises UserError if the entry is not valid. `begin`: offset in the file at which
+    the header ends."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         whole = [*shape, start, stop]

@@ -65,6 +65,7 @@ class Described:
     """The model that a config.json describes.
 
     Attributes:
+      family: the model family.
       keys: values of `config.model`.
       window: number of positions of the sliding window; None if every layer attends to all positions.
       balance: values of `config.loss` for the load-balance loss; None if the model has no experts.
@@ -77,7 +78,7 @@ class Described:
 
 
 def family_of(raw: Mapping[str, Any], where: str) -> Family:
-    """Returns the model family of a config.json. `where` names the file in messages.
+    """Returns the model family of `raw`, the content of a config.json. `where` names the file in messages.
 
     Raises UserError if the family is not supported.
     """
@@ -101,8 +102,9 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
 
 
 def fp8_block(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Returns the size (outputs, inputs) of the blocks that share a scale if the weights are fp8. Returns None if the
-    weights are unquantized.
+    """If the weights are fp8, returns the size (outputs, inputs) of the blocks of a weight, each of which has one
+    scale. Returns None if the weights are unquantized. `raw`: content of config.json. `where`: names the file in
+    messages.
 
     Raises UserError if the weights are quantized in another way.
     """
@@ -125,7 +127,7 @@ def fp8_block(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
 def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) -> Described:
     """Returns the model that the content of a config.json describes.
 
-    `given` has the dotted config keys of the command line. The file may have unsupported values for them.
+    `given`: dotted config keys that the command line sets. For them the file may have values that we do not support.
 
     Raises:
       UserError: the file asks for an unsupported feature, or a value has a wrong type. The error names the file as
@@ -152,7 +154,7 @@ def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) ->
 
 @dataclasses.dataclass(frozen=True)
 class _ConfigReader:
-    """Reads and checks the values of a config.json."""
+    """Reads and checks the values of a config.json. `raw`: content of the file. `where`: names the file in messages."""
 
     raw: Mapping[str, Any]
     where: str
@@ -173,9 +175,9 @@ class _ConfigReader:
         return ours[value]
 
     def field(self, ours: str, field: Field, keys: Mapping[str, Any]) -> Any:
-        """Returns the value of our config key `ours`, read from its key in config.json. If it is absent, returns the
-        default, which may be computed from the values `keys` of earlier keys.
-        """
+        """Returns the value of our config key `ours`, read from the key in config.json that `field` names. If that key
+        is absent, returns the default, which may be computed from `keys`, the values of the config keys that were read
+        before."""
         key = next((key for key in field.key.split("|") if self.raw.get(key) is not None), field.written)
         value, default = self.raw.get(key), field.default
         if value is None:
@@ -443,7 +445,7 @@ def _quoted(value: Any) -> str:
 
 
 def routed_layers(keys: Mapping[str, Any]) -> list[bool]:
-    """Returns True for each layer that has experts, by the rule of `ModelConfig.has_experts`."""
+    """Returns a list with a bool for each layer, True if it has experts. `keys`: values of `config.model`."""
     dense, every = keys["dense_layers"], keys["moe_every"]
     return [layer >= dense and (layer - dense + 1) % every == 0 for layer in range(keys["n_layers"])]
 
@@ -461,7 +463,8 @@ def _keys_for_expert_layers(routed: Sequence[bool]) -> dict[str, int] | None:
 
 
 def same_model(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Returns True if two versions of `config.model` describe the same model although their values of `key` differ."""
+    """Returns True if two versions of `config.model`, `ours` and `theirs`, describe the same model although their
+    values of `key` differ, for example because neither model uses the key."""
     if not ours["experts"] and not theirs["experts"]:
         return key in EXPERT_KEYS
     if key == "d_expert":

@@ -35,15 +35,20 @@ class Leaf:
     """A lazy view of one parameter of one layer, or of one expert, in our layout. Vocabulary padding is read as zeros.
 
     Attributes:
+      folder: the folder of weights.
+      tensor: the tensor on disk that contains the parameter.
+      pattern: the axes on disk and in our layout, a letter for each.
       sizes: size of each letter of the pattern.
       shape: the shape in our layout.
       axis, before: if the parameter shares an axis on disk with other parameters, the axis, and the index along it at
         which the parameter starts.
-      inner: if several parameters alternate along an axis on disk, as in "(h k) c" (see TensorRow), the letter of which
-        each has a range, here k; else "".
-      stored: sizes of the letters on disk if `inner` is set: the size of `inner` counts all alternating parameters.
-      scale: the scales of an fp8 tensor, one per block of shape `block`; None for other tensors. Values of an fp8
-        tensor are read as float32.
+      inner: the letter that differs if several parameters alternate along an axis on disk. For example, in the axis "(h
+        k)" each head h has k rows of this parameter and then rows of others; the letter is k. Else "".
+      stored: sizes of the letters on disk if `inner` is set. There the size of `inner` counts all alternating
+        parameters.
+      scale: the tensor with the scales of an fp8 tensor; None for other tensors. Values of an fp8 tensor are read as
+        float32.
+      block: shape of the blocks of an fp8 tensor that have one scale each.
     """
 
     folder: Folder
@@ -125,7 +130,7 @@ def checkpoint_leaves(
     """Returns a lazy view of each parameter, by our dotted path.
 
     Paths have the number of the layer and the expert, such as `blocks.3.attention.w_q` or `blocks.3.experts.w_up.7`.
-    `packed` has the paths of packed weights and their tensor names. These parameters are left out.
+    `packed`: path of each weight that is packed in 4 bits -> its tensor names. These parameters are left out.
 
     Raises:
       UserError: a tensor is missing, unexpected, or has a wrong shape or dtype; the error names it.
@@ -148,8 +153,12 @@ def checkpoint_leaves(
 
 
 def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[TensorRow, str]]:
-    """Returns, for each of our dotted paths, its row in the model family and the name of its tensor, with the number
-    of the layer and expert.
+    """Returns our dotted path -> (row that describes its tensor in the model family, name of the tensor, with the
+    number of the layer and expert).
+
+    Args:
+      family: the model family of transformers.
+      paths: dotted paths of our parameters, such as `blocks.3.attention.w_q`.
 
     Raises:
       UserError: the family has no tensor for one of the paths.

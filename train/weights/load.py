@@ -47,10 +47,10 @@ def load_params(
     Args:
       shapes: tree of ShapeDtypeStruct with shardings, for all or some of our parameters. Scanned blocks are stacked.
       tell: called with (bytes read so far, total bytes).
-      quantized: dotted path of each weight to quantize while it is loaded -> (storage format, a key of BASES; inputs
-        and outputs of the weight). `shapes` has codes and scales for these weights.
-      order: path of a stack of layers -> the number of the layer in each of its rows, or -1 for an unused row. Stacks
-        whose rows are in the order of the layers are left out.
+      quantized: dotted path of each weight to quantize while it is loaded -> (storage format such as "nf4", shape of
+        the weight as a matrix). `shapes` has codes and scales for these weights.
+      order: path of a stack of layers -> the number of the layer in each of its rows (entries of the first axis), or -1
+        for an unused row. Stacks whose rows are in the order of the layers are left out.
 
     Raises:
       UserError: a tensor is missing, unexpected, or has a wrong shape or dtype, or a file changes while it is read.
@@ -66,8 +66,14 @@ def load_leaves(
     quantized: Mapping[str, tuple[str, Matrix]] = {},
     order: Mapping[str, Sequence[int]] = {},
 ) -> Any:
-    """Loads parameters from lazy views, as `load_params` loads them from a folder. `leaves` maps our dotted path, with
-    the number of the layer and expert, to the view.
+    """Loads parameters from lazy views. Returns a tree of jax.Array with the structure, shapes, dtypes and shardings of
+    `shapes`.
+
+    Args:
+      leaves: our dotted path, with the number of the layer and expert -> lazy view of the parameter on disk.
+      model: config of the model.
+      shapes, tell, quantized, order: the arrays to make, the progress function, the weights to quantize and the rows of
+        stacks, with the types that `load_params` takes.
     """
     by_target = by_row(by_array(model, leaves), order)
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
@@ -125,9 +131,8 @@ class _Target:
 
 
 class _Shard:
-    """A shard of an array that is being filled. It consists of its copies on devices, or of a buffer in host memory if
-    it is small.
-    """
+    """A shard of an array that is being filled. A small shard is a buffer in host memory until it is complete. A large
+    shard is its copies on devices."""
 
     def __init__(self, spans: Sequence[Span], devices: Sequence[jax.Device], buffers: list[jax.Array], dtype: Any):
         self.spans, self.devices, self.buffers = spans, devices, buffers
@@ -173,7 +178,12 @@ def _write_transposed(whole: jax.Array, piece: jax.Array, starts: jax.Array, ord
 @dataclasses.dataclass(frozen=True)
 class _Job:
     """Reads one parameter of a layer or expert and writes it into one shard of an array that is stacked over layers and
-    experts. `index`: (layer, expert) of the parameter in the leading axes of the array; () if it is not stacked.
+    experts.
+
+    Fields:
+      leaf: lazy view of the parameter on disk.
+      shard: the shard to fill.
+      index: (layer, expert) of the parameter in the leading axes of the array; () if it is not stacked.
     """
 
     leaf: Leaf
@@ -199,8 +209,13 @@ class _Job:
 
 
 def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]:
-    """Divides a part of a tensor into pieces of at most `most` elements. Axis `outer` is divided first, then the
-    longest axis.
+    """Divides a part of a tensor into pieces of at most `most` elements. Yields the (start, stop) of each piece along
+    each axis.
+
+    Args:
+      spans: (start, stop) of the part along each axis.
+      most: maximum number of elements of a piece.
+      outer: the axis that is divided first; then the longest axis is.
     """
     sizes = [stop - start for start, stop in spans]
     if math.prod(sizes) <= most:

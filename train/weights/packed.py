@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """A 4-bit weight.
+    """A 4-bit weight. Adjacent inputs form groups. A group has a zero point and a scale for each output.
 
     Attributes:
       codes_IO: uint8 [inputs, outputs].
@@ -43,14 +43,16 @@ class Codes:
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """A layout of 4-bit weights on disk.
+    """A layout of 4-bit weights on disk, such as AutoAWQ's.
 
     Attributes:
-      summary: its name in messages.
-      config: function from the number of inputs per group to the value of quantization_config in config.json.
-      shapes: function (inputs, outputs, group) -> tensor name -> (safetensors dtype, shape).
-      pack: function from a 4-bit weight to its tensors.
-      unpack: function from the tensors to the 4-bit weight. Tensors in OPTIONAL may be missing.
+      summary: name of the layout in messages.
+      config: function from the number of inputs per quantization group to the value of quantization_config in
+        config.json.
+      shapes: function (number of inputs, number of outputs, inputs per group) -> tensor name -> (safetensors dtype,
+        shape).
+      pack: function from a 4-bit weight to its tensors by name.
+      unpack: function from the tensors by name to the 4-bit weight. Tensors in OPTIONAL may be missing.
     """
 
     summary: str
@@ -192,7 +194,7 @@ OPTIONAL = ("weight_zero_point", "weight_shape")  # tensors that a weight may la
 
 
 def half(scales: np.ndarray) -> np.ndarray:
-    """Returns the scales of a quantized folder as float16.
+    """Converts the scales of a quantized folder to float16.
 
     Raises:
       UserError: a scale is too large for float16.
@@ -208,8 +210,8 @@ def half(scales: np.ndarray) -> np.ndarray:
 
 
 def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | None:
-    """Returns the layout of the 4-bit weights that a config.json describes, and the number of inputs per group.
-    Returns None if the weights are not quantized to 4 bits.
+    """Returns the layout of the 4-bit weights that a config.json describes, and the number of inputs per quantization
+    group. Returns None if the weights are not quantized to 4 bits.
 
     Raises:
       UserError: the weights are quantized in an unsupported way. The error names the file as `where`.

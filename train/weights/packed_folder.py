@@ -27,11 +27,12 @@ class PackedFolder:
     """A folder with 4-bit weight matrices.
 
     Fields:
-      base: storage format of the weights, a row of FORMATS.
-      layout: the layout on disk.
-      group: number of inputs that share a scale.
+      folder: the folder, with verified headers.
+      base: storage format of the weights on devices, a row of FORMATS in model/quantized/quantized_formats.py.
+      layout: how weights are packed on disk.
+      group: number of inputs that share a quantization scale.
       names: our path of a quantized weight -> common prefix of the names of its tensors.
-      unquantized: our path of each other parameter -> its lazy view.
+      unquantized: our path of each other parameter -> a lazy view of it on disk.
     """
 
     folder: Folder
@@ -108,10 +109,10 @@ def _check_tensor(folder: Folder, name: str, dtype: str, shape: tuple[int, ...],
 
 
 def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], None]) -> Any:
-    """Loads the weights. Returns a tree of jax.Array like `shapes`, in which layers are not stacked and weights have
-    the format `packed.base`.
+    """Loads the weights of a folder in 4 bits. Returns a tree of jax.Array like `shapes`, in which layers are not
+    stacked and weights have the storage format `packed.base`.
 
-    `tell` is called with (bytes loaded so far, total bytes).
+    `shapes`: tree of ShapeDtypeStruct with shardings. `tell`: called with (bytes loaded so far, total bytes).
 
     Raises:
       UserError: a file changes while it is read.

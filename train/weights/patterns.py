@@ -30,9 +30,8 @@ Span = tuple[int, int]  # (start, stop)
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
-    """Returns the size of each letter of a pattern for a model, as in checkpoints, where the vocabulary is not
-    padded.
-    """
+    """Returns the size of each letter that patterns such as `(h k) d -> d h k` use, for a model. As in checkpoints, the
+    vocabulary is not padded."""
     return {
         "d": model.d_model,
         "h": model.n_heads,
@@ -54,7 +53,12 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
 
 
 def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
-    """Returns the [start, stop) of a slice along each axis. Raises ValueError if the index has steps."""
+    """Returns the (start, stop) of an index along each axis. Raises ValueError if a slice has a step other than 1.
+
+    Args:
+      index: a slice for each axis.
+      shape: shape of the indexed array.
+    """
     spans = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     if any(step != 1 for _, _, step in spans):
         raise ValueError(f"index {tuple(index)} has steps: give slices without steps")
@@ -63,12 +67,14 @@ def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """The parsed layout of a tensor.
+    """The layout of a tensor on disk and in our arrays, parsed from a text such as `(h k) d -> d h k`. A letter is one
+    of our axes. Letters in parentheses are one axis on disk.
 
     Attributes:
       theirs: the letters of each axis on disk.
       ours: the letter of each axis in our layout.
-      paired: the letter that is marked with ~, or "".
+      paired: the letter that is marked with ~, or "". Rotary positions pair neighbours along it on disk, but halves in
+        our layout, so its elements are reordered.
     """
 
     theirs: tuple[tuple[str, ...], ...]
@@ -96,7 +102,7 @@ class Pattern:
 
     @property
     def outer(self) -> int:
-        """The axis of our layout that has the largest stride in the file."""
+        """Index of the axis of our layout that has the largest stride in the file."""
         return self.ours.index(self.theirs[0][0])
 
     def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
@@ -108,11 +114,15 @@ class Pattern:
         return tuple(sizes[letter] for letter in self.ours)
 
     def their_spans(self, spans: Sequence[Span], sizes: Sizes) -> list[Span]:
-        """Returns the part of a tensor on disk that contains a part in our layout. `spans` has the [start, stop) along
-        each axis.
+        """Returns the (start, stop) along each axis on disk of the part to read, so that it contains a part in our
+        layout.
 
-        If an axis on disk has several letters, only the first letter can be limited; the part is complete along the
+        If an axis on disk has several letters, only the first letter can be limited. The part is complete along the
         other letters.
+
+        Args:
+          spans: (start, stop) of the part along each axis of our layout.
+          sizes: letter of the pattern -> number of elements.
         """
         span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._span_of_paired(sizes)
         their_spans = []
@@ -122,8 +132,13 @@ class Pattern:
         return their_spans
 
     def forward(self, theirs: np.ndarray, spans: Sequence[Span], sizes: Sizes) -> np.ndarray:
-        """Returns a part of a tensor, read at `their_spans(spans)`, in our layout. It is a copy if the pattern has a
-        `paired` letter, otherwise a view.
+        """Returns a part of a tensor in our layout. It is a copy if the pattern has a `paired` letter, otherwise a
+        view.
+
+        Args:
+          theirs: what was read from disk, the part that `their_spans` returns.
+          spans: (start, stop) of the wanted part along each axis of our layout.
+          sizes: letter of the pattern -> number of elements.
         """
         span_by_letter = dict(zip(self.ours, spans, strict=True)) | self._span_of_paired(sizes)
         split, order = [], []
@@ -141,7 +156,8 @@ class Pattern:
     def back(self, ours: np.ndarray, rotated: int = 0) -> np.ndarray:
         """Returns a tensor in the layout on disk, from a tensor in our layout. This is the inverse of `forward`.
 
-        `rotated` is the size of y if the pattern has a `paired` letter. The tensor must be complete along that letter.
+        `rotated`: number of elements along the `paired` letter that have rotary positions, if the pattern has such a
+        letter. The tensor must be complete along that letter.
         """
         order = [letter for group in self.theirs for letter in group]
         if self.paired:
@@ -157,8 +173,7 @@ class Pattern:
 
 
 def _disk_indices(size: int, rotated: int) -> np.ndarray:
-    """Returns the index on disk of each element in our layout, along an axis of `size` elements of which the last
-    `rotated` have rotary positions.
-    """
+    """Returns the index on disk of each element in our layout, along an axis of `size` elements. Rotary positions apply
+    to the last `rotated` elements: they pair neighbours on disk, and halves in our layout."""
     first = size - rotated
     return np.concatenate([np.arange(first), np.arange(first, size, 2), np.arange(first + 1, size, 2)])

@@ -26,13 +26,13 @@ PIECE = 4 * 2**20  # bytes on disk that are read at a time
 class QuantizedJob:
     """Quantizes one weight and writes its codes and scales into shards.
 
-    Each process reads the whole weight, since all its scales share a mean.
+    Each process reads the whole weight, because a format may store all its scales relative to their mean.
 
     Attributes:
-      leaf: the weight.
-      base: storage format, a row of FORMATS.
-      matrix: inputs and outputs of the weight.
-      shards: array of the format -> the shards of this process.
+      leaf: lazy view of the weight on disk.
+      base: storage format, a row of FORMATS such as "nf4".
+      matrix: shape of the weight, and which of its axes are inputs.
+      shards: array of the format, such as codes or scales -> the shards of this process.
       layer: index in a stack of layers; None if the weight is not in a stack.
     """
 
@@ -92,8 +92,14 @@ def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
 
 def as_computed(leaf: Leaf, base: str, matrix: Matrix) -> np.ndarray:
     """Quantizes a weight and dequantizes it again. Returns the float32 values with which a training step computes if
-    `lora.base` is the format `base`. An export reads frozen weights in this way, so that the exported model computes
-    like the trained one.
+    `lora.base` is `base`.
+
+    An export reads frozen weights in this way, so that the exported model computes like the trained one.
+
+    Args:
+      leaf: lazy view of the weight on disk.
+      base: storage format such as "nf4".
+      matrix: shape of the weight, and which of its axes are inputs.
     """
     w = leaf.read()
     arrays = quantize(base, matrix, [w.reshape(matrix.sizes)])

@@ -20,11 +20,11 @@ PER_EXPERT = ("experts.w_gate", "experts.w_up", "experts.w_down")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a parameter is stored in the arrays of a model.
+    """Where a parameter is stored in the arrays of a model. Arrays may be stacked over layers and over experts.
 
     Attributes:
       array: dotted path of the array.
-      index: index of the parameter in the leading axes of the array (layer, expert).
+      index: index of the parameter in the leading axes of the array: (layer, expert), (layer,), (expert,) or ().
       sizes: sizes of these axes.
     """
 
@@ -60,8 +60,11 @@ def _find_stack(model: ModelConfig, layer: int) -> tuple[str, int, int]:
 
 
 def by_array(model: ModelConfig, values: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], Any]]:
-    """Groups values of parameters by the array that stores them: dotted path of the array -> index in its leading axes
-    -> value. An array is left out if the value of any of its parameters is missing.
+    """Groups values of parameters by the array that stores them. Returns dotted path of the array -> index in its
+    leading axes (layer, expert) -> value.
+
+    An array is left out if the value of any of its parameters is missing. `values`: dotted path of a parameter of one
+    layer or expert -> value.
     """
     arrays: dict[str, dict[tuple[int, ...], Any]] = {}
     sizes: dict[str, tuple[int, ...]] = {}
@@ -75,8 +78,12 @@ def by_array(model: ModelConfig, values: Mapping[str, Any]) -> dict[str, dict[tu
 def by_row(
     arrays: Mapping[str, Mapping[tuple[int, ...], Any]], order: Mapping[str, Sequence[int]]
 ) -> dict[str, Mapping[tuple[int, ...], Any]]:
-    """Returns `arrays` with the indices of layers replaced by indices of rows in a stack. `order` maps the path of a
-    stack to the number of the layer in each of its rows, or -1 for an unused row.
+    """Returns `arrays` with the indices of layers replaced by indices of rows in a stack, for stacks whose rows are not
+    in the order of the layers.
+
+    Args:
+      arrays: dotted path of an array -> index in its leading axes (layer, expert) -> value.
+      order: path of a stack of layers -> the number of the layer in each of its rows, or -1 for an unused row.
     """
     rows: dict[str, list[int]] = {}  # stack -> the row of each layer, in the order of the layers
     for stack, layers in order.items():
@@ -91,5 +98,6 @@ def by_row(
 
 
 def stored_at(model: ModelConfig, path: str, arrays: Collection[str]) -> Place | None:
-    """Returns where a parameter is stored in these arrays, or None if they do not contain it."""
+    """Returns where a parameter is stored in the arrays with the dotted paths `arrays`, or None if they do not contain
+    it. `path`: path of the parameter of one layer or expert."""
     return next((place for place in places_of(model, path) if place.array in arrays), None)

@@ -53,13 +53,13 @@ class CalibrationCase:
     Fields:
         part: one of `PARTS`.
         key: identifies the kernel within `part`: (compute unit,) for products, (compute unit, m, k, n) for thin
-            products, (way, head dimension) for attention, (COPY or ADD,) for memory, (kind, number of devices) for
-            collectives, (direction,) for the host link.
+            products, (way, head dimension) for attention (the way is one of `WAYS`, such as "forward_causal"), (COPY or
+            ADD,) for memory, (kind, number of devices) for collectives, (direction,) for the host link.
         size: the side m = k = n of a matrix product, the number of keys of attention, or bytes.
         work: FLOPs or bytes of one run of the kernel.
         links: number of runs of the kernel, one after the other, in one call.
-        make: function that returns an object with a method `start()`. `start()` returns a function that begins one
-            call and returns an array to wait for.
+        make: function that returns an object with a method `start()`. `start()` returns a function that begins one call
+            and returns an array to wait for.
         needed: whether predictions need the case, so that it is measured even if time is short.
     """
 
@@ -184,8 +184,9 @@ class Chain:
     overlap.
 
     Fields:
-        program: function (before, x, *others) -> results, whose first result is passed as `before` to the next call. So
-            calls do not overlap either.
+        program: function (before, x, *others) -> results. `x` is the array that the kernel updates, `others` are its
+            constant operands. The first result is passed as `before` to the next call, so that calls do not overlap
+            either.
         before: the shape of `before`, a float32 array.
         inputs: (shape, dtype, scale) of x and the other arguments, which are filled with normally distributed numbers
             of standard deviation `scale`.
@@ -235,7 +236,9 @@ def _chain(
 ) -> Chain:
     """Returns a program that computes `x = link(x, *others)` `links` times on one device.
 
-    `prepare`: function that computes `others` from the program's arguments, once per call and before the first link.
+    `link`: one run of the kernel. `inputs`: (shape, dtype, standard deviation of the values) of each argument, `x`
+    first. `prepare`: function that computes `others` from the program's arguments, once per call and before the first
+    link.
     """
     import jax
     import jax.numpy as jnp
@@ -322,8 +325,10 @@ def _product_cases(
 
 
 def _thin_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
-    """Yields measurement cases of thin matrix products, like those in a transformer block: (m, k) x (k, n), and then
-    back to (m, k).
+    """Yields a measurement case for each thin matrix product (m, k, n) of `sizes.thin`. Like a feed-forward block, one
+    run multiplies (m, k) x (k, n), and the result with (n, k), which gives (m, k) again.
+
+    `flops`: approximate FLOP/s of the compute unit `unit`, from which the number of runs per call is chosen.
     """
 
     def make(m: int, k: int, n: int, links: int) -> Chain:
@@ -398,11 +403,11 @@ def _attention_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flop
 def _attention_chain(
     device: JaxDevice, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int
 ) -> Chain:
-    """Returns a chain of attention calls. They use cuDNN's kernel on NVIDIA GPUs that compute in bfloat16, and XLA's
-    matrix products on other devices.
+    """Returns a program that runs attention many times, each time on the previous result. It uses cuDNN's kernel on
+    NVIDIA GPUs that compute in bfloat16, and XLA's matrix products on other devices.
 
-    `shape`: (batch, tokens, heads, head dimension) of queries, keys and values. `backward`: whether only the backward
-    pass is repeated. `links`: number of calls.
+    `shape`: (batch, tokens, heads, head dimension) of queries, keys and values. `causal`: whether there is a causal
+    mask. `backward`: whether only the backward pass is repeated. `links`: number of runs.
     """
     import jax
 
@@ -423,7 +428,9 @@ def _attention_chain(
 
 @dataclasses.dataclass(frozen=True)
 class _Copies:
-    """Repeated copies of an array of `size` bytes from one sharding to another."""
+    """Repeated copies of an array of `size` bytes from the sharding `source` to the sharding `destination`, one of
+    which is in host memory.
+    """
 
     size: int
     source: Any
@@ -475,8 +482,8 @@ def _collective_cases(
 
 
 def _collective_chain(devices: tuple[JaxDevice, ...], kind: str, size: int, links: int) -> Chain:
-    """Returns a chain of collectives of one kind. Their payload, the unsharded array, has `size` bytes on each
-    device.
+    """Returns a program that runs a collective of one kind `links` times on these devices, each time on the previous
+    result. The payload, the unsharded array, has `size` bytes on each device.
     """
     import jax
     import jax.numpy as jnp

@@ -47,12 +47,16 @@ Tell = Callable[[Sequence[str], int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The measured time of one calibration case.
+    """The measured time of one calibration case, which is one kernel at one size.
 
     Fields:
-        part, key, size, work: the fields of `cases.CalibrationCase`.
+        part: the kind of kernel, one of `cases.PARTS`, such as "attention".
+        key: identifies the kernel within its part, such as (compute unit,) for matrix products.
+        size: the side m = k = n of a matrix product, the number of keys of attention, or bytes.
+        work: FLOPs or bytes of one run of the kernel.
         seconds: median seconds of one run of the kernel.
-        spread: distance between the quartiles, as a fraction of the median; None for fewer than two measurements.
+        spread: distance between the quartiles of the seconds, as a fraction of the median; None for fewer than two
+            measurements.
     """
 
     part: str
@@ -104,6 +108,7 @@ def measure(
     """Measures kernels in about `seconds` seconds, and derives the rates of a device from their times.
 
     Args:
+        todo: the kernels to measure, the most important ones first.
         target: the target that describes the devices, with the rates of their data sheet if known.
         devices: number of devices on which the cases run.
         tell: function that is called with the labels of the kernels that are being measured, and the whole seconds
@@ -135,8 +140,12 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class _TimeBudget:
-    """The clock of a calibration: its start, the seconds that it may take, and the function that shows its
-    progress.
+    """The clock of a calibration.
+
+    Fields:
+        began: time at which the calibration started, in seconds of `time.monotonic`.
+        seconds: seconds that the calibration may take.
+        teller: function that shows the progress: (labels of the kernels, seconds since the start).
     """
 
     began: float
@@ -220,9 +229,10 @@ def _device_facts(target: Target, devices: int) -> dict[str, str]:
 
 
 def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str]) -> DeviceRates:
-    """Derives the rates of a device from measured kernels.
+    """Derives the compute and transfer rates of a device from measured kernels.
 
-    `about`: the device, the date and the versions of the calibration.
+    `samples`: the measured time of each kernel. `target`: the devices with their data-sheet rates. `about`: the device,
+    the date and the versions of the calibration, which the result contains.
 
     Raises ReportError if a rate that a prediction needs was not measured.
     """

@@ -36,7 +36,8 @@ _VERDICT = 20
 
 
 class Lines:
-    """Prints each variant that `bytescope fit` compiles on one line of the terminal, as soon as it is compiled.
+    """Prints each variant (config with changed keys) that `bytescope fit` compiles on one line of the terminal, as soon
+    as it is compiled.
 
     A description that is too long for the line is printed above it.
     """
@@ -68,7 +69,8 @@ class Lines:
         )
 
     def show(self, step: Step) -> None:
-        """Prints one variant. Above the first variant of a stage of the search, prints the heading of the stage."""
+        """Prints a compiled variant of the config. If it is the first of a stage of the search, prints the stage's
+        heading above it."""
         if step.stage != self._stage:
             self._stage = step.stage
             put(Prose(Text.assemble((step.stage, "bold"), (f"  {STAGES[step.stage]}", "dim"))), self._console)
@@ -76,9 +78,12 @@ class Lines:
 
 
 class Line:
-    """A line of the terminal that describes one variant: its bytes, its predicted seconds and whether it fits.
+    """A line of the terminal that describes one compiled variant of the config: its bytes, its predicted seconds and
+    whether it fits.
 
-    at: seconds from the start of the search.
+    Args:
+        step: the variant.
+        at: seconds from the start of the search.
     """
 
     def __init__(self, step: Step, at: float) -> None:
@@ -128,7 +133,11 @@ def describe_prediction(seconds: float | None, low: float | None, high: float | 
 
 
 def show_measured(measurements: Sequence[tuple[Step, Mapping[str, Any]]], console: Console | None = None) -> None:
-    """Prints the seconds and tokens/s that the fastest variants took on this machine, beside their predictions."""
+    """Prints the seconds per update and tokens/s of the fastest variants, which were run on this machine, beside their
+    predictions.
+
+    measurements: pairs (variant, measured values `step_seconds` and `tokens_per_s`).
+    """
     lines = [
         Prose(
             f"{measured['step_seconds']:10.4g} s  {measured['tokens_per_s']:12,.0f} tokens/s  "

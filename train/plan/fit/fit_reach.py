@@ -47,8 +47,8 @@ class Reached:
         micro: sequences per micro-batch.
         base: the storage format of the frozen weights (`lora.base`).
         policy: the remat policy.
-        most: which of the two was maximized, "length" or "micro".
-        step: the variant, its bytes and predicted seconds, and whether it fits.
+        most: which size was maximized, "length" or "micro".
+        step: the compiled variant of the config, its bytes and predicted seconds, and whether it fits.
         tokens: tokens per update.
         beyond: the smallest value that was tried and does not fit; 0 if the model's maximum length or the whole update
             fits.
@@ -71,10 +71,8 @@ class Reached:
 
     @property
     def verdict(self) -> str:
-        """What limits the size, such as "16,384 do not fit" or "the model's maximum".
-
-        If the variant itself does not fit, the bytes by which it exceeds a budget.
-        """
+        """The reason why the size is not larger, such as "16,384 do not fit" or "the model's maximum". If nothing fits,
+        the bytes by which the smallest variant exceeds a budget."""
         if not self.step.fits:
             return self.step.verdict
         if self.most == "micro":
@@ -82,7 +80,7 @@ class Reached:
         return f"{self.beyond:,} do not fit" if self.beyond else "the model's maximum"
 
     def to_json(self, flags: str) -> dict[str, Any]:
-        """Returns the variant, its bytes and its predicted speed as JSON values.
+        """Returns the rank, the size that fits, the bytes and the predicted speed as JSON values.
 
         flags: the command-line flags that run the variant.
         """
@@ -97,7 +95,7 @@ class Reached:
 
 @dataclasses.dataclass
 class Bracket:
-    """The state of a search for the longest sequence length that fits, in tokens.
+    """The state of an interval search for the longest sequence length, in tokens, that fits on a device.
 
     Attributes:
         fits: the longest length that fits so far; 0 before any length fits.
@@ -149,13 +147,13 @@ class Bracket:
 
 
 class Reach:
-    """Searches for the longest sequence and the largest micro-batch that fit, for adapters of several ranks.
+    """Searches for the longest sequence and the largest micro-batch that fit, for LoRA adapters of several ranks.
 
-    The search begins after a `Walk` has found the fastest configuration.
+    It continues a finished `Walk`, the search for the fastest configuration.
 
     Attributes:
         variants: all variants that were compiled.
-        answers: the largest length or micro-batch of each search, in the order in which the searches ended.
+        answers: for each rank, the longest length and the largest micro-batch, in the order in which they were found.
         stopped: why the search ended early; "" if it did not.
     """
 
@@ -196,9 +194,9 @@ class Reach:
         return sorted(self.answers, key=lambda row: (row.rank, not row.step.fits, -row.tokens_per_s))
 
     def to_json(self, flags: Callable[[Mapping[str, str]], str]) -> list[dict[str, Any]]:
-        """Returns `rows` as JSON values.
+        """Returns the longest sequences and largest micro-batches as JSON values, sorted by rank.
 
-        flags: returns the command-line flags that set the given config keys.
+        flags: (config keys, dotted key -> text) -> the command-line flags that set them.
         """
         return [row.to_json(flags(row.step.keys)) for row in self.rows]
 

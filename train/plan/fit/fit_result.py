@@ -48,10 +48,10 @@ def to_json(
 
     Args:
         walk: the finished search.
-        flags: returns the command-line flags that set the given config keys.
+        flags: (config keys, dotted key -> text) -> the command-line flags that set them.
         versions: library -> version.
-        measured: the measured figures of the best variant; None if it was not run.
-        reach: the longest sequences and largest micro-batches for adapters; None without adapters.
+        measured: the measured seconds, tokens/s and bytes of the best variant; None if it was not run.
+        reach: the longest sequences and largest micro-batches for LoRA adapters; None without adapters.
     """
     best, certificate, host = None, None, walk.trials.host_budget
     if walk.best is not None:
@@ -84,12 +84,12 @@ def to_json(
 
 @dataclasses.dataclass(frozen=True)
 class MeshResult:
-    """A device mesh that `bytescope fit` tried, and the best variant on it.
+    """A device mesh that `bytescope fit` tried, and the best variant (config with changed keys) on it.
 
     Attributes:
         layout: a description of the mesh.
-        step: the fastest variant that fits. If none fits, the variant with the fewest bytes. If none runs, a variant
-            that cannot run.
+        step: the fastest variant that fits. If none fits, the variant with the fewest bytes; if no variant can run, one
+            of them.
         lower_bound: a lower bound of the seconds per update of all variants of the mesh. It is 0 (unknown) if the
             search tried anything but full recomputation on the mesh.
         slower: how much slower the mesh is than the chosen configuration, as a fraction of the chosen seconds. It is
@@ -103,7 +103,8 @@ class MeshResult:
     slower: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the mesh and its best variant as an entry of the JSON key `layouts`."""
+        """Returns the mesh and its best variant as one entry of the list `layouts` in the JSON result of `bytescope
+        fit`."""
         step = self.step.to_json()
         return {
             "layout": self.layout,
@@ -114,9 +115,12 @@ class MeshResult:
 
 
 def mesh_results(walk: Walk) -> list[MeshResult]:
-    """Returns the device meshes that `bytescope fit` tried, each with its best variant.
+    """Returns the device meshes that `bytescope fit` tried, each with its fastest variant that fits, or else its
+    smallest.
 
     The chosen mesh comes first, then meshes that fit, fastest first, then meshes that do not fit.
+
+    walk: the finished search.
     """
     by_layout: dict[str, list[Step]] = {}
     for step in walk.steps:

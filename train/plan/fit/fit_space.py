@@ -71,9 +71,8 @@ class Squeeze:
 
     @property
     def levers(self) -> tuple[str, ...]:
-        """The levers of `fit --levers`, such as "offload", that must all be allowed if this set of savings is to be
-        tried.
-        """
+        """The kinds of change ("levers") that the flag `fit --levers` must all allow for this set of savings to be
+        tried, such as "offload"."""
         groups = [SAVINGS[name].group for name in self.savings]
         if self.blocks_to_host:
             groups.append("offload")
@@ -120,13 +119,12 @@ ADAPTER_SQUEEZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The search space of `bytescope fit`: the meshes, micro-batches and memory savings that it may try for one
-    config.
+    """The search space of `bytescope fit`: the meshes, micro-batches and memory savings that it may try for one config.
 
     Attributes:
         flat: the config before any change, dotted key -> value.
         given: the keys that the command line sets. No variant changes them.
-        levers: what `bytescope fit` may change, keys of LEVERS.
+        levers: what `bytescope fit` may change, such as "remat" or "sharding" (keys of LEVERS).
         n_devices: number of devices of the target.
         per_host: number of devices per host.
         tokens: tokens per update, over all devices.
@@ -149,9 +147,9 @@ class Space:
     def meshes(self) -> list[Keys]:
         """Returns the device meshes to try, each as config keys. Meshes that cannot divide the batch are left out.
 
-        The config's own mesh, `{}`, comes first. Then follow ZeRO-3 over all devices, ZeRO-3 within each host with
-        hosts as replicas, the other sharding strategies, experts sharded over all devices, over one host or over half
-        a host, tensor parallelism within a host, and pipeline stages.
+        The config's own mesh, as the empty dict, comes first. Then follow ZeRO-3 over all devices, ZeRO-3 within each
+        host with hosts as replicas, the other sharding strategies, experts sharded over all devices, over one host or
+        over half a host, tensor parallelism within a host, and pipeline stages.
         """
         if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
@@ -178,8 +176,9 @@ class Space:
     def axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """Returns the axis sizes and settings of a device mesh, such as {"fsdp": 8, "tensor": 1, "strategy": "zero3"}.
 
-        The keys are each axis of AXES (its number of devices), `strategy` ("ddp" if nothing is sharded), `schedule`
-        (the pipeline schedule; "" without stages) and `sequence_parallel` ("true" or "false").
+        Each axis of AXES is a key, with its number of devices. The other keys are `strategy`: the sharding strategy
+        ("ddp" if nothing is sharded), `schedule`: the pipeline schedule ("" without stages), and `sequence_parallel`:
+        "true" or "false".
 
         keys: the config keys that select the mesh.
         """
@@ -240,8 +239,8 @@ class Space:
         return [size for size in sizes if size == self.flat["batch.micro"]]
 
     def batch(self, mesh: Mapping[str, str], micro: int) -> Keys:
-        """Returns the config keys that select a micro-batch size on a mesh, with the accumulation that fills the
-        update.
+        """Returns the config keys that select a micro-batch size on a mesh, with the number of accumulated
+        micro-batches that gives the same sequences per update.
 
         Micro-batches are accumulated within one call of the step.
 
@@ -272,7 +271,7 @@ class Space:
     def baseline(self) -> Keys:
         """Returns the config keys that all variants share, dotted key -> text.
 
-        If the config is float32 throughout and the lever `precision` is allowed, the keys select bf16 compute with
+        If the config is float32 throughout and the command may change the precision, the keys select bf16 compute with
         float32 master parameters. Otherwise there are no such keys.
         """
         fp32 = self.flat["precision.preset"] == "fp32" and "precision.preset" not in self.given
@@ -325,10 +324,8 @@ def _stage_mesh(size: int, schedule: str, chunks: int) -> dict[str, str]:
 
 
 def runs_schedule(schedule: str, stages: int, micro_batches: int) -> bool:
-    """Returns whether a pipeline schedule can run this number of micro-batches per update, and keeps its stages busy.
-
-    There must be at least one micro-batch per stage.
-    """
+    """Returns whether a pipeline schedule exists for this number of micro-batches per update, and has at least one
+    micro-batch per stage."""
     return micro_batches >= stages and (schedule != "interleaved" or micro_batches % stages == 0)
 
 
@@ -351,8 +348,8 @@ def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
 
 
 def choose_levers(text: str | None) -> frozenset[str]:
-    """Returns the levers that `--levers=a,b,c` lists: what `bytescope fit` may change. If `text` is None, returns all
-    levers.
+    """Parses the flag `--levers=a,b,c`, which lists what `bytescope fit` may change ("levers", such as "remat" or
+    "sharding"). If `text` is None, returns all levers.
 
     Raises:
         ReportError: a lever is unknown.
@@ -378,7 +375,7 @@ def space_of(
     Args:
         flat: the config, dotted key -> value.
         given: the keys that the command line sets.
-        levers: what `bytescope fit` may change, keys of LEVERS.
+        levers: what `bytescope fit` may change, such as "remat" or "sharding" (keys of LEVERS).
         n_devices: number of devices of the target.
         per_host: number of devices per host.
         tokens: tokens per update; None for the tokens of the config.
@@ -420,7 +417,8 @@ def _indivisible_batch_message(space: Space) -> str:
 
 
 def describe_mesh(keys: Mapping[str, str], space: Space) -> str:
-    """Returns a description of a variant's device mesh: its strategy, its axes and its pipeline schedule.
+    """Returns a description of the device mesh of a variant of the config: its strategy, its axes and its pipeline
+    schedule.
 
     keys: the config keys of the variant.
     """
@@ -433,7 +431,8 @@ def describe_mesh(keys: Mapping[str, str], space: Space) -> str:
 
 
 def describe_variant(keys: Mapping[str, str], space: Space) -> str:
-    """Returns a description of a variant: its mesh, its micro-batch size x accumulation, and its memory savings.
+    """Returns a description of a variant of the config: its mesh, its micro-batch size times the number of accumulated
+    micro-batches, and its memory savings.
 
     keys: the config keys of the variant.
     """

@@ -16,14 +16,14 @@ from bytescope.train.plan.trials import Trials
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A variant of a config that `bytescope fit` tried, and the result of compiling it.
+    """A variant of a config (some keys changed) that `bytescope fit` tried, and the result of compiling it.
 
     Attributes:
         stage: the stage of the search, a key of `train.plan.fit.fit_progress.STAGES`.
         what: a description of the variant.
         keys: the config keys of the variant, dotted key -> text.
-        answer: the worker's JSON record of bytes, FLOPs and schedule (`memory.compare.worker`). Its `status` is
-            "ok", or the reason why the variant cannot run.
+        answer: the JSON record of the compiled program that the worker process returned: bytes, FLOPs and schedule
+            (`memory.compare.worker`). Its `status` is "ok", or the reason why the variant cannot run.
         fits: whether the variant is within the memory budgets of device and host.
         verdict: "fits", or the bytes by which it exceeds a budget, or the reason why it cannot run.
         prediction: the predicted seconds per update; None if the variant cannot run.
@@ -55,9 +55,10 @@ class Step:
 
     @property
     def thrift(self) -> tuple[float, int, bool]:
-        """The sort key for variants whose predicted seconds tie.
+        """The sort key for variants whose predicted seconds are about equal.
 
-        Less recomputation comes first, then less memory on device and host, then a named remat policy.
+        The lowest key is best: first the least recomputation, then the least memory on device and host, then a named
+        remat policy before a list of tensors.
         """
         names = ("recompute_flops_fraction", "allocated_bytes", "host_bytes")
         return thrift(ConfigRow.from_answer(self.keys, {name: self.answer.get(name) for name in names}))
@@ -68,8 +69,8 @@ class Step:
         return self.answer.get("allocated_bytes", 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the variant as an entry of `walk` in the JSON result of `bytescope fit` (see
-        `train.plan.fit.fit_result`)."""
+        """Returns the variant with its bytes and predicted seconds as one entry of the list `walk` in the JSON result
+        of `bytescope fit`."""
         low, high = self.spread
         return {
             "stage": self.stage,
@@ -114,9 +115,9 @@ def judge_variant(
         stage: the stage of the search.
         what: a description of the variant.
         keys: the config keys of the variant, dotted key -> text.
-        answer: the worker's JSON record of bytes, FLOPs and schedule.
+        answer: the JSON record of the compiled program that the worker process returned: bytes, FLOPs and schedule.
         budget: the bytes available on one device.
-        trials: the compiler of the variants, which knows the budget of the host.
+        trials: the object that compiled the variant; its target has the budget of host memory.
     """
     over, host_over = answer["allocated_bytes"] - budget, answer["host_bytes"] - trials.host_budget
     verdict = "fits"

@@ -66,7 +66,7 @@ def slower(row: Mapping[str, Any]) -> str:
 
     Returns "" for the chosen mesh, and for a mesh that does not fit.
 
-    row: an entry of the JSON key `layouts` (`train.plan.fit.fit_result`).
+    row: an entry of the list `layouts` in the JSON result of `bytescope fit`.
     """
     if row["slower"] is None or not row["fits"]:
         return ""
@@ -77,8 +77,10 @@ def slower(row: Mapping[str, Any]) -> str:
 
 
 def lost(row: Record) -> str:
-    """Returns how much slower a variant is than the chosen configuration, such as "3.4% slower", "a tie" or
-    "chosen"."""
+    """Returns how much slower a variant is than the chosen one, such as "3.4% slower", or "a tie" or "chosen".
+
+    row: a variant in the JSON result of `bytescope fit`.
+    """
     if row["is_chosen"]:
         return "chosen"
     return f"{row['lost']:.1%} slower" if row["lost"] >= TIE else "a tie"
@@ -89,7 +91,7 @@ def failed(row: Record) -> str:
 
     If the mesh cannot run at all, the text is "cannot run", and the full reason is printed below the table.
 
-    row: an entry of the JSON key `layouts` (`train.plan.fit.fit_result`).
+    row: an entry of the list `layouts` in the JSON result of `bytescope fit`.
     """
     if row["fits"]:
         return ""
@@ -99,6 +101,8 @@ def failed(row: Record) -> str:
 def kind(step: Record) -> str:
     """Returns the CSS class that colours the verdict of a variant: "fits", "exceeds" (does not fit) or "tight" (cannot
     run).
+
+    step: an entry of the list `walk` in the JSON result.
     """
     if step["fits"]:
         return "fits"
@@ -166,7 +170,7 @@ FINISHED_COLUMNS = (
 def show(out: Mapping[str, Any], config: str, console: Console | None = None) -> None:
     """Prints the result of `bytescope fit` on the console, by default standard output.
 
-    out: the JSON result of `bytescope fit` (`train.plan.fit.fit_result`).
+    out: the JSON result of `bytescope fit` (keys: module train/plan/fit/fit_result.py).
     """
     put(render_text(out, config), console)
 
@@ -175,6 +179,8 @@ def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
     """Renders the result of `bytescope fit` for the terminal: the chosen configuration with its flags, and tables.
 
     If nothing fits, renders the variant that is closest to fitting, and the bytes by which it exceeds the budget.
+
+    out: the JSON result of `bytescope fit`.
     """
     effort = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
     stopped = f"; stopped early: {out['stopped']}" if out["stopped"] else ""
@@ -293,7 +299,7 @@ def _render_layouts(out: Mapping[str, Any]) -> list[RenderableType]:
 def render_page(out: Mapping[str, Any]) -> str:
     """Returns the HTML page with the result of `bytescope fit`.
 
-    out: the JSON result of `bytescope fit` (`train.plan.fit.fit_result`).
+    out: the JSON result of `bytescope fit` (keys: module train/plan/fit/fit_result.py).
     """
     config, target = out["config"], out["target"]
     return page(

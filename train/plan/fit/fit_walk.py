@@ -40,20 +40,21 @@ MAX_MESHES = 2
 
 
 class Walk:
-    """Searches for the fastest configuration that fits a memory budget. `run` starts the search.
+    """Searches for the fastest variant of a config that fits a memory budget. `run` starts the search.
 
     Args:
-        trials: compiles the variants of the config.
-        space: the variants that may be tried.
+        trials: the object that compiles variants of the config (some keys changed).
+        space: which meshes, micro-batches and memory savings may be tried.
         budget: the bytes available on one device.
         show: called with each variant when it has been compiled.
 
     Attributes:
         steps: the variants that were tried, in order.
         best: the fastest variant that fits; None if none fits.
-        tightest: the variant that exceeds the budgets by the fewest bytes; None before any variant runs.
+        tightest: the variant that exceeds the memory budgets of device and host by the fewest bytes; None before any
+            variant is compiled.
         stopped: why the search ended early; "" if it did not.
-        seconds: the duration of the search.
+        seconds: the duration of the search in seconds.
     """
 
     def __init__(self, trials: Trials, space: Space, budget: int, show: Callable[[Step], None] = lambda step: None):
@@ -87,9 +88,9 @@ class Walk:
         A variant that is in `steps` already is not added again.
 
         Args:
-            stage: the stage of the search.
+            stage: the stage of the search, a key of `fit_progress.STAGES`.
             keys: the config keys of the variant, dotted key -> text.
-            answer: the worker's JSON record of bytes, FLOPs and schedule.
+            answer: the JSON record of the compiled program that the worker process returned: bytes, FLOPs and schedule.
             plan: a description of the tensors that the variant saves.
         """
         known = next((step for step in self.steps if step.keys == keys), None)
@@ -167,8 +168,8 @@ class Walk:
             self._try_neighbour_plans()
 
     def _search_with_squeeze(self, squeeze: Squeeze, base: Keys, meshes: Sequence[Keys]) -> None:
-        """Searches with one set of memory savings, on each mesh that can still become the fastest, the most promising
-        first.
+        """Searches with one set of memory savings (`squeeze`). It tries each mesh that can still be faster than the
+        best, the most promising first.
 
         base: the config keys that all variants share.
         """
@@ -208,10 +209,13 @@ class Walk:
         return sizes
 
     def bound(self, step: Step) -> float:
-        """Returns a lower bound of the seconds per update for all remat plans with the mesh and micro-batch of `step`.
+        """Returns a lower bound of the seconds per update for a mesh and micro-batch size, over all choices of the
+        tensors that layers save.
 
-        step: a variant that recomputes everything. The bound is its predicted time minus the most recomputation time
-        that a plan can save.
+        The bound is the predicted time with full recomputation, minus the most recomputation time that saved tensors
+        can avoid.
+
+        step: the variant with this mesh and micro-batch size that recomputes everything.
         """
         return step.seconds - min(self._saved_fraction * ALIKE, 1.0) * self._recompute_seconds(step)
 
@@ -228,8 +232,13 @@ class Walk:
         """Searches one mesh with larger and larger micro-batches, as long as a larger one is faster. For each, finds
         the least recomputation that fits.
 
-        Returns the seconds per update of the smallest micro-batch; infinity if it does not fit, or cannot be faster
-        than `to_beat` seconds per update.
+        Returns the predicted seconds per update with the smallest micro-batch; infinity if it does not fit, or cannot
+        be faster than `to_beat` seconds per update.
+
+        Args:
+            squeeze: the set of memory savings.
+            base: the config keys that all variants share.
+            mesh: the config keys that select the mesh.
         """
         seconds_by_size: list[float] = []  # seconds per update of each micro-batch so far
         for size in self._micro_batch_sizes(squeeze, mesh):
@@ -252,7 +261,8 @@ class Walk:
         return seconds_by_size[0] if seconds_by_size else math.inf
 
     def _find_least_recomputation(self, keys: Keys, activations: bool) -> float | None:
-        """Finds the remat plan with the least recomputation that fits, and returns its predicted seconds per update.
+        """Finds the remat plan (which tensors each layer saves) with the least recomputation that fits, and returns its
+        predicted seconds per update.
 
         Returns None if no plan fits.
 

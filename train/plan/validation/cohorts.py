@@ -23,14 +23,15 @@ class Cohort:
     """How well predictions match a group of measured runs, over all models. All ratios are predicted / measured.
 
     Attributes:
-        name: the name of the cohort or the source.
+        name: the name of the group, which is a cohort (such as one quality and age) or the publication of the runs.
         rows: number of runs with measured seconds.
         programs: number of different programs among these runs.
-        within: fraction of the programs whose ratio of seconds is in `validation_score.WITHIN`.
+        within: fraction of the programs whose ratio of seconds is from 0.85 to 1.15 (`WITHIN`).
         median, least, most: median, minimum and maximum of the ratios of seconds; None without runs.
         bytes_rows, bytes_programs: number of runs with measured bytes, and number of their different programs.
         bytes_are: what the measured bytes count, "reserved" or "allocated".
-        bytes_within: for each range of `BYTES_WITHIN`, the fraction of programs whose ratio of bytes is in the range.
+        bytes_within: for each range of `BYTES_WITHIN` (within 10 %, within 15 %), the fraction of programs whose ratio
+            of bytes is in the range.
         bytes_below: fraction of programs whose ratio of bytes is at most 1.
         bytes_median, bytes_least, bytes_most: median, minimum and maximum of the ratios of bytes.
     """
@@ -53,7 +54,8 @@ class Cohort:
 
 
 def by_cohort(scored: Iterable[ScoredRun]) -> list[Cohort]:
-    """Returns how well predictions match the measured runs of each cohort (`MeasuredRow.cohort`), sorted by name.
+    """Returns how well predictions match the measured runs of each cohort (a named group of runs,
+    `MeasuredRow.cohort`), sorted by name.
 
     Runs without a cohort are left out.
     """
@@ -61,9 +63,9 @@ def by_cohort(scored: Iterable[ScoredRun]) -> list[Cohort]:
 
 
 def by_source(scored: Iterable[ScoredRun]) -> list[Cohort]:
-    """Returns how well predictions match the measured runs of each source, sorted by name.
+    """Returns how well predictions match the measured runs of each source (publication), sorted by name.
 
-    Runs without a cohort are left out.
+    Runs without a cohort (a group to be scored together) are left out.
     """
     return _by(scored, lambda row: row.source_id if row.cohort else "")
 
@@ -116,7 +118,8 @@ def weights(programs: Sequence[str]) -> list[float]:
 
 
 def share_within(pairs: Sequence[tuple[str, float]], within: tuple[float, float]) -> float | None:
-    """Returns the fraction of programs whose ratio is in the range `within`, inclusive; None without pairs.
+    """Returns the fraction (0 to 1) of programs whose ratio predicted/measured is in the range `within`, inclusive;
+    None without pairs.
 
     Each program has weight 1, which its runs share equally.
 
@@ -130,7 +133,7 @@ def share_within(pairs: Sequence[tuple[str, float]], within: tuple[float, float]
 
 
 def median(pairs: Sequence[tuple[str, float]]) -> float | None:
-    """Returns the median of the ratios, in which each program has weight 1; None without pairs.
+    """Returns the median of ratios predicted/measured, in which each program has weight 1; None without pairs.
 
     pairs: (program, ratio) of each run.
     """
@@ -138,7 +141,7 @@ def median(pairs: Sequence[tuple[str, float]]) -> float | None:
 
 
 def quantile(pairs: Sequence[tuple[str, float]], at: float) -> float | None:
-    """Returns a quantile of the ratios, in which each program has weight 1; None without pairs.
+    """Returns a quantile of ratios predicted/measured, in which each program has weight 1; None without pairs.
 
     The quantile is interpolated as numpy's method `hazen` does. Several runs of one program share its weight.
 

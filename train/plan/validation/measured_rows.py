@@ -33,7 +33,8 @@ SETS: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredRow:
-    """A published measurement: the time and memory of one training run of another project, and our nearest config.
+    """A published measurement: the time and memory of one training run of another project, and our config that is
+    nearest to the run.
 
     Attributes:
         set, id: the name of the set of measurements, and the index of the measurement in the set.
@@ -105,7 +106,7 @@ def rows(name: str) -> tuple[MeasuredRow, ...]:
 
 
 def facts(name: str) -> list[Fact]:
-    """Reads the table of measurements data/NAME.csv. Returns one mapping, column -> text, for each row of the
+    """Reads the table data/NAME.csv of published measurements. Returns one `Fact` (column -> text) for each row of the
     table."""
     table = resources.files("bytescope.train.plan.validation") / "data" / f"{name}.csv"
     return list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline="")))
@@ -116,7 +117,7 @@ def shape(fact: Fact) -> dict[str, str]:
 
     `loss.kind=full` computes all logits as one array, as the measured programs do.
 
-    fact: the row of the table, column -> text.
+    fact: the row of the table with the run's published data, column -> text.
     """
     heads, width = int(fact["heads"]), int(fact["hidden"])
     return {
@@ -138,7 +139,7 @@ def shape(fact: Fact) -> dict[str, str]:
 def reason_not_compared(fact: Fact) -> str:
     """Returns the reason why a measured run is not compared with a prediction; "" if it is compared.
 
-    fact: the row of the table, column -> text.
+    fact: the row of the table with the run's published data, column -> text.
     """
     if fact["status"] != "ok":
         return f"nothing was measured: {fact['status']}"
@@ -156,8 +157,8 @@ def reason_not_compared(fact: Fact) -> str:
 
 
 def target(chip: str, gpus: int, per_host: int) -> str:
-    """Returns the name of the target with this number of GPUs, such as "h100:4" or "h100:2x8" (2 hosts with 8 GPUs
-    each).
+    """Returns the name of the compile target with this number of GPUs, such as "h100:4" or "h100:2x8" (2 hosts with 8
+    GPUs each).
 
     Args:
         chip: the type of GPU.
@@ -170,12 +171,12 @@ def target(chip: str, gpus: int, per_host: int) -> str:
 def row_of(
     name: str, number: int, fact: Fact, nearest: Setup, chip: str, gpus: int, per_host: int, **more: Any
 ) -> MeasuredRow:
-    """Converts one row of a table into a `MeasuredRow`.
+    """Converts one row of a table of published measurements into a `MeasuredRow`.
 
     Args:
         name: the name of the set.
         number: the index of the row in the table.
-        fact: the row of the table, column -> text.
+        fact: the row of the table with the run's published data, column -> text.
         nearest: the config and overrides of our nearest program, or the reason why there is none.
         chip: the type of GPU.
         gpus: the total number of GPUs.

@@ -56,7 +56,7 @@ DIFFERS: Mapping[str, Callable[[Fact, str], bool]] = {
 
 @functools.cache
 def rows() -> tuple[MeasuredRow, ...]:
-    """Returns all measurements of the table data/jax.csv, in order."""
+    """Returns the published measurements of JAX projects (table data/jax.csv), in the order of the table."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 

@@ -44,7 +44,7 @@ DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
 
 @functools.cache
 def rows() -> tuple[MeasuredRow, ...]:
-    """Returns all measurements of the table data/torch.csv, in order."""
+    """Returns the published measurements of PyTorch projects (table data/torch.csv), in the order of the table."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 

@@ -23,17 +23,18 @@ class ValidationResult:
     """The comparison of a set of published measurements with our predictions.
 
     Attributes:
-        set: the name of the set.
+        set: the name of the set of measurements.
         scored: the measured runs that have a prediction.
         groups: the scores of these runs for each model and number of GPUs.
-        unsaid: pairs (reason, runs) of the runs that are not compiled or scored, largest group first.
+        unsaid: the runs that are not compiled or scored, as pairs (reason, runs), largest group first.
         left: ids of the runs that were not compiled before Ctrl-C.
         compiled: number of programs compiled in this call. The other results were read from files.
         rates: where the FLOP/s and bytes/s of the chips are from.
         versions: the versions of the libraries that compiled the programs.
         cohorts, sources: scores over all models, for each cohort (such as a quality and age, or a framework) and for
             each source; () if runs of different models are never pooled.
-        elsewhere: pairs (versions, number of runs) of the programs that another environment compiled.
+        elsewhere: for programs that an environment with other library versions compiled, pairs (versions, number of
+            runs).
     """
 
     set: str
@@ -123,7 +124,7 @@ def score_row(
 
     Args:
         row: the measured run.
-        answer: what the compiler reported for the program of `row.config`. Its key `allocated_bytes` is used.
+        answer: the JSON record of the compiled program of `row.config`. Its key `allocated_bytes` is used.
         prediction: the predicted seconds per update of this program.
         program: name of the compiled program, to find runs that share one (`ScoredRun.program`).
     """
@@ -151,7 +152,8 @@ def _by_reason(rows: Sequence[MeasuredRow], why: Mapping[str, str]) -> tuple[tup
 
 
 def row_json(one: ScoredRun) -> dict[str, Any]:
-    """Returns a measured run and its prediction as JSON values. Seconds are per update, bytes are on one device."""
+    """Returns a measured run with its predicted seconds and bytes as JSON values. Seconds are per update, bytes are on
+    one device."""
     return {
         **_facts(one.row),
         "config": one.row.config,

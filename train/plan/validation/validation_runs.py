@@ -53,9 +53,11 @@ def jobs_of(rows: Sequence[MeasuredRow], factory: ProgramFactory) -> tuple[dict[
     Returns row id -> job that compiles the row's program, and row id -> reason why the row's config is invalid. Rows
     that already have a reason not to be compared (`row.reason`) are in neither.
 
-    A job, and the file of its result, is named by the set of measurements followed by two hashes. The first is of the
-    resolved config, the target and the source files that determine the program; the second also covers the versions of
-    the libraries.
+    The name of a job, which is also the name of its result file, is the set of measurements followed by two hashes. The
+    first hash is of the whole config, the target and the source files that determine the program. The second hash also
+    covers the versions of the libraries.
+
+    factory: builds the programs.
     """
     jobs, programs, refused = Jobs(factory), Jobs(factory, {}), {}
     by_row: dict[str, worker_pool.Job] = {}
@@ -84,8 +86,11 @@ def run(
     workers: int | None = None,
     progress: worker_pool.Progress = lambda labels, done: None,
 ) -> Runs:
-    """Compiles the programs of the measurements in worker processes and returns the compiler's record of each. Programs
-    that already have a file in `folder` are read, not compiled. After Ctrl-C the finished ones are returned.
+    """Compiles the programs of published measurements in worker processes, and returns the worker's record of each
+    (bytes, FLOPs and schedule).
+
+    Programs that already have a file in `folder` are read, not compiled. After Ctrl-C, the records that are finished
+    are returned.
 
     Args:
         rows: the published measurements.
@@ -136,9 +141,15 @@ def run(
 def finished(
     rows: Sequence[MeasuredRow], factory: ProgramFactory, folder: Path
 ) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
-    """Reads the programs that were compiled before, without compiling any. Returns row id -> name of the file of its
-    program, and row id -> the compiler's record in this file. Rows whose file does not exist are missing from the
-    second.
+    """Reads the records (bytes, FLOPs and schedule) of programs that were compiled before. Compiles nothing.
+
+    Returns row id -> name of the file of the row's program, and row id -> the record in this file. Rows whose file does
+    not exist are missing from the second mapping.
+
+    Args:
+        rows: the published measurements.
+        factory: builds the programs.
+        folder: the folder with a file for each compiled program.
     """
     jobs, _ = jobs_of(rows, factory)
     answers: dict[str, Mapping[str, Any]] = {}

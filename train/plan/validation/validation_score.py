@@ -37,8 +37,9 @@ class ScoredRun:
             more.
         low, high: the interval of predicted seconds per update in which four of five measured runs are expected.
         allocated_bytes: the bytes that our program allocates on one device.
-        bound_by: the component of the prediction that takes longest, or `validation_result.HOST` for kernel launches.
-        by_term: component of the prediction -> seconds.
+        bound_by: the component of the predicted time that takes longest, such as matmuls, or `validation_result.HOST`
+            for kernel launches by the host.
+        by_term: component of the predicted time -> seconds.
         program: name of the compiled program. Runs with the same name share it; "" means that no other run uses it.
     """
 
@@ -77,7 +78,8 @@ class Pairs:
         right: fraction of pairs that the prediction puts in the right order; None without pairs.
         by_tensor: fraction of pairs in the right order if runs are sorted by the size of their tensor-parallel group;
             None without pairs.
-        near_count, near_right, near_by_tensor: the same for pairs that differ by a factor of at most 1.5.
+        near_count, near_right, near_by_tensor: the same three values for pairs whose measured seconds differ by a
+            factor of at most 1.5.
     """
 
     count: int
@@ -90,8 +92,8 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """How well predictions match the runs of one model on one number of GPUs. Runs with pipeline stages form their own
-    group.
+    """How well predictions match the measured runs of one model on one number of GPUs. Runs with pipeline stages form
+    their own group.
 
     Attributes:
         model, gpus: the model and the number of GPUs.
@@ -100,15 +102,15 @@ class Group:
         within: fraction of the ratios from 0.85 to 1.15 (`WITHIN`).
         free_median: the median ratio of the runs that are not bound by kernel launches.
         free_rows: number of runs that are not bound by kernel launches.
-        spearman, spearman_by_tensor: rank correlation of the measured seconds with the prediction, and with the size
-            of the tensor-parallel group. None for fewer than three runs, or if all values are equal.
-        pairs: the pairs of runs with equal numbers of stages.
+        spearman, spearman_by_tensor: rank correlation of the measured seconds with the prediction, and with the size of
+            the tensor-parallel group. None for fewer than three runs, or if all values are equal.
+        pairs: how often the prediction orders two runs correctly, for runs with equal numbers of stages.
         bytes_rows: number of runs with measured bytes.
         bytes_below: fraction of these runs whose ratio of our bytes to the measured bytes is at most 1.
         bytes_median: median of this ratio.
         staged: whether these are the runs with pipeline stages.
-        across: the pairs of runs with different numbers of stages, including runs without stages; None for a group
-            without stages.
+        across: how often the prediction orders two runs with different numbers of stages correctly, including runs
+            without stages; None for a group without stages.
     """
 
     model: str
@@ -146,7 +148,7 @@ def with_launches(seconds: float, row: MeasuredRow) -> float:
 
 
 def groups(scored: Iterable[ScoredRun]) -> list[Group]:
-    """Returns how well predictions match the measured runs of each model on each number of GPUs, sorted.
+    """Returns how well predictions match the measured runs of each model on each number of GPUs, sorted by these two.
 
     Runs with pipeline stages form their own group. Runs without measured seconds contribute only their bytes.
     """
@@ -161,7 +163,7 @@ def groups(scored: Iterable[ScoredRun]) -> list[Group]:
 
 
 def _score_group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequence[ScoredRun]) -> Group:
-    """Returns the scores of the measured runs `some` of one model on one number of GPUs.
+    """Returns how well predictions match the measured runs `some`, which are of one model on one number of GPUs.
 
     all_stages: if `some` have pipeline stages, all runs of the model on these GPUs, with and without stages; else
     empty.
@@ -203,8 +205,8 @@ def share(values: Sequence[float], holds: Callable[[float], bool]) -> float | No
 
 
 def pairs_of(timed: Sequence[ScoredRun], across: bool = False) -> Pairs:
-    """Compares all pairs of runs. Returns the fractions that are in the right order by prediction and by the size of
-    the tensor-parallel group.
+    """Compares all pairs of runs. Returns the fraction of pairs that the prediction puts in the measured order, and the
+    same fraction for sorting by the size of the tensor-parallel group.
 
     across: True compares runs with different numbers of stages, False compares runs with equal numbers of stages.
     """

@@ -55,25 +55,30 @@ _MAX_LINE = 160
 
 
 def between(lowest: float, highest: float) -> str:
-    """Returns the text for a range of ratios, such as "0.97 to 2.00"."""
     return f"{lowest:.2f} to {highest:.2f}"
 
 
 def is_off(row: Record) -> str:
     """Returns the style of a table cell: "exceeds" (a warning colour) if the predicted seconds differ from the measured
-    ones by more than 15 % (`WITHIN`), else ""."""
+    ones by more than 15 % (`WITHIN`), else "". `row`: a run in the JSON result."""
     return "" if WITHIN[0] <= row["ratio"] <= WITHIN[1] else "exceeds"
 
 
 def ratio(key: str, title: str, **more: Any) -> ColumnView:
-    """Returns a table column for ratios, with two digits after the decimal point."""
+    """Returns a table column for ratios predicted/measured, with two digits after the decimal point.
+
+    Args:
+        key: the key of the records that has the ratio.
+        title: the title of the column.
+        more: other arguments of `ColumnView`.
+    """
     return ColumnView(key, title, "ratio", digits=2, **more)
 
 
 def cohort_columns(title: str) -> tuple[ColumnView, ...]:
     """Returns the columns of the table that compares predicted with measured seconds for groups of runs.
 
-    title: the title of the first column, which has the name of the group.
+    title: the title of the first column, which contains the name of each group.
     """
     return (
         ColumnView("name", title, min_width=18),
@@ -198,8 +203,8 @@ def named(rows: Sequence[Record]) -> list[str]:
 
 
 def worst_first(rows: Sequence[Record]) -> list[Record]:
-    """Returns the runs sorted by how far the predicted seconds are from the measured seconds, as a factor, largest
-    first."""
+    """Returns the runs sorted by the factor between predicted and measured seconds, largest first. The factor is at
+    least 1."""
     return sorted(rows, key=lambda row: -abs(math.log(row["ratio"])) if row["ratio"] else 0.0)
 
 
@@ -217,8 +222,11 @@ def show(validation: Mapping[str, Any], *, console: Console | None = None) -> No
 def render_text(validation: Mapping[str, Any]) -> RenderableType:
     """Renders the comparison of predictions with measurements for the terminal.
 
-    The text has a heading, scores over all models if they are pooled, seconds and order for each model and number of
-    GPUs, bytes, the worst predictions, runs with known differences, and the reasons why other runs are not compared.
+    The text has a heading, scores over all models (if the set has cohorts), scores of seconds, order and bytes for each
+    model and number of GPUs, the worst predictions, runs with known differences, and the reasons why other runs are not
+    compared.
+
+    validation: the JSON of the comparison (`ValidationResult.to_json`).
     """
     pooled = bool(validation["cohorts"])
     return blocks(

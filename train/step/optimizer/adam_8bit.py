@@ -36,9 +36,10 @@ class EightBitState(NamedTuple):
 
     Fields:
       count: number of updates, int32.
-      mu, root_nu: first moment and square root of the second moment, trees with the structure of the parameters.
-        Leaves are int8 (mu) and uint8 (root_nu) codes, or float32 for parameters that are not quantized.
-      mu_scale, nu_scale: float32, one per block; `MaskedNode` for parameters that are not quantized.
+      mu, root_nu: first moment and square root of the second moment, trees with the structure of the parameters. Leaves
+        are int8 (mu) and uint8 (root_nu) codes, or float32 for parameters that are not quantized.
+      mu_scale, nu_scale: float32 scales of the codes, one per block of elements (see `block_shape`); `MaskedNode` for
+        parameters that are not quantized.
     """
 
     count: jax.Array  # type: ignore[assignment]  # the name that optax uses; it hides tuple.count
@@ -80,10 +81,15 @@ def decode_unsigned(codes: jax.Array) -> jax.Array:
 
 def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns the shape of the blocks of a parameter whose 8-bit moments share one scale, for example (128, 1) for a
-    matrix of shape (1024, 512). Returns None if the moments stay float32.
+    matrix of shape (1024, 512). Returns None if the moments stay float32, as for small parameters and vectors.
 
-    The block shape divides `shape` and has as many axes. Blocks extend up to 128 elements along the first axis of
-    `MatrixAxes.block`. If that axis gives fewer than 64 elements, they extend along the next axis too.
+    The block shape divides `shape` and has as many axes. `MatrixAxes.block` lists the axes along which blocks of a
+    parameter may extend. Blocks extend up to 128 elements along the first of these axes. If that axis gives fewer than
+    64 elements, they extend along the next axis too.
+
+    Args:
+      path: path of the parameter in the tree of parameters.
+      shape: shape of the parameter.
     """
     matrix = matrix_of(path)
     if matrix is None or math.prod(shape[len(shape) - matrix.inputs - matrix.outputs :]) < MIN_SIZE:
@@ -95,8 +101,8 @@ def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _split_into_blocks(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """Splits every axis of `x` into two, (number of blocks, elements of a block): [256, 8] in blocks (128, 1) -> [2,
-    128, 8, 1]."""
+    """Splits every axis of `x` into two axes, (number of blocks, elements of a block). For example, [256, 8] with the
+    block shape (128, 1) becomes [2, 128, 8, 1]."""
     return x.reshape([n for size, own in zip(x.shape, block) for n in (size // own, own)])
 
 
@@ -106,11 +112,11 @@ def _add_block_axes(scale: jax.Array) -> jax.Array:
 
 
 def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, jax.Array]:
-    """Quantizes `x`. Returns codes in the shape of `x` and float32 scales. The scale of a block is its largest
-    magnitude.
+    """Quantizes `x` to 8 bits. Returns codes in the shape of `x` and float32 scales, one per block. The scale of a
+    block is its largest magnitude.
 
     Args:
-      block: shape of a block, which divides the shape of `x`.
+      block: shape of a block of elements that share a scale. It divides the shape of `x`.
       encode: `encode_signed` or `encode_unsigned`.
     """
     blocks = _split_into_blocks(x, block)
@@ -120,14 +126,22 @@ def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, j
 
 
 def dequantize(codes: jax.Array, scale: jax.Array, block: tuple[int, ...], decode) -> jax.Array:
-    """Returns the float32 numbers of `codes`, in their shape. `decode` must match the `encode` of `quantize`."""
+    """Returns the float32 numbers that `codes` represent, in the same shape.
+
+    Args:
+      codes: 8-bit codes from `quantize`.
+      scale: scale of each block.
+      block: shape of a block of elements that share a scale.
+      decode: `decode_signed` or `decode_unsigned`, the inverse of the `encode` that was used.
+    """
     return (decode(_split_into_blocks(codes, block)) * _add_block_axes(scale)).reshape(codes.shape)
 
 
 def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """Returns a transformation like `optax.scale_by_adam` that stores the moments in 8 bits.
 
-    The update is computed from the new moments before they are quantized.
+    The update is computed from the new moments before they are quantized. `b1`, `b2`: decay of the first and the second
+    moment. `eps`: added to the root of the second moment.
     """
 
     def init(params):

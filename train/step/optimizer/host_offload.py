@@ -39,8 +39,8 @@ def has_host_memory(device: jax.Device) -> bool:
 
 
 def device_bytes(tree: Any) -> int:
-    """Returns the bytes that a tree takes in the memory of one device. Arrays in host memory are not counted. Leaves
-    are arrays, or shapes with shardings."""
+    """Returns the bytes that a tree takes in the memory of one device. Leaves are arrays, or ShapeDtypeStructs with
+    shardings. Leaves in host memory are not counted."""
     return sum(device_sizes(tree))
 
 
@@ -76,8 +76,8 @@ def move_to_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def hosted_state(state: Any, *, hosts_params: bool, hosts_optimizer: bool) -> Any:
-    """Returns the abstract state with parameters or optimizer state placed in host memory. Counters stay on the
-    device."""
+    """Returns the abstract training state with its parameters (if `hosts_params`) and its optimizer state (if
+    `hosts_optimizer`) placed in host memory. Counters stay on the device."""
 
     def move(leaf):
         return move_to_host(leaf) if leaf.ndim else leaf
@@ -93,10 +93,11 @@ def hosted_state(state: Any, *, hosts_params: bool, hosts_optimizer: bool) -> An
 
 
 def leaf_groups(like: Any) -> list[list[int]]:
-    """Groups the leaves of the abstract tree `like` for `compute_in_groups`. Returns the indices of the leaves in each
-    group.
+    """Divides the leaves of the abstract tree `like` into groups that are computed one after the other, so that a group
+    fits on the device. Returns the indices of the leaves in each group.
 
-    The first group stays on the device. The other groups go to host memory and have about a GiB each.
+    The leaves of the first group stay on the device. The leaves of the other groups go to host memory; a group has
+    about a GiB.
     """
     leaves = jax.tree.leaves(like)
     out: list[list[int]] = [[place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]]
@@ -131,11 +132,11 @@ def jit_leaves(make: Callable[..., Any], leaves: list[Any], places: list[int]) -
 
 
 def compute_in_groups(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
-    """Returns a function with the result of `make` that runs as several programs. The result has the shardings of the
+    """Returns a function that computes the result of `make` in several programs. The result has the shardings of the
     abstract tree `like`.
 
-    Results for host memory are computed about a GiB at a time, because every array is first computed on the device and
-    all of them together may not fit there.
+    Every array is first computed on the device. All arrays for host memory together may not fit there, so each program
+    computes about a GiB of them.
     """
     leaves, tree = jax.tree.flatten(like)
 

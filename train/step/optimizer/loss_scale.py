@@ -41,13 +41,13 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The settings of dynamic loss scaling, and its rule: the scale doubles after many updates without overflow, and
-    halves after an overflow.
+    """The settings of dynamic loss scaling, and its rule: the scale doubles after `growth_every` updates without
+    overflow, and halves after an overflow.
 
     Fields:
       initial: the loss scale at the start, for the mean loss.
       growth_every: number of updates without overflow after which the scale doubles.
-      positions: number of positions of a micro-batch over all devices. The loss is a sum over positions, so it is
+      positions: number of token positions of a micro-batch over all devices. The loss is a sum over positions, so it is
         multiplied by the scale divided by this number. The number is rounded up to a power of two, because products
         with powers of two change only exponents.
     """
@@ -95,7 +95,7 @@ def undo_overflow(
     Args:
       scaling: the rule that changes the loss scale.
       scale: the loss scale before the update.
-      new, old: (params, optimizer state) with the update, and without it. After an overflow the result is `old`, but
+      new, old: (params, optimizer state) after the update, and before it. After an overflow the result is `old`, but
         with the gradient norm of `new`, which is infinite or NaN and so shows the overflow in the metrics.
 
     Under `optax.MultiSteps` an overflow in any micro-batch stays in the sum of gradients until the last micro-batch,

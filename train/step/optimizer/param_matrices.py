@@ -15,13 +15,14 @@ from bytescope.model.adapters import TARGETS
 
 
 class MatrixAxes(NamedTuple):
-    """Which axes of a parameter form the rows and columns of a matrix.
+    """Says which axes of a parameter form the rows and which form the columns of a matrix.
 
     Fields:
-      inputs, outputs: the number of axes that form the rows and the number of axes that form the columns. These are
+      inputs, outputs: the number of axes that form the rows, and the number of axes that form the columns. These are
         the last axes of the parameter.
-      block: axes along which blocks of 8-bit optimizer state extend, in order of preference. ZeRO does not shard these
-        axes. For a token table it is the width, so that rare tokens do not share a block with frequent ones.
+      block: indices of the axes along which blocks of 8-bit optimizer state extend, in order of preference. A block is
+        a group of elements with one scale. ZeRO does not shard these axes. For a token table it is the width, so that
+        rare tokens do not share a block with frequent ones.
       hidden: True if the matrix is between embedding and head. muon updates only hidden matrices.
     """
 
@@ -70,11 +71,11 @@ def matrix_of(path: tuple) -> MatrixAxes | None:
 
 
 def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape to which a parameter is reshaped: a batch of matrices [N, rows, columns] or of vectors [N,
-    size].
+    """Returns the shape to which a parameter is reshaped: a batch of N matrices [N, rows, columns] or of N vectors [N,
+    size]. N is the number of layers if layers are stacked, else 1.
 
-    Expert matrices become [N, E, rows, columns]. The experts keep a separate axis, because merged with the layers'
-    axis the experts of one device would not be adjacent.
+    Matrices of E experts become [N, E, rows, columns]. The experts keep a separate axis, because merged with the
+    layers' axis the experts of one device would not be adjacent.
     """
     matrix = matrix_of(path)
     if matrix is None:
@@ -89,8 +90,9 @@ def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns `function(*arrays)` for arrays of one parameter. If the parameter is stacked, it is computed layer by
-    layer. Results have the shapes of the arrays.
+    """Returns `function(*arrays)` for arrays of one parameter, such as its gradient and momentum. If they have a
+    leading axis of stacked layers, the function is applied to one layer at a time. Results have the shapes of the
+    arrays.
 
     `path` is the path of the parameter, whose name must be in MATRICES. The loop works in place, so memory that
     `function` allocates exists for one layer at a time. The experts of a layer are computed together: they are sharded
@@ -119,10 +121,11 @@ def _is_expert_matrix(path: tuple) -> bool:
 def each_matrix(
     inner: Callable[[int], optax.GradientTransformation], vocabulary: int | None = None
 ) -> optax.GradientTransformation:
-    """Returns a transformation that applies `inner(elements)` to every matrix and vector separately.
+    """Returns a transformation that applies `inner(elements)` to every matrix and vector separately, also to every
+    layer of stacked layers.
 
-    The state is a tree with the structure of the parameters. Its leaves have one leading batch axis, or two for
-    experts (see `as_matrices`).
+    The state is a tree with the structure of the parameters. Its leaves have a leading axis of layers, of size 1 if
+    layers are not stacked. Expert parameters also have an axis of experts.
 
     Args:
       inner: (number of elements of the matrix, without vocabulary padding) -> the transformation of the matrix.
@@ -218,8 +221,8 @@ def scale_by_muon(momentum: float) -> optax.GradientTransformation:
     sqrt(max(rows, columns)).
 
     The scale gives updates the RMS of AdamW updates, so that muon and AdamW can share learning rate and weight decay
-    (Liu et al. 2025, arXiv 2502.16982). All parameters must be in MATRICES. Layers are computed one after the other,
-    so that devices gather one layer at a time.
+    (Liu et al. 2025, arXiv 2502.16982). All parameters must be in MATRICES. Layers are computed one after the other, so
+    that devices gather one layer at a time. `momentum`: decay of the velocity.
     """
 
     def direction(path, mean):
@@ -241,7 +244,7 @@ def scale_by_muon(momentum: float) -> optax.GradientTransformation:
 
 def muon(momentum: float, rest: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns a transformation that applies muon (Jordan et al. 2024, github.com/KellerJordan/Muon) to hidden matrices
-    and `rest` to all other parameters."""
+    and the transformation `rest` to all other parameters."""
 
     def label(path, _):
         matrix = matrix_of(path)

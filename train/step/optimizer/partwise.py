@@ -35,10 +35,10 @@ class Part:
     Fields:
       params: indices of the group's leaves in the list of all parameters.
       kept: indices of their optimizer state in the list of all leaves of the optimizer state.
-      turns: number of equal pieces along the first axis that are updated one after the other to save memory, such as
-        the layers of a stack, or ranges of rows of a large table in host memory. 0 to update everything at once.
+      turns: number of equal pieces along the first axis that are updated one after the other to save memory. A piece is
+        a layer of a stack, or a range of rows of a large table in host memory. 0 to update the whole group at once.
       stacked: True if the pieces are layers.
-      group: if gradients are clipped by layer, parts with the same `group` are clipped by their common norm.
+      group: name of the parts whose gradients are clipped by their common norm if clipping is by layer.
     """
 
     params: tuple[int, ...]
@@ -49,16 +49,22 @@ class Part:
 
 
 def owner(path: tuple, known: set[tuple]) -> tuple | None:
-    """Returns the path of the parameter, one of `known`, to which a leaf of the optimizer state belongs. Returns None
-    for leaves such as counters."""
+    """Returns the path of the parameter to which a leaf of the optimizer state belongs. Returns None for leaves such as
+    counters.
+
+    Args:
+      path: path of the leaf in the optimizer state, which contains the path of its parameter.
+      known: paths of all parameters.
+    """
     spans = (path[start:stop] for start in range(len(path)) for stop in range(len(path), start, -1))
     return next((span for span in spans if span in known), None)
 
 
 def rows_of_table(leaf: jax.ShapeDtypeStruct) -> int:
-    """Returns the number of pieces into which a table's rows are split so that each has at most PIECE bytes.
+    """Returns the number of equal ranges of rows into which a table, such as an embedding, is split, so that each range
+    has at most PIECE bytes on a device.
 
-    Returns 0 if the table is at most one piece or its rows are sharded.
+    Returns 0 if the whole table has at most PIECE bytes or its rows are sharded.
     """
     if _rows_sharded(leaf.sharding):
         return 0
@@ -83,7 +89,7 @@ def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list
       params, kept: trees of the parameters and of the optimizer state, abstract or concrete.
       stacked: True if the layers are stacked, with the layer as the first axis of each leaf. A stack is then one part.
         Otherwise each layer is a part.
-      in_rows: True if large tables may be updated some rows at a time.
+      in_rows: True if a large table in host memory may be updated some rows at a time.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     leaves, kept_leaves, known = jax.tree.leaves(params), jax.tree.leaves(kept), set(paths)
@@ -113,15 +119,16 @@ def _part_path(path: tuple, stacked: bool) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class PartwiseUpdate:
-    """Computes the optimizer update part by part, which needs less memory than all at once. The results and the state
-    equal those of `optax.chain(mean_and_clip(max_norm), rule)`, wrapped in `optax.MultiSteps` if `every` is above 1.
+    """Computes the optimizer update one part (group of parameters) at a time, which needs less memory than all at once.
+    The results and the state equal those of `optax.chain(mean_and_clip(max_norm), rule)`, wrapped in `optax.MultiSteps`
+    if `every` is above 1.
 
     Fields:
       rule: the transformation after clipping.
       max_norm: maximum norm of the mean gradient, 0 for no clipping.
       by_layer: True to clip each layer by its own norm, and all other parameters by their common norm.
       every: number of calls whose gradients are summed before an update.
-      stacked: True if the first axis of the blocks' leaves is the layer axis.
+      stacked: True if the layers are stacked, with the layer as the first axis of each leaf.
       in_rows: True if the rule may update some rows of a table at a time.
       precision: determines how updated parameters are rounded. The result is bit-equal to an update of everything at
         once.
@@ -145,15 +152,18 @@ class PartwiseUpdate:
 
     @cached_property
     def parts(self) -> tuple[list[Part], list[int]]:
-        """(parts, indices of the optimizer state that belongs to no parameter), as returned by `parts_of`."""
+        """Pair (parts, indices of the optimizer-state leaves that belong to no parameter, such as counters)."""
         inner = self.opt_state.inner_opt_state if self.every > 1 else self.opt_state
         return parts_of(self.params, inner[1], self.stacked, self.in_rows)
 
     def __call__(self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-        """Returns the new params and opt_state from gradients summed over `tokens`. Each leaf stays in the memory
-        (device or host) that it is in.
+        """Returns the new params and opt_state. Each leaf stays in the memory (device or host) that it is in.
 
-        `key`: random key for the rounding of updated parameters.
+        Args:
+          params, opt_state: the trees before the update.
+          grads: gradients summed over `tokens` tokens.
+          tokens: number of unmasked targets.
+          key: random key for the rounding of updated parameters.
         """
         if self.every == 1:
             return self._update_if(params, grads, opt_state, tokens, key, None)
@@ -196,7 +206,8 @@ class PartwiseUpdate:
           parts: the parts to update.
           p, s, g: leaves of all parameters, of the optimizer state, and of the gradients (in the order of `p`).
           shared: leaves of the optimizer state that belong to no parameter, such as counters.
-          scales: `Part.group` -> factor from the summed gradient to the clipped mean gradient, from `scales`.
+          scales: `Part.group` -> factor from the summed gradient to the clipped mean gradient, as the method `scales`
+            returns it.
           key: random key for the rounding of updated parameters.
           when: False to leave everything unchanged, because the gradients of this update are not yet complete.
         """
@@ -234,11 +245,14 @@ class PartwiseUpdate:
         return own if before is None else jax.lax.optimization_barrier((own, before))[0]
 
     def scales(self, grads: Leaves, tokens: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Returns the factor of the gradients for each group of parts, and the global norm of the mean gradient,
-        float32.
+        """Returns (`Part.group` -> factor of the gradients, global norm of the mean gradient), float32.
 
-        A factor turns a gradient that is summed over tokens into the clipped mean gradient. For a stack that is
-        clipped by layer it is [N], one factor per layer.
+        A factor turns a gradient that is summed over tokens into the clipped mean gradient. For a stack that is clipped
+        by layer it has shape [layers], one factor per layer.
+
+        Args:
+          grads: leaves of the gradients, summed over tokens.
+          tokens: number of tokens in the sum.
         """
         inverse = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
         with jax.named_scope("grad_norm"):
@@ -271,12 +285,13 @@ class PartwiseUpdate:
         return each if part.stacked else each.sum()
 
     def shared(self, kept: Leaves) -> Leaves:
-        """Returns the leaves of the optimizer state that belong to no parameter, such as counters."""
+        """Returns the leaves of the optimizer state that belong to no parameter, such as counters. `kept`: all leaves
+        of the optimizer state."""
         return [kept[place] for place in self.parts[1]]
 
     def counted(self, shared: Leaves) -> Leaves:
-        """Returns `shared`, the leaves of the state that belong to no parameter, such as counters, as they are after
-        the update."""
+        """Returns the values after the update of `shared`, the leaves of the optimizer state that belong to no
+        parameter, such as counters."""
         return self._apply_rule(Part((), (), 0, False, ""), [], [], [], shared)[2]
 
     def _part(
@@ -319,8 +334,8 @@ class PartwiseUpdate:
         scale: jax.Array,
         key: jax.Array,
     ) -> tuple[Leaves, Leaves]:
-        """Updates one piece of a part, such as one layer of the stacked layers. Returns the (parameters, optimizer
-        state) of the whole part.
+        """Updates one piece of a part: one layer of a stack, or a range of rows of a table. Returns the (parameters,
+        optimizer state) of the whole part.
 
         Args:
           part: the part. Its `turns` must be above 0.
@@ -353,11 +368,17 @@ class PartwiseUpdate:
         key: jax.Array,
         index: jax.Array | int = 0,
     ) -> tuple[Leaves, Leaves]:
-        """Computes the optimizer update of one part, or of one piece of it, whose leaves are given. Returns their new
-        (parameters, optimizer state). Each leaf stays in the memory (device or host) that it is in.
+        """Computes the optimizer update of one part, or of one piece of it (a layer, or a range of rows). Returns the
+        new (parameters, optimizer state). Each leaf stays in the memory (device or host) that it is in.
 
-        `index`: number of the piece, which selects its random bits. Other arguments: as in `layer`, but for the given
-        leaves only.
+        Args:
+          part: the part.
+          params, kept: parameters and optimizer state of the part or piece.
+          grads: their gradients, summed over tokens.
+          shared: leaves of the optimizer state that belong to no parameter, such as counters.
+          scale: factor from the summed gradient to the clipped mean gradient.
+          key: random key for the rounding of updated parameters.
+          index: number of the piece, which selects its random bits.
         """
         mean = [grad.astype(jnp.float32) * scale for grad in fetch(grads)]
         on_device = fetch(params)
@@ -371,8 +392,15 @@ class PartwiseUpdate:
     def _apply_rule(
         self, part: Part, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves
     ) -> tuple[Leaves, Leaves, Leaves]:
-        """Applies the optimizer rule to one part on the device, with mean gradients `grads`. Returns the updates of its
-        parameters, its new optimizer state, and the new `shared` leaves, such as counters."""
+        """Applies the optimizer rule to one part on the device. Returns the updates of its parameters, its new
+        optimizer state, and the new `shared` leaves.
+
+        Args:
+          part: the part, a group of parameters.
+          params, kept: its parameters and optimizer state.
+          grads: its mean gradients.
+          shared: leaves of the optimizer state that belong to no parameter, such as counters.
+        """
         tree, kept_tree = self._trees
         params, grads = (
             tree.unflatten(_place_among_holes(part.params, leaves, tree.num_leaves)) for leaves in (params, grads)
@@ -394,14 +422,16 @@ def make_partwise(
     vocabulary: int,
     stacked: bool,
 ) -> PartwiseUpdate:
-    """Returns the optimizer update that is computed part by part. Training state in host memory, clipping by layer and
-    a fused backward pass need it.
+    """Returns the optimizer update that is computed one part (group of parameters) at a time. Training state in host
+    memory, clipping by layer and a fused backward pass need it.
 
     Args:
+      schedule: index of the update -> learning rate.
+      precision: determines how updated parameters are rounded.
       every: number of calls whose gradients are summed before an update.
       state: the abstract TrainState.
       vocabulary: number of tokens in the vocabulary.
-      stacked: True if the first axis of the blocks' leaves is the layer axis.
+      stacked: True if the layers are stacked, with the layer as the first axis of each leaf.
     """
     return PartwiseUpdate(
         make_rule(config, schedule, vocabulary),

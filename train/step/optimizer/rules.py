@@ -31,7 +31,7 @@ class OptimizerConfig:
       warmup_steps: number of updates of linear warm-up.
       end_fraction: final learning rate of the cosine decay, as a fraction of the peak.
       b1, b2: decay of the first and the second moment.
-      momentum: decay of the velocity, for momentum and muon.
+      momentum: decay of the velocity, for the optimizers "momentum" and "muon".
       eps: added to the root of the second moment.
       weight_decay: weight decay of matrices, multiplied by the learning rate.
       router_bias_rate: change of a router bias per update.
@@ -61,11 +61,8 @@ class OptimizerConfig:
 
 
 class ClipState(NamedTuple):
-    """The state of clipping.
-
-    Fields:
-      grad_norm: global L2 norm of the mean gradient before clipping, a float32 scalar.
-    """
+    """The optimizer state of gradient clipping. `grad_norm`: global L2 norm of the mean gradient before clipping, a
+    float32 scalar."""
 
     grad_norm: jax.Array
 
@@ -74,9 +71,14 @@ def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that turns gradients summed over tokens into their mean over tokens, and clips the
     global norm of the mean, in float32.
 
-    The division is after accumulation, so that every unmasked token has the same weight. The update function also takes
-    `tokens`, the number of unmasked tokens, and `factor`, by which loss scaling multiplied the loss and which is
-    divided out. `max_norm`: 0 for no clipping. The norm is stored in the state for the metrics.
+    The division is after accumulation, so that every unmasked token has the same weight. The norm is stored in the
+    state for the metrics.
+
+    The update function takes two more arguments: `tokens`, the number of unmasked tokens, and `factor`. Loss scaling
+    multiplied the loss by `factor`, so gradients are divided by it.
+
+    Args:
+      max_norm: maximum norm of the mean gradient, 0 for no clipping.
     """
 
     def init(params):
@@ -100,7 +102,7 @@ def _float32(tree: Any) -> Any:
 
 
 def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `rule` for parameters of any dtype, computed as if they were float32.
+    """Returns the transformation `rule` for parameters of any dtype, computed as if they were float32.
 
     Its state is float32 too, unless the rule itself chooses a smaller dtype.
     """
@@ -116,9 +118,12 @@ def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def clip_scale(norm: jax.Array, inverse: jax.Array, max_norm: float) -> jax.Array:
-    """Returns the factor that turns a summed gradient into the clipped mean gradient.
+    """Returns the factor that turns a gradient summed over tokens into the clipped mean gradient.
 
-    `norm`: norm of the mean gradient. `inverse`: factor from the sum to the mean. `max_norm`: 0 for no clipping.
+    Args:
+      norm: norm of the mean gradient.
+      inverse: 1 / number of tokens, the factor from the sum to the mean.
+      max_norm: maximum norm of the mean gradient, 0 for no clipping.
     """
     return inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
 
@@ -146,8 +151,13 @@ SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def scale_by_batch(schedule: optax.Schedule, config: OptimizerConfig, batch: BatchAlgebra) -> optax.Schedule:
-    """Scales a learning-rate schedule with the batch size: multiplies it by (tokens of an update / `base_batch_tokens`)
-    to the power 0, 0.5 or 1, for `batch_scaling` "none", "sqrt" or "linear".
+    """Scales a learning-rate schedule with the batch size. It is multiplied by (tokens per update /
+    `base_batch_tokens`) to the power 0, 0.5 or 1, for `batch_scaling` "none", "sqrt" or "linear".
+
+    Args:
+      schedule: index of the update -> learning rate.
+      config: has `batch_scaling` and `base_batch_tokens`.
+      batch: the sizes of the batch, for the tokens of each update.
 
     Raises:
       ValueError: `batch_scaling` is set without `base_batch_tokens`.
@@ -166,7 +176,7 @@ def scale_by_batch(schedule: optax.Schedule, config: OptimizerConfig, batch: Bat
 
 
 def describe_scaling(config: OptimizerConfig, batch: BatchAlgebra) -> str:
-    """Returns one line that describes the scaling of the learning rate, "" without scaling."""
+    """Returns one line that says how the learning rate is scaled with the batch size, "" without scaling."""
     power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
     if not power:
         return ""
@@ -225,8 +235,10 @@ def make_rule(
 ) -> optax.GradientTransformation:
     """Returns the transformation from the mean, clipped gradient to the update of the parameters, in float32.
 
-    `config`: the group `optimizer`. `vocabulary`: number of tokens in the vocabulary; None if the embedding table has
-    no padding rows.
+    Args:
+      config: the config group `optimizer`.
+      schedule: index of the update -> learning rate.
+      vocabulary: number of tokens in the vocabulary; None if the embedding table has no padding rows.
     """
     return in_float32(
         optax.chain(
@@ -245,12 +257,16 @@ def make_optimizer(
     multisteps: int | Callable[[jax.Array], jax.Array],
     accumulator: DTypeLike = jnp.float32,
 ) -> Any:
-    """Returns the optimizer of `config`, the group `optimizer`. Its update function also takes `tokens`, the number of
-    unmasked tokens of the update.
+    """Returns the optimizer of `config`: mean over tokens, clipping, and the optimizer's rule. Its update function
+    takes one more argument, `tokens`, the number of unmasked tokens of the update.
 
-    `multisteps` is the number of micro-steps per update, or a function from the update's index to it. Unless it is 1,
-    the optimizer is wrapped in `optax.MultiSteps`, which sums gradients in a tree of dtype `accumulator`.
-    `vocabulary`: as in `make_rule`.
+    Args:
+      config: the config group `optimizer`.
+      schedule: index of the update -> learning rate.
+      vocabulary: number of tokens in the vocabulary; None if the embedding table has no padding rows.
+      multisteps: number of micro-steps per update, or a function from the update's index to it. Unless it is 1, the
+        optimizer is wrapped in `optax.MultiSteps`, which sums the gradients of the micro-steps.
+      accumulator: dtype of that sum.
     """
     chain = optax.chain(mean_and_clip(config.clip_norm), make_rule(config, schedule, vocabulary))
     if multisteps == 1:
@@ -259,6 +275,6 @@ def make_optimizer(
 
 
 def grad_norm(opt_state: Any) -> jax.Array:
-    """Returns the last gradient norm before clipping, a float32 scalar, from the state of `mean_and_clip`."""
+    """Returns the last gradient norm before clipping, a float32 scalar, from the optimizer state."""
     inner = opt_state.inner_opt_state if isinstance(opt_state, optax.MultiStepsState) else opt_state
     return inner[0].grad_norm

@@ -17,9 +17,13 @@ from bytescope.train.parallel.layout import Layout
 def frozen_names(names: Collection[str], patterns: Sequence[str], scan: bool) -> frozenset[str]:
     """Returns the dotted paths among `names` that the patterns of `optimizer.freeze` match.
 
-    A pattern is a shell pattern: `blocks.attention.w_q`, `w_token`, `blocks.*norm*`. If layers are unrolled, paths
-    contain the layer index. A pattern without a layer index then matches all layers. `scan`: True if the layers are
-    one stack, and so frozen together.
+    A pattern is a shell pattern such as `blocks.attention.w_q`, `w_token` or `blocks.*norm*`. If layers are not
+    stacked, paths contain the layer index, and a pattern without a layer index matches all layers.
+
+    Args:
+      names: dotted paths of all parameters.
+      patterns: the patterns.
+      scan: True if the layers are one stack, so that a parameter is frozen in all layers or in none.
 
     Raises:
       ValueError: a pattern matches no parameter, or the patterns match all parameters.
@@ -48,13 +52,14 @@ def _of_any_layer(name: str) -> str:
 
 
 def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> NamedSharding:
-    """Returns the sharding in which a frozen parameter is stored between steps. A step reads it in this sharding,
-    without the gathered copy that zero1 and zero2 make of trained parameters.
+    """Returns the sharding in which a frozen parameter is stored between steps. A step reads it in this sharding. Only
+    trained parameters are copied and gathered under zero1 and zero2.
 
     Under zero3 the parameter is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2 it
     is not sharded over the data-parallel devices, except that under zero2 the token table and vectors stay sharded.
 
     Args:
+      layout: the shardings over the mesh.
       axes: the logical axes of the parameter, such as ("vocab", "d_model").
       contracted: True if only matrix products read the parameter, False for token tables and vectors.
     """
@@ -64,8 +69,8 @@ def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> Name
 
 
 def check_quantized(model: Transformer, layout: Layout, frozen: Collection[str]) -> None:
-    """Raises ValueError if a quantized weight is not frozen, or if the mesh would split its blocks. `frozen`: dotted
-    paths of the frozen parameters."""
+    """Raises ValueError if a quantized weight is not frozen, or if the mesh would split one of its quantization blocks
+    (elements that share a scale) over devices. `frozen`: dotted paths of the frozen parameters."""
     strategy = layout.strategy
     for name, (base, matrix) in quantized_weights(model).items():
         if f"{name}.codes" not in frozen:
