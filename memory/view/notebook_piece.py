@@ -36,7 +36,7 @@ _USED = re.compile(r"--(?!page\b|on-)[\w-]+: #[0-9a-f]{6};")
 
 
 def render(template: str, **content: Any) -> str:
-    """Returns the HTML for a notebook from the template file `notebook_<template>.html`.
+    """Returns the HTML for a notebook from the template file `notebook_TEMPLATE.html`.
 
     content: values of the template's variables. Raises jinja2.UndefinedError if a variable is missing.
     """
