@@ -136,7 +136,7 @@ def report_of(
 
 @dataclasses.dataclass(frozen=True)
 class ReadProgram:
-    """What a report reads from a compiled program. The report adds XLA's totals, the target and the formulas to it.
+    """The parts of a compiled program that a report reads. The report adds XLA's totals, the target and the formulas to it.
 
     Fields:
         placed: the parsed module with its device mesh.
@@ -160,7 +160,7 @@ class ReadProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a program fits into the memory of a device.
+    """The verdict on a program and the memory of a device.
 
     Fields:
         limit_bytes: memory limit of one device in bytes; None if there is no target.

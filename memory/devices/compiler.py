@@ -7,6 +7,7 @@ a temporary folder. A copy is saved next to the entry in the persistent cache (`
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
@@ -366,33 +367,57 @@ def devices_of(stage: Any) -> tuple[JaxDevice, ...]:
         return ()
 
 
+@dataclasses.dataclass
+class _MemoryRequest:
+    """The device memory in bytes with which jax shall compile, and the settings with which it last compiled."""
+
+    size: int | None
+    settings: MemorySettings | None = None
+
+
+# Set in the thread that compiles, so that compiles of other threads, and the user's own, are not changed.
+_MEMORY_REQUEST: contextvars.ContextVar[_MemoryRequest | None] = contextvars.ContextVar("memory request", default=None)
+
+
 @contextlib.contextmanager
 def _memory_settings(size: int | None) -> Iterator[Callable[[], MemorySettings | None]]:
     """Context manager in which jax compiles with `size` as the bytes of the device's memory. None leaves XLA's default.
     Yields a function that returns the settings of the last compile; None if nothing was compiled.
+    """
+    _wrap_compile_options()
+    request = _MemoryRequest(size)
+    token = _MEMORY_REQUEST.set(request)
+    try:
+        yield lambda: request.settings
+    finally:
+        _MEMORY_REQUEST.reset(token)
+
+
+@functools.cache
+def _wrap_compile_options() -> None:
+    """Wraps jax's function that creates compile options, so that it follows the current request for device memory.
 
     jaxlib sets the size for real GPUs from the limit of the allocator (py_client.cc), and offers no attribute for it;
-    but the options' proto has a field. jax has no public hook, so its function that creates the options is wrapped.
+    but the options' proto has a field. jax has no public hook. Without a request, the wrapper changes nothing.
     """
     from jax._src import compiler
 
-    create, last = compiler.get_compile_options, []
+    create = compiler.get_compile_options
 
-    def with_size(*args: Any, **kwargs: Any) -> Any:
-        options = create(*args, **kwargs)
-        given = dict(options.env_option_overrides).get(SLOP)
-        last.append(MemorySettings(size, int(_slop_of_flags() if given is None else given)))
-        if size is None:
+    @functools.wraps(create)
+    def create_with_memory(*args: Any, **kwargs: Any) -> Any:
+        options, request = create(*args, **kwargs), _MEMORY_REQUEST.get()
+        if request is None:
             return options
-        build_options = write_field(_DEVICE_MEMORY_FIELD, size)
+        slop = dict(options.env_option_overrides).get(SLOP)
+        request.settings = MemorySettings(request.size, int(_slop_of_flags() if slop is None else slop))
+        if request.size is None:
+            return options
+        build_options = write_field(_DEVICE_MEMORY_FIELD, request.size)
         proto = options.SerializeAsString() + write_field(_BUILD_OPTIONS_FIELD, build_options)
         return type(options).ParseFromString(proto)
 
-    compiler.get_compile_options = with_size
-    try:
-        yield lambda: last[-1] if last else None
-    finally:
-        compiler.get_compile_options = create
+    compiler.get_compile_options = create_with_memory
 
 
 def _slop_of_flags() -> int:

@@ -6,7 +6,13 @@ from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.host_memory import free_host_bytes
-from bytescope.memory.devices.platform import JAX_FRACTION, MEMORY_FRACTION, allocates_singly, user_fraction
+from bytescope.memory.devices.platform import (
+    FRACTION_VARIABLES,
+    JAX_FRACTION,
+    MEMORY_FRACTION,
+    allocates_singly,
+    user_fraction,
+)
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.units import MIB, human, parse_bytes
@@ -104,16 +110,18 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
     """
     if not _is_pool(target, limit):
         return []
-    memory = target["device_memory_bytes"]
+    memory, source = target["device_memory_bytes"], target.get("memory_fraction_source", "")
+    # jax refuses to start if both of its variables are set.
+    variable = source if source in FRACTION_VARIABLES else FRACTION_VARIABLES[0]
     if excess := outside_excess(target, limit, outside):
         largest = math.floor(100 * (memory - outside) / memory) / 100
         return [
             f"outside of the pool, {human(outside)} are needed (CUDA context, NCCL, code), {human(excess)} more than "
-            f"the rest of the GPU: set XLA_CLIENT_MEM_FRACTION={largest:g} or less"
+            f"the rest of the GPU: set {variable}={largest:g} or less"
         ]
     pool = pool_bytes(memory, MEMORY_FRACTION)
     if target["limit_bytes"] < predicted <= pool and outside <= memory - pool:
-        return [f"fits at {MEMORY_FRACTION}: set XLA_CLIENT_MEM_FRACTION={MEMORY_FRACTION} before jax starts"]
+        return [f"fits at {MEMORY_FRACTION}: set {variable}={MEMORY_FRACTION} before jax starts"]
     return []
 
 

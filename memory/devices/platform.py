@@ -169,7 +169,7 @@ def user_fraction(env: Mapping[str, str] | None = None) -> MemoryFraction | None
     env = os.environ if env is None else env
     for name in FRACTION_VARIABLES:
         text = env.get(name, "")
-        if not text or text == env.get(OWN_FRACTION_VARIABLE):
+        if not text or (name == "XLA_PYTHON_CLIENT_MEM_FRACTION" and text == env.get(OWN_FRACTION_VARIABLE)):
             continue
         try:
             return MemoryFraction(float(text), name)

@@ -108,6 +108,8 @@ def test_a_program_that_fits_a_larger_pool_says_how_to_get_it():
     assert limits.pool_notes(target, pool, larger + 1, GIB) == []
     assert limits.pool_notes(target, pool, larger, 7 * GIB) == [], "6.3 GiB are left at 0.92"
     assert limits.pool_notes(target, GIB, larger, 0) == [], "a size that somebody chose"
+    old_name = {**target, "memory_fraction_source": "XLA_PYTHON_CLIENT_MEM_FRACTION"}  # jax refuses both variables
+    assert "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in limits.pool_notes(old_name, pool, larger, 0)[0]
     at_most = targets.parse("h100@0.92").to_json()
     assert limits.pool_notes(at_most, at_most["limit_bytes"], larger + 1, 0) == []
 

@@ -148,6 +148,7 @@ def test_a_fraction_that_bytescope_set_is_not_the_users(unset):
     platform.choose_platform(env=env, fraction=0.92)
     assert env["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92" and platform.user_fraction(env) is None
     assert platform.user_fraction({**env, "XLA_CLIENT_MEM_FRACTION": "0.8"}).value == 0.8
+    assert platform.user_fraction({**env, "XLA_CLIENT_MEM_FRACTION": "0.92"}).value == 0.92
     assert platform.user_fraction({"XLA_PYTHON_CLIENT_MEM_FRACTION": "much"}) is None
 
 

@@ -1,6 +1,8 @@
 """XLA's memory limit: the formula in cases, and beside the line that XLA itself logs."""
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -69,3 +71,29 @@ def test_the_limit_is_the_one_that_xla_logs(capfd, donated, slop, fraction):
         target.pool_bytes, (2 if donated else 3) * 2**22, slop, report.to_json()["xla_limit_bytes"]
     )
     assert report.limit_bytes == target.pool_bytes
+
+
+@pytest.mark.quick
+def test_only_the_thread_that_asks_compiles_with_another_size():
+    """Two requests that overlap in two threads leave nothing behind, and a compile without a request is unchanged."""
+    from jax._src import compiler as jax_compiler
+
+    def settings_of(size, started, may_end):
+        with compiler._memory_settings(size) as read:
+            jax_compiler.get_compile_options(num_replicas=1, num_partitions=1)
+            started.set()
+            assert may_end.wait(30)
+            return read().device_memory_bytes
+
+    first, second, end_first, end_second = (threading.Event() for _ in range(4))
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(settings_of, 2**30, first, end_first), pool.submit(settings_of, 2**31, second, end_second)
+        assert first.wait(30) and second.wait(30)
+        plain = jax_compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString()
+        end_first.set()
+        assert running[0].result() == 2**30
+        end_second.set()
+        assert running[1].result() == 2**31
+    assert jax_compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString() == plain
+    with compiler._memory_settings(2**30):
+        assert jax_compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString() != plain
