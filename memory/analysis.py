@@ -136,7 +136,7 @@ def report_of(
 
 @dataclasses.dataclass(frozen=True)
 class ReadProgram:
-    """The parts of a compiled program that a report reads. The report adds XLA's totals, the target and the formulas to it.
+    """The parts of a compiled program that a report reads, to which it adds XLA's totals, target and formulas.
 
     Fields:
         placed: the parsed module with its device mesh.
