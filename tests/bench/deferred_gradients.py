@@ -9,8 +9,8 @@ The step trains Llama 3 8B as the issue describes it: 131,072 tokens per sequenc
 parallelism), so that every GPU gathers keys and values; weights and AdamW's moments sharded over the same GPUs; each
 layer recomputed. It is compiled three times: layers unrolled, the same without the scheduler, and layers in a loop
 (`jax.lax.scan`). The issue does not print its batch, its remat policy or its XLA flags. Here they are MaxText's
-defaults of one sequence per GPU and full recomputation, the thresholds of 8 GiB that JAX-Toolbox lists for combining
-collectives of FSDP, and a loss in parts, without which the float32 logits of one sequence would need 67 GB.
+defaults of one sequence per GPU and full recomputation, the flags of `OPTIONS` (JAX-Toolbox's and MaxText's lists for
+GPUs), and a loss in parts, without which the float32 logits of 131,072 tokens per GPU would need 67 GB.
 
 The script prints the temporary bytes beside the published ones, and the buffers that are alive at the peak of the
 unrolled program. Exit code 1 if the unrolled program needs less than three times the bytes of the scanned one (half of
@@ -39,14 +39,19 @@ GB = 1e9
 AXIS = "context"
 # Temporary bytes of the issue, in GB.
 PUBLISHED = {"unrolled": 290, "unscheduled": 65, "scanned": 62}
-COMBINED = 8 * 2**30  # bytes of one combined collective
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-OPTIONS = {f"xla_gpu_{kind}_combine_threshold_bytes": COMBINED for kind in COLLECTIVES}
+# Options of XLA, as in JAX-Toolbox's and MaxText's lists for GPUs.
+OPTIONS = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_gather_combine_threshold_bytes": 8 * 2**30,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 8 * 2**30,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 8 * 2**30,
+    "xla_disable_hlo_passes": "rematerialization",
+}
+# xla_gpu_enable_latency_hiding_scheduler=false would leave the scheduler on for Hopper and Blackwell (jaxlib 0.10.2).
+NO_SCHEDULER = {"xla_disable_hlo_passes": "rematerialization,latency-hiding-scheduler"}
 # Latencies from XLA's table instead of its analytical model. The analytical model finds no overlap worth a deferred
 # gradient in a program as narrow as SMALL.
 FIXED_LATENCIES = {"xla_gpu_enable_analytical_sol_latency_estimator": False}
-# xla_gpu_enable_latency_hiding_scheduler=false leaves the scheduler on for Hopper and Blackwell (jaxlib 0.10.2).
-NO_SCHEDULER = {"xla_disable_hlo_passes": "latency-hiding-scheduler"}
 
 
 @dataclasses.dataclass(frozen=True)
