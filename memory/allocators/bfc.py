@@ -159,7 +159,8 @@ class BfcPool:
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest request that would succeed."""
+        """Bytes of the largest request that would succeed. If `device_bytes` limits the growth, up to a tenth less may
+        succeed, because XLA tries regions in steps of nine tenths."""
         return max(self._free[-1][0] if self._free else 0, self._growth_bytes())
 
     @property

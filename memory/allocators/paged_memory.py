@@ -1,8 +1,8 @@
 """A model of the allocators `cuda_async` and `platform` of jax, which request each buffer from CUDA.
 
-CUDA maps pages of device memory to addresses, so a request needs enough free pages, not contiguous ones. For
-`cuda_async`, NVIDIA states: if a pool is fragmented, the driver remaps its unused memory to contiguous addresses ("Using
-the NVIDIA CUDA Stream-Ordered Memory Allocator, Part 1"). `platform` calls cuMemAlloc and cuMemFree for each buffer
+CUDA maps pages of device memory to addresses, so a request needs enough free pages, not contiguous ones. If the pool of
+`cuda_async` is fragmented, the driver remaps its unused memory to contiguous addresses (NVIDIA, "Using the NVIDIA CUDA
+Stream-Ordered Memory Allocator, Part 1"). `platform` calls cuMemAlloc and cuMemFree for each buffer
 (StreamExecutorAllocator in openxla/xla).
 
 Approximations, because the driver is closed source: a page has 2 MiB (cuMemGetAllocationGranularity on current GPUs), a

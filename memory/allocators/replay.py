@@ -1,9 +1,9 @@
 """Replays the events of a run on each allocator of jax, and says which request fails and why.
 
-`ALLOCATORS` is the table of allocators with the environment variables that choose them. Limits: the pool of BFC is a
-fraction of the GPU's memory. `cuda_async` takes the same fraction at its start, but may take more; only the device
-limits it, because XLA passes the fraction as the release threshold of CUDA's pool (gpu_cudamallocasync_allocator.cc). The
-device has the GPU's memory without the memory outside of the allocator: CUDA context, NCCL buffers, machine code.
+`ALLOCATORS` is the table of allocators with the environment variables that choose them. The pool of BFC is a fraction
+of the GPU's memory. `cuda_async` takes this fraction at its start, but may take all memory that is left on the device,
+because XLA passes the fraction as the release threshold of CUDA's pool (openxla/xla, gpu_cudamallocasync_allocator.cc).
+The memory that is left is the GPU's memory without CUDA context, NCCL buffers and machine code.
 """
 
 from __future__ import annotations

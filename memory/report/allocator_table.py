@@ -117,7 +117,7 @@ def render(
 
 
 def _checked(item: ReportRecord | tuple[ReportRecord, int]) -> tuple[ReportRecord, int]:
-    report, count = (item, CALLS) if isinstance(item, ReportRecord) else item
+    report, count = item if isinstance(item, tuple) and len(item) == 2 else (item, CALLS)
     if not isinstance(report, ReportRecord):
         raise ReportError(f"replay takes reports, not {type(report).__name__}: make one with memory.analyze")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
