@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 CALLS = 3
 COLUMNS = (
     ColumnView("allocator", "allocator", "text"),
-    ColumnView("peak_in_use_bytes", "peak in use", "bytes", short="in use"),
+    ColumnView("peak_in_use_bytes", "peak in use", "bytes", short="peak"),
     ColumnView("reserved_bytes", "reserved", "bytes"),
-    ColumnView("largest_block_bytes", "largest block", "bytes", short="block"),
-    ColumnView("largest_free_bytes", "largest free", "bytes", short="free"),
-    ColumnView("fragmentation", "fragmentation", "share", short="frag"),
+    ColumnView("largest_block_bytes", "largest block", "bytes", short="max block"),
+    ColumnView("largest_free_bytes", "largest free", "bytes", short="max free"),
+    ColumnView("fragmentation", "fragmentation", "share", short="fragm."),
     ColumnView("outside_bytes", "outside the pool", "bytes", short="outside"),
     ColumnView("verdict", "verdict", "text", verdict=lambda row: row["verdict"]),
 )
