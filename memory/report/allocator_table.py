@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.allocators.program_events import ProgramCall, call_of
@@ -78,14 +78,19 @@ def device_of(*reports: ReportRecord) -> Device:
     names = {str(report.target.get("name", "")) for report in reports}
     if len(names) > 1:
         raise ReportError(f"the programs are compiled for {' and '.join(sorted(names))}: compile them for one target")
-    if target.get("platform") != "cuda" or not target.get("device_memory_bytes"):
-        raise ReportError(
-            f"{target.get('name') or 'no target'} has none of jax's GPU allocators: compile for a GPU, such as h100"
-        )
+    check_target(target)
     memory, pool = target["device_memory_bytes"], target["limit_bytes"]
     if target.get("is_described") and not target.get("memory_fraction"):  # jax's `platform` allocator has no pool
         pool = pool_bytes(memory, JAX_FRACTION.value)
     return Device(memory, pool, max(call_of(report).outside for report in reports))
+
+
+def check_target(target: Mapping[str, Any]) -> None:
+    """Raises ReportError unless the target (as JSON) is a CUDA GPU, because jax has these allocators only there."""
+    if target.get("platform") != "cuda" or not target.get("device_memory_bytes"):
+        raise ReportError(
+            f"{target.get('name') or 'no target'} has none of jax's GPU allocators: compile for a GPU, such as h100"
+        )
 
 
 def rows_of(calls: Sequence[tuple[ProgramCall, int]], device: Device) -> tuple[dict[str, Any], ...]:
@@ -167,4 +172,10 @@ def _reason(result: Replay) -> str:
 
 
 def _sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"{row['allocator']}: {row['reason']}." for row in rows if row["reason"]]
+    """Returns the reason for each failure. If jax's default allocator fails, also returns the setting of one that does
+    not fail."""
+    sentences = [f"{row['allocator']}: {row['reason']}." for row in rows if row["reason"]]
+    others = [row for row in rows if row["setting"] and not row["reason"]]
+    if rows[0]["reason"] and others:
+        sentences.append(f"{others[0]['allocator']} can serve the run: set {others[0]['setting']} before jax starts.")
+    return sentences

@@ -101,11 +101,14 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _report_step(args: argparse.Namespace) -> int:
     from bytescope.memory.devices import targets
+    from bytescope.memory.report.allocator_table import check_target
     from bytescope.train.plan import run_peak
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
     from bytescope.train.plan.report_remedies import with_remedies
 
     target = targets.parse(args.target, TRAIN_FRACTION)
+    if args.allocators:
+        check_target(target.to_json())
     program = build_program(args.config, args.overrides, target)
     prepared = prepare_program(program, target, configs.load_flat(args.config, args.overrides))
     subject = functools.partial(subject_of, args.config, args.overrides, prepared)

@@ -196,7 +196,9 @@ def test_the_table_of_a_report():
     full = memory.replay([(report_of(), 1), report_of(batch=480 * MIB)])
     assert full[0]["verdict"] == "exceeds" and full[0]["peak_program"] == "step"
     assert "bfc: step requests 9.00 MiB (temporary values), but only" not in repr(full)
-    assert "bfc: step requests 480.00 MiB (batch), but only 472.00 MiB are free." in " ".join(repr(full).split())
+    words = " ".join(repr(full).split())
+    assert "bfc: step requests 480.00 MiB (batch), but only 472.00 MiB are free." in words
+    assert "cuda_async can serve the run: set XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async before jax starts." in words
 
 
 @pytest.mark.parametrize("width", [80, 120])
