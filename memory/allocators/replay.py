@@ -116,11 +116,13 @@ class Device(NamedTuple):
         memory: memory of the GPU, as CUDA reports it.
         pool: memory in the pool of jax's allocator.
         outside: memory that is needed outside of the allocator.
+        partitions_pool: whether a preallocated pool of BFC is partitioned, as in jaxlib from 0.11 on.
     """
 
     memory: int
     pool: int
     outside: int
+    partitions_pool: bool = False
 
     @property
     def room(self) -> int:
@@ -147,7 +149,13 @@ class AllocatorKind(NamedTuple):
 
 
 ALLOCATORS = (
-    AllocatorKind("bfc", "", lambda device: BfcPool(device.pool), lambda device: device.pool, True),
+    AllocatorKind(
+        "bfc",
+        "",
+        lambda device: BfcPool(device.pool, is_partitioned=device.partitions_pool),
+        lambda device: device.pool,
+        True,
+    ),
     AllocatorKind(
         "bfc, growing",
         "XLA_PYTHON_CLIENT_PREALLOCATE=false",

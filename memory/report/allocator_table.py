@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,16 @@ def device_of(*reports: ReportRecord) -> Device:
     memory, pool = target["device_memory_bytes"], target["limit_bytes"]
     if target.get("is_described") and not target.get("memory_fraction"):  # jax's `platform` allocator has no pool
         pool = pool_bytes(memory, JAX_FRACTION.value)
-    return Device(memory, pool, max(call_of(report).outside for report in reports))
+    outside = max(call_of(report).outside for report in reports)
+    # XLA's flag for it is missing in jaxlib 0.10.2 and on in 0.12.0.1.
+    partitions = _version(reports[0]) >= (0, 11)
+    return Device(memory, pool, outside, partitions)
+
+
+def _version(report: ReportRecord) -> tuple[int, int]:
+    # The first two numbers of jaxlib's version. Programs of unknown origin are replayed as in the newest one.
+    found = re.match(r"(\d+)\.(\d+)", report.versions.get("jaxlib", ""))
+    return (int(found[1]), int(found[2])) if found else (1, 0)
 
 
 def check_target(target: Mapping[str, Any]) -> None:
