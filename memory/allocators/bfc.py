@@ -183,8 +183,8 @@ class BfcPool:
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest request from the lower end that would succeed. If `device_bytes` limits the growth, up to
-        a tenth less may succeed, because XLA tries regions in steps of nine tenths."""
+        """Bytes of the largest request from the lower end that would succeed. If `device_bytes` limits the growth, a
+        tenth less may be the largest, because XLA tries regions in steps of nine tenths."""
         return max(self._largest_chunk(LOWER, GAP), self._growth_bytes())
 
     @property
