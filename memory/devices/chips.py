@@ -13,6 +13,7 @@ from bytescope.memory.units import GIB, MIB
 
 GB = 10**9
 T = 1e12  # TFLOP/s, TB/s
+PCIE_5 = 64 * GB  # bytes/s of PCI Express 5 with 16 lanes, in one direction
 
 # Bytes that CUDA takes on a GPU before the first buffer: context, kernels and their local memory, handles of cuBLAS and
 # cuDNN. For CUDA 13 on Hopper: NVML's used bytes minus the allocator's pool, after the first jitted call. An estimate,
@@ -101,6 +102,12 @@ def _sources(sheet: str, host: str, total: str = _TOTAL, link: str = _PCIE) -> d
 _AMPERE = GpuShape((8, 0), "", 108, 64, 1.41, 40 * 2**20, 164 * 1024, 163 * 1024)
 _HOPPER = GpuShape((9, 0), "ACCELERATED_FEATURES", 132, 128, 1.98, 50 * 2**20, 228 * 1024, 227 * 1024)
 _BLACKWELL = GpuShape((10, 0), "ACCELERATED_FEATURES", 148, 128, 1.965, 126 * 2**20, 228 * 1024, 227 * 1024)
+# GH200 and H20 have 60 MiB of L2 cache, the full amount of the chip (torch.cuda.get_device_properties).
+_GRACE_HOPPER = dataclasses.replace(_HOPPER, l2_bytes=60 * 2**20)
+_H20 = dataclasses.replace(_GRACE_HOPPER, cores=78)
+# XLA's gb300.txtpb. Its b300.txtpb states 158 SMs, but the B300 that is sold has 148 (torch.cuda.get_device_properties).
+_GB300 = GpuShape((10, 3), "ACCELERATED_FEATURES", 152, 128, 2.07, 135_528_448, 228 * 1024, 227 * 1024)
+_B300 = dataclasses.replace(_GB300, cores=148, clock_ghz=2.032)
 _L40S = GpuShape((8, 9), "", 142, 128, 2.52, 96 * 2**20, 100 * 1024, 99 * 1024, 1536)
 _ADA = dataclasses.replace(_L40S, cores=128, l2_bytes=72 * 2**20)
 _L4 = dataclasses.replace(_L40S, cores=58, clock_ghz=2.04, l2_bytes=48 * 2**20)
@@ -119,6 +126,8 @@ _L40S_FLOPS = {"fp32": 91.6 * T, "tf32": 183 * T, "bf16": 362 * T, "fp16": 362 *
 _H100_PCIE_FLOPS = {"fp32": 51 * T, "tf32": 378 * T, "bf16": 756 * T, "fp16": 756 * T, "fp8": 1513 * T}
 _H100_NVL_FLOPS = {"fp32": 60 * T, "tf32": 417.5 * T, "bf16": 835.5 * T, "fp16": 835.5 * T, "fp8": 1670.5 * T}
 _GB200_FLOPS = {"fp32": 80 * T, "tf32": 1250 * T, "bf16": 2500 * T, "fp16": 2500 * T, "fp8": 5000 * T}
+# The published table of H20 states 44 TFLOP/s for fp32, for which 78 SMs would need 2.2 GHz; they reach 1.98 GHz.
+_H20_FLOPS = {"fp32": 39.5 * T, "tf32": 74 * T, "bf16": 148 * T, "fp16": 148 * T, "fp8": 296 * T}
 _L4_FLOPS = {"fp32": 30.3 * T, "tf32": 60 * T, "bf16": 121 * T, "fp16": 121 * T, "fp8": 242.5 * T}
 _A10G_FLOPS = {"fp32": 35 * T, "tf32": 35 * T, "bf16": 70 * T, "fp16": 70 * T}
 _A5000_FLOPS = {"fp32": 27.8 * T, "tf32": 55.6 * T, "bf16": 111.1 * T, "fp16": 111.1 * T}
@@ -148,6 +157,7 @@ def _gpu(
     host_link: str = _PCIE,
     devices_per_host: int = 8,
     rack_hosts: int = 0,
+    total: str = _TOTAL,
 ) -> Chip:
     """Returns the Chip of a GPU.
 
@@ -156,6 +166,7 @@ def _gpu(
     the source of `link`. nvlink: bytes/s between all GPUs of a host, 0 if they exchange data over PCIe. nic: bytes/s
     between hosts, per device. host_bytes: memory of one host. flops: dtype -> dense FLOP/s. sheet, host: sources of the
     GPU's and the host's data. rack_hosts: number of hosts in a rack that is one NVLink domain, 0 if there is none.
+    total: the source of `total_gib`.
     """
     return Chip(
         name,
@@ -170,7 +181,7 @@ def _gpu(
         devices_per_host,
         host_bytes,
         flops,
-        _sources(sheet, host, link=host_link),
+        _sources(sheet, host, total, link=host_link),
         gpu=shape,
         max_shape=(rack_hosts, devices_per_host) if rack_hosts else (),
     )
@@ -483,6 +494,91 @@ _CHIPS = (
         host_link="NVLink-C2C, 900 GB/s of a superchip both ways, for two GPUs",
         devices_per_host=4,
         rack_hosts=18,
+    ),
+    # As GB200, with Blackwell Ultra GPUs.
+    _gpu(
+        "gb300",
+        "NVIDIA GB300",
+        276.5,
+        8 * T,
+        225 * GB,
+        900 * GB,
+        900 * GB,
+        960 * GB,
+        _GB200_FLOPS,  # the data sheets state the same rates
+        _GB300,
+        "NVIDIA GB300 NVL72 data sheet (per GPU, dense)",
+        "NVIDIA GB300 NVL72 data sheet (a compute tray)",
+        host_link="NVLink-C2C, 900 GB/s of a superchip both ways, for two GPUs",
+        devices_per_host=4,
+        rack_hosts=18,
+        total=f"{_TOTAL}; XLA's gb300.txtpb states 276.62 GiB",
+    ),
+    _gpu(
+        "b300",
+        "NVIDIA B300 SXM6 AC",
+        267.69,
+        8 * T,
+        64 * GB,
+        900 * GB,
+        100 * GB,
+        2048 * GIB,
+        _B200_FLOPS,  # the data sheets state the same rates
+        _B300,
+        "NVIDIA HGX B300 data sheet (per GPU, dense)",
+        "NVIDIA DGX B300 data sheet",
+        total=f"{_TOTAL}; nvidia-smi prints 275,040 MiB. XLA's b300.txtpb states 276.62 GiB, the size of a GB300",
+    ),
+    # One superchip is one host: a GPU and a Grace CPU with 480 GB. Boards with four GH200 120GB are not described.
+    _gpu(
+        "gh200-96g",
+        "NVIDIA GH200 480GB",
+        94.5,
+        4 * T,
+        450 * GB,
+        450 * GB,
+        50 * GB,
+        480 * GB,
+        _H100_FLOPS,  # the data sheets state the same rates
+        _GRACE_HOPPER,
+        "NVIDIA GH200 Grace Hopper Superchip data sheet (96 GB HBM3)",
+        "NVIDIA MGX GH200 reference design (one superchip, 400 Gb/s)",
+        host_link="NVLink-C2C, 900 GB/s both ways",
+        devices_per_host=1,
+        total="96,768 MiB that torch.cuda.get_device_properties reports (github.com/stas00/ml-engineering/pull/60)",
+    ),
+    # GH200 NVL2: two superchips in a host, connected by NVLink.
+    _gpu(
+        "gh200-144g",
+        "NVIDIA GH200 144G HBM3e",
+        153_008_209_920 / GIB,
+        4.9 * T,
+        450 * GB,
+        450 * GB,
+        50 * GB,
+        960 * GB,
+        _H100_FLOPS,
+        _GRACE_HOPPER,
+        "NVIDIA GH200 Grace Hopper Superchip data sheet (144 GB HBM3e)",
+        "NVIDIA GH200 NVL2 data sheet",
+        host_link="NVLink-C2C, 900 GB/s both ways",
+        devices_per_host=2,
+        total="153,008,209,920 bytes that torch.cuda.get_device_properties reports",
+    ),
+    _gpu(
+        "h20",
+        "NVIDIA H20",
+        97_285 / 1024,
+        4 * T,
+        64 * GB,
+        450 * GB,
+        50 * GB,
+        2048 * GIB,
+        _H20_FLOPS,
+        _H20,
+        "published table of H20's specifications (NVIDIA publishes no data sheet)",
+        "assumed to be the host of an H200: NVIDIA DGX H200 data sheet",
+        total="97,285 MiB that torch.cuda.get_device_properties reports; newer drivers leave up to 95.22 GiB",
     ),
     _tpu(
         "v5e",
