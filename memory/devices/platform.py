@@ -159,6 +159,18 @@ def allocates_singly(env: Mapping[str, str] | None = None) -> bool:
     return env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"
 
 
+def pool_can_grow(env: Mapping[str, str] | None = None) -> bool:
+    """Returns whether the user chose jax's `cuda_async` allocator. It requests each buffer from a pool of CUDA. This
+    pool takes the memory fraction at its start, but grows up to the whole GPU if a program needs more: XLA passes the
+    fraction as the pool's release threshold, not as its maximum (gpu_cudamallocasync_allocator.cc).
+
+    XLA's out-of-memory message recommends TF_GPU_ALLOCATOR=cuda_malloc_async instead, which TensorFlow reads and jax
+    does not.
+    """
+    env = os.environ if env is None else env
+    return env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "cuda_async"
+
+
 def user_fraction(env: Mapping[str, str] | None = None) -> MemoryFraction | None:
     """Returns the fraction of a GPU's memory that the user's environment sets for jax's pool. Returns None if it sets
     none.

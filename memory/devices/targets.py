@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, Chip, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.host_memory import physical_bytes
-from bytescope.memory.devices.limits import limit_bytes
+from bytescope.memory.devices.limits import limit_bytes, pool_bytes
 from bytescope.memory.devices.platform import (
     JAX_FRACTION,
     MemoryFraction,
     accelerator,
     allocates_singly,
     choose_platform,
+    pool_can_grow,
     simulate_devices,
     user_fraction,
 )
@@ -76,6 +77,7 @@ class Target:
         memory_fraction: the fraction (0 to 1) of the memory that is in jax's pool, for a GPU that is not present. None
             for other targets, and for the `platform` allocator, which has no pool.
         memory_fraction_source: what set the fraction, for messages, such as "jax's default".
+        pool_can_grow: whether jax's pool can become larger than the fraction (the allocator `cuda_async`).
         host_memory_bytes: the target's part of the memory of one host, in proportion to its devices. For one GPU of a
             host with eight, it is an eighth of the memory.
         hbm_bytes_per_s: bandwidth of the device's memory.
@@ -96,6 +98,7 @@ class Target:
     reserved_bytes: int = 0
     memory_fraction: float | None = None
     memory_fraction_source: str = ""
+    pool_can_grow: bool = False
     host_memory_bytes: int = 0
     hbm_bytes_per_s: float = 0.0
     host_link_bytes_per_s: float = 0.0
@@ -107,14 +110,19 @@ class Target:
     @property
     def limit_bytes(self) -> int:
         """Bytes that programs can use on one device: its memory minus the parts that the runtime and jax's memory
-        fraction leave out; for a CPU, free host memory divided by the number of devices."""
+        fraction leave out; for a CPU, free host memory divided by the number of devices. A pool that can grow is
+        limited only by the device."""
         return limit_bytes(self)
 
     @property
     def pool_bytes(self) -> int | None:
-        """Bytes of jax's pool on a GPU that is not present. On the real GPU, XLA's compiler would take this size as the
-        device memory. None for other targets and without a pool."""
-        return self.limit_bytes if self.memory_fraction else None
+        """Bytes of jax's pool, when jax starts, on a GPU that is not present. On the real GPU, XLA's compiler would take
+        this size as the device memory. None for other targets and without a pool."""
+        if not self.memory_fraction:
+            return None
+        if self.pool_can_grow:  # cuda_async does not round
+            return int(self.device_memory_bytes * self.memory_fraction)
+        return pool_bytes(self.device_memory_bytes, self.memory_fraction)
 
     @property
     def host_bytes_per_device(self) -> float:
@@ -348,6 +356,7 @@ def _described(name: str, chip: Chip, shape: tuple[int, ...], fraction: MemoryFr
         host_memory_bytes=chip.host_memory_bytes * per_host // chip.devices_per_host,
         memory_fraction=fraction.value if fraction else None,
         memory_fraction_source=fraction.source if fraction else "",
+        pool_can_grow=fraction is not None and pool_can_grow(),
         is_described=True,
         **_figures(chip),
     )

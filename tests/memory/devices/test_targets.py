@@ -147,6 +147,19 @@ def test_the_fraction_comes_from_the_target_then_the_environment_then_the_progra
     assert whole.limit_bytes == whole.device_memory_bytes - chips.CONTEXT_BYTES and whole.pool_bytes is None
 
 
+def test_the_pool_of_cuda_async_limits_xlas_compiler_but_not_the_program(unset):
+    """Its fraction is a release threshold; `bytes_limit`, from which XLA computes its limit, is not rounded to 2 MiB."""
+    unset.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+    target = targets.parse("h100@0.92")
+    assert target.pool_bytes == int(84_942_979_072 * 0.92)
+    assert target.limit_bytes == 84_942_979_072 - chips.CONTEXT_BYTES and target.to_json()["pool_can_grow"]
+    assert limits.limit_share(target.to_json(), target.limit_bytes) == "99 % of the GPU's memory, by its allocator"
+    assert limits.pool_notes(target.to_json(), target.limit_bytes, target.limit_bytes + 1, 0) == []
+    assert targets.parse("v5e").pool_can_grow is False
+    unset.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
+    assert targets.parse("h100").pool_can_grow is False
+
+
 def test_a_fraction_that_bytescope_set_is_not_the_users(unset):
     env = {"JAX_PLATFORMS": "cuda"}
     platform.choose_platform(env=env, fraction=0.92)
