@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS
 from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.devices.platform import (
     FRACTION_VARIABLES,
@@ -73,7 +73,7 @@ def described_limit(platform: str, memory: int, reserved: int, fraction: float |
     runtime takes. fraction: the fraction of a GPU's memory that is in jax's pool; None if there is no pool, or if the
     pool can grow.
     """
-    return pool_bytes(memory, fraction) if platform == "cuda" and fraction else memory - reserved
+    return pool_bytes(memory, fraction) if platform in GPU_PLATFORMS and fraction else memory - reserved
 
 
 def pool_bytes(memory: int, fraction: float) -> int:
@@ -141,7 +141,7 @@ def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
         target: JSON of a `memory.devices.targets.Target`.
         limit: the limit in bytes.
     """
-    if not limit or target.get("platform") != "cuda" or limit != target.get("limit_bytes"):
+    if not limit or target.get("platform") not in GPU_PLATFORMS or limit != target.get("limit_bytes"):
         return ""
     fraction = target.get("memory_fraction")
     if fraction and not target.get("pool_can_grow"):

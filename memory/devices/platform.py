@@ -77,9 +77,11 @@ def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) ->
 
 
 def _is_no_missing_driver(record: logging.LogRecord) -> bool:
-    """A logging filter that removes the traceback that jax's CUDA plugin logs on a machine without a driver. Returns
-    True for all other records."""
+    """A logging filter that removes the tracebacks that jax's plugins for GPUs log on a machine without a driver.
+    Returns True for all other records."""
     error = record.exc_info[1] if record.exc_info else None
+    if "No AMD GPUs were found" in str(error):
+        return accelerator() == "rocm"
     return "cuPTI" not in str(error) or "xla_cuda" not in record.getMessage() or accelerator() == "cuda"
 
 

@@ -149,6 +149,7 @@ MEASURED: Mapping[str, Mapping[tuple[Any, ...], PublishedRate]] = {
         ),
         ("host_link",): _constant_rate(_azure("GB200 v6"), 193 * _G),
     },
+    "mi300x": {("products", "bf16"): _tflops(_BEST, (5522, 788.2))},
     # From device to host. The other direction is faster: 211 GB/s on GB300, 415 GB/s on GH200.
     "gb300": {("host_link",): _constant_rate(f"{_NVBANDWIDTH}, 4 GB300", 193.5 * _G)},
     "gh200-96g": {("host_link",): _constant_rate(f"{_NVBANDWIDTH}, 4 GH200", 170 * _G)},
@@ -192,6 +193,8 @@ NEAREST: Mapping[str, tuple[str, ...]] = {
     "gh200-96g": ("h100", "h200"),
     "gh200-144g": ("h200", "h100"),
     "h20": ("h100", "h200"),
+    "mi300x": ("h100", "h200"),
+    "mi325x": ("mi300x", "h100", "h200"),
     "rtx5090": ("rtx4090", "h200", "h100"),
     "a100-80g": ("a5000", "h100"),
     "a100-40g": ("a100-80g", "a5000", "h100"),

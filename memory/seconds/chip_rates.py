@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.devices.chips import CHIPS, PCIE_5, Chip
+from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS, PCIE_5, Chip
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import achieved
 from bytescope.memory.seconds.achieved import COLLECTIVES, LIKE, MEASURED, MESHES, NEAREST, NETWORKS, TWINS, Bus
@@ -241,7 +241,7 @@ def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus
 def _uses_pcie_within_host(chip: Chip) -> bool:
     # PCI Express 5 with 16 lanes is slower than every NVLink. A comparison with the link to the host would not do: on
     # GH200, both links have the same bandwidth.
-    return chip.platform == "cuda" and chip.in_host <= PCIE_5
+    return chip.platform in GPU_PLATFORMS and chip.in_host <= PCIE_5
 
 
 def _on_links(chip: Chip, other: Chip, row: Bus) -> list[CollectiveRate]:

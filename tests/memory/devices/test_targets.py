@@ -148,7 +148,7 @@ def test_the_fraction_comes_from_the_target_then_the_environment_then_the_progra
 
 
 def test_the_pool_of_cuda_async_limits_xlas_compiler_but_not_the_program(unset):
-    """Its fraction is a release threshold; `bytes_limit`, from which XLA computes its limit, is not rounded to 2 MiB."""
+    """Its fraction is a release threshold; XLA's compiler takes it as the device's memory, not rounded to 2 MiB."""
     unset.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
     target = targets.parse("h100@0.92")
     assert target.pool_bytes == int(84_942_979_072 * 0.92)
@@ -224,6 +224,8 @@ def test_the_listing_says_what_old_cards_lack():
     rows = device_tables.targets().cells()
     notes = {row[0]: row[-1] for row in rows if row[-1]}
     assert notes == {
+        "mi300x": "needs bytescope[rocm] and ROCm 7",
+        "mi325x": "needs bytescope[rocm] and ROCm 7",
         "t4": "no bf16 units; fp16 65 TFLOP/s",
         "v100": "no bf16 units; fp16 125 TFLOP/s; needs CUDA 12: bytescope[cuda12]",
     }
@@ -261,6 +263,27 @@ def test_a_program_compiles_for_gpus_that_are_not_here(name):
     assert target.devices()[0] is targets.parse(name).devices()[0]  # meshes made twice are equal
     memory = _compile(target.mesh_devices(target.n_devices)).memory_analysis()
     assert memory.argument_size_in_bytes == 64 * 32 * 4 // target.n_devices
+
+
+@pytest.mark.skipif(not targets.installed(f"jax_plugins.{targets.ROCM_PLUGIN}"), reason="needs jax's ROCm plugin")
+@pytest.mark.parametrize("name", ["mi300x:2", "mi325x:2x8"])
+def test_a_program_compiles_for_amd_gpus_that_are_not_here(name):
+    target = targets.parse(name)
+    assert [targets.platform_of(device) for device in target.devices()] == ["rocm"] * target.n_devices
+    assert targets.from_devices(target.devices()) == target
+    stats = _compile(target.mesh_devices(target.n_devices)).memory_analysis()
+    assert stats.argument_size_in_bytes == 64 * 32 * 4 // target.n_devices
+    report = memory.analyze(lambda x: (x @ x.T).sum(), jax.ShapeDtypeStruct((512, 512), jnp.float32), target="mi300x")
+    assert report.limit_bytes == targets.parse("mi300x").pool_bytes
+
+
+def test_an_amd_gpu_is_described_in_xlas_terms_and_its_missing_compiler_is_named(monkeypatch):
+    text = chips.target_config(CHIPS["mi300x"], (0, 0))
+    assert 'gcn_arch_name: "gfx942' in text and 'platform_name: "ROCM"' in text and "cuda" not in text
+    assert targets.parse("mi325x:2x8@0.9").pool_bytes == limits.pool_bytes(CHIPS["mi325x"].device_memory_bytes, 0.9)
+    monkeypatch.setattr(targets, "installed", lambda module: False)
+    with pytest.raises(ReportError, match=r"pip install 'bytescope\[rocm\]' and install ROCm 7"):
+        targets.gpu_devices("mi300x", CHIPS["mi300x"], (1, 1))
 
 
 @needs_cuda
