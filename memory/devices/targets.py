@@ -119,7 +119,7 @@ class Target:
 
     @property
     def pool_bytes(self) -> int | None:
-        """Bytes of jax's pool at its start, on a GPU that is not present. On the real GPU, XLA's compiler would take this
+        """Bytes of jax's pool at its start, on a GPU that is not present. On the real GPU, XLA's compiler takes this
         size as the device memory. None for other targets and without a pool."""
         if not self.memory_fraction:
             return None
@@ -522,10 +522,11 @@ def _register_rocm_without_gpu(name: str) -> None:
             f"target {name}: no ROCm compiler is installed; pip install 'bytescope[rocm]' and install ROCm 7 (it needs "
             "no GPU)"
         )
+    if accelerator() == "rocm":
+        return
     from jax._src import hardware_utils, xla_bridge  # no public API registers a plugin
 
-    with hold_back_log():
-        xla_bridge.backends()  # discovers the plugins; the ROCm plugin's refusal is logged
+    xla_bridge._discover_and_register_pjrt_plugins()  # the ROCm plugin refuses; jax looks for plugins only once
     if "rocm" in xla_bridge._backend_factories:
         return
     count = hardware_utils.num_available_amd_gpus

@@ -6,7 +6,6 @@ width of 6,144 and the 24,576 padded rows of the experts are from its profile; t
 the experts makes up the published number of parameters.
 """
 
-import functools
 import math
 
 import jax
@@ -66,9 +65,8 @@ def _gated(x, gate_up, down):
 
 def _experts(layer, x_ND):
     """Each expert computes a fixed number of rows; rows beyond it are dropped."""
-    weight_NK, chosen_NK = jax.lax.top_k(
-        jax.nn.sigmoid((x_ND @ layer["router"]).astype(jnp.float32)), EXPERTS_PER_TOKEN
-    )
+    scores_NE = jax.nn.sigmoid((x_ND @ layer["router"]).astype(jnp.float32))
+    weight_NK, chosen_NK = jax.lax.top_k(scores_NE, EXPERTS_PER_TOKEN)
     expert_P = chosen_NK.reshape(-1)
     capacity = ROWS // EXPERTS
     order_P = jnp.argsort(expert_P)
@@ -79,22 +77,22 @@ def _experts(layer, x_ND):
     rows_ECD = x_ND[pair_EC // EXPERTS_PER_TOKEN]
     out_ECD = jax.vmap(_gated)(rows_ECD, layer["experts_gate_up"], layer["experts_down"])
     weight_EC = jnp.where(valid_EC, weight_NK.reshape(-1)[pair_EC], 0.0).astype(x_ND.dtype)
-    return (
-        jnp.zeros_like(x_ND)
-        .at[(pair_EC // EXPERTS_PER_TOKEN).reshape(-1)]
-        .add((out_ECD * weight_EC[..., None]).reshape(-1, WIDTH))
-    )
+    token_P = (pair_EC // EXPERTS_PER_TOKEN).reshape(-1)
+    return jnp.zeros_like(x_ND).at[token_P].add((out_ECD * weight_EC[..., None]).reshape(-1, WIDTH))
 
 
 def _block(layer, x_BLD):
     y_BLD = _norm(x_BLD, layer["norm_attention"])
-    heads = lambda w, n: (y_BLD @ w).reshape(*y_BLD.shape[:2], n, HEAD_DIM)  # noqa: E731
+
+    def heads(w, count):
+        return (y_BLD @ w).reshape(*y_BLD.shape[:2], count, HEAD_DIM)
+
     attended = jax.nn.dot_product_attention(
         heads(layer["w_q"], HEADS),
         heads(layer["w_k"], KV_HEADS),
         heads(layer["w_v"], KV_HEADS),
         is_causal=True,
-        implementation="xla",  # Grug's attention on GPUs in May 2026, with all scores of a layer
+        implementation="xla",  # with all scores of a layer, as Grug's attention on GPUs in May 2026
     )
     x_BLD = x_BLD + attended.reshape(*x_BLD.shape[:2], -1) @ layer["w_o"]
     y_ND = _norm(x_BLD, layer["norm_mlp"]).reshape(-1, WIDTH)
@@ -141,6 +139,3 @@ def parameter_count(parameters: float) -> int:
     """Returns the exact number of parameters of `step_of(parameters)`."""
     leaves = jax.tree.leaves(parameter_shapes(parameters), is_leaf=lambda x: isinstance(x, tuple))
     return sum(map(math.prod, leaves))
-
-
-adam_small = functools.partial(step_of, 10.657e9)
