@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from bytescope.memory.devices.chips import GPU_PLATFORMS
 from bytescope.memory.records.report_record import CARD, POOL, RuntimeOverhead
 from bytescope.memory.units import MIB
 
@@ -37,7 +38,7 @@ NCCL_CONNECTION_BYTES, NCCL_CHANNELS = 4 * MIB + 512 * 1024 + 4_915_200, 24
 
 # ---- Figures that XLA fixes.
 # bfc_allocator.h, kMinAllocationSize: every request is rounded up to a multiple.
-ROUNDING = {"cuda": 256}
+ROUNDING = dict.fromkeys(GPU_PLATFORMS, 256)
 # matmul_utils.h, GemmConfig: kHopperWorkspace from compute capability 9 on, kDefaultWorkspace before.
 BLAS_WORKSPACE_BYTES = {True: 32 * MIB, False: 4 * MIB}
 
@@ -122,7 +123,7 @@ def _blas(facts: Facts) -> int:
 
 
 def _nccl(facts: Facts) -> int:
-    return facts.communicators * NCCL_CHANNELS * NCCL_CONNECTION_BYTES if facts.platform == "cuda" else 0
+    return facts.communicators * NCCL_CHANNELS * NCCL_CONNECTION_BYTES if facts.platform in GPU_PLATFORMS else 0
 
 
 ITEMS = (
@@ -151,7 +152,7 @@ ITEMS = (
     Item(
         "machine code",
         CARD,
-        lambda facts: facts.code if facts.platform == "cuda" else 0,
+        lambda facts: facts.code if facts.platform in GPU_PLATFORMS else 0,
         "generated_code_size_in_bytes, loaded by the driver; from the source",
     ),
 )
