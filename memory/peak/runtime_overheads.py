@@ -26,6 +26,7 @@ import dataclasses
 from collections.abc import Callable
 
 from bytescope.memory.allocators import bfc
+from bytescope.memory.devices.chips import GPU_PLATFORMS
 from bytescope.memory.records.report_record import CARD, POOL, RuntimeOverhead
 from bytescope.memory.units import MIB
 
@@ -104,7 +105,7 @@ def rounded(size: int, platform: str) -> int:
     """Returns the bytes that the allocator of a `platform` reserves for a request of `size` bytes. Allocators round
     up.
     """
-    return bfc.rounded(size) if platform == "cuda" else size
+    return bfc.rounded(size) if platform in GPU_PLATFORMS else size
 
 
 def _rounding(facts: Facts) -> int:
@@ -118,7 +119,7 @@ def _blas(facts: Facts) -> int:
 
 
 def _nccl(facts: Facts) -> int:
-    return facts.communicators * NCCL_CHANNELS * NCCL_CONNECTION_BYTES if facts.platform == "cuda" else 0
+    return facts.communicators * NCCL_CHANNELS * NCCL_CONNECTION_BYTES if facts.platform in GPU_PLATFORMS else 0
 
 
 ITEMS = (
@@ -147,7 +148,7 @@ ITEMS = (
     Item(
         "machine code",
         CARD,
-        lambda facts: facts.code if facts.platform == "cuda" else 0,
+        lambda facts: facts.code if facts.platform in GPU_PLATFORMS else 0,
         "generated_code_size_in_bytes, loaded by the driver; from the source",
     ),
 )
