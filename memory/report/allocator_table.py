@@ -82,6 +82,8 @@ def device_of(*reports: ReportRecord) -> Device:
     memory, pool = target["device_memory_bytes"], target["limit_bytes"]
     if target.get("is_described") and not target.get("memory_fraction"):  # jax's `platform` allocator has no pool
         pool = pool_bytes(memory, JAX_FRACTION.value)
+    elif target.get("pool_can_grow"):  # `cuda_async`: the limit is the whole GPU
+        pool = pool_bytes(memory, target["memory_fraction"])
     return Device(memory, pool, max(call_of(report).outside for report in reports))
 
 
