@@ -49,8 +49,8 @@ _PACKAGES = (
 
 # xla.proto, xla_gpu_memory_limit_slop_factor: its name and its default in debug_options_flags.cc.
 SLOP, SLOP_PERCENT = "xla_gpu_memory_limit_slop_factor", 95
-# xla.proto, xla_disable_hlo_passes: names of passes that XLA leaves out, separated by commas. jax sets it to REMAT_PASS if
-# its setting jax_compiler_enable_remat_pass is False; a compiler option of this name replaces jax's value.
+# xla.proto, xla_disable_hlo_passes: names of passes that XLA leaves out, separated by commas. jax sets it to REMAT_PASS
+# if its setting jax_compiler_enable_remat_pass is False; a compiler option of this name replaces jax's value.
 DISABLED_PASSES = "xla_disable_hlo_passes"
 REMAT_PASS, SCHEDULER_PASS, COPY_FUSION_PASS = "rematerialization", "latency-hiding-scheduler", "copy_fusion"
 # compile_options.proto: CompileOptionsProto.executable_build_options, ExecutableBuildOptionsProto.device_memory_size.
@@ -403,7 +403,7 @@ def _memory_settings(size: int | None) -> Iterator[Callable[[], MemorySettings |
 
 
 # Compiler options of a trial, which are added to the options of every compile in this thread.
-_TRIAL: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("options of a trial", default={})
+_TRIAL: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar("options of a trial", default=None)
 
 
 @contextlib.contextmanager
@@ -420,7 +420,7 @@ def trial_options(options: Mapping[str, str]) -> Iterator[None]:
 
 
 def _with_trial(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    trial = dict(_TRIAL.get())
+    trial = dict(_TRIAL.get() or {})
     if DISABLED_PASSES in trial:
         import jax
 

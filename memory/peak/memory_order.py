@@ -67,8 +67,8 @@ class OrderEstimate:
 def find(module: Module) -> OrderEstimate:
     """Compares the compiler's order of a scheduled module with an order that needs less memory.
 
-    The entry computation is reordered, and the bodies of the loops that run at the peak. Returns an empty estimate for a
-    module without a schedule.
+    The entry computation and the bodies of loops are reordered. Returns an empty estimate for a module without a
+    schedule.
     """
     entry = module.computations.get(module.entry)
     if entry is None or not entry.schedule:
@@ -243,8 +243,9 @@ class _Graph:
         """Yields the ranges that are alive at a position of the compiler's order, and not at the same instruction in
         the order `best`."""
         now = {id: at for at, id in enumerate(best)}
-        # The instruction at the peak may have moved itself. The anchor is the last instruction that kept its neighbours.
-        anchor = max((now[id] for id in self.order[: place + 1] if not self._moved(id, now)), default=now[self.order[place]])
+        # The instruction at the peak may have moved itself. The anchor is the last one before it that kept a neighbour.
+        kept = [now[id] for id in self.order[: place + 1] if not self._moved(id, now)]
+        anchor = max(kept, default=now[self.order[place]])
         for each, ids in self.touching.items():
             places = [self.position[id] for id in ids]
             if not min(places) <= place <= max(places):
