@@ -165,9 +165,9 @@ class ReadProgram:
     kernel_bytes: Mapping[str, Mapping[str, int]]
     counted: flops.FlopCount | None
     schedule: CompiledSchedule
-    recomputed: tuple[RecomputedValue, ...] = ()
-    order: OrderEstimate = OrderEstimate()
-    held: tuple[HeldBuffer, ...] = ()
+    recomputed: tuple[RecomputedValue, ...]
+    order: OrderEstimate
+    held: tuple[HeldBuffer, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ This module reports on a user's program or an HLO dump; `train.commands.report_c
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, show_wr
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.program import user_program
-from bytescope.memory.records.report_record import ReportRecord, Subject
+from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,12 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         help="also print the memory timeline, the largest buffers, the training state, memory traffic, "
         "and the reason for each chosen setting",
     )
+    parser.add_argument(
+        "--try-remedies",
+        action="store_true",
+        help="also compile the program with the remedy of each finding that has flags or compiler options, and show "
+        "what it frees",
+    )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
@@ -63,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         program = prepare_dump(args.hlo, targets.parse(args.target))
     report, compilation = make_report(program)
+    if args.try_remedies:
+        report = with_tried_remedies(report, functools.partial(report_with_options, program))
     show(report, args.verbose)
     write_files(args, report, compilation.proto, {})
     code = verdict(args, report)
@@ -118,6 +127,36 @@ def make_report(
         measure=True,
     )
     return report, compilation
+
+
+def with_tried_remedies(report: ReportRecord, compile_with: Callable[[Finding], ReportRecord | None]) -> ReportRecord:
+    """Returns the report with what the remedy of each finding frees, and prints a line before each compile.
+
+    compile_with: compiles the program with the remedy of a finding; returns None if it cannot.
+    """
+    from bytescope.memory.report.tried_remedies import try_remedies
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+
+    return try_remedies(report, compile_with, lambda line: put(Prose(line, "dim")))
+
+
+def report_with_options(
+    program: PreparedProgram, finding: Finding, subject_of: Callable[[int], Subject] | None = None
+) -> ReportRecord | None:
+    """Compiles a program with the compiler options of a finding's remedy and returns its report; None if the remedy has
+    no compiler options.
+
+    subject_of: as in `make_report`.
+    """
+    from bytescope.memory.devices.compiler import trial_options
+    from bytescope.memory.report.tried_remedies import options_of
+
+    options = options_of(finding)
+    if not options:
+        return None
+    with trial_options(options):
+        return make_report(program, subject_of)[0]
 
 
 def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:

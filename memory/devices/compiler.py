@@ -408,15 +408,24 @@ _TRIAL: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def trial_options(options: Mapping[str, str]) -> Iterator[None]:
-    """Context manager in which `compile_lowered` adds compiler options, such as those of a finding's remedy.
+    """Context manager in which `compile_lowered` adds compiler options, such as those of a finding's remedy. A name
+    that begins with "jax_" is a boolean setting of jax.config instead.
 
     The option `xla_disable_hlo_passes` is added to the passes that are off already, and does not replace them.
     """
-    token = _TRIAL.set(options)
+    import jax
+
+    settings = {name: value == "True" for name, value in options.items() if name.startswith("jax_")}
+    before = {name: getattr(jax.config, name) for name in settings}
+    token = _TRIAL.set({name: value for name, value in options.items() if name not in settings})
     try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
         yield
     finally:
         _TRIAL.reset(token)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def _with_trial(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,5 +1,5 @@
-"""Names what two passes of XLA:GPU did to a compiled program: the values that the rematerialization pass computes again,
-and the buffers that the latency-hiding scheduler keeps alive at the peak.
+"""Lists what two passes of XLA:GPU did to a compiled program: the values that the rematerialization pass computes
+again, and the buffers that the latency-hiding scheduler keeps alive at the peak.
 
 The rematerialization pass names its copies of an instruction after it, with the suffix ".remat" and a number
 (hlo_rematerialization.cc). The buffers of the scheduler come from the estimate of `memory_order`.

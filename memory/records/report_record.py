@@ -264,7 +264,7 @@ class JudgedProgram(PeakAccount):
     fits: bool | None = None
     verdict: str = "unknown"
     xla: XlaStats = XlaStats()
-    xla_budget: XlaBudget = XlaBudget()
+    xla_budget: XlaBudget = dataclasses.field(default_factory=XlaBudget)
     xla_recomputed: tuple[RecomputedValue, ...] = ()
     scheduler_held: tuple[HeldBuffer, ...] = ()
 
