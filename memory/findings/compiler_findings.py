@@ -27,6 +27,8 @@ REMAT_SETTING = "jax_compiler_enable_remat_pass"
 # Minimum number of equal temporaries that are the copies of unrolled layers, and maximum number of names in a sentence.
 _MIN_LAYERS, _NAMED = 4, 3
 _NUMBERS = re.compile(r"\d+")
+# Minimum fraction of the scheduler's bytes that wait for a deferred instruction.
+_MOST = 0.5
 # Categories of buffers that a loop over layers would hold for one layer at a time.
 _OF_ONE_LAYER = ("workspace", "collectives")
 _PASSING = frozenset(("get-tuple-element", "bitcast", "tuple"))
@@ -36,19 +38,21 @@ _TERA, _GIGA = 1e12, 1e9
 def scheduler_peak(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if XLA's latency-hiding scheduler keeps buffers alive at the peak that an order of least memory
     would not, such as the operands of deferred weight gradients. The bytes are an estimate."""
-    budget, held = report.xla_budget, report.scheduler_held
+    budget = report.xla_budget
     size = budget.scheduler_bytes or 0
-    if not held or size <= max(NOTABLE * report.peak_bytes, TOY) or SCHEDULER_PASS in budget.disabled_passes:
+    # A value that is computed early may be the choice of another pass, such as the one that rematerializes.
+    held = [one for one in report.scheduler_held if one.reader]
+    if size <= max(NOTABLE * report.peak_bytes, TOY) or SCHEDULER_PASS in budget.disabled_passes:
         return None
-    gradients = list(dict.fromkeys(one.reader for one in held if one.weight_gradient))
+    if sum(one.bytes for one in held) < _MOST * size:
+        return None
     operands = [one for one in held if one.weight_gradient] or held
-    if gradients:
-        parameters = list(dict.fromkeys(one.parameter for one in held if one.weight_gradient))
-        what = f"defers {_count(gradients, 'weight gradient')} past the peak, of {_names(parameters)}"
-    elif readers := list(dict.fromkeys(one.reader for one in held if one.reader)):
-        what = f"defers {_count(readers, 'instruction')} past the peak, such as {_names(readers)}"
+    readers = list(dict.fromkeys(one.reader for one in operands))
+    if operands[0].weight_gradient:
+        parameters = list(dict.fromkeys(one.parameter for one in operands))
+        what = f"defers {_count(readers, 'weight gradient')} past the peak, of {_names(parameters)}"
     else:
-        what = f"computes {_count(held, 'value')} earlier than needed, such as {_names([one.name for one in held])}"
+        what = f"defers {_count(readers, 'instruction')} past the peak, such as {_names(readers)}"
     message = (
         f"XLA's latency-hiding scheduler {what}: buffers such as {_describe_held(operands[0])} stay alive, "
         f"{human(size)} more than in an order of least memory"
@@ -118,14 +122,12 @@ def xla_remat(report: JudgedProgram, program: PlacedProgram) -> RuleResult | Non
 
 
 def xla_remat_falls_short(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if XLA's rematerialization pass is on and does not reduce the program to XLA's limit."""
+    """Returns a finding if XLA's rematerialization pass logged that it does not reduce the program to XLA's limit."""
     budget = report.xla_budget
-    if not budget.limit_bytes or budget.margin_bytes is None or budget.margin_bytes >= 0:
-        return None
-    if REMAT_PASS in budget.disabled_passes:
+    if not budget.limit_bytes or budget.margin_bytes is None or budget.unreduced_bytes is None:
         return None
     need, allowed = budget.need_bytes or 0, (budget.need_bytes or 0) + budget.margin_bytes
-    before = f", from {human(budget.unreduced_bytes)}" if (budget.unreduced_bytes or 0) > need else ""
+    before = f", from {human(budget.unreduced_bytes)}" if budget.unreduced_bytes > need else ""
     return RuleResult(
         -budget.margin_bytes,
         f"XLA's rematerialization pass does not reach its limit: temporary values and results take {human(need)}"

@@ -41,14 +41,15 @@ def find(
         base = target.device_memory_bytes * USUAL_PERCENT // 100
     io = stats.argument_bytes + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
     limit = (base - io) * settings.slop_percent // 100 if io <= base else 0
-    temporary, results = stats.temp_bytes or 0, stats.output_bytes or 0
+    results = stats.output_bytes or 0
+    need = remat_log.reduced_bytes if remat_log else (stats.temp_bytes or 0) + results
     return XlaBudget(
         base_bytes=base,
         io_bytes=io,
         slop_percent=settings.slop_percent,
         limit_bytes=limit,
-        need_bytes=temporary + results,
-        margin_bytes=limit - temporary,
+        need_bytes=need,
+        margin_bytes=limit + results - need,
         unreduced_bytes=remat_log.original_bytes if remat_log else None,
         scheduler_bytes=scheduler_bytes,
         disabled_passes=settings.disabled_passes,

@@ -334,6 +334,11 @@ class ReportRecord(JudgedProgram):
         """Whether XLA's own rematerialization pass recomputes values, because the program exceeds XLA's limit."""
         return bool(self.xla_recomputed) or any(finding.kind == "xla_remat" for finding in self.findings)
 
+    @property
+    def beyond_xla_limit(self) -> bool:
+        """Whether the program is above the memory that XLA plans with, or was until XLA recomputed values."""
+        return self.xla_recomputes or (self.xla_budget.margin_bytes or 0) < 0
+
     def moved(self, direction: str) -> int:
         """Returns the bytes that one step copies between one device and its host. `direction`: "to device" or "to
         host".

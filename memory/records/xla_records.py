@@ -18,7 +18,8 @@ class XlaBudget:
         limit_bytes: bytes of temporary values that XLA allows: (base - io) x slop / 100; 0 if `io_bytes` exceed the
             base.
         need_bytes: bytes of temporary values and results. XLA's rematerialization pass compares them with `limit_bytes`
-            plus the results.
+            plus the results. The pass counts values before they share memory, so its own count may be larger; that
+            count is used if XLA logged it.
         margin_bytes: bytes by which the program is below this limit; negative if it is above.
         unreduced_bytes: bytes of temporary values and results before the rematerialization pass. XLA logs them only if
             the pass does not reach its limit; None otherwise.
