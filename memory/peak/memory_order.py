@@ -112,14 +112,23 @@ class _Estimate:
         if len(graph.order) > _MAX_INSTRUCTIONS:
             return OrderEstimate(peak, graph.peak(graph.order, after)[0])
         gain = int(_MIN_GAIN * peak)
-        late = graph.improved(graph.order, gain, backwards=True)
-        candidates = (graph.order, late, graph.improved(graph.order, gain), graph.improved(late, gain))
-        best = min(candidates, key=lambda order: graph.peak(order, after)[0])
-        least = graph.peak(best, after)[0]
+        late = graph.improved(_Order(tuple(graph.order)), gain, backwards=True)
+        early = graph.improved(_Order(tuple(graph.order)), gain)
+        candidates = (_Order(tuple(graph.order)), late, early, graph.improved(late, gain))
+        best = min(candidates, key=lambda order: graph.peak(order.ids, after)[0])
+        least = graph.peak(best.ids, after)[0]
         held = list(graph.held(best, place)) if least < peak else []
         at_peak = inner.get(graph.order[place]) if graph.order else None
         held += at_peak.held if at_peak else ()
         return OrderEstimate(peak, least, tuple(sorted(held, key=lambda value: -value.bytes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """An order of the instructions of a computation: their ids, and the ids of the instructions that were moved."""
+
+    ids: tuple[int, ...]
+    moved: frozenset[int] = frozenset()
 
 
 class _Graph:
@@ -229,23 +238,22 @@ class _Graph:
             live += made - ended
         return peak, place
 
-    def improved(self, order: Sequence[int], min_gain: int, backwards: bool = False) -> list[int]:
+    def improved(self, order: _Order, min_gain: int, backwards: bool = False) -> _Order:
         """Returns an order in which instructions run as soon as possible, if this ends more live bytes than it begins.
         With `backwards`, they run as late as possible, which is the same problem in the reversed graph.
         """
-        base = list(reversed(order)) if backwards else order
+        base = order.ids[::-1] if backwards else order.ids
         before, after = (self.after, self.before) if backwards else (self.before, self.after)
         walk = _EagerOrder(self, base, before, after, max(min_gain, 1))
-        out = walk.run()
-        return out[::-1] if backwards else out
+        ids = walk.run()
+        return _Order(ids[::-1] if backwards else ids, order.moved | walk.moved)
 
-    def held(self, best: Sequence[int], place: int) -> Iterator[HeldValue]:
+    def held(self, best: _Order, place: int) -> Iterator[HeldValue]:
         """Yields the ranges that are alive at a position of the compiler's order, and not at the same instruction in
         the order `best`."""
-        now = {id: at for at, id in enumerate(best)}
-        # The instruction at the peak may have moved itself. The anchor is the last one before it that kept a neighbour.
-        kept = [now[id] for id in self.order[: place + 1] if not self._moved(id, now)]
-        anchor = max(kept, default=now[self.order[place]])
+        now = {id: at for at, id in enumerate(best.ids)}
+        # The instruction at the peak may have moved itself: look at the last one before it that did not.
+        anchor = next((now[id] for id in self.order[place::-1] if id not in best.moved), 0)
         for each, ids in self.touching.items():
             places = [self.position[id] for id in ids]
             if not min(places) <= place <= max(places):
@@ -253,17 +261,10 @@ class _Graph:
             moved = [now[id] for id in ids]
             if min(moved) <= anchor <= max(moved):
                 continue
-            late = [id for id in ids if self.position[id] > place and now[id] <= anchor]
+            late = [id for id in ids[1:] if self.position[id] >= place and now[id] <= anchor]
             reader = self.module.instructions[min(late, key=self.position.__getitem__)] if late else None
             first = self.written.get(each, ids[0])
             yield HeldValue(self.module.instructions[first], self.sizes[each], reader)
-
-    def _moved(self, id: int, now: dict[int, int]) -> bool:
-        return any((now[other] < now[id]) != (self.position[other] < self.position[id]) for other in self._near(id))
-
-    def _near(self, id: int) -> list[int]:
-        at = self.position[id]
-        return self.order[max(at - 1, 0) : at] + self.order[at + 1 : at + 2]
 
 
 class _EagerOrder:
@@ -283,42 +284,53 @@ class _EagerOrder:
         self.left = {each: set(ids) for each, ids in graph.touching.items()}
         self.begun: set[int] = set()
         self.placed: dict[int, None] = {}
+        self.moved: set[int] = set()
 
-    def run(self) -> list[int]:
-        for id in self.base:
-            if id not in self.placed:
-                self.place([id])
-        return list(self.placed)
-
-    def place(self, ids: list[int]) -> None:
-        pending = list(ids)
-        while pending:
-            id = pending.pop(0)
+    def run(self) -> tuple[int, ...]:
+        for at, id in enumerate(self.base):
             if id in self.placed:
                 continue
-            self.placed[id] = None
-            concerned = dict.fromkeys(self.graph.touched[id])
-            for each in self.graph.touched[id]:
-                self.begun.add(each)
-                self.left[each].discard(id)
-            for other in self.after[id]:
-                self.waiting[other] -= 1
-                if not self.waiting[other]:
-                    concerned.update(dict.fromkeys(self.graph.touched[other]))
-            for each in concerned:
-                rest = self.left[each]
-                if each in self.begun and 0 < len(rest) <= _MAX_CLUSTER:
-                    pending += self.worthwhile(rest)
+            concerned = self.place(id)
+            following = at + 1
+            while concerned:
+                moves = {each: self.worthwhile(each) for each in concerned}
+                concerned = {each: None for each, (_, ids) in moves.items() if ids}
+                # The cluster that needs the least memory on its way comes first.
+                _, best = min((move for move in moves.values() if move[1]), key=lambda move: move[0], default=(0, []))
+                for other in best:
+                    while self.base[following] in self.placed:
+                        following += 1
+                    if other != self.base[following]:
+                        self.moved.add(other)
+                    concerned |= self.place(other)
+        return tuple(self.placed)
 
-    def worthwhile(self, rest: set[int]) -> list[int]:
-        """Returns the instructions to run now so that a range of memory ends: the unplaced instructions that touch it
-        and the chain of their only successors, cut where the live bytes are lowest; [] if this gains too little.
+    def place(self, id: int) -> dict[int, None]:
+        """Runs an instruction next. Returns the ranges of memory that may now be worth ending."""
+        self.placed[id] = None
+        concerned = dict.fromkeys(self.graph.touched[id])
+        for each in self.graph.touched[id]:
+            self.begun.add(each)
+            self.left[each].discard(id)
+        for other in self.after[id]:
+            self.waiting[other] -= 1
+            if not self.waiting[other]:
+                concerned.update(dict.fromkeys(self.graph.touched[other]))
+        return concerned
+
+    def worthwhile(self, range_number: int) -> tuple[int, list[int]]:
+        """Returns (the rise of the live bytes on the way, the instructions to run now so that a range of memory ends).
+        These are the unplaced instructions that touch it and the chain of their only successors, cut where the live
+        bytes are lowest. Returns (0, []) if this gains too little.
         """
-        if any(self.waiting[id] for id in rest):
-            return []
+        rest = self.left[range_number]
+        is_open = range_number in self.begun and 0 < len(rest) <= _MAX_CLUSTER
+        if not is_open or any(self.waiting[id] for id in rest):
+            return 0, []
         chain = sorted(rest, key=self.turn.__getitem__)
         touched: dict[int, int] = {}
         change, best, cut = 0, -self.min_gain, 0
+        highest, rise = 0, 0
         at = 0
         while at < len(chain) and at < _MAX_CLUSTER + len(rest):
             id = chain[at]
@@ -327,20 +339,22 @@ class _EagerOrder:
                 if each not in touched and each not in self.begun:
                     change += self.graph.sizes[each]
                 touched[each] = touched.get(each, 0) + 1
+            highest = max(highest, change)
+            for each in self.graph.touched[id]:
                 if touched[each] == len(self.left[each]):
                     change -= self.graph.sizes[each]
             if at >= len(rest) and change <= best:
-                best, cut = change, at
+                best, cut, rise = change, at, highest
             if at == len(chain):
                 chain += self.next_of(chain)
-        return chain[:cut]
+        return rise, chain[:cut]
 
     def next_of(self, chain: list[int]) -> list[int]:
+        """Returns an instruction that could run after a chain, and is the only successor of one of its instructions;
+        [] if there is none."""
         ahead = set(chain)
         for id in reversed(chain):
-            for other in sorted(self.after[id] - ahead, key=self.turn.__getitem__):
-                if other not in self.placed and self.waiting[other] == sum(
-                    1 for each in chain if other in self.after[each]
-                ):
-                    return [other]
+            later = [other for other in self.after[id] if other not in ahead]
+            if len(later) == 1 and self.waiting[later[0]] == sum(later[0] in self.after[each] for each in chain):
+                return later
         return []

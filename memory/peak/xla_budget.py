@@ -42,14 +42,16 @@ def find(
     io = stats.argument_bytes + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
     limit = (base - io) * settings.slop_percent // 100 if io <= base else 0
     results = stats.output_bytes or 0
-    need = remat_log.reduced_bytes if remat_log else (stats.temp_bytes or 0) + results
+    need = None if stats.temp_bytes is None else stats.temp_bytes + results
+    if remat_log is not None:
+        need = remat_log.reduced_bytes
     return XlaBudget(
         base_bytes=base,
         io_bytes=io,
         slop_percent=settings.slop_percent,
         limit_bytes=limit,
         need_bytes=need,
-        margin_bytes=limit + results - need,
+        margin_bytes=None if need is None else limit + results - need,
         unreduced_bytes=remat_log.original_bytes if remat_log else None,
         scheduler_bytes=scheduler_bytes,
         disabled_passes=settings.disabled_passes,
