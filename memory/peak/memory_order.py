@@ -217,21 +217,21 @@ class _Graph:
         live = peak = place = 0
         for at, id in enumerate(order):
             made = ended = 0
-            sizes_made, sizes_ended = set[int](), set[int]()
+            results, last_read = set[int](), set[int]()  # sizes
             for each in self.touched[id]:
-                size = self.sizes[each]
-                if each not in begun:
+                size, is_new = self.sizes[each], each not in begun
+                left[each] -= 1
+                if is_new:
                     begun.add(each)
                     made += size
-                    sizes_made.add(size)
-                left[each] -= 1
+                    results.add(size)
                 if not left[each]:
                     ended += size
-                    sizes_ended.add(size)
+                    if not is_new:
+                        last_read.add(size)
             # An elementwise kernel writes over an operand of the same size that ends with it.
-            shared = 0
-            if len(self.touched[id]) > 1 and self.module.instructions[id].opcode in OVERWRITING:
-                shared = max(sizes_made & sizes_ended, default=0) if made != ended or len(self.touched[id]) > 1 else 0
+            overwrites = self.module.instructions[id].opcode in OVERWRITING
+            shared = max(results & last_read, default=0) if overwrites else 0
             now = live + made - shared + inside.get(id, 0)
             if now > peak:
                 peak, place = now, at
