@@ -15,6 +15,7 @@ from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, show_written, user_path, write
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
 
@@ -64,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
     """Runs `bytescope report` for the program of --program or --hlo. Returns the exit code."""
     from bytescope.memory.devices import targets
 
+    if args.hlo and args.try_remedies:
+        raise ReportError(
+            "--try-remedies cannot be used with --hlo, because a dump is not compiled again: give the step with "
+            "--program=MODULE:FUNCTION"
+        )
     start_platform(args)
     if args.program:
         program = prepare(user_program.load(args.program), args.target)
@@ -144,8 +150,8 @@ def with_tried_remedies(report: ReportRecord, compile_with: Callable[[Finding], 
 def report_with_options(
     program: PreparedProgram, finding: Finding, subject_of: Callable[[int], Subject] | None = None
 ) -> ReportRecord | None:
-    """Compiles a program with the compiler options of a finding's remedy and returns its report; None if the remedy has
-    no compiler options.
+    """Compiles a program with the compiler options of a finding's remedy and returns its report. Returns None if the
+    remedy has no compiler options, or if the program was compiled before.
 
     subject_of: as in `make_report`.
     """
@@ -156,7 +162,8 @@ def report_with_options(
     if not options:
         return None
     with trial_options(options):
-        return make_report(program, subject_of)[0]
+        report, compilation = make_report(program, subject_of)
+    return report if compilation.budget is not None else None
 
 
 def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:

@@ -90,6 +90,8 @@ class _Estimate:
             return self.known.get(computation.id, OrderEstimate())
         inner: dict[int, OrderEstimate] = {}
         for id in computation.schedule:
+            if id not in self.module.instructions:  # a damaged module
+                continue
             called = self.called(self.module.instructions[id])
             estimates = [self.computation(body, around | {computation.id}) for body in called]
             if estimates:
@@ -112,9 +114,9 @@ class _Estimate:
         if len(graph.order) > _MAX_INSTRUCTIONS:
             return OrderEstimate(peak, graph.peak(graph.order, after)[0])
         gain = int(_MIN_GAIN * peak)
-        late = graph.improved(_Order(tuple(graph.order)), gain, backwards=True)
-        early = graph.improved(_Order(tuple(graph.order)), gain)
-        candidates = (_Order(tuple(graph.order)), late, early, graph.improved(late, gain))
+        compiled = _Order(tuple(graph.order))
+        late = graph.improved(compiled, gain, backwards=True)
+        candidates = (compiled, late, graph.improved(late, gain))
         best = min(candidates, key=lambda order: graph.peak(order.ids, after)[0])
         least = graph.peak(best.ids, after)[0]
         held = list(graph.held(best, place)) if least < peak else []
@@ -144,7 +146,7 @@ class _Graph:
 
     def __init__(self, module: Module, aliases: AliasGroups, computation: Computation):
         self.module = module
-        scheduled = computation.schedule or ()
+        scheduled = [id for id in dict.fromkeys(computation.schedule or ()) if id in module.instructions]
         self.order = [id for id in scheduled if module.instructions[id].opcode not in _TRANSPARENT]
         self.before: dict[int, set[int]] = {id: set() for id in self.order}
         self.touched: dict[int, list[int]] = {id: [] for id in self.order}
@@ -354,7 +356,7 @@ class _EagerOrder:
         [] if there is none."""
         ahead = set(chain)
         for id in reversed(chain):
-            later = [other for other in self.after[id] if other not in ahead]
+            later = [other for other in self.after[id] if other not in ahead and other not in self.placed]
             if len(later) == 1 and self.waiting[later[0]] == sum(later[0] in self.after[each] for each in chain):
                 return later
         return []

@@ -14,11 +14,17 @@ from bytescope import memory
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import compiler, targets
 from bytescope.memory.findings.compiler_findings import scheduler_peak
+from bytescope.memory.records.report_record import ROWS as ROWS_OF_PEAK
+from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.memory.report import report_page, report_text
 from bytescope.memory.report.tried_remedies import options_of, tried_text, try_remedies
 from bytescope.memory.units import GIB, MIB
 from bytescope.memory.view.console import plain_text
+from bytescope.train.plan.open_levers import parse_flags
+from bytescope.train.plan.report_remedies import with_remedies
+from bytescope.train.program.config_files import flatten
 from support.oracles import require
+from support.toy import small_config
 
 LAYERS, WIDTH, ROWS = 8, 8192, 131072
 
@@ -184,3 +190,50 @@ def test_programs_around_the_limit(fraction, enabled, expected):
     if "xla_remat_off" in expected:
         tried = report_with(lowered, target, options_of(finding_of(report, "xla_remat_off")))
         assert tried.xla_recomputed
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("scheduler_peak", {}, "--config.xla.latency_hiding=off"),
+        ("scheduler_peak", {"model.scan": False}, "--config.model.scan=true"),
+        ("unrolled_layers", {"model.unroll": 2}, "--config.model.unroll=1"),
+        ("unrolled_layers", {}, ""),
+        ("xla_remat_off", {}, "--config.remat.xla_pass=true"),
+        ("fused_copies", {}, ""),
+    ],
+)
+def test_remedies_of_configs_are_flags(kind, changes, expected):
+    """A config that has no such key keeps the remedy in JAX's words, and the compiler options."""
+    report = report_with_findings(kind, changes)
+    (found,) = with_remedies(report).findings
+    assert found.flags == expected and found.options == "a=b"
+    assert found.remedy == "words" if not expected else found.remedy != "words"
+    assert [f"--config.{key}={text}" for key, text in parse_flags(found.flags)] == found.flags.split()
+
+
+@pytest.mark.quick
+def test_equal_remedies_are_compiled_once_and_refused_ones_stay_untried():
+    report = report_with_findings("fused_copies", {})
+    first = report.findings[0]
+    other, none = dataclasses.replace(first, options="c=d"), dataclasses.replace(first, options="")
+    report = dataclasses.replace(report, findings=(first, first, other, none))
+    asked = []
+
+    def compile_with(finding):
+        asked.append(options_of(finding))
+        return dataclasses.replace(report, allocated_bytes=7) if finding is first else None
+
+    tried = try_remedies(report, compile_with)
+    assert asked == [{"a": "b"}, {"c": "d"}]
+    assert [finding.tried_bytes for finding in tried.findings] == [7, 7, None, None]
+    assert "3 B less" in tried_text(tried, tried.findings[0]) and tried_text(tried, tried.findings[3]) == ""
+
+
+def report_with_findings(kind, changes):
+    """The report of a config with one finding, made by hand."""
+    config = {**flatten(small_config(changes)), **changes}
+    finding = Finding(kind, 1, "message", "words", options="a=b")
+    target = {"name": "h100", "platform": "cuda", "n_devices": 1}
+    return ReportRecord(10, 10, dict.fromkeys(ROWS_OF_PEAK, 0), findings=(finding,), config=config, target=target)
