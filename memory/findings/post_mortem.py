@@ -21,7 +21,7 @@ from bytescope.memory.records.report_record import ReportRecord
 # peak for a buffer to compute in parts; fraction of the GPU's memory below which the pool could be larger.
 MAX_REMEDIES, MIN_SHARE, MIN_SHARE_IN_PARTS, LOW_FRACTION = 3, 0.01, 0.10, 0.85
 # Kinds of findings whose remedy uses more memory, or is about XLA's limit instead of the device's.
-_FREES_NOTHING = ("spare_memory", "arguments_above_limit", "xla_remat", "xla_remat_falls_short")
+_FREES_NOTHING = ("spare_memory", "arguments_above_limit", "xla_remat_falls_short")
 _BATCH = "reduce the batch, or accumulate gradients over parts of it"
 
 
