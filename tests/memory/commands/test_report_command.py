@@ -126,8 +126,12 @@ def test_report_of_a_step_of_somebodys_repository(their_folder, capsys):
 def test_the_remedies_of_a_step_are_compiled_on_request(their_folder, capsys):
     require("cuda")
     code, out, err = run(capsys, "report", "--program=their_steps:copies", "h100", "--try-remedies", "--json=r.json")
-    assert (code, err) == (0, "") and "compiling with xla_disable_hlo_passes=copy_fusion" in out
     report = memory.load("r.json")
+    assert (code, err) == (0, "")
+    if report.peak_bytes < 2 * 4 * 20000**2:  # XLA of jaxlib 0.12 makes no such copies
+        assert "compiling with" not in out
+        return
+    assert "compiling with xla_disable_hlo_passes=copy_fusion" in out
     (found,) = [finding for finding in report.findings if finding.kind == "fused_copies"]
     assert found.tried_bytes <= report.allocated_bytes - found.bytes // 2
     assert "compiled with this: " in out and f"{report_text.human(found.tried_bytes)} allocated instead of" in out
