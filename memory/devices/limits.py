@@ -114,7 +114,7 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
     memory, source = target.get("device_memory_bytes") or 0, target.get("memory_fraction_source", "")
     # jax refuses to start if both of its variables are set.
     variable = source if source in FRACTION_VARIABLES else FRACTION_VARIABLES[0]
-    if target.get("pool_can_grow") and limit == target.get("limit_bytes"):
+    if target.get("pool_can_grow") and limit is not None and limit == target.get("limit_bytes"):
         kept = int(memory * target["memory_fraction"])
         if not kept < predicted <= limit:
             return []
