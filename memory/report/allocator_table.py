@@ -82,15 +82,8 @@ def device_of(*reports: ReportRecord) -> Device:
         raise ReportError(f"the programs are compiled for {' and '.join(sorted(names))}: compile them for one target")
     check_target(target)
     memory, pool = target["device_memory_bytes"], target["limit_bytes"]
-<<<<<<< HEAD
-    if target.get("is_described") and not target.get("memory_fraction"):  # jax's `platform` allocator has no pool
-        pool = pool_bytes(memory, JAX_FRACTION.value)
-    elif target.get("pool_can_grow"):  # `cuda_async`: the limit is the whole GPU
-        pool = pool_bytes(memory, target["memory_fraction"])
-=======
     if target.get("is_described"):  # the limit is not the pool if the user chose `cuda_async` or `platform`
         pool = pool_bytes(memory, target.get("memory_fraction") or JAX_FRACTION.value)
->>>>>>> alloc
     outside = max(call_of(report).outside for report in reports)
     # XLA's flag for it is missing in jaxlib 0.10.2 and on in 0.12.0.1.
     partitions = _version(reports[0]) >= (0, 11)

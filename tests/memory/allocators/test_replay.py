@@ -193,15 +193,10 @@ def test_the_table_of_a_report():
     assert repr(table).startswith("allocators\n") and "exceeds" not in repr(table)
     single = memory.replay(report_of(target={**TARGET, "limit_bytes": 800 * MIB, "memory_fraction": None}))
     assert single[0]["limit_bytes"] == 768 * MIB  # the user chose `platform`: jax's default pool of three quarters
-<<<<<<< HEAD
-    growing = {**TARGET, "limit_bytes": 800 * MIB, "memory_fraction": 0.5, "pool_can_grow": True}
-    assert memory.replay(report_of(target=growing))[0]["limit_bytes"] == 512 * MIB  # the user chose `cuda_async`
-=======
     paged = memory.replay(report_of(target={**TARGET, "limit_bytes": 800 * MIB, "pool_can_grow": True}))
     assert [row["limit_bytes"] // MIB for row in paged] == [512, 512, 723, 723]  # the user chose `cuda_async`
     amd = memory.replay(report_of(target={**TARGET, "platform": "rocm"}))
     assert [row["allocator"] for row in amd] == ["bfc", "bfc, growing", "platform"]
->>>>>>> alloc
     full = memory.replay([(report_of(), 1), report_of(batch=480 * MIB)])
     assert full[0]["verdict"] == "exceeds" and full[0]["peak_program"] == "step"
     assert "bfc: step requests 9.00 MiB (temporary values), but only" not in repr(full)
