@@ -79,6 +79,13 @@ COMMANDS: Mapping[str, Subcommand] = {
             "--hlo=step.after_optimizations.hlo.pb --json=a.json",
         ),
     ),
+    "explain": Subcommand(
+        "memory.commands.explain_command",
+        "measure",
+        "explain an out-of-memory message in a log: cause and fix",
+        ("train.log", "train.log --html=explained.html", "- --json=- < train.log"),
+        reads="reads a log",
+    ),
     "trace": Subcommand(
         "memory.commands.trace_command",
         "measure",

@@ -1,0 +1,274 @@
+"""Shows an explanation of an out-of-memory message on one screen, at any width from 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.messages.culprits import Culprit
+from bytescope.memory.messages.explanation import Explanation
+from bytescope.memory.messages.message_forms import FORMS
+from bytescope.memory.messages.sharding_text import parse_sharding
+from bytescope.memory.units import human
+from bytescope.memory.view.console import one_line, shorten
+from bytescope.memory.view.text_layout import CopyCommand, Prose, blocks
+from bytescope.memory.view.text_table import FigureTable, figure, fixed, label, words
+
+# Maximum culprits, remedies, other messages, and rows of a drawing.
+MAX_CULPRITS, MAX_REMEDIES, MAX_OTHERS, MAX_DRAWN_ROWS = 4, 4, 4, 8
+# Maximum characters of a culprit's name, of a path, of a culprit's origin, and of a row of a drawing.
+_MAX_NAME, _MAX_PATH, _MAX_ORIGIN, _MAX_DRAWING = 34, 40, 150, 76
+NOT_SAID = "not in the message"
+# Phase -> its name on the screen.
+PHASES = {"forward": "forward", "backward": "backward", "recompute": "recomputed", "optimizer": "optimizer", "": ""}
+# Figure -> its name on the screen, in the order of the rows: the memory, this program, other arrays.
+ROWS = {
+    "card": "memory of the GPU",
+    "limit": "limit",
+    "in_use": "in use before the request",
+    "free": "free",
+    "largest": "largest free piece",
+    "parameters": "this program: arguments",
+    "arguments": "this program: arguments",
+    "outputs": "this program: results",
+    "temp": "this program: temporary",
+    "constants": "this program: constants",
+    "temp_fragmentation": "of it lost between buffers",
+    "heap": "arrays on the device",
+    "reserved": "reserved by the runtime",
+    "process": "held by this process",
+    "unused": "reserved by PyTorch, not in use",
+    "shard": "one shard of the tensor",
+    "whole": "the whole tensor",
+    "before": "before rematerialization",
+}
+_LIMIT_NAMES = {
+    "remat_warning": "budget of the compiler",
+    "bfc": "limit of the pool",
+    "allocator_other": "limit",
+    "tpu_hbm": "capacity",
+}
+_TOTAL_NAMES = {
+    "gpu_buffers": "this program in total",
+    "tpu_hbm": "needed in total",
+    "remat_warning": "temporary memory and results",
+    "donation": "bytes in total",
+    "spmd": "the whole tensor",
+}
+
+
+def render(explanation: Explanation) -> RenderableType:
+    """Returns an explanation as a rich renderable of about one screen."""
+    if not explanation.recognized:
+        return blocks(
+            Prose("No message about memory was recognized.", "bold"),
+            Prose(
+                "Known are the out-of-memory messages of JAX, XLA (GPU, TPU, CPU), its allocators and compiler "
+                "warnings, and "
+                "PyTorch's. If the log contains one, its beginning may be cut off: give the whole log."
+            ),
+        )
+    return blocks(
+        _head(explanation),
+        _where(explanation),
+        _culprits(explanation),
+        _resharding(explanation),
+        _remedies(explanation),
+        _next(explanation),
+    )
+
+
+def _head(explanation: Explanation) -> RenderableType:
+    title = (
+        "out of memory" if explanation.failure and explanation.cause_kind != "no_memory_problem" else "memory message"
+    )
+    head = Text.assemble(
+        (title, "bold red" if explanation.failure else "bold yellow"), f", line {explanation.line:,} of the log"
+    )
+    if code := explanation.words.get("code"):
+        head.append(f", error code {code}")
+    cause = Text.assemble(("cause: ", "bold"), " ".join(filter(None, (explanation.cause, explanation.evidence))))
+    return Group(Prose(head), Prose(one_line(explanation.happened)), Prose(cause), *_others(explanation))
+
+
+def _others(explanation: Explanation) -> Iterable[RenderableType]:
+    others = []
+    for form, count in explanation.messages.items():
+        count -= form == explanation.form
+        if count:
+            others.append(f"{count} x {FORM_NAMES.get(form, form)}")
+    if others:
+        more = f", {len(others) - MAX_OTHERS} more kinds" if len(others) > MAX_OTHERS else ""
+        yield Prose(f"also in the log: {', '.join(others[:MAX_OTHERS])}{more}", "dim")
+
+
+# Form -> its name in the list of other messages.
+FORM_NAMES = {
+    "gpu_buffers": "list of buffers",
+    "gpu_request": "failed request",
+    "bare_code": "RESOURCE_EXHAUSTED",
+    "gpu_platform": "failed request of the driver",
+    "picker": "failed measurement of algorithms",
+    "cpu_request": "failed request on the CPU",
+    "bfc": "line of the pool",
+    "bfc_no_failure": "line of the pool that is not a failure",
+    "bfc_dump": "list of the pool's chunks",
+    "cuda_async": "line of CUDA's allocator",
+    "pinned_host": "refused pinned host memory",
+    "driver": "refusal of the driver",
+    "torch_cuda": "out-of-memory error of PyTorch",
+    "remat": "rematerialization warning",
+    "remat_budget": "budget warning",
+    "spmd": "warning of full rematerialization",
+    "donation": "warning of unusable donation",
+    "constants": "warning of captured constants",
+    "nccl_memory": "error of NCCL",
+    "library_other": "error of a CUDA library",
+    "cudnn_memory": "error of a CUDA library",
+}
+
+
+def memory_rows(explanation: Explanation) -> list[tuple[str, int | None]]:
+    """Returns (name, bytes) of each figure of the message, then of the figures that are missing, with None."""
+    kind = FORMS[explanation.form].kind
+    rows: list[tuple[str, int | None]] = []
+    if explanation.requested_bytes is not None:
+        rows.append(("requested", explanation.requested_bytes))
+    for name, title in ROWS.items():
+        size = explanation.figures.get(name)
+        if name == "limit":
+            size, title = explanation.limit_bytes, _LIMIT_NAMES.get(kind, "limit")
+            if kind == "bfc" and "limit" not in explanation.figures:
+                title = _LIMIT_NAMES["remat_warning"]
+        if size == 0 and name in ("parameters", "arguments", "outputs", "constants") and kind == "tpu_hbm":
+            continue  # libtpu prints 0B for sizes that it did not count
+        if size is not None and not (
+            name == "card" and size == explanation.limit_bytes and "card" in explanation.figures
+        ):
+            rows.append((title, size))
+    if explanation.total_bytes is not None and explanation.total_bytes != explanation.figures.get("in_use"):
+        rows.append((_TOTAL_NAMES.get(kind, "temporary memory and results (warning)"), explanation.total_bytes))
+    if kind in ("donation", "spmd"):
+        return list(dict(rows).items())
+    have = {name for name, _ in rows}
+    program = any(name.startswith("this program") or "total" in name for name in have)
+    missing = {
+        "size of the request": explanation.requested_bytes is not None or not explanation.failure,
+        "limit": explanation.limit_bytes is not None,
+        "this program": program or kind == "remat_warning",
+        "other arrays": bool({"in use before the request", "arrays on the device"} & have),
+        "memory outside the pool": "card" in explanation.figures or kind == "tpu_hbm",
+    }
+    return list(dict(rows).items()) + [(name, None) for name, known in missing.items() if not known]
+
+
+def _where(explanation: Explanation) -> RenderableType | None:
+    rows = memory_rows(explanation)
+    known, unknown = [row for row in rows if row[1] is not None], [name for name, size in rows if size is None]
+    table = FigureTable(label("where the bytes are"), figure("bytes"))
+    for name, size in known:
+        table.add(name, human(size))
+    missing = Prose(f"{NOT_SAID}: {', '.join(unknown)}", "dim") if unknown else None
+    if not known:
+        return missing
+    return Group(*filter(None, (table, missing)))
+
+
+def culprit_name(culprit: Culprit) -> str:
+    """Returns number, shape and place of a culprit, such as "3 x float32[8,1024], layers 1 to 3"."""
+    times = f"{culprit.count} x " if culprit.count > 1 else ""
+    layers = ""
+    if len(culprit.layers) > 1:
+        layers = f", layers {culprit.layers[0]} to {culprit.layers[-1]}"
+    elif culprit.layers:
+        layers = f", layer {culprit.layers[0]}"
+    return f"{times}{culprit.shape or 'shape ' + NOT_SAID}{layers}"
+
+
+def culprit_origin(culprit: Culprit) -> str:
+    """Returns what a culprit usually is, its component and operation, and its source line."""
+    where = " ".join(filter(None, (culprit.component, culprit.operation)))
+    padding = f", padded {culprit.padding:.3g} times" if culprit.padding >= 1.05 else ""
+    parts = culprit.source.rsplit("/", 3)
+    source = "/".join(["…", *parts[1:]]) if len(parts) == 4 and len(culprit.source) > _MAX_PATH else culprit.source
+    return f"{culprit.what}{padding}; {f'{where}; ' if where else ''}{source or f'source line {NOT_SAID}'}"
+
+
+def _culprits(explanation: Explanation) -> RenderableType | None:
+    culprits = explanation.culprits
+    if not culprits:
+        if (
+            FORMS[explanation.form].kind in ("plain", "bfc", "gpu_buffers")
+            and explanation.cause_kind != "no_memory_problem"
+        ):
+            return Prose(
+                f"largest buffers: {NOT_SAID}. XLA has not listed them for most GPU errors since jaxlib 0.4.29.", "dim"
+            )
+        return None
+    table = FigureTable(fixed("largest buffers, and what they usually are"), figure("bytes"), fixed("phase"), words())
+    for culprit in culprits[:MAX_CULPRITS]:
+        size = human(culprit.bytes) if culprit.bytes is not None else "?"
+        phase = PHASES[culprit.phase] or "unknown"
+        name = shorten(one_line(culprit_name(culprit)), _MAX_NAME)
+        table.add(name, size, phase, shorten(one_line(culprit_origin(culprit)), _MAX_ORIGIN))
+    rest = culprits[MAX_CULPRITS:]
+    if rest:
+        total = human(sum(culprit.bytes or 0 for culprit in rest))
+        table.add(f"{sum(culprit.count for culprit in rest)} more", total, style="dim")
+    return table
+
+
+def draw_shardings(explanation: Explanation) -> list[str]:
+    """Returns lines of text with both shardings of a warning about full rematerialization; [] for other messages."""
+    source, target = (parse_sharding(explanation.words.get(name, "")) for name in ("source", "target"))
+    if explanation.form != "spmd" or source is None or target is None:
+        return []
+    lines = []
+    for name, sharding in (("from", source), ("to", target)):
+        lines.append(f"{name}: {sharding.sentence()}")
+        lines += [f"  {shorten(line, _MAX_DRAWING)}" for line in sharding.drawing()[:MAX_DRAWN_ROWS]]
+    return lines
+
+
+def _resharding(explanation: Explanation) -> RenderableType | None:
+    lines = draw_shardings(explanation)
+    if not lines:
+        return None
+    return Group(Text("the two shardings (numbers are devices)", style="bold"), *map(Text, lines))
+
+
+def _remedies(explanation: Explanation) -> RenderableType | None:
+    if not explanation.remedies:
+        return None
+    table = FigureTable(fixed(), words(style="", under=False), gap=1)
+    for number, remedy in enumerate(explanation.remedies[:MAX_REMEDIES], 1):
+        saved = explanation.savings.get(remedy.saves)
+        size = Text.assemble((f" Up to {human(saved)} of what is listed.", "bold")) if saved else Text()
+        table.add(f"{number}.", Text.assemble(remedy.words, size))
+    return Group(Text("what to do, the cheapest first", style="bold"), table)
+
+
+def next_steps(explanation: Explanation) -> tuple[str, tuple[str, ...]]:
+    """Returns (sentence, commands) that say how to know exactly; ("", ()) if there is nothing more to know."""
+    if (
+        explanation.cause_kind in ("no_memory_problem", "host_memory", "on_chip_memory")
+        or explanation.form == "torch_cuda"
+    ):
+        return "", ()
+    return (
+        "To know exactly, compile the step for this device without running it, or read XLA's dump of the failed "
+        "job. The "
+        "report names every buffer with its line of code:",
+        (
+            "bytescope report --program=my_file.py:program --target=TARGET",
+            'XLA_FLAGS="--xla_dump_to=dump --xla_dump_hlo_as_proto" python train.py',
+            "bytescope report --hlo=dump",
+        ),
+    )
+
+
+def _next(explanation: Explanation) -> RenderableType | None:
+    sentence, commands = next_steps(explanation)
+    return Group(Prose(sentence), *map(CopyCommand, commands)) if sentence else None
