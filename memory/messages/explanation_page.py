@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bytescope.memory.messages.culprits import Culprit
-from bytescope.memory.messages.explanation import Explanation
+from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.messages.explanation_text import (
     PHASES,
     culprit_name,
@@ -27,7 +27,7 @@ NOTES = (
 )
 
 
-def render(explanation: Explanation) -> str:
+def render(explanation: ExplanationRecord) -> str:
     """Returns the page of an explanation."""
     rows = memory_rows(explanation) if explanation.recognized else []
     culprits = explanation.culprits
@@ -91,7 +91,7 @@ BUFFER_COLUMNS = (
 )
 
 
-def remedy_columns(explanation: Explanation) -> tuple[ColumnView, ...]:
+def remedy_columns(explanation: ExplanationRecord) -> tuple[ColumnView, ...]:
     """Returns the columns of the table of remedies: the instruction, and the bytes that it can free."""
 
     def saving(remedy: Remedy) -> int | None:

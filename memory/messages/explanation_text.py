@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.messages.culprits import Culprit
-from bytescope.memory.messages.explanation import Explanation
+from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.sharding_text import parse_sharding
 from bytescope.memory.units import human
@@ -59,7 +59,7 @@ _TOTAL_NAMES = {
 }
 
 
-def render(explanation: Explanation) -> RenderableType:
+def render(explanation: ExplanationRecord) -> RenderableType:
     """Returns an explanation as a rich renderable of about one screen."""
     if not explanation.recognized:
         return blocks(
@@ -80,7 +80,7 @@ def render(explanation: Explanation) -> RenderableType:
     )
 
 
-def _head(explanation: Explanation) -> RenderableType:
+def _head(explanation: ExplanationRecord) -> RenderableType:
     title = (
         "out of memory" if explanation.failure and explanation.cause_kind != "no_memory_problem" else "memory message"
     )
@@ -93,7 +93,7 @@ def _head(explanation: Explanation) -> RenderableType:
     return Group(Prose(head), Prose(one_line(explanation.happened)), Prose(cause), *_others(explanation))
 
 
-def _others(explanation: Explanation) -> Iterable[RenderableType]:
+def _others(explanation: ExplanationRecord) -> Iterable[RenderableType]:
     others = []
     for form, count in explanation.messages.items():
         count -= form == explanation.form
@@ -130,7 +130,7 @@ FORM_NAMES = {
 }
 
 
-def memory_rows(explanation: Explanation) -> list[tuple[str, int | None]]:
+def memory_rows(explanation: ExplanationRecord) -> list[tuple[str, int | None]]:
     """Returns (name, bytes) of each figure of the message, then of the figures that are missing, with None."""
     kind = FORMS[explanation.form].kind
     rows: list[tuple[str, int | None]] = []
@@ -164,7 +164,7 @@ def memory_rows(explanation: Explanation) -> list[tuple[str, int | None]]:
     return list(dict(rows).items()) + [(name, None) for name, known in missing.items() if not known]
 
 
-def _where(explanation: Explanation) -> RenderableType | None:
+def _where(explanation: ExplanationRecord) -> RenderableType | None:
     rows = memory_rows(explanation)
     known, unknown = [row for row in rows if row[1] is not None], [name for name, size in rows if size is None]
     table = FigureTable(label("where the bytes are"), figure("bytes"))
@@ -173,7 +173,7 @@ def _where(explanation: Explanation) -> RenderableType | None:
     missing = Prose(f"{NOT_SAID}: {', '.join(unknown)}", "dim") if unknown else None
     if not known:
         return missing
-    return Group(*filter(None, (table, missing)))
+    return Group(table, missing) if missing else table
 
 
 def culprit_name(culprit: Culprit) -> str:
@@ -196,7 +196,7 @@ def culprit_origin(culprit: Culprit) -> str:
     return f"{culprit.what}{padding}; {f'{where}; ' if where else ''}{source or f'source line {NOT_SAID}'}"
 
 
-def _culprits(explanation: Explanation) -> RenderableType | None:
+def _culprits(explanation: ExplanationRecord) -> RenderableType | None:
     culprits = explanation.culprits
     if not culprits:
         if (
@@ -220,7 +220,7 @@ def _culprits(explanation: Explanation) -> RenderableType | None:
     return table
 
 
-def draw_shardings(explanation: Explanation) -> list[str]:
+def draw_shardings(explanation: ExplanationRecord) -> list[str]:
     """Returns lines of text with both shardings of a warning about full rematerialization; [] for other messages."""
     source, target = (parse_sharding(explanation.words.get(name, "")) for name in ("source", "target"))
     if explanation.form != "spmd" or source is None or target is None:
@@ -232,14 +232,14 @@ def draw_shardings(explanation: Explanation) -> list[str]:
     return lines
 
 
-def _resharding(explanation: Explanation) -> RenderableType | None:
+def _resharding(explanation: ExplanationRecord) -> RenderableType | None:
     lines = draw_shardings(explanation)
     if not lines:
         return None
     return Group(Text("the two shardings (numbers are devices)", style="bold"), *map(Text, lines))
 
 
-def _remedies(explanation: Explanation) -> RenderableType | None:
+def _remedies(explanation: ExplanationRecord) -> RenderableType | None:
     if not explanation.remedies:
         return None
     table = FigureTable(fixed(), words(style="", under=False), gap=1)
@@ -250,7 +250,7 @@ def _remedies(explanation: Explanation) -> RenderableType | None:
     return Group(Text("what to do, the cheapest first", style="bold"), table)
 
 
-def next_steps(explanation: Explanation) -> tuple[str, tuple[str, ...]]:
+def next_steps(explanation: ExplanationRecord) -> tuple[str, tuple[str, ...]]:
     """Returns (sentence, commands) that say how to know exactly; ("", ()) if there is nothing more to know."""
     if (
         explanation.cause_kind in ("no_memory_problem", "host_memory", "on_chip_memory")
@@ -269,6 +269,6 @@ def next_steps(explanation: Explanation) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def _next(explanation: Explanation) -> RenderableType | None:
+def _next(explanation: ExplanationRecord) -> RenderableType | None:
     sentence, commands = next_steps(explanation)
     return Group(Prose(sentence), *map(CopyCommand, commands)) if sentence else None

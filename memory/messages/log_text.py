@@ -15,7 +15,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-# Texts of which at least one is in each message about memory. The first letter is left out where its case varies.
+# Texts of which at least one is in each message about memory, also if a line ends inside another one. The first
+# letter is
+# left out where its case varies.
 ANCHORS = (
     b"of memory",
     b"ailed to alloc",
@@ -41,10 +43,12 @@ ANCHORS = (
     b"MaxAllocSize",
     b"memory summary:",
     b"reduce memory use below",
-    b"of input/output arguments",
-    b"full rematerialization",
-    b"donated buffers were",
+    b"input/output arguments",
+    b"the base limit",
+    b"ematerialization",
+    b"donated buffers",
     b"captured constants",
+    b"captured during lowering",
     b"onstants were captured",
     b"PA budget",
     b"NCCL operation",

@@ -133,7 +133,8 @@ def _with_dump(message: Message, text: str) -> Message:
 _TPU_HEAD = _pattern(
     r"Ran out of memory in memory space (?P<w_space>\w+)(?:\.?(?: (?P<w_note>while allocating on stack for "
     r"[^\n]{0,200}?))?"
-    r"[^\n]{0,2000}?Used <requested> of <limit>(?: \w+\.?)?(?: Exceeded \w+ capacity by <exceeded>)?)?"
+    r"(?:(?!Ran out of)[\s\S]){0,1500}?Used <requested> of <limit>(?: \w+\.?)?(?: Exceeded \w+ capacity by "
+    r"<exceeded>)?)?"
 )
 _TPU_SCOPED = _pattern(r"Scoped allocation with size <requested> and limit <limit> exceeded")
 _TPU_TABLE = re.compile(
@@ -377,14 +378,19 @@ _REMAT = _pattern(
     r"(?: only reduced to [0-9.]+[KMGTP]?i?B \(<#total> bytes\)(?:, down from [0-9.]+[KMGTP]?i?B \(<#before> "
     r"bytes\))?)?)?)?"
 )
-_REMAT_BUDGET = _pattern(r"byte size of input/output arguments \(<#total>\) exceeds the base limit \(<#limit>\)")
+_REMAT_BUDGET = _pattern(
+    r"byte size of input/output arguments \((?P<total>-?[0-9][0-9.,]*\s?\w*)\)"
+    r" exceeds the base limit \((?P<limit>-?[0-9][0-9.,]*\s?\w*)\)"
+)
 _SHARDING = r"\{(?:[^{}\n]|\{[^{}\n]*\})*\}"
 _SPMD = re.compile(
     r"full\s+rematerialization"
     rf"(?:[\s\S]{{0,160}}?from\s+sharding\s+(?P<w_source>{_SHARDING})\s+to\s+(?P<w_target>{_SHARDING}))?"
     r"(?:[\s\S]{0,120}?HLO\s+operation:?\s+(?P<w_hlo>%[^\n]{0,1500}?(?=\.\s+(?:You|As)\s|\n|$)))?"
 )
-_DONATION = re.compile(r"donated buffers were not usable:?(?P<w_list>[^\n]*(?:\n[^\n]*(?:\w\[[\d,]*\])[^\n]*)*)")
+_DONATION = re.compile(
+    r"donated\s+buffers\s+were\s+not\s+usable:?\s*(?P<w_list>[^\n]*(?:\n[^\n]*(?:\w\[[\d,]*\])[^\n]*)*)"
+)
 _CONSTANTS = _pattern(
     r"(?:constants were captured during lowering|captured constants detected during lowering)(?: \(<total>(?: "
     r"total)?\))?"
@@ -402,8 +408,8 @@ def read_warnings(text: str) -> Iterator[Message]:
         yield _resharding(match, text)
     for match in _DONATION.finditer(text):
         buffers = tuple(ListedBuffer(array.bytes, array, is_argument=True) for array in array_types(match["w_list"]))
-        total = {"total": sum(buffer.bytes or 0 for buffer in buffers)} if buffers else {}
-        yield Message("donation", 0, match.start(), total, {}, buffers, " ".join(match[0].split())[:200])
+        donated = {"total": sum(buffer.bytes or 0 for buffer in buffers)} if buffers else {}
+        yield Message("donation", 0, match.start(), donated, {}, buffers, " ".join(match[0].split())[:200])
     for match in _CONSTANTS.finditer(text):
         printed = match["total"] or ""
         total = size_of(printed, decimal=True)
@@ -413,22 +419,20 @@ def read_warnings(text: str) -> Iterator[Message]:
             for array in array_types(types)[:1]
         )
         exact = sum(buffer.bytes or 0 for buffer in buffers)
-        digits = re.search(r"\.(\d+)\s?([KMGT])", printed)
-        if (
-            total is not None
-            and digits
-            and abs(exact - total) <= 0.51 * 1000.0 ** ("KMGT".index(digits[2]) + 1) / 10 ** len(digits[1])
-        ):
+        if _rounds_to(exact, printed):
             total = exact
-        yield Message(
-            "constants",
-            0,
-            match.start(),
-            {} if total is None else {"total": total},
-            {},
-            buffers,
-            " ".join(match[0].split())[:200],
-        )
+        figures = {} if total is None else {"total": total}
+        yield Message("constants", 0, match.start(), figures, {}, buffers, " ".join(match[0].split())[:200])
+
+
+def _rounds_to(exact: int, printed: str) -> bool:
+    """Returns whether a number of bytes is printed as `printed`, a size with decimals in decimal units such as "
+    "8.39MB."""
+    digits = re.search(r"([\d.]+)\s?([KMGT])B", printed)
+    if digits is None:
+        return False
+    unit, decimals = 1000.0 ** ("KMGT".index(digits[2]) + 1), len(digits[1].partition(".")[2])
+    return abs(exact / unit - float(digits[1])) <= 0.51 / 10**decimals
 
 
 def _resharding(match: re.Match[str], text: str) -> Message:

@@ -70,7 +70,7 @@ REMEDIES: Mapping[str, Remedy] = {
         "Make the input smaller: shorten or crop the sequence or image. Scores and pair tensors grow with its square.",
     ),
     "bfloat16": Remedy(
-        "Compute in bfloat16 instead of float32: half the bytes of an activation.", ("jax.numpy.bfloat16",)
+        "Compute in jax.numpy.bfloat16 instead of float32: half the bytes of an activation.", ("jax.numpy.bfloat16",)
     ),
     "shard_activation": Remedy(
         "Shard the largest tensors over more devices: jax.lax.with_sharding_constraint.",
@@ -109,7 +109,7 @@ REMEDIES: Mapping[str, Remedy] = {
         ("optax.adafactor", "optax.lion"),
     ),
     "host_offload": Remedy(
-        'Keep the optimizer state in host memory: a NamedSharding with memory_kind="pinned_host".',
+        'Keep the optimizer state in host memory: a jax.sharding.NamedSharding with memory_kind="pinned_host".',
         ("jax.sharding.NamedSharding",),
     ),
     "constraint": Remedy(
@@ -135,7 +135,7 @@ REMEDIES: Mapping[str, Remedy] = {
         "Delete arrays that are no longer needed: old states, lists of results, arrays of a notebook. "
         "jax.live_arrays() lists "
         "them, array.delete() frees one.",
-        ("jax.live_arrays", "jax.Array.delete"),
+        ("jax.live_arrays",),
     ),
     "one_program": Remedy("Free the first model or step before the second is loaded; restart the notebook's kernel."),
     "other_process": Remedy(

@@ -83,7 +83,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "memory.commands.explain_command",
         "measure",
         "explain an out-of-memory message in a log: cause and fix",
-        ("train.log", "train.log --html=explained.html", "- --json=- < train.log"),
+        ("job.log", "job.log --html=explained.html", "- --json=-"),
         reads="reads a log",
     ),
     "trace": Subcommand(
