@@ -97,6 +97,16 @@ def outside_excess(target: Mapping[str, Any], limit: int | None, outside: int) -
     return max(outside - (target["device_memory_bytes"] - target["limit_bytes"]), 0)
 
 
+def fraction_variable(target: Mapping[str, Any]) -> str:
+    """Returns the environment variable in which the user should set the fraction of jax's pool: the one that is set
+    already, because jax refuses to start if both of its variables are set; otherwise the newer one.
+
+    target: the JSON of the devices.
+    """
+    source = target.get("memory_fraction_source", "")
+    return source if source in FRACTION_VARIABLES else FRACTION_VARIABLES[0]
+
+
 def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, outside: int) -> list[str]:
     """Returns advice about the fraction of the GPU's memory that is in jax's pool, at most one sentence. It names a
     fraction with which the program would fit, or says that too little memory is left outside of the pool. Returns [] if
@@ -110,9 +120,7 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
     """
     if not _is_pool(target, limit):
         return []
-    memory, source = target["device_memory_bytes"], target.get("memory_fraction_source", "")
-    # jax refuses to start if both of its variables are set.
-    variable = source if source in FRACTION_VARIABLES else FRACTION_VARIABLES[0]
+    memory, variable = target["device_memory_bytes"], fraction_variable(target)
     if excess := outside_excess(target, limit, outside):
         largest = math.floor(100 * (memory - outside) / memory) / 100
         return [

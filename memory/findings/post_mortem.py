@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.devices.platform import FRACTION_VARIABLES, MEMORY_FRACTION
+from bytescope.memory.devices.limits import fraction_variable
+from bytescope.memory.devices.platform import MEMORY_FRACTION
 from bytescope.memory.records.report_json import plain
 from bytescope.memory.records.report_record import ReportRecord
 
@@ -134,7 +135,7 @@ def _propose_larger_pool(report: ReportRecord | None, pool: int) -> Iterator[Way
     if 0 < pool < LOW_FRACTION * memory:
         yield WayOut(
             int(MEMORY_FRACTION * memory) - pool,
-            f"set {FRACTION_VARIABLES[0]}={MEMORY_FRACTION} before jax "
+            f"set {fraction_variable(report.target if report else {})}={MEMORY_FRACTION} before jax "
             f"starts: its pool is {pool / memory:.0%} of the GPU's memory",
         )
 

@@ -13,6 +13,8 @@ from bytescope.memory.messages.message_forms import FORMS, KINDS
 from bytescope.memory.messages.message_readers import read_passage
 from bytescope.memory.messages.message_record import Message
 from bytescope.memory.messages.remedies import remedies_for
+from bytescope.memory.messages.report_match import match_report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.view.console import plain_text, prompt_width
 
 # Maximum bytes by which an allocator rounds a request up.
@@ -32,11 +34,13 @@ class Explanation(ExplanationRecord):
         return explanation_page.render(self)
 
 
-def explain(text: str | bytes) -> Explanation:
-    """Explains the first failed allocation in a log of any size. Never raises.
+def explain(text: str | bytes, report: ReportRecord | None = None) -> Explanation:
+    """Explains the first failed allocation in a log of any size. No text raises an error.
 
     text: the whole log, as text or as the bytes of its file. Prefixes of loggers and launchers, colours, quotation
     marks, wrapped lines and cut ends are accepted.
+    report: memory report of the program that ran, with which the failure is compared. Source lines that the message
+    lacks are taken from it.
     """
     messages = find_messages(log_text.as_bytes(text))
     if not messages:
@@ -46,6 +50,14 @@ def explain(text: str | bytes) -> Explanation:
     figures = _headline_figures(messages, kind)
     culprits = describe(primary.buffers, primary.form)
     cause, evidence = causes.decide(messages, primary, figures, culprits)
+    match = None
+    if report is not None:
+        match = match_report(report, primary.form, cause, {**primary.figures, **figures}, culprits)
+        sources = {buffer.shape: buffer.source for buffer in match.buffers}
+        culprits = tuple(
+            dataclasses.replace(culprit, source=culprit.source or sources.get(culprit.shape, ""))
+            for culprit in culprits
+        )
     return Explanation(
         recognized=True,
         kind=kind,
@@ -65,6 +77,7 @@ def explain(text: str | bytes) -> Explanation:
         savings=_savings(primary, culprits),
         remedies=remedies_for(cause, primary.form, primary.words.get("space", "")),
         messages=dict(Counter(message.form for message in messages)),
+        match=match,
     )
 
 

@@ -6,6 +6,7 @@ from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.messages.explanation_text import (
     PHASES,
+    compared_rows,
     culprit_name,
     culprit_origin,
     draw_shardings,
@@ -33,6 +34,7 @@ def render(explanation: ExplanationRecord) -> str:
     culprits = explanation.culprits
     most = max((culprit.bytes or 0 for culprit in culprits), default=0) or 1
     sentence, commands = next_steps(explanation)
+    match = explanation.match
     return page(
         "explain",
         "out of memory · explained",
@@ -64,6 +66,8 @@ def render(explanation: ExplanationRecord) -> str:
         ],
         buffers=page_table(TableView(BUFFER_COLUMNS, culprits)),
         shardings=draw_shardings(explanation),
+        compared=page_table(TableView(COMPARED_COLUMNS, compared_rows(match) if match else [])),
+        comparison=f"{match.title}: {match.sentence}" if match else "",
         remedies=page_table(TableView(remedy_columns(explanation), explanation.remedies)),
         sentence=sentence,
         commands=commands,
@@ -72,6 +76,13 @@ def render(explanation: ExplanationRecord) -> str:
 
 
 MEMORY_COLUMNS = (ColumnView("name", "what", path="0"), ColumnView("bytes", "bytes", "bytes", path="1"))
+
+
+COMPARED_COLUMNS = (
+    ColumnView("name", "what", path="0"),
+    ColumnView("report", "report", "bytes", path="1"),
+    ColumnView("log", "log", "bytes", path="2"),
+)
 
 
 def _layers(culprit: Culprit) -> str:

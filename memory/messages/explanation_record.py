@@ -10,6 +10,7 @@ from bytescope.memory.messages import causes
 from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.remedies import Remedy
+from bytescope.memory.messages.report_match import ReportMatch
 from bytescope.memory.units import human
 
 # Kind of an explanation without any message.
@@ -38,6 +39,7 @@ class ExplanationRecord:
         savings: name of a saving -> the bytes that the listed buffers show for it.
         remedies: what to do, the cheapest first.
         messages: number of messages of each form in the log, the explained form included.
+        match: the failure compared with the memory report of a program; None without a report.
     """
 
     recognized: bool = False
@@ -58,6 +60,7 @@ class ExplanationRecord:
     savings: Mapping[str, int] = dataclasses.field(default_factory=dict)
     remedies: tuple[Remedy, ...] = ()
     messages: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    match: ReportMatch | None = None
 
     @property
     def happened(self) -> str:
@@ -92,4 +95,5 @@ class ExplanationRecord:
                 {"words": remedy.words, "uses": list(remedy.uses), "bytes": self.savings.get(remedy.saves)}
                 for remedy in self.remedies
             ],
+            "match": dataclasses.asdict(self.match) if self.match else None,
         }

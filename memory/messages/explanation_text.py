@@ -10,6 +10,7 @@ from rich.text import Text
 from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.messages.message_forms import FORMS
+from bytescope.memory.messages.report_match import ReportMatch
 from bytescope.memory.messages.sharding_text import parse_sharding
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, shorten
@@ -75,6 +76,7 @@ def render(explanation: ExplanationRecord) -> RenderableType:
         _where(explanation),
         _culprits(explanation),
         _resharding(explanation),
+        _compared(explanation),
         _remedies(explanation),
         _next(explanation),
     )
@@ -232,6 +234,25 @@ def draw_shardings(explanation: ExplanationRecord) -> list[str]:
     return lines
 
 
+def compared_rows(match: ReportMatch) -> list[tuple[str, int, int | None]]:
+    """Returns (name, bytes in the report, bytes in the log) of the whole program and of the figures that both have."""
+    return [("predicted in total", match.predicted_bytes, None), *match.rows]
+
+
+def _compared(explanation: ExplanationRecord) -> RenderableType | None:
+    match = explanation.match
+    if match is None:
+        return None
+    table = FigureTable(label("compared with the report"), figure("report"), figure("log"))
+    for name, predicted, logged in compared_rows(match):
+        table.add(name, human(predicted), human(logged) if logged is not None else "")
+    lines: list[RenderableType] = [table, Prose(f"{one_line(match.title)}: {one_line(match.sentence)}")]
+    for buffer in match.buffers[:MAX_CULPRITS]:
+        where = buffer.source or buffer.module or "source line unknown"
+        lines.append(Prose(f"{buffer.count} x {buffer.shape} at its peak: {buffer.category}, {one_line(where)}", "dim"))
+    return Group(*lines)
+
+
 def _resharding(explanation: ExplanationRecord) -> RenderableType | None:
     lines = draw_shardings(explanation)
     if not lines:
@@ -256,6 +277,8 @@ def next_steps(explanation: ExplanationRecord) -> tuple[str, tuple[str, ...]]:
         explanation.cause_kind in ("no_memory_problem", "host_memory", "on_chip_memory")
         or explanation.form == "torch_cuda"
     ):
+        return "", ()
+    if explanation.match is not None:
         return "", ()
     return (
         "To know exactly, compile the step for this device without running it, or read XLA's dump of the failed "

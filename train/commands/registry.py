@@ -80,11 +80,15 @@ COMMANDS: Mapping[str, Subcommand] = {
         ),
     ),
     "explain": Subcommand(
-        "memory.commands.explain_command",
+        "train.commands.explain_config",
         "measure",
         "explain an out-of-memory message in a log: cause and fix",
-        ("job.log", "job.log --html=explained.html", "- --json=-"),
-        reads="reads a log",
+        (
+            "job.log",
+            "job.log --html=explained.html",
+            "job.log --report=runs/tiny/memory.json",
+            "- --config=llama_8b --target=h100:8 --json=-",
+        ),
     ),
     "trace": Subcommand(
         "memory.commands.trace_command",

@@ -79,8 +79,7 @@ def test_what_the_step_does_not_need_comes_first():
 def test_a_pool_that_leaves_a_quarter_of_the_card_idle(pool, told):
     ways = ways_out(report_of(KEPT, target={"device_memory_bytes": 80 * GIB}), pool=pool)
     assert (
-        ways[0].words.startswith("set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92")
-        and ways[0].bytes == int(0.92 * 80 * GIB) - pool
+        ways[0].words.startswith("set XLA_CLIENT_MEM_FRACTION=0.92") and ways[0].bytes == int(0.92 * 80 * GIB) - pool
     ) is told
 
 
