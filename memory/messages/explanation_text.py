@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -209,13 +209,20 @@ def _culprits(explanation: ExplanationRecord) -> RenderableType | None:
                 f"largest buffers: {NOT_SAID}. XLA has not listed them for most GPU errors since jaxlib 0.4.29.", "dim"
             )
         return None
-    table = FigureTable(fixed("largest buffers, and what they usually are"), figure("bytes"), fixed("phase"), words())
-    for culprit in culprits[:MAX_CULPRITS]:
+    return culprit_table(culprits)
+
+
+def culprit_table(culprits: Sequence[Culprit], most: int = MAX_CULPRITS) -> FigureTable | None:
+    """Returns a table of the first `most` culprits, and a row for the rest; None if there are none."""
+    if not culprits:
+        return None
+    table = FigureTable(fixed("largest buffers"), figure("bytes"), fixed("phase"), words())
+    for culprit in culprits[:most]:
         size = human(culprit.bytes) if culprit.bytes is not None else "?"
         phase = PHASES[culprit.phase] or "unknown"
         name = shorten(one_line(culprit_name(culprit)), _MAX_NAME)
         table.add(name, size, phase, shorten(one_line(culprit_origin(culprit)), _MAX_ORIGIN))
-    rest = culprits[MAX_CULPRITS:]
+    rest = culprits[most:]
     if rest:
         total = human(sum(culprit.bytes or 0 for culprit in rest))
         table.add(f"{sum(culprit.count for culprit in rest)} more", total, style="dim")

@@ -217,8 +217,9 @@ def find_places(log: bytes, anchors: Sequence[bytes], most: int) -> list[int]:
     frequency = np.bincount(sample, minlength=1 << 16)
     table, offsets = np.zeros(1 << 16, np.bool_), {}
     for anchor in anchors:
-        offsets[anchor] = min(range(len(anchor) - 1), key=lambda at: frequency[_pair(anchor, at)])
-        table[_pair(anchor, offsets[anchor])] = True
+        pairs = [_pair(anchor, at) for at in range(len(anchor) - 1)]
+        offsets[anchor] = int(frequency[pairs].argmin())
+        table[pairs[offsets[anchor]]] = True
     for start in range(0, len(data) - 1, _CHUNK):
         candidates = []
         for shift in (0, 1):
@@ -229,6 +230,8 @@ def find_places(log: bytes, anchors: Sequence[bytes], most: int) -> list[int]:
             first = places - offsets[anchor]
             first = first[(first >= 0) & (first <= len(data) - len(anchor))]
             for index in (offsets[anchor], offsets[anchor] + 1, *range(len(anchor))):
+                if not len(first):
+                    break
                 first = first[data[first + index] == anchor[index]]
             found[anchor] += first[: most - len(found[anchor])].tolist()
             if len(found[anchor]) == most:
