@@ -114,17 +114,16 @@ def check(text):
     assert found.recognized == (found.form in FORMS)
 
 
-def cuts(step):
-    for name, form in written.FORMS.items():
-        text = form(random.Random(name)).text
-        for at in range(step // 2, len(text), step):
-            yield text[:at]
-            yield text[at:]
+def cuts(name, step):
+    text = written.FORMS[name](random.Random(name)).text
+    for at in range(step // 2, len(text), step):
+        yield text[:at]
+        yield text[at:]
 
 
-def splices(count):
+def splices(count, seed=0):
     texts = [form(random.Random(name)).text for name, form in written.FORMS.items()]
-    rng = random.Random(0)
+    rng = random.Random(seed)
     for _ in range(count):
         pieces = [rng.choice(texts) for _ in range(rng.randrange(2, 5))]
         yield "".join(piece[rng.randrange(len(piece)) :][: rng.randrange(1, 2000)] for piece in pieces)
@@ -132,13 +131,21 @@ def splices(count):
 
 def test_cut_and_spliced_messages():
     check("Total hbm usage >= 11.47G:\n Padded (10.96G), 0.0% fragmentation (0B))")
-    for text in (*cuts(171), *splices(40)):
+    for text in (*(text for name in written.FORMS for text in cuts(name, 171)), *splices(40)):
         check(text)
 
 
 @pytest.mark.exhaustive
-def test_every_cut_and_many_splices():
-    for text in (*cuts(1), *splices(10_000)):
+@pytest.mark.parametrize("name", written.FORMS)
+def test_every_cut(name):
+    for text in cuts(name, 1):
+        check(text)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(10))
+def test_many_splices(seed):
+    for text in splices(1000, seed):
         check(text)
 
 
@@ -167,9 +174,9 @@ def test_a_large_log_is_read_in_one_scan():
 def test_fifty_megabytes_take_a_second():
     for name, log in large_logs(50_000_000):
         data = log.encode()
-        start = time.perf_counter()
+        start = time.process_time()
         memory.explain(data)
-        assert time.perf_counter() - start < 1.0, name
+        assert time.process_time() - start < 1.0, name
 
 
 def test_places_are_those_of_a_plain_search():
