@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from rich.console import Console
 
 from bytescope.memory.commands.arguments import check_files, show_written, user_path, write
 from bytescope.memory.errors import ReportError
@@ -16,7 +19,7 @@ from bytescope.memory.messages import explanation_text
 from bytescope.memory.messages.explanation import explain
 from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.view.console import put
+from bytescope.memory.view.console import make_console, put
 
 # The name that stands for standard input and output.
 STANDARD = "-"
@@ -29,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="?",
         default=STANDARD,
-        help="the log of the failed job; - for standard input (default)",
+        help="the log of the failed job; - for standard input (default). Or give a command after --: it is run, and "
+        "its output is explained on standard error",
     )
     parser.add_argument(
         "--report",
@@ -65,8 +69,23 @@ def run(args: argparse.Namespace) -> int:
     """Runs `bytescope explain`: prints the explanation of a log and writes the requested files. Returns 0 if a message
     about memory was recognized, else 1."""
     check_flags(args)
-    log = read_log(args.log)
-    return explain_log(args, log, _make_report(args))
+    return explain_source(args, _make_report)
+
+
+def explain_source(args: argparse.Namespace, make_report: Callable[[argparse.Namespace], ReportRecord | None]) -> int:
+    """Explains the log that the arguments name, or the output of the command after `--`, which is run first. Returns
+    the exit code: of the command; without a command 0 if a message was recognized, else 1.
+
+    make_report: a function from the arguments to the report of the program that ran, None if it is unknown.
+    """
+    if not vars(args).get("job"):
+        return explain_log(args, read_log(args.log), make_report(args))
+    from bytescope.memory.commands.recorded_job import run_job
+
+    code, log = run_job(args.job)
+    if code or explain(log).recognized:
+        explain_log(args, log, make_report(args), make_console(stderr=True))
+    return code
 
 
 def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report", "program", "hlo")) -> None:
@@ -95,10 +114,12 @@ def read_log(name: str) -> bytes:
         ) from error
 
 
-def explain_log(args: argparse.Namespace, log: bytes, report: ReportRecord | None) -> int:
+def explain_log(
+    args: argparse.Namespace, log: bytes, report: ReportRecord | None, console: Console | None = None
+) -> int:
     """Explains a log, prints the explanation and writes the files of --json and --html. Returns the exit code.
 
-    report: report of the program that ran, None if it is unknown.
+    report: report of the program that ran, None if it is unknown. console: where it is printed, by default stdout.
     """
     explanation = explain(log, report)
     text = json.dumps(explanation.to_json(), indent=1) + "\n"
@@ -106,12 +127,12 @@ def explain_log(args: argparse.Namespace, log: bytes, report: ReportRecord | Non
     if to_stdout:
         sys.stdout.write(text)
     else:
-        put(explanation_text.render(explanation))
+        put(explanation_text.render(explanation), console)
         if args.json:
             write(args.json, text)
     if args.html:
         write(args.html, explanation.to_html())
-    if not to_stdout:
+    if not to_stdout and console is None:
         show_written(args.json, args.html)
     return 0 if explanation.recognized else 1
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Sequence
 
 from bytescope.memory.commands import explain_command, report_command
 from bytescope.memory.errors import ReportError
@@ -23,15 +24,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=SET_KEY)
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses the arguments. Those after `--` are a command, in `args.job`; without `--` it is []."""
+    from bytescope.train.commands import registry
+
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    args = registry.parse_arguments("explain", words[:at])
+    args.job = words[at + 1 :]
+    if at < len(words) and not args.job:
+        raise ReportError("no command is given after --: give one, such as bytescope explain -- python train.py")
+    if args.job and args.log != explain_command.STANDARD:
+        raise ReportError(f"{args.log} and a command after -- cannot be combined: give one of the two")
+    return args
+
+
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope explain`. Returns 0 if a message about memory was recognized, else 1."""
+    """Runs `bytescope explain`. Returns 0 if a message about memory was recognized, else 1; with a command after `--`,
+    the exit code of this command."""
     if args.config is None:
         if args.overrides:
             raise ReportError(f"--config.{args.overrides[0][0]} needs a config: give --config=CONFIG, or leave it out")
         return explain_command.run(args)
     explain_command.check_flags(args, ("config", "report", "program", "hlo"))
-    log = explain_command.read_log(args.log)
-    return explain_command.explain_log(args, log, _report_step(args))
+    return explain_command.explain_source(args, _report_step)
 
 
 def _report_step(args: argparse.Namespace) -> ReportRecord:

@@ -88,6 +88,7 @@ COMMANDS: Mapping[str, Subcommand] = {
             "job.log --html=explained.html",
             "job.log --report=runs/tiny/memory.json",
             "- --config=llama_8b --target=h100:8 --json=-",
+            "-- python train.py",
         ),
     ),
     "trace": Subcommand(
@@ -244,12 +245,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if hasattr(module, "parse"):
         args = module.parse(rest)
     else:
-        args = _parse_arguments(name, rest)
+        args = parse_arguments(name, rest)
     args.command = name
     return args
 
 
-def _parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
+def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
+    """Parses the arguments of the command `name` with the parser of its module. The result has `overrides`."""
     from bytescope.train.commands.config_arguments import settle_subject
 
     overrides: list[tuple[str, str]] = []
